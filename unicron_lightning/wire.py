@@ -1,0 +1,335 @@
+"""Messages between worker, agent and coordinator.
+
+This module is the whole vocabulary of the control plane. Two links carry it, both as JSON objects with a ``type`` field:
+
+* **agent <-> coordinator**: one persistent WebSocket per agent (text frames, one message a frame).
+* **worker <-> agent**: one UNIX stream socket per worker (one message a line).
+
+A worker never talks to the coordinator: its agent forwards what it says and adds nothing but its own identity, which is
+known from the connection. Everything received is decoded into a frozen struct and refused if it does not fit; nothing is
+ever unpickled. Unknown fields are ignored, so that a newer peer may say more.
+
+Identity: an *agent* is ``<node>-<8 hex>``, new for every torchrun process. A *worker* is ``<agent>/<local rank>#<round>``
+where the round counts the agent's rendezvous: a restarted worker is a new worker.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal, Union
+
+import msgspec
+
+PROTOCOL_VERSION: Final = 1
+
+EpochKind = Literal["init", "fail", "join", "restart"]
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
+    """Base of all messages."""
+
+
+class Member(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker of an epoch; its place in the epoch's list is its global rank."""
+
+    worker: str
+    agent: str
+    node: str
+    host: str
+    local_rank: int
+
+
+class Address(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a TCPStore server listens."""
+
+    host: str
+    port: int
+
+
+# ---- worker -> agent (the agent forwards all but Heartbeat) --------------------------------------------------------
+
+
+class WorkerHello(Message, frozen=True, kw_only=True, tag="worker_hello"):
+    """The Unicron strategy runs in this worker. Answered by `Welcome`. Says that the task recovers in process."""
+
+    worker: str
+    local_rank: int
+    pid: int
+    capacity: int
+    """Most workers that the task can use: its micro-batches per step."""
+
+
+class WorkerReady(Message, frozen=True, kw_only=True, tag="worker_ready"):
+    """The worker waits: with ``epoch`` 0 to become a member, else it has stopped for that epoch and reports its state.
+
+    ``state`` is opaque to the coordinator but for ``step`` (optimizer steps finished, int) and ``has_state`` (bool).
+    """
+
+    worker: str
+    epoch: int
+    state: dict[str, Any]
+
+
+class CommError(Message, frozen=True, kw_only=True, tag="comm_error"):
+    """A collective of this epoch failed and no newer epoch explains it."""
+
+    worker: str
+    epoch: int
+    error: str
+
+
+class Progress(Message, frozen=True, kw_only=True, tag="progress"):
+    """What the worker last finished; sent by the control thread at most once a second. Never on the training path."""
+
+    worker: str
+    step: int
+    metrics: dict[str, float]
+
+
+class WorkerEvent(Message, frozen=True, kw_only=True, tag="worker_event"):
+    """Something for the event log, e.g. ``recovered`` or ``joined``, with plain JSON fields; ``at`` is time.time()."""
+
+    worker: str
+    name: str
+    at: float
+    fields: dict[str, Any]
+
+
+class Record(Message, frozen=True, kw_only=True, tag="record"):
+    """Keep ``value`` (JSON text) under ``key`` for the task's present life, for workers that join later."""
+
+    key: str
+    value: str
+
+
+class Lookup(Message, frozen=True, kw_only=True, tag="lookup"):
+    """Asks for a recorded value. Answered by `LookupReply` with the same ``worker`` and ``key``."""
+
+    worker: str
+    key: str
+
+
+class CheckpointSaved(Message, frozen=True, kw_only=True, tag="checkpoint_saved"):
+    """A persistent checkpoint is complete at ``path`` (absolute) and holds the state after ``step`` optimizer steps."""
+
+    worker: str
+    path: str
+    step: int
+
+
+class WorkerDone(Message, frozen=True, kw_only=True, tag="worker_done"):
+    """The worker's program is about to end well: its going is no failure."""
+
+    worker: str
+
+
+class Heartbeat(Message, frozen=True, kw_only=True, tag="heartbeat"):
+    """The worker's control thread runs. Stays on the UNIX socket; its absence makes the agent declare a silent death."""
+
+
+# ---- agent -> coordinator -----------------------------------------------------------------------------------------
+
+
+class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A live worker as its agent sees it, told anew at each registration so that a restarted coordinator can go on."""
+
+    worker: str
+    local_rank: int
+    hello: WorkerHello | None = None
+    ready: WorkerReady | None = None
+    """The last `WorkerReady` said, if no newer epoch was seen since."""
+
+
+class Register(Message, frozen=True, kw_only=True, tag="register"):
+    """First message of every connection of an agent, new or resumed. Answered by `Registered` or `Refused`."""
+
+    protocol: int
+    task: str
+    agent: str
+    node: str
+    host: str
+    pid: int
+    min_nodes: int
+    max_nodes: int
+    round: int
+    """The agent's rendezvous count; 0 before its first."""
+    waiting: bool
+    """Whether the agent now waits in next_rendezvous for a grant of ``round``."""
+    granted: bool
+    """Whether the grant of ``round`` has arrived."""
+    store: Address | None
+    local_world: int | None
+    workers: list[WorkerInfo]
+    epoch: int
+    """Newest epoch seen by the agent; 0 if none."""
+
+
+class RendezvousBegin(Message, frozen=True, kw_only=True, tag="rendezvous"):
+    """The agent entered next_rendezvous: all its workers are stopped and it wants a grant for ``round``."""
+
+    round: int
+    store: Address
+    """A new, empty TCPStore of this agent for this round."""
+
+
+class LocalWorld(Message, frozen=True, kw_only=True, tag="local_world"):
+    """How many workers the agent starts in this round. Answered by `Ranks`."""
+
+    round: int
+    size: int
+
+
+class StoreUsed(Message, frozen=True, kw_only=True, tag="store_used"):
+    """Workers wrote to the round's store without a hello: the script is a plain one (``init_process_group`` by env://)."""
+
+    round: int
+
+
+class WorkerDied(Message, frozen=True, kw_only=True, tag="worker_died"):
+    """A worker's process ended or was given up. ``cause``: exit | signal | silent; ``code``: exit status or signal."""
+
+    worker: str
+    cause: Literal["exit", "signal", "silent"]
+    code: int
+    at: float
+
+
+class Bye(Message, frozen=True, kw_only=True, tag="bye"):
+    """The agent ends, having stopped its workers."""
+
+    succeeded: bool
+
+
+# ---- coordinator -> agent (to its workers where marked) ------------------------------------------------------------
+
+
+class Registered(Message, frozen=True, kw_only=True, tag="registered"):
+    """The session stands."""
+
+    coordinator: str
+
+
+class Refused(Message, frozen=True, kw_only=True, tag="refused"):
+    """The agent can't take part; the reason is for the user. Final: the agent ends."""
+
+    reason: str
+
+
+class Grant(Message, frozen=True, kw_only=True, tag="grant"):
+    """The slot is the task's: start workers. ``master`` is the store of group rank 0's agent for plain scripts."""
+
+    round: int
+    group_rank: int
+    group_world: int
+    master: Address
+
+
+class Ranks(Message, frozen=True, kw_only=True, tag="ranks"):
+    """First global rank of the agent's workers, and the world size, as of now."""
+
+    round: int
+    base: int
+    world: int
+
+
+class Stop(Message, frozen=True, kw_only=True, tag="stop"):
+    """Stop the workers and rendezvous again (plain scripts after a membership change; a revoked slot)."""
+
+    reason: str
+
+
+class Fence(Message, frozen=True, kw_only=True, tag="fence"):
+    """SIGKILL this worker: it is no longer of the task. A worker unknown to the agent is ignored."""
+
+    worker: str
+    reason: str
+
+
+class TaskOver(Message, frozen=True, kw_only=True, tag="task_over"):
+    """[also to workers that are not members] The task has ended: end with success."""
+
+    succeeded: bool
+
+
+class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
+    """[to the worker] Answer to `WorkerHello`. A founder takes part from the start; others join live when ready.
+
+    ``resume``: where a task all of whose workers died goes on (a checkpoint path), None for a new start.
+    """
+
+    worker: str
+    founder: bool
+    life: int
+    """Counts the task's starts: 1, and one more each time no member survived."""
+    resume: str | None
+
+
+class Epoch(Message, frozen=True, kw_only=True, tag="epoch"):
+    """[to the workers: all members, and old members that are no longer in it] The newest world of the task.
+
+    ``init``/``restart``: nobody has state, all members start. ``fail``: stop what you do *now*, abort collectives.
+    ``join``: switch at the next step boundary. In each case answer with `WorkerReady` of this epoch and wait for `Go`.
+    A worker that was a member and is not in ``members`` has been expelled.
+    """
+
+    number: int
+    kind: EpochKind
+    members: list[Member]
+    store: Address
+    hold: bool
+    """Fewer nodes than the minimum: finish the step, then wait at the boundary for a newer epoch."""
+    incident: str | None
+    published_at: float
+
+
+class Go(Message, frozen=True, kw_only=True, tag="go"):
+    """[to the workers] All members of the epoch are ready, with these states by worker: connect."""
+
+    epoch: int
+    states: dict[str, dict[str, Any]]
+
+
+class LookupReply(Message, frozen=True, kw_only=True, tag="lookup_reply"):
+    """[to the worker] ``value`` is None if nothing is recorded."""
+
+    worker: str
+    key: str
+    value: str | None
+
+
+FromWorker = Union[
+    WorkerHello,
+    WorkerReady,
+    CommError,
+    Progress,
+    WorkerEvent,
+    Record,
+    Lookup,
+    CheckpointSaved,
+    WorkerDone,
+    Heartbeat,
+]
+ToWorker = Union[Welcome, Epoch, Go, LookupReply, TaskOver]
+FromAgent = Union[
+    Register,
+    RendezvousBegin,
+    LocalWorld,
+    StoreUsed,
+    WorkerDied,
+    Bye,
+    WorkerHello,
+    WorkerReady,
+    CommError,
+    Progress,
+    WorkerEvent,
+    Record,
+    Lookup,
+    CheckpointSaved,
+    WorkerDone,
+]
+ToAgent = Union[Registered, Refused, Grant, Ranks, Stop, Fence, TaskOver, Welcome, Epoch, Go, LookupReply]
+
+encode = msgspec.json.Encoder().encode
+decode_from_worker = msgspec.json.Decoder(FromWorker).decode
+decode_to_worker = msgspec.json.Decoder(ToWorker).decode
+decode_from_agent = msgspec.json.Decoder(FromAgent).decode
+decode_to_agent = msgspec.json.Decoder(ToAgent).decode
