@@ -1,0 +1,1 @@
+"""Lightning callbacks; imported as unicron_lightning.callbacks."""

@@ -1,0 +1,1 @@
+"""Hydra configuration; imported as unicron_lightning.conf."""

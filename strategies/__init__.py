@@ -1,0 +1,1 @@
+"""Lightning strategies; imported as unicron_lightning.strategies."""

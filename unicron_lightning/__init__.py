@@ -1,0 +1,31 @@
+"""Training that heals itself: Unicron's recovery for PyTorch Lightning and torchrun.
+
+Importing this package imports nothing else and changes nothing, except that ``Trainer(strategy="unicron")`` is made
+available (see `unicron_lightning.autoload`). The public names are loaded when they are first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from unicron_lightning.strategies.unicron import UnicronStrategy
+
+__all__ = ["UnicronStrategy", "__version__"]
+
+
+def __getattr__(name: str) -> object:
+    """Load a public name on first use (PEP 562)."""
+    if name == "UnicronStrategy":
+        from unicron_lightning.strategies.unicron import UnicronStrategy
+
+        return UnicronStrategy
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("unicron-lightning")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

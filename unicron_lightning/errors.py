@@ -1,0 +1,32 @@
+"""All errors of this package, as one tree.
+
+    UnicronError
+    ├── ConfigError (also ValueError)       a value given by the user is wrong
+    ├── SessionRefused                      the coordinator will not have this agent
+    ├── CoordinatorUnavailable              no coordinator answers at the endpoint
+    └── AgentUnavailable                    the worker has no agent, or lost it
+
+A message quotes what was given and says what was expected. Broken invariants of the package's own are ``assert``.
+"""
+
+from __future__ import annotations
+
+
+class UnicronError(Exception):
+    """Base of all errors raised on purpose by this package."""
+
+
+class ConfigError(UnicronError, ValueError):
+    """A value given by the user (option, argument, configuration) is wrong; the message says what is allowed."""
+
+
+class SessionRefused(UnicronError):
+    """The coordinator refused this agent for good; the message is its reason (e.g. token, differing min_nodes)."""
+
+
+class CoordinatorUnavailable(UnicronError):
+    """No coordinator answered at the endpoint within the time allowed."""
+
+
+class AgentUnavailable(UnicronError):
+    """A worker has no agent: it was not started by ``torchrun --rdzv-backend unicron``, or its agent is gone."""

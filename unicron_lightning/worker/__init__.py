@@ -1,0 +1,1 @@
+"""The worker's side: control thread, communicator, reducer, ledger, recovery."""
