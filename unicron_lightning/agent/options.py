@@ -1,0 +1,232 @@
+"""What the user gave torchrun, checked.
+
+``--rdzv-endpoint HOST[:PORT]`` names the coordinator (default 127.0.0.1:29461); ``--rdzv-id`` is the task;
+``--rdzv-conf`` takes the keys of `CONF_KEYS`. A wrong value is a `ConfigError` that quotes it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import socket
+import tempfile
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from unicron_lightning import environ
+from unicron_lightning.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.rendezvous.api import RendezvousParameters
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_HOST: Final = "127.0.0.1"
+DEFAULT_PORT: Final = 29461
+
+CONF_KEYS: Final = {
+    "node": "label of the node (default: host name); agents of one machine may share it",
+    "token_file": "file with the shared secret (default: environment variable UNICRON_TOKEN)",
+    "worker_timeout": "seconds without a heartbeat after which a worker is killed (default 10)",
+    "stop_timeout": "seconds that workers get to stop when a plain script must restart, before SIGKILL (default 10)",
+    "connect_timeout": "seconds to reach the coordinator at the start (default 30)",
+    "timeout": "seconds to wait in the rendezvous while the coordinator is away (torchrun's default 900)",
+    "embedded": "whether to start a coordinator if the endpoint names this machine and nothing listens (default true)",
+    "state_dir": "state folder of the embedded coordinator (default: UNICRON_STATE_DIR, else below the temporary one)",
+}
+_C10D_KEYS: Final = frozenset(
+    {"join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout", "keep_alive_interval",
+     "keep_alive_max_attempt", "is_host", "read_timeout", "store_type"}
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentOptions:
+    """Everything an agent needs to know; times in seconds."""
+
+    task: str
+    agent: str
+    node: str
+    min_nodes: int
+    max_nodes: int
+    coordinator_host: str
+    coordinator_port: int
+    embedded: bool
+    """Whether this agent may start the coordinator: the endpoint names this machine and the user did not forbid it."""
+    state_dir: Path
+    token: str | None
+    host: str
+    """This agent's address for sockets of other nodes' workers."""
+    worker_timeout: float = 10.0
+    stop_timeout: float = 10.0
+    connect_timeout: float = 30.0
+    timeout: float = 900.0
+
+    @property
+    def endpoint(self) -> str:
+        """``HOST:PORT`` of the coordinator, for messages."""
+        host = f"[{self.coordinator_host}]" if ":" in self.coordinator_host else self.coordinator_host
+        return f"{host}:{self.coordinator_port}"
+
+    @property
+    def url(self) -> str:
+        """Where the agent's session is opened."""
+        return f"http://{self.endpoint}/v1/agent"
+
+
+def from_parameters(parameters: RendezvousParameters) -> AgentOptions:
+    """Check torchrun's options.
+
+    Raises:
+        ConfigError: one of them is wrong.
+    """
+    conf: Mapping[str, Any] = parameters.config
+    _check_keys(conf)
+    host, port = parse_endpoint(parameters.endpoint)
+    loopback = is_loopback(host)
+    token = _read_token(conf.get("token_file"))
+    if not loopback and token is None:
+        raise ConfigError(
+            f"--rdzv-endpoint {parameters.endpoint!r} is not a loopback address, so a token is required: "
+            f"set {environ.TOKEN} or --rdzv-conf token_file=PATH, the same for all agents and the coordinator"
+        )
+    node = str(conf.get("node") or socket.gethostname())
+    return AgentOptions(
+        task=parameters.run_id,
+        agent=f"{node}-{uuid.uuid4().hex[:8]}",
+        node=node,
+        min_nodes=parameters.min_nodes,
+        max_nodes=parameters.max_nodes,
+        coordinator_host=host,
+        coordinator_port=port,
+        embedded=_flag(conf, "embedded", default=True) and names_this_machine(host),
+        state_dir=_state_dir(conf.get("state_dir"), host, port),
+        token=token,
+        host=DEFAULT_HOST if loopback else own_address(parameters.local_addr, host, port),
+        worker_timeout=_seconds(conf, "worker_timeout", 10.0),
+        stop_timeout=_seconds(conf, "stop_timeout", 10.0),
+        connect_timeout=_seconds(conf, "connect_timeout", 30.0),
+        timeout=_seconds(conf, "timeout", 900.0),
+    )
+
+
+def parse_endpoint(text: str) -> tuple[str, int]:
+    """Split ``HOST[:PORT]`` (IPv6 in brackets), with defaults for what is missing.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    wrong = ConfigError(f"--rdzv-endpoint {text!r}: expected HOST, HOST:PORT or [IPv6]:PORT with a port of 1..65535")
+    rest = text.strip()
+    if not rest:
+        return DEFAULT_HOST, DEFAULT_PORT
+    if rest.startswith("["):
+        host, bracket, port_text = rest[1:].partition("]")
+        if not bracket or (port_text and not port_text.startswith(":")):
+            raise wrong
+        port_text = port_text[1:]
+    elif rest.count(":") > 1:
+        raise wrong
+    else:
+        host, _, port_text = rest.partition(":")
+    if not port_text:
+        return host or DEFAULT_HOST, DEFAULT_PORT
+    if not (port_text.isascii() and port_text.isdigit() and 1 <= int(port_text) <= 65535):
+        raise wrong
+    return host or DEFAULT_HOST, int(port_text)
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether ``host`` is written as an address that only this machine can reach."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def names_this_machine(host: str) -> bool:
+    """Tell whether ``host`` is this machine: one of its addresses can be bound here."""
+    for family, kind, protocol, _, address in _resolve(host):
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.bind((address[0], 0))
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def own_address(local_addr: str | None, host: str, port: int) -> str:
+    """Return the address under which other nodes reach this one: ``--local-addr``, else that of the route to the coordinator."""
+    if local_addr:
+        return local_addr
+    # Seen from the coordinator's own machine the route to it is the loopback; any far address shows the real one then.
+    for target in (host, "192.0.2.1"):
+        for family, _, _, _, address in _resolve(target):
+            try:
+                with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                    probe.connect((address[0], port))
+                    found = str(probe.getsockname()[0])
+            except OSError:
+                continue
+            if not ipaddress.ip_address(found).is_loopback:
+                return found
+    return socket.gethostname()
+
+
+def _resolve(host: str) -> list[Any]:
+    try:
+        return list(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
+    except OSError:
+        return []
+
+
+def _check_keys(conf: Mapping[str, Any]) -> None:
+    for key in conf:
+        if key in _C10D_KEYS:
+            logger.warning("option_ignored key=%s reason='it belongs to the c10d back-end'", key)
+        elif key not in CONF_KEYS:
+            raise ConfigError(f"--rdzv-conf {key}={conf[key]}: unknown key; known are {', '.join(sorted(CONF_KEYS))}")
+
+
+def _seconds(conf: Mapping[str, Any], key: str, default: float) -> float:
+    text = conf.get(key, default)
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise ConfigError(f"--rdzv-conf {key}={text}: expected a positive number of seconds")
+    return value
+
+
+def _flag(conf: Mapping[str, Any], key: str, *, default: bool) -> bool:
+    text = str(conf.get(key, default)).lower()
+    if text not in ("1", "true", "yes", "on", "0", "false", "no", "off"):
+        raise ConfigError(f"--rdzv-conf {key}={conf[key]}: expected true or false")
+    return text in ("1", "true", "yes", "on")
+
+
+def _read_token(token_file: str | None) -> str | None:
+    if token_file is None:
+        return os.environ.get(environ.TOKEN) or None
+    try:
+        token = Path(token_file).expanduser().read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise ConfigError(f"--rdzv-conf token_file={token_file}: {error.strerror or error}") from error
+    if not token:
+        raise ConfigError(f"--rdzv-conf token_file={token_file}: the file is empty")
+    return token
+
+
+def _state_dir(given: str | None, host: str, port: int) -> Path:
+    chosen = given or os.environ.get(environ.STATE_DIR)
+    if chosen:
+        return Path(chosen).expanduser().absolute()
+    return Path(tempfile.gettempdir()) / f"unicron-{os.getuid()}" / f"{host.replace(':', '_')}-{port}"

@@ -1,0 +1,91 @@
+"""The environment variables between an agent and its workers.
+
+The agent sets them in its own environment before torchelastic starts the workers, which inherit it. This module is read
+by every worker early, so it imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from unicron_lightning.errors import AgentUnavailable
+
+AGENT_SOCKET: Final = "UNICRON_AGENT_SOCKET"
+"""Path of the agent's UNIX socket."""
+AGENT: Final = "UNICRON_AGENT"
+"""Identity of the agent."""
+AGENT_PID: Final = "UNICRON_AGENT_PID"
+"""Process of the agent, to which a worker ties its life."""
+ROUND: Final = "UNICRON_ROUND"
+"""The agent's rendezvous count, from 1."""
+TASK: Final = "UNICRON_TASK"
+"""The task, i.e. ``--rdzv-id``."""
+NODE: Final = "UNICRON_NODE"
+"""Label of the node."""
+HOST: Final = "UNICRON_HOST"
+"""Address of this agent's machine for sockets between workers."""
+BASE_RANK: Final = "UNICRON_BASE_RANK"
+"""Global rank of the agent's first worker at its start; ``RANK`` minus this is the local rank in every launch mode."""
+
+TOKEN: Final = "UNICRON_TOKEN"  # noqa: S105 - a name, not a secret
+"""Shared secret of the control plane, set by the user."""
+STATE_DIR: Final = "UNICRON_STATE_DIR"
+"""State folder of an embedded coordinator, set by the user."""
+
+FROM_AGENT: Final = (AGENT_SOCKET, AGENT, AGENT_PID, ROUND, TASK, NODE, HOST, BASE_RANK)
+"""What an agent sets, so that a process that is no worker can be started without it."""
+
+
+def worker_id(agent: str, local_rank: int, round_number: int) -> str:
+    """Return the identity of a worker; a restarted worker has a new one, as the round differs."""
+    return f"{agent}/{local_rank}#{round_number}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerEnvironment:
+    """What a worker knows from its start."""
+
+    worker: str
+    local_rank: int
+    agent: str
+    agent_pid: int
+    agent_socket: str
+    round: int
+    task: str
+    node: str
+    host: str
+
+
+def under_agent(environ: Mapping[str, str] = os.environ) -> bool:
+    """Tell whether this process was started below an agent."""
+    return AGENT_SOCKET in environ
+
+
+def read(environ: Mapping[str, str] = os.environ) -> WorkerEnvironment:
+    """Read what the agent has set.
+
+    Raises:
+        AgentUnavailable: this process was not started by ``torchrun --rdzv-backend unicron``.
+    """
+    try:
+        round_number = int(environ[ROUND])
+        local_rank = int(environ["RANK"]) - int(environ[BASE_RANK])
+        agent = environ[AGENT]
+        return WorkerEnvironment(
+            worker=worker_id(agent, local_rank, round_number),
+            local_rank=local_rank,
+            agent=agent,
+            agent_pid=int(environ[AGENT_PID]),
+            agent_socket=environ[AGENT_SOCKET],
+            round=round_number,
+            task=environ[TASK],
+            node=environ[NODE],
+            host=environ[HOST],
+        )
+    except KeyError as missing:
+        raise AgentUnavailable(
+            f"the environment variable {missing} is not set: start the script with `torchrun --rdzv-backend unicron`"
+        ) from None
