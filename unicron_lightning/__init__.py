@@ -1,17 +1,22 @@
 """Training that heals itself: Unicron's recovery for PyTorch Lightning and torchrun.
 
-Importing this package imports nothing else and changes nothing, except that ``Trainer(strategy="unicron")`` is made
-available (see `unicron_lightning.autoload`). The public names are loaded when they are first used.
+Importing this package makes ``Trainer(strategy="unicron")`` available (see `unicron_lightning.autoload`), imports
+nothing outside the standard library and does nothing else. The public names are loaded when they are first used.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from unicron_lightning.autoload import offer_strategy
+
 if TYPE_CHECKING:
     from unicron_lightning.strategies.unicron import UnicronStrategy
 
 __all__ = ["UnicronStrategy", "__version__"]
+
+
+offer_strategy()
 
 
 def __getattr__(name: str) -> object:

@@ -1,0 +1,67 @@
+# Every target sets itself up on a fresh machine: it needs python3 (3.10 or newer) and a package index, nothing else.
+#
+#   make demo        train a small GPT through three failures, and show that it cost nothing
+#   make test        all tests but the long chaos runs
+#   make chaos       200 random faults, seeded
+#   make bench       the figures in the README, measured here
+#   make lint types docs-check wheel-check
+#   make import-cost what `import torch` costs more with this package installed
+PYTHON ?= python3
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+FAULTS ?= 200
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: help setup demo test chaos bench import-cost lint types docs-check wheel-check clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+# torch comes first and by its plain name: a CPU wheel that the machine offers is taken; named together with the rest, pip
+# may fetch the CUDA build instead.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed; set PYTHON=...") if sys.version_info < (3, 10) else None'
+	@echo "setting up $(VENV) (once)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) setuptools wheel -c constraints.txt
+	@$(PIP) "$$(grep '^torch==' constraints.txt)"
+	@$(PIP) -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@
+
+setup: $(READY)
+
+demo: $(READY)
+	@$(BIN)/python -m unicron_lightning.demo
+
+test: $(READY)
+	@$(BIN)/python -m pytest -m "not chaos" $(PYTEST_ARGS)
+
+chaos: $(READY)
+	@$(BIN)/python benchmarks/chaos.py --faults $(FAULTS)
+
+bench: $(READY)
+	@$(BIN)/python benchmarks/run.py
+
+import-cost: $(READY)
+	@$(BIN)/python benchmarks/import_cost.py
+
+lint: $(READY)
+	@$(BIN)/ruff check .
+
+types: $(READY)
+	@$(BIN)/mypy
+
+docs-check: $(READY)
+	@$(BIN)/python -m pytest tests/test_docs.py $(PYTEST_ARGS)
+
+wheel-check: $(READY)
+	@PYTHON=$(BIN)/python .ci/wheel-check
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,48 @@
+"""What this package costs a process that only imports torch: time and modules, measured in fresh interpreters.
+
+Prints the median, over ``--runs`` interpreters, of the time that `unicron_lightning.autoload` needs to be imported and
+installed after torch has been imported without it. The house rule is less than 1 ms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+
+CODE = """
+import torch, sys, time
+before = set(sys.modules)
+start = time.perf_counter()
+from unicron_lightning.autoload import install
+install()
+elapsed = time.perf_counter() - start
+print(elapsed * 1e3, len(set(sys.modules) - before))
+"""
+
+
+def measure() -> tuple[float, int]:
+    """One interpreter: milliseconds, and number of modules imported."""
+    environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    command = [sys.executable, "-c", CODE]
+    output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120).stdout
+    milliseconds, modules = output.split()
+    return float(milliseconds), int(modules)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=9, help="interpreters to start (default: %(default)s)")
+    runs = [measure() for _ in range(parser.parse_args().runs)]
+    times = sorted(milliseconds for milliseconds, _ in runs)
+    print(
+        f"import torch costs {statistics.median(times):.2f} ms more (from {times[0]:.2f} to {times[-1]:.2f}, "
+        f"{len(times)} interpreters) and {max(count for _, count in runs)} modules more"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""Hygiene for every test: what it starts or changes it must also stop or put back.
+
+After each test five things are compared with before: environment variables, threads, processes, listening sockets and
+UNIX socket files. What is still different after `GRACE_SECONDS` fails the test, is named, and is cleaned up so that the
+next test starts clean. A test that leaves something on purpose says so:
+
+    @pytest.mark.allow_leak("unix_sockets", reason="a SIGKILLed agent cannot remove its socket")
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import stat
+import tempfile
+import threading
+import time
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterator
+
+    Snapshot = dict[Hashable, str]
+
+GRACE_SECONDS = 3.0
+"""How long a thing may take to go away by itself after the test: a killed process to be reaped, a socket to close."""
+
+RUN_VARIABLE = "UNICRON_TEST_RUN"
+"""Marks this test run in the environment of every process started from it, so that orphans are found as well."""
+
+ALLOWED_ENVIRONMENT = {
+    "PYTEST_CURRENT_TEST",  # pytest's own
+    "KMP_INIT_AT_FORK",  # set by torch's OpenMP when it is first used
+    "KMP_DUPLICATE_LIB_OK",
+    "TORCHINDUCTOR_CACHE_DIR",  # set when torch._inductor is first imported
+    "TRITON_CACHE_DIR",
+}
+ALLOWED_THREADS = (
+    "pytest_timeout",  # the watchdog of the test itself
+    "pydevd",  # debuggers
+    "tqdm_monitor",  # one daemon per process, started by the first progress bar
+)
+ALLOWED_PROCESSES = (
+    "multiprocessing.resource_tracker",  # one per process, lives as long as it
+    "multiprocessing.forkserver",
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Mark the run and give it a temporary folder of its own, with a path short enough for UNIX sockets."""
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # tmp_path stays where pytest users look
+    os.environ[RUN_VARIABLE] = uuid.uuid4().hex
+    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="unicron-tests-")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Remove the run's temporary folder."""
+    shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
+
+
+def environment() -> Snapshot:
+    """Every variable with its value."""
+    return {(name, value): name for name, value in os.environ.items() if name not in ALLOWED_ENVIRONMENT}
+
+
+def threads() -> Snapshot:
+    """Threads known to Python."""
+    return {
+        thread.ident: f"thread {thread.name!r}"
+        for thread in threading.enumerate()
+        if not thread.name.startswith(ALLOWED_THREADS) and type(thread).__name__ != "TMonitor"
+    }
+
+
+def processes() -> Snapshot:
+    """Descendants of this process, and all others that carry this run's mark. Zombies count until they are reaped."""
+    found = {process.pid: process for process in psutil.Process().children(recursive=True)}
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and process.environ().get(RUN_VARIABLE) == os.environ[RUN_VARIABLE]:
+                found.setdefault(process.pid, process)
+        except psutil.Error:  # it ended meanwhile, or is another user's
+            continue
+    snapshot: Snapshot = {}
+    for process in found.values():
+        try:
+            command = " ".join(process.cmdline())
+            if not any(allowed in command for allowed in ALLOWED_PROCESSES):
+                key = (process.pid, process.create_time())
+                snapshot[key] = f"process {process.pid} ({process.status()}): {command}"
+        except psutil.Error:
+            continue
+    return snapshot
+
+
+def listening_sockets() -> Snapshot:
+    """Sockets on which this very process listens, TCP and UNIX."""
+    connections = psutil.Process().net_connections(kind="all")
+    return {
+        (item.fd, item.laddr): f"socket {item.laddr}"
+        for item in connections
+        if item.status == psutil.CONN_LISTEN or (item.family == socket.AF_UNIX and item.laddr)
+    }
+
+
+def unix_sockets() -> Snapshot:
+    """UNIX socket files in the run's temporary folder."""
+    paths = Path(os.environ["TMPDIR"]).rglob("*")
+    return {str(path): f"socket file {path}" for path in paths if _is_socket(path)}
+
+
+def _is_socket(path: Path) -> bool:
+    try:
+        return stat.S_ISSOCK(path.lstat().st_mode)
+    except OSError:  # removed meanwhile
+        return False
+
+
+PROBES: dict[str, Callable[[], Snapshot]] = {
+    "environment": environment,
+    "threads": threads,
+    "processes": processes,
+    "listening_sockets": listening_sockets,
+    "unix_sockets": unix_sockets,
+}
+
+
+def leaks(before: dict[str, Snapshot], grace_seconds: float = GRACE_SECONDS) -> dict[str, Snapshot]:
+    """What is there now and was not before, by kind; waits for it to go away first.
+
+    Args:
+        before: a snapshot of each kind to look at.
+        grace_seconds: how long to wait.
+    """
+    deadline = time.monotonic() + grace_seconds
+    while True:
+        new = {
+            kind: {key: text for key, text in PROBES[kind]().items() if key not in old} for kind, old in before.items()
+        }
+        new = {kind: found for kind, found in new.items() if found}
+        if not new or time.monotonic() > deadline:
+            return new
+        time.sleep(0.05)
+
+
+def clean_up(leaked: dict[str, Snapshot]) -> None:
+    """Remove what can be removed, so that one leak fails one test."""
+    for pid, _ in leaked.get("processes", {}):
+        try:
+            psutil.Process(pid).kill()
+            os.waitpid(pid, 0)
+        except (psutil.Error, ChildProcessError):
+            continue
+    for path in leaked.get("unix_sockets", {}):
+        Path(str(path)).unlink(missing_ok=True)
+
+
+@pytest.fixture(autouse=True)
+def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail the test if it leaves something behind."""
+    allowed = {kind for mark in request.node.iter_markers("allow_leak") for kind in mark.args}
+    assert allowed <= PROBES.keys(), f"allow_leak knows {sorted(PROBES)}, not {sorted(allowed - PROBES.keys())}"
+    variables = dict(os.environ)
+    before = {kind: probe() for kind, probe in PROBES.items() if kind not in allowed}
+    yield
+    removed = [name for name in variables if name not in os.environ and name not in ALLOWED_ENVIRONMENT]
+    # Environment does not mend itself: no waiting for it.
+    found = leaks({kind: old for kind, old in before.items() if kind == "environment"}, grace_seconds=0)
+    found |= leaks({kind: old for kind, old in before.items() if kind != "environment"})
+    clean_up(found)
+    for name in {*(name for name, _ in found.get("environment", {})), *removed}:
+        os.environ.pop(name, None)
+        if name in variables:
+            os.environ[name] = variables[name]
+    lines = [text for texts in found.values() for text in texts.values()] + [f"{name} removed" for name in removed]
+    if lines:
+        pytest.fail("left behind:\n  " + "\n  ".join(lines), pytrace=False)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_processes_left_at_the_end() -> Iterator[None]:
+    """The same for processes of module and session fixtures, which live longer than a test."""
+    yield
+    found = leaks({"processes": {}})
+    clean_up(found)
+    assert not found, f"left behind by the whole run: {list(found['processes'].values())}"

@@ -1,0 +1,152 @@
+"""Links, packages list and disk agree, and the house rules about size and imports hold."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parents[1]
+LINKED = ("callbacks", "conf", "strategies")
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 50
+MACHINE_PATHS = re.compile(r"(?<![\w.])/(?:work|farm)/|\.\./shared|/tmp/venv")
+
+
+def tracked() -> list[Path]:
+    """Files under version control, or to be: real ones, each once."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=20).stdout
+    paths = (ROOT / line for line in listing.splitlines())
+    return [path for path in paths if path.is_file() and not path.is_symlink()]
+
+
+@pytest.fixture(scope="module")
+def project() -> dict[str, object]:
+    """The parsed pyproject.toml."""
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_root_folders_are_linked_into_the_package(name: str) -> None:
+    link = ROOT / "unicron_lightning" / name
+    assert (ROOT / name / "__init__.py").is_file()
+    # A checkout without links (a zip, Windows) has a file with the target's name in it instead.
+    assert (link.is_symlink() and str(link.readlink()) == f"../{name}") or link.read_text() == f"../{name}"
+
+
+def test_packages_list_is_what_is_on_disk(project: dict) -> None:
+    folders = {path.parent.relative_to(ROOT) for path in tracked() if path.suffix == ".py"}
+    on_disk = {
+        ".".join(folder.parts if folder.parts[0] == "unicron_lightning" else ("unicron_lightning", *folder.parts))
+        for folder in folders
+        if folder.parts and folder.parts[0] in ("unicron_lightning", *LINKED)
+    }
+    listed = project["tool"]["setuptools"]["packages"]
+    assert sorted(listed) == sorted(on_disk)
+    assert set(project["tool"]["setuptools"]["package-dir"]) == {
+        "unicron_lightning",
+        *(f"unicron_lightning.{name}" for name in LINKED),
+    }
+
+
+def test_every_data_file_of_the_package_is_packaged(project: dict) -> None:
+    patterns = project["tool"]["setuptools"]["package-data"]
+    missing = []
+    for path in tracked():
+        relative = path.relative_to(ROOT)
+        if path.suffix == ".py" or relative.parts[0] not in ("unicron_lightning", *LINKED):
+            continue
+        package, root = _package_of(relative)
+        if not any(path in root.glob(pattern) for pattern in patterns.get(package, [])):
+            missing.append(str(relative))
+    assert missing == []
+
+
+def _package_of(relative: Path) -> tuple[str, Path]:
+    """The package to whose data a file belongs, and that package's folder."""
+    top = relative.parts[0]
+    if top in LINKED:
+        return f"unicron_lightning.{top}", ROOT / top
+    return ".".join(relative.parts[:-1]), ROOT / relative.parent
+
+
+def python_files() -> list[Path]:
+    """All tracked Python sources."""
+    return [path for path in tracked() if path.suffix == ".py"]
+
+
+def test_no_file_is_too_long() -> None:
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in python_files()}
+    assert {name: length for name, length in lengths.items() if length > MAX_FILE_LINES} == {}
+
+
+def test_no_function_is_too_long() -> None:
+    too_long = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {_body_lines(node)} lines"
+        for path in python_files()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _body_lines(node) > MAX_FUNCTION_LINES
+    ]
+    assert too_long == []
+
+
+def _body_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of the body, the docstring not counted."""
+    body = node.body[1:] if ast.get_docstring(node) is not None and len(node.body) > 1 else node.body
+    return (body[-1].end_lineno or body[-1].lineno) - body[0].lineno + 1
+
+
+def test_linked_folders_are_never_imported_at_top_level() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in python_files()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if _imported_tops(node) & set(LINKED)
+    ]
+    assert wrong == []
+
+
+def _imported_tops(node: ast.AST) -> set[str]:
+    """Top-level names that a statement imports."""
+    if isinstance(node, ast.Import):
+        return {alias.name.partition(".")[0] for alias in node.names}
+    if isinstance(node, ast.ImportFrom) and node.level == 0:
+        return {(node.module or "").partition(".")[0]}
+    return set()
+
+
+def test_no_paths_of_a_machine() -> None:
+    found = []
+    for path in tracked():
+        if path == Path(__file__).resolve():
+            continue
+        try:
+            text = path.read_text()
+        except UnicodeDecodeError:  # pictures
+            continue
+        found += [f"{path.relative_to(ROOT)}: {match.group()}" for match in MACHINE_PATHS.finditer(text)]
+    assert found == []
+
+
+def test_constraints_pin_every_dependency_exactly(project: dict) -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = dict(line.partition(";")[0].split("==") for line in lines if line and not line.startswith("#"))
+    pinned = {_normal(name) for name in pins}
+    wanted = [*project["project"]["dependencies"], *project["project"]["optional-dependencies"]["dev"]]
+    names = {_normal(re.match(r"[\w.-]+", item).group()) for item in wanted}
+    assert names - pinned - {"unicron-lightning"} == set()
+    assert not any("+" in version for version in pins.values()), "a local version cannot be had elsewhere"
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
