@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from importlib.abc import MetaPathFinder
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -78,7 +77,7 @@ def build_strategy(**init_params: Any) -> UnicronStrategy:
     return UnicronStrategy(**init_params)
 
 
-class _RegistryFinder(MetaPathFinder):
+class _RegistryFinder:
     """Calls `register_strategy` right after `REGISTRY_MODULE` has been executed; for other modules it finds nothing.
 
     It stays on ``sys.meta_path`` (one string comparison per import): taking it off while another thread walks the list
