@@ -30,7 +30,7 @@ HOST: Final = "UNICRON_HOST"
 BASE_RANK: Final = "UNICRON_BASE_RANK"
 """Global rank of the agent's first worker at its start; ``RANK`` minus this is the local rank in every launch mode."""
 
-TOKEN: Final = "UNICRON_TOKEN"  # noqa: S105 - a name, not a secret
+TOKEN: Final = "UNICRON_TOKEN"
 """Shared secret of the control plane, set by the user."""
 STATE_DIR: Final = "UNICRON_STATE_DIR"
 """State folder of an embedded coordinator, set by the user."""

@@ -1,7 +1,7 @@
 """What the entry point ``torchrun.handlers`` names.
 
-It is loaded by every process that imports ``torch.distributed.elastic``, workers and other back-ends included: nothing
-heavy may be imported here.
+It is loaded by every process that imports ``torch.distributed.elastic``, workers and other back-ends included:
+nothing heavy may be imported here.
 """
 
 from __future__ import annotations

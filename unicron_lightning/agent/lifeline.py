@@ -1,8 +1,9 @@
 """Ties a worker's life to its agent's.
 
 torchelastic starts workers in sessions of their own, so that they survive a SIGKILL of the agent as orphans that keep
-their accelerators. The kernel's parent death signal ends that. It works from the moment the worker calls this; torch's
-entry points do so at ``import torch``. A worker behind a shell script is not the agent's child and is not tied.
+their accelerators. The kernel's parent death signal ends that. It works from the moment the worker calls this;
+torch's entry points do so at ``import torch``. A worker behind a shell script is not the agent's child and is not
+tied.
 """
 
 from __future__ import annotations

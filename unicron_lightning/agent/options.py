@@ -35,8 +35,8 @@ CONF_KEYS: Final = {
     "stop_timeout": "seconds that workers get to stop when a plain script must restart, before SIGKILL (default 10)",
     "connect_timeout": "seconds to reach the coordinator at the start (default 30)",
     "timeout": "seconds to wait in the rendezvous while the coordinator is away (torchrun's default 900)",
-    "embedded": "whether to start a coordinator if the endpoint names this machine and nothing listens (default true)",
-    "state_dir": "state folder of the embedded coordinator (default: UNICRON_STATE_DIR, else below the temporary one)",
+    "embedded": "start a coordinator if the endpoint names this machine and nothing listens (default true)",
+    "state_dir": "state folder of the embedded coordinator (default: UNICRON_STATE_DIR, else a temporary one)",
 }
 _C10D_KEYS: Final = frozenset(
     {"join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout", "keep_alive_interval",
@@ -56,7 +56,8 @@ class AgentOptions:
     coordinator_host: str
     coordinator_port: int
     embedded: bool
-    """Whether this agent may start the coordinator: the endpoint names this machine and the user did not forbid it."""
+    """Whether this agent may start the coordinator: the endpoint names this machine and the user did not forbid
+    it."""
     state_dir: Path
     token: str | None
     host: str
@@ -162,11 +163,24 @@ def names_this_machine(host: str) -> bool:
     return False
 
 
+def bind_address(host: str) -> str:
+    """Return where a coordinator for endpoint ``host`` listens: there, or everywhere if a name resolves to a
+    loopback.
+    """
+    if is_loopback(host):
+        return host
+    addresses = {str(address[0]) for _, _, _, _, address in _resolve(host)}
+    return "0.0.0.0" if all(is_loopback(address) for address in addresses) else host
+
+
 def own_address(local_addr: str | None, host: str, port: int) -> str:
-    """Return the address under which other nodes reach this one: ``--local-addr``, else that of the route to the coordinator."""
+    """Return the address of this machine for other nodes.
+
+    It is ``--local-addr``, else that of the route to the coordinator.
+    """
     if local_addr:
         return local_addr
-    # Seen from the coordinator's own machine the route to it is the loopback; any far address shows the real one then.
+    # Seen from the coordinator's own machine the route to it is the loopback: any far address shows the real one.
     for target in (host, "192.0.2.1"):
         for family, _, _, _, address in _resolve(target):
             try:

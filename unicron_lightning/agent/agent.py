@@ -1,0 +1,404 @@
+"""The agent: a thread with an event loop that joins session, local socket and supervision.
+
+The main thread belongs to torchelastic. It calls the methods of `Agent` marked so; all else runs in the agent's
+thread. The two share `RoundView` under one condition, on which the main thread waits in short steps so that its
+signal handlers run.
+
+Guarantees: a worker's death is told to the coordinator before the agent's next rendezvous; the present round's
+workers are never touched because the coordinator is away; `close` leaves no thread, socket or file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from unicron_lightning import environ, wire
+from unicron_lightning.agent.embedded import EmbeddedCoordinator
+from unicron_lightning.agent.local import LocalHooks, LocalServer
+from unicron_lightning.agent.options import AgentOptions
+from unicron_lightning.agent.roster import Roster
+from unicron_lightning.agent.scratch import ScratchFolder
+from unicron_lightning.agent.session import CoordinatorSession, SessionHooks
+from unicron_lightning.agent.supervisor import Exit, Supervisor, WatchedProcess
+from unicron_lightning.errors import SessionRefused, UnicronError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+TICK_SECONDS: Final = 0.25
+_WAIT_SECONDS: Final = 0.2
+_GOODBYE_SECONDS: Final = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundView:
+    """The present rendezvous round, as both threads see it."""
+
+    number: int = 0
+    store: wire.Address | None = None
+    local_world: int | None = None
+    grant: wire.Grant | None = None
+    ranks: wire.Ranks | None = None
+    stop: wire.Stop | None = None
+    over: wire.TaskOver | None = None
+    fatal: UnicronError | None = None
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the agent waits for a grant of this round."""
+        return self.number > 0 and self.grant is None and self.over is None
+
+
+class Agent:
+    """One agent. Created, started, asked and closed by the main thread.
+
+    Args:
+        options: the user's options.
+        num_keys: returns how many keys the present round's store holds; called in the agent's thread.
+    """
+
+    def __init__(self, options: AgentOptions, num_keys: Callable[[], int]) -> None:
+        self._options = options
+        self._num_keys = num_keys
+        self._scratch = ScratchFolder()
+        self._view = RoundView()
+        self._changed = threading.Condition()
+        self._roster = Roster()
+        self._embedded = EmbeddedCoordinator(options)
+        self._supervisor = Supervisor(options.agent, self._on_found, self._on_exit)
+        self._local = LocalServer(
+            self.socket_path,
+            LocalHooks(accept=self._accept, received=self._from_worker, left=lambda _worker: None),
+        )
+        self._fenced: set[str] = set()
+        self._leaving = False
+        self._said_bye = False
+        self._store_evidence = False
+        self._loop = asyncio.new_event_loop()
+        self._closing = asyncio.Event()
+        self._session = CoordinatorSession(
+            options.url,
+            options.token,
+            options.connect_timeout,
+            SessionHooks(
+                register=self._register,
+                registered=self._registered,
+                received=self._from_coordinator,
+                nothing_listens=self._nothing_listens,
+            ),
+        )
+        self._thread = threading.Thread(target=self._run, name="unicron-agent", daemon=True)
+
+    # ---- main thread -----------------------------------------------------------------------------------------------
+
+    @property
+    def socket_path(self) -> Path:
+        """Where workers connect."""
+        return self._scratch.path / "socket"
+
+    @property
+    def view(self) -> RoundView:
+        """The present round."""
+        return self._view
+
+    def start(self) -> None:
+        """[main thread] Start the agent's thread."""
+        self._thread.start()
+
+    def begin_round(self, store: wire.Address) -> int:
+        """[main thread] All workers are stopped: ask for a grant; return the new round's number."""
+        with self._changed:
+            number = self._view.number + 1
+        self._call(self._begin_round, number, store)
+        return number
+
+    def announce_local_world(self, size: int) -> None:
+        """[main thread] Tell how many workers torchelastic is about to start."""
+        self._call(self._announce_local_world, size)
+
+    def wait(self, pick: Callable[[RoundView], T | None], seconds: float | None = None) -> T | None:
+        """[main thread] Wait until ``pick`` finds something in the view; None after ``seconds``.
+
+        Raises:
+            UnicronError: the session ended for good, or no coordinator was there for the rendezvous time-out.
+        """
+        deadline = None if seconds is None else time.monotonic() + seconds
+        with self._changed:
+            while True:
+                found = pick(self._view)
+                if found is not None:
+                    return found
+                if self._view.fatal is not None:
+                    raise self._view.fatal
+                if deadline is not None and time.monotonic() >= deadline:
+                    return None
+                # torchelastic's signal handlers are Python code: they only run between waits.
+                self._changed.wait(_WAIT_SECONDS)
+
+    def away_seconds(self) -> float:
+        """[main thread] Return for how long there has been no session."""
+        return self._session.away_seconds
+
+    def leaving(self) -> None:
+        """[any thread] Workers that end from now on are stopped on order: none takes its siblings along."""
+        self._leaving = True
+
+    def say_bye(self, *, succeeded: bool) -> None:
+        """[main thread] Tell that the agent ends; said once."""
+        if not self._said_bye:
+            self._said_bye = True
+            self._call(self._send, wire.Bye(succeeded=succeeded))
+
+    def close(self) -> None:
+        """[main thread] End the thread and remove everything; what is queued gets a moment to be sent."""
+        if self._thread.is_alive():
+            with contextlib.suppress(RuntimeError):  # the loop ended by itself meanwhile
+                self._loop.call_soon_threadsafe(self._closing.set)
+            self._thread.join(_GOODBYE_SECONDS + 5.0)
+        self._scratch.close()
+
+    def _call(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Run ``function`` in the agent's thread and wait until it has run."""
+        done = threading.Event()
+
+        def run() -> None:
+            try:
+                function(*arguments)
+            finally:
+                done.set()
+
+        try:
+            self._loop.call_soon_threadsafe(run)
+        except RuntimeError:  # the loop is closed: the view says why
+            return
+        while self._thread.is_alive() and not done.wait(_WAIT_SECONDS):
+            pass
+
+    # ---- agent's thread --------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._main())
+        except UnicronError as error:
+            self._update(fatal=error)
+        # The supervisor boundary of this thread: whatever breaks it must end torchelastic's wait with a message.
+        except Exception as error:
+            logger.exception("agent_thread_broke agent=%s", self._options.agent)
+            self._update(fatal=UnicronError(f"the agent's thread broke: {error!r}"))
+        finally:
+            self._loop.close()
+
+    async def _main(self) -> None:
+        await self._local.start()
+        keeping_up = asyncio.create_task(self._keep_session())
+        ticking = asyncio.create_task(self._tick())
+        try:
+            await self._closing.wait()
+            # While the coordinator is away nobody hears a goodbye: it notices the loss, or finds this agent missing.
+            await self._session.flush(_GOODBYE_SECONDS if self._session.away_seconds == 0.0 else 0.0)
+        finally:
+            for task in (ticking, keeping_up):
+                task.cancel()
+            await asyncio.gather(ticking, keeping_up, return_exceptions=True)
+            self._supervisor.close()
+            await self._local.close()
+            self._embedded.release()
+
+    async def _keep_session(self) -> None:
+        """Keep the session; if it ends for good the main thread hears of it, while workers are still served."""
+        try:
+            await self._session.run()
+        except UnicronError as error:
+            logger.error("session_ended agent=%s reason=%s", self._options.agent, error)
+            self._update(fatal=error)
+
+    async def _nothing_listens(self) -> None:
+        if self._options.embedded and not self._said_bye:
+            await self._embedded.ensure()
+
+    async def _tick(self) -> None:
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            now = time.monotonic()
+            # If this loop could not run, e.g. in a stalled virtual machine, the workers' heartbeats lie unread.
+            if (late := now - last - TICK_SECONDS) > 1.0:
+                self._roster.excuse(late)
+            last = now
+            for worker in [] if self._leaving else self._roster.silent(now, self._options.worker_timeout):
+                self._give_up(worker, "silent")
+            self._look_for_store_use()
+            self._embedded.reap()
+
+    def _update(self, **changes: Any) -> None:
+        with self._changed:
+            self._view = replace(self._view, **changes)
+            self._changed.notify_all()
+
+    def _send(self, message: wire.Message) -> None:
+        self._session.send(message)
+
+    # ---- rounds
+
+    def _begin_round(self, number: int, store: wire.Address) -> None:
+        self._supervisor.end_round(self._assumed_exit())
+        self._update(number=number, store=store, local_world=None, grant=None, ranks=None, stop=None)
+        self._fenced.clear()
+        self._store_evidence = False
+        self._send(wire.RendezvousBegin(round=number, store=store))
+
+    def _assumed_exit(self) -> Exit:
+        """Say how a worker ended of which torchelastic has taken the exit status."""
+        if self._leaving or self._view.stop is not None:
+            return Exit(cause="signal", code=signal.SIGTERM)
+        return Exit(cause="exit", code=1)
+
+    def _announce_local_world(self, size: int) -> None:
+        self._update(local_world=size)
+        self._send(wire.LocalWorld(round=self._view.number, size=size))
+        self._supervisor.expect(self._view.number, size)
+
+    def _look_for_store_use(self) -> None:
+        """Keys in the round's store without a hello: the script makes its process group by ``env://``."""
+        view = self._view
+        if self._store_evidence or view.grant is None or self._roster.any_hello or self._roster.epoch:
+            return
+        if self._num_keys() > 0:
+            self._store_evidence = True
+            self._send(wire.StoreUsed(round=view.number))
+
+    # ---- coordinator
+
+    def _register(self) -> wire.Register:
+        options, view = self._options, self._view
+        return wire.Register(
+            protocol=wire.PROTOCOL_VERSION,
+            task=options.task,
+            agent=options.agent,
+            node=options.node,
+            host=options.host,
+            pid=os.getpid(),
+            min_nodes=options.min_nodes,
+            max_nodes=options.max_nodes,
+            round=view.number,
+            waiting=view.waiting,
+            granted=view.grant is not None,
+            store=view.store,
+            local_world=view.local_world,
+            workers=self._roster.infos(),
+            epoch=self._roster.epoch,
+        )
+
+    def _registered(self) -> None:
+        for question in self._roster.unanswered():
+            self._send(question)
+        view = self._view
+        if view.local_world is not None and view.ranks is None:
+            self._send(wire.LocalWorld(round=view.number, size=view.local_world))
+
+    def _from_coordinator(self, message: wire.ToAgent) -> None:
+        view = self._view
+        match message:
+            case wire.Grant() if message.round == view.number and view.grant is None:
+                self._update(grant=message)
+            case wire.Ranks() if message.round == view.number:
+                self._update(ranks=message)
+            case wire.Stop() if view.grant is not None:
+                logger.warning("stop_ordered agent=%s reason=%s", self._options.agent, message.reason)
+                self._update(stop=message)
+                self._loop.call_later(self._options.stop_timeout, self._kill_stopping, view.number)
+            case wire.Refused():
+                raise SessionRefused(message.reason)
+            case wire.Fence():
+                self._fence(message)
+            case wire.TaskOver():
+                self._update(over=message)
+                self._local.broadcast(message)
+            case wire.Welcome():
+                self._roster.saw_welcome(message.worker)
+                self._local.send(message.worker, message)
+            case wire.LookupReply():
+                self._roster.saw_reply(message)
+                self._local.send(message.worker, message)
+            case wire.Epoch():
+                self._roster.saw_epoch(message)
+                self._local.broadcast(message)
+            case wire.Go():
+                self._local.broadcast(message)
+
+    def _fence(self, fence: wire.Fence) -> None:
+        if not fence.worker.startswith(f"{self._options.agent}/"):
+            return
+        logger.warning("worker_fenced worker=%s reason=%s", fence.worker, fence.reason)
+        self._fenced.add(fence.worker)  # in case it is not found yet
+        self._supervisor.kill(fence.worker)
+
+    def _kill_stopping(self, number: int) -> None:
+        """Kill those that do not heed SIGTERM: torchelastic would give them 30 s."""
+        if self._view.number == number and self._view.stop is not None:
+            for worker in self._roster.names:
+                self._supervisor.kill(worker)
+
+    # ---- workers
+
+    def _accept(self, hello: wire.WorkerHello) -> bool:
+        view = self._view
+        mine = environ.worker_id(self._options.agent, hello.local_rank, view.number)
+        return hello.worker == mine and 0 <= hello.local_rank < (view.local_world or 0)
+
+    def _from_worker(self, worker: str, message: wire.FromWorker) -> None:
+        if isinstance(message, wire.WorkerHello):
+            self._roster.add(worker, message.local_rank)
+        if worker not in self._roster:  # its death is already told: nothing it said before counts any more
+            return
+        self._roster.heard(worker, message, time.monotonic())
+        if isinstance(message, wire.Heartbeat):
+            return
+        if isinstance(message, wire.WorkerHello) and self._view.over is not None:
+            self._local.send(worker, self._view.over)
+            return
+        self._send(message)
+
+    def _on_found(self, process: WatchedProcess) -> None:
+        self._roster.add(process.worker, process.local_rank)
+        if process.worker in self._fenced:
+            self._supervisor.kill(process.worker)
+
+    def _on_exit(self, worker: str, how: Exit) -> None:
+        known = self._roster.remove(worker)
+        if known is None:  # told when it was given up
+            return
+        logger.info("worker_ended worker=%s cause=%s code=%d", worker, how.cause, how.code)
+        self._send(wire.WorkerDied(worker=worker, cause=how.cause, code=how.code, at=time.time()))
+        if not how.is_clean:
+            self._give_up_siblings()
+
+    def _give_up(self, worker: str, cause: Any) -> None:
+        """Declare a live worker dead and kill it."""
+        known = self._roster.remove(worker)
+        if known is None:
+            return
+        logger.warning("worker_given_up worker=%s cause=%s", worker, cause)
+        if not known.done:
+            self._send(wire.WorkerDied(worker=worker, cause=cause, code=signal.SIGKILL, at=time.time()))
+        self._supervisor.kill(worker)
+        if cause == "silent":
+            self._give_up_siblings()
+
+    def _give_up_siblings(self) -> None:
+        """Kill the others at once: torchelastic restarts them in any case, but waits up to 30 s for SIGTERM."""
+        if not self._leaving and self._view.stop is None:
+            for sibling in self._roster.names:
+                self._give_up(sibling, "signal")

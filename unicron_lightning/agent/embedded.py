@@ -1,0 +1,129 @@
+"""Starts the embedded coordinator: a process of its own that outlives the agent that started it.
+
+Several agents may find at once that nothing listens. A lock in the state folder lets one of them start the
+coordinator while the others go on trying to connect; across folders or hosts the bind of the port decides, and the
+loser of that ends by itself with status 0. A coordinator that is killed is started again with the same state folder
+and goes on from there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Final
+
+from unicron_lightning import environ
+from unicron_lightning.agent.options import AgentOptions, bind_address
+from unicron_lightning.errors import CoordinatorUnavailable
+
+logger = logging.getLogger(__name__)
+
+START_SECONDS: Final = 30.0
+_POLL_SECONDS: Final = 0.05
+_LOG_NAME: Final = "coordinator.log"
+
+
+class EmbeddedCoordinator:
+    """Makes sure that a coordinator runs at a local endpoint."""
+
+    def __init__(self, options: AgentOptions) -> None:
+        self._options = options
+        self._process: subprocess.Popen[bytes] | None = None
+
+    async def ensure(self) -> None:
+        """Start the coordinator unless another agent is just doing so, and wait until its port is open.
+
+        Raises:
+            CoordinatorUnavailable: it ended at once with an error; the message quotes the end of its log.
+        """
+        folder = self._options.state_dir
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock = os.open(folder / "starting.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not await self._answers():
+                await self._start()
+        except BlockingIOError:
+            return
+        finally:
+            os.close(lock)
+
+    def reap(self) -> None:
+        """Collect the exit status of a coordinator that this agent started and that has ended."""
+        if self._process is not None and self._process.poll() is not None:
+            self._process = None
+
+    def release(self) -> None:
+        """Let the coordinator go on alone: this agent ends."""
+        self.reap()
+        if self._process is not None:
+            self._process.returncode = 0  # keeps Popen's finaliser from warning of a process that is meant to go on
+            self._process = None
+
+    async def _start(self) -> None:
+        self.reap()
+        log = self._options.state_dir / _LOG_NAME
+        process = self._process = _spawn(self._options, log)
+        logger.info("coordinator_started endpoint=%s pid=%d log=%s", self._options.endpoint, process.pid, log)
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            await asyncio.sleep(_POLL_SECONDS)
+            if await self._answers():
+                return
+            status = process.poll()
+            if status:
+                raise CoordinatorUnavailable(
+                    f"the embedded coordinator for {self._options.endpoint} ended with status {status}; "
+                    f"the end of {log}:\n{_tail(log)}"
+                )
+            if status == 0:
+                return
+        logger.warning("coordinator_start_slow endpoint=%s seconds=%g", self._options.endpoint, START_SECONDS)
+
+    async def _answers(self) -> bool:
+        try:
+            _, writer = await asyncio.open_connection(self._options.coordinator_host, self._options.coordinator_port)
+        except OSError:
+            return False
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+        return True
+
+
+def _spawn(options: AgentOptions, log: Path) -> subprocess.Popen[bytes]:
+    # Without what makes a process a worker: the coordinator must not tie its life to this agent.
+    environment = {name: value for name, value in os.environ.items() if name not in environ.FROM_AGENT}
+    if options.token is not None:
+        environment[environ.TOKEN] = options.token
+    command = [
+        sys.executable,
+        "-m",
+        "unicron_lightning.coordinator",
+        f"server.host={bind_address(options.coordinator_host)}",
+        f"server.port={options.coordinator_port}",
+        f"server.state_dir={options.state_dir}",
+        "server.exit_when_idle=true",
+    ]
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+
+
+def _tail(log: Path, size: int = 2000) -> str:
+    with contextlib.suppress(OSError):
+        return log.read_bytes()[-size:].decode(errors="replace").strip()
+    return ""

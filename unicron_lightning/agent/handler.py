@@ -1,0 +1,210 @@
+"""The rendezvous handler for ``torchrun --rdzv-backend unicron``: torchelastic's side of the agent.
+
+torchelastic calls `next_rendezvous` before each start of its workers and `num_nodes_waiting` ten times a second
+while they run. A worker's failure elsewhere is never its business, so the latter is 0 unless the coordinator orders
+a stop.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+from typing import Any, Final
+
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+from typing_extensions import override
+
+from unicron_lightning import environ, wire
+from unicron_lightning.agent import options as agent_options
+from unicron_lightning.agent.agent import Agent, RoundView
+from unicron_lightning.agent.rank_store import RankStore
+from unicron_lightning.agent.round_store import RoundStore
+from unicron_lightning.agent.signals import SignalWatch, clean_exit_on_sigterm
+from unicron_lightning.errors import CoordinatorUnavailable, UnicronError
+
+logger = logging.getLogger(__name__)
+
+BACKEND: Final = "unicron"
+
+
+class RendezvousFailed(RendezvousConnectionError, UnicronError):
+    """The agent can't take part; the message says why."""
+
+
+class UnicronRendezvousHandler(RendezvousHandler):
+    """Rendezvous by the coordinator's decision alone: no agent waits for another.
+
+    Args:
+        parameters: torchrun's options.
+
+    Raises:
+        ConfigError: one of the options is wrong.
+    """
+
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        self._backend = parameters.backend
+        self._options = agent_options.from_parameters(parameters)
+        self._agent: Agent | None = None
+        self._signals: SignalWatch | None = None
+        self._store: RoundStore | None = None
+        self._closed = False
+
+    @override
+    def get_backend(self) -> str:
+        return self._backend
+
+    @override
+    def get_run_id(self) -> str:
+        return self._options.task
+
+    @property
+    @override
+    def use_agent_store(self) -> bool:
+        """True: ``env://`` makes every worker a client of the round's store, which is always fresh."""
+        return True
+
+    @override
+    def is_closed(self) -> bool:
+        return self._closed
+
+    @override
+    def set_closed(self) -> None:
+        self._closed = True
+
+    @override
+    def num_nodes_waiting(self) -> int:
+        """Return 1 if the workers must stop and rendezvous again, else 0. Never blocks."""
+        if self._agent is None:
+            return 0
+        view = self._agent.view
+        return int(view.stop is not None or view.fatal is not None)
+
+    @override
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait until the coordinator grants this agent's slot.
+
+        Raises:
+            RendezvousFailed: the coordinator refuses this agent or can't be reached.
+            SystemExit: the task has ended; its code tells whether well.
+        """
+        agent = self._agent or self._start()
+        with clean_exit_on_sigterm():
+            old_store = self._store
+            self._store = RoundStore(self._options.host)
+            number = agent.begin_round(self._store.address)
+            if old_store is not None:
+                old_store.close()
+            grant = self._wait_for_grant(agent)
+        logger.info("granted task=%s round=%d group_rank=%d of %d", self._options.task, number, grant.group_rank,
+                    grant.group_world)  # fmt: skip
+        self._prepare_environment(agent, number)
+        return RendezvousInfo(
+            store=self._rank_store(agent, grant),  # type: ignore[arg-type] # all that torchelastic calls is there
+            rank=grant.group_rank,
+            world_size=grant.group_world,
+            bootstrap_store_info=RendezvousStoreInfo(master_addr=grant.master.host, master_port=grant.master.port),
+        )
+
+    @override
+    def shutdown(self) -> bool:
+        """End the agent and remove all that it has made. Also runs at the interpreter's exit, as torchelastic may
+        skip it.
+        """
+        atexit.unregister(self.shutdown)
+        self._closed = True
+        agent, self._agent = self._agent, None
+        if agent is not None:
+            agent.leaving()
+            agent.say_bye(succeeded=False)  # a success was told when the last worker had ended
+            agent.close()
+        if self._signals is not None:
+            self._signals.close()
+            self._signals = None
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+        return True
+
+    def _start(self) -> Agent:
+        agent = Agent(self._options, self._num_keys)
+        self._signals = SignalWatch(agent.leaving)
+        self._agent = agent
+        atexit.register(self.shutdown)
+        agent.start()
+        logger.info("agent_started agent=%s task=%s endpoint=%s", self._options.agent, self._options.task,
+                    self._options.endpoint)  # fmt: skip
+        return agent
+
+    def _num_keys(self) -> int:
+        store = self._store
+        return 0 if store is None else store.num_keys()
+
+    def _wait_for_grant(self, agent: Agent) -> wire.Grant:
+        def decided(view: RoundView) -> wire.Grant | wire.TaskOver | CoordinatorUnavailable | None:
+            if (away := agent.away_seconds()) > self._options.timeout:
+                return CoordinatorUnavailable(
+                    f"the coordinator at {self._options.endpoint} has been away for {away:.0f} s "
+                    f"(--rdzv-conf timeout={self._options.timeout:g})"
+                )
+            return view.over or view.grant
+
+        try:
+            decision: Any = agent.wait(decided)
+        except UnicronError as error:
+            raise RendezvousFailed(str(error)) from None
+        if isinstance(decision, wire.TaskOver):
+            # The graceful exit that torchelastic offers ends in an AttributeError in its launcher.
+            logger.info("task_over task=%s succeeded=%s", self._options.task, decision.succeeded)
+            raise SystemExit(0 if decision.succeeded else 1)
+        if isinstance(decision, CoordinatorUnavailable):
+            raise RendezvousFailed(str(decision))
+        assert isinstance(decision, wire.Grant)
+        return decision
+
+    def _prepare_environment(self, agent: Agent, number: int) -> None:
+        """Set what the workers, which inherit this process' environment, are to know."""
+        options = self._options
+        os.environ.update(
+            {
+                environ.AGENT_SOCKET: str(agent.socket_path),
+                environ.AGENT: options.agent,
+                environ.AGENT_PID: str(os.getpid()),
+                environ.ROUND: str(number),
+                environ.TASK: options.task,
+                environ.NODE: options.node,
+                environ.HOST: options.host,
+                # With it torchelastic would compute ranks from equal local world sizes and not ask.
+                "TORCH_ELASTIC_WORKER_IDENTICAL": "0",
+            }
+        )
+        # torchelastic's default, 1, lets NCCL's watchdog end the survivors of a failure.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+
+    def _rank_store(self, agent: Agent, grant: wire.Grant) -> RankStore:
+        def ranks_of(local_world: int) -> tuple[int, int]:
+            agent.announce_local_world(local_world)
+            answer: Any = agent.wait(lambda view: view.ranks or view.stop or view.over, self._options.timeout)
+            if isinstance(answer, wire.Ranks):
+                base, world = answer.base, answer.world
+            else:  # stopped before it began: any ranks do for workers that are stopped at the next poll
+                base, world = grant.group_rank * local_world, grant.group_world * local_world
+            os.environ[environ.BASE_RANK] = str(base)
+            return base, world
+
+        def finish(seconds: float) -> None:
+            agent.leaving()
+            agent.say_bye(succeeded=True)
+            # Other agents' workers may use this agent's store to their end.
+            agent.wait(lambda view: view.over or view.fatal or self._store_unused(), seconds)
+
+        return RankStore(grant.group_rank, ranks_of, finish)
+
+    def _store_unused(self) -> bool | None:
+        return None if self._store is not None and self._store.num_clients() else True

@@ -1,0 +1,70 @@
+"""What the agent says to the coordinator, kept until it may count as said.
+
+While the coordinator is away, what `wire.Register` repeats or what is stale by then is dropped and the rest is kept
+in order. What was written shortly before the connection broke may have been lost with it: of that, whatever can
+safely be said twice is said again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final
+
+from unicron_lightning import wire
+
+RESEND_SECONDS: Final = 2.0
+
+# Register carries the newest of these; a lookup is asked again as long as it is not answered.
+_CARRIED_OTHERWISE: Final = (wire.RendezvousBegin, wire.WorkerHello, wire.WorkerReady, wire.LocalWorld, wire.Lookup)
+_STALE: Final = (wire.Progress,)
+_REPEATABLE: Final = (
+    wire.WorkerDied,
+    wire.WorkerDone,
+    wire.CheckpointSaved,
+    wire.Record,
+    wire.CommError,
+    wire.StoreUsed,
+    wire.Bye,
+)
+
+
+class Outbox:
+    """A queue of messages that outlives connections. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._connected = False
+        self._queue: deque[wire.Message] = deque()
+        self._recent: deque[tuple[float, wire.Message]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def put(self, message: wire.Message) -> None:
+        """Queue a message, or drop it if no connection stands and it need not be said later."""
+        if self._connected or not isinstance(message, _CARRIED_OTHERWISE + _STALE):
+            self._queue.append(message)
+
+    def take(self, now: float) -> wire.Message | None:
+        """Return the next message to be written, None if there is none."""
+        if not self._connected or not self._queue:
+            return None
+        message = self._queue.popleft()
+        while self._recent and self._recent[0][0] < now - RESEND_SECONDS:
+            self._recent.popleft()
+        if isinstance(message, _REPEATABLE):
+            self._recent.append((now, message))
+        return message
+
+    def connected(self) -> None:
+        """A session stands: what is queued may be taken."""
+        self._connected = True
+
+    def disconnected(self, now: float) -> None:
+        """The connection broke: keep what has to be said in the next one."""
+        if not self._connected:
+            return
+        self._connected = False
+        again = [message for at, message in self._recent if at >= now - RESEND_SECONDS]
+        kept = [message for message in self._queue if not isinstance(message, _CARRIED_OTHERWISE + _STALE)]
+        self._recent.clear()
+        self._queue = deque(again + kept)

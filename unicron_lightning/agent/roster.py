@@ -1,0 +1,110 @@
+"""What an agent knows of its workers, and what follows from it. No I/O and no clock: times are given in seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from unicron_lightning import wire
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalWorker:
+    """A live worker of the present round."""
+
+    worker: str
+    local_rank: int
+    hello: wire.WorkerHello | None = None
+    ready: wire.WorkerReady | None = None
+    welcomed: bool = False
+    done: bool = False
+    heard_at: float = 0.0
+    """When it last said anything; counts only after its hello."""
+
+
+class Roster:
+    """The live workers of one agent and their open questions."""
+
+    def __init__(self) -> None:
+        self._workers: dict[str, LocalWorker] = {}
+        self._lookups: dict[tuple[str, str], wire.Lookup] = {}
+        self.epoch = 0
+        """Newest epoch seen."""
+
+    def __contains__(self, worker: object) -> bool:
+        return worker in self._workers
+
+    @property
+    def names(self) -> list[str]:
+        """The live workers."""
+        return list(self._workers)
+
+    @property
+    def any_hello(self) -> bool:
+        """Whether a live worker has said hello: the script recovers in process."""
+        return any(each.hello is not None for each in self._workers.values())
+
+    def add(self, worker: str, local_rank: int) -> None:
+        """A worker was found, or said hello before it was found."""
+        self._workers.setdefault(worker, LocalWorker(worker=worker, local_rank=local_rank))
+
+    def remove(self, worker: str) -> LocalWorker | None:
+        """A worker is no more; None if it is not known or was removed before."""
+        self._lookups = {key: lookup for key, lookup in self._lookups.items() if key[0] != worker}
+        return self._workers.pop(worker, None)
+
+    def heard(self, worker: str, message: wire.FromWorker, now: float) -> None:
+        """Take note of what a worker said."""
+        known = replace(self._workers[worker], heard_at=now)
+        match message:
+            case wire.WorkerHello():
+                known = replace(known, hello=message, ready=None, welcomed=False)
+            case wire.WorkerReady():
+                known = replace(known, ready=message)
+            case wire.WorkerDone():
+                known = replace(known, done=True)
+            case wire.Lookup():
+                self._lookups[worker, message.key] = message
+        self._workers[worker] = known
+
+    def saw_epoch(self, epoch: wire.Epoch) -> None:
+        """A newer epoch makes out of date what its members said; who waits to become a member goes on waiting."""
+        self.epoch = max(self.epoch, epoch.number)
+        members = {member.worker for member in epoch.members}
+        for name, known in self._workers.items():
+            ready = known.ready
+            if ready is not None and ready.epoch < epoch.number and (ready.epoch > 0 or name in members):
+                self._workers[name] = replace(known, ready=None)
+
+    def saw_welcome(self, worker: str) -> None:
+        """A hello is answered."""
+        if worker in self._workers:
+            self._workers[worker] = replace(self._workers[worker], welcomed=True)
+
+    def saw_reply(self, reply: wire.LookupReply) -> None:
+        """A lookup is answered."""
+        self._lookups.pop((reply.worker, reply.key), None)
+
+    def silent(self, now: float, timeout: float) -> list[str]:
+        """Return the workers that have not been heard of for ``timeout`` seconds, though they speak the protocol."""
+        return [
+            each.worker
+            for each in self._workers.values()
+            if each.hello is not None and not each.done and now - each.heard_at > timeout
+        ]
+
+    def excuse(self, seconds: float) -> None:
+        """Grant all workers so many seconds more: the agent itself could not listen."""
+        for name, each in self._workers.items():
+            self._workers[name] = replace(each, heard_at=each.heard_at + seconds)
+
+    def infos(self) -> list[wire.WorkerInfo]:
+        """Return all live workers for a registration."""
+        return [
+            wire.WorkerInfo(worker=each.worker, local_rank=each.local_rank, hello=each.hello, ready=each.ready)
+            for each in self._workers.values()
+        ]
+
+    def unanswered(self) -> list[wire.WorkerHello | wire.Lookup]:
+        """Return what has to be asked again in a new session."""
+        hellos = [each.hello for each in self._workers.values() if each.hello is not None and not each.welcomed]
+        return [*hellos, *self._lookups.values()]

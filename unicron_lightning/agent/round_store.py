@@ -1,0 +1,85 @@
+"""A fresh TCPStore server for every round.
+
+Keys of an earlier round would make torch's ``env://`` rendezvous hang, and a peer that still uses an earlier
+round's store must not meet the present one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+from datetime import timedelta
+from typing import Final
+
+import psutil  # type: ignore[import-untyped]
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # only there at run time
+
+from unicron_lightning import wire
+
+logger = logging.getLogger(__name__)
+
+_BACKLOG: Final = 4096
+
+
+class RoundStore:
+    """A store server of this process, open until `close`.
+
+    Args:
+        host: address under which other workers reach this machine; only it is listened on if that is possible.
+        timeout: of blocking operations.
+    """
+
+    def __init__(self, host: str, timeout: timedelta = timedelta(seconds=300)) -> None:
+        listener = _listen(host)
+        port = int(listener.getsockname()[1])
+        # The store takes the descriptor over and closes it with the server.
+        self._store: TCPStore | None = TCPStore(
+            host_name=listener.getsockname()[0] if listener.getsockname()[0] not in ("0.0.0.0", "::") else host,
+            port=port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timeout,
+            master_listen_fd=listener.detach(),
+        )
+        self.address = wire.Address(host=host, port=port)
+
+    def num_keys(self) -> int:
+        """Return how many keys the store holds; 0 if it is closed."""
+        store = self._store
+        return 0 if store is None else int(store.num_keys())
+
+    def num_clients(self) -> int:
+        """Return how many connections of other processes the server has."""
+        if self._store is None:
+            return 0
+        connections = psutil.Process().net_connections("tcp")
+        own = {each.laddr for each in connections}
+        return sum(
+            1
+            for each in connections
+            if each.status == psutil.CONN_ESTABLISHED and each.laddr.port == self.address.port and each.raddr not in own
+        )
+
+    def close(self) -> None:
+        """Close the server; its port is free when this returns."""
+        self._store = None
+
+
+def _listen(host: str) -> socket.socket:
+    """Listen on a free port of ``host``, or of all addresses if it is none of this machine's own (NAT)."""
+    with contextlib.suppress(OSError):
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.bind(address)
+            listener.listen(_BACKLOG)
+        except OSError:
+            listener.close()
+            raise
+        return listener
+    logger.warning("store_listens_everywhere host=%s reason='not an address of this machine'", host)
+    listener = socket.socket()
+    listener.bind(("", 0))
+    listener.listen(_BACKLOG)
+    return listener

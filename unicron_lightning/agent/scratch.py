@@ -1,0 +1,63 @@
+"""The agent's private folder, where its UNIX socket lives. Later agents sweep those of agents that were killed."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Final
+
+_LOCK: Final = "lock"
+_PREFIX: Final = "agent-"
+
+
+class ScratchFolder:
+    """A folder of mode 0700 that exists until `close`; a lock in it tells others that it is in use."""
+
+    def __init__(self) -> None:
+        parent = user_folder()
+        sweep(parent)
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+            lock = self.path / _LOCK
+            self._lock = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            if lock.exists():  # else another agent swept it before it was locked
+                return
+            os.close(self._lock)
+
+    def close(self) -> None:
+        """Remove the folder."""
+        if self._lock >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
+
+
+def user_folder() -> Path:
+    """Return this user's folder below the temporary one, made private.
+
+    Raises:
+        PermissionError: it exists and belongs to somebody else.
+    """
+    folder = Path(tempfile.gettempdir()) / f"unicron-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid() or folder.is_symlink():
+        raise PermissionError(f"{folder} belongs to another user: set TMPDIR to a folder of your own")
+    folder.chmod(0o700)
+    return folder
+
+
+def sweep(parent: Path) -> None:
+    """Remove the folders of agents that no longer live."""
+    for folder in parent.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)

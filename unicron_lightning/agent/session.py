@@ -1,0 +1,190 @@
+"""The agent's one persistent connection to the coordinator.
+
+It is opened at the first rendezvous and reopened whenever it breaks, with waiting times that double from 50 ms to 2
+s. Each connection begins with `wire.Register`, built anew. Only three things end a session: `close`, a refusal, and
+- before it ever stood - the coordinator's absence for the time allowed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import aiohttp
+import msgspec
+
+from unicron_lightning import wire
+from unicron_lightning.agent.outbox import Outbox
+from unicron_lightning.errors import CoordinatorUnavailable, SessionRefused, UnicronError
+
+logger = logging.getLogger(__name__)
+
+FIRST_RETRY_SECONDS: Final = 0.05
+LAST_RETRY_SECONDS: Final = 2.0
+_ATTEMPT_SECONDS: Final = 5.0
+_PING_SECONDS: Final = 10.0
+_CLOSE_SECONDS: Final = 1.0
+_MESSAGE_BYTES: Final = 64 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionHooks:
+    """What the owner of a session does; all are called in the event loop."""
+
+    register: Callable[[], wire.Register]
+    """Build the first message of a connection."""
+    registered: Callable[[], None]
+    """A connection stands."""
+    received: Callable[[wire.ToAgent], None]
+    """A message arrived."""
+    nothing_listens: Callable[[], Awaitable[None]]
+    """The endpoint refuses connections."""
+
+
+class CoordinatorSession:
+    """Session of one agent.
+
+    Args:
+        url: ``http://host:port/v1/agent``.
+        token: bearer token, None for none.
+        connect_timeout: seconds that the first connection may take.
+        hooks: what to do with what happens.
+    """
+
+    def __init__(self, url: str, token: str | None, connect_timeout: float, hooks: SessionHooks) -> None:
+        self._url = url
+        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self._connect_timeout = connect_timeout
+        self._hooks = hooks
+        self._outbox = Outbox()
+        self._written = asyncio.Event()
+        self._more = asyncio.Event()
+        self._retry_seconds = FIRST_RETRY_SECONDS
+        self._away_since: float | None = time.monotonic()
+        self._ever_stood = False
+        self._said_bye = False
+
+    @property
+    def away_seconds(self) -> float:
+        """For how long no session has stood; 0 if one does."""
+        return 0.0 if self._away_since is None else time.monotonic() - self._away_since
+
+    def send(self, message: wire.Message) -> None:
+        """Queue a message; see `Outbox` for what happens to it while the coordinator is away."""
+        self._outbox.put(message)
+        self._written.clear()
+        self._more.set()
+
+    async def flush(self, seconds: float) -> bool:
+        """Wait until everything queued was written, at most ``seconds``; tell whether it was."""
+        if len(self._outbox):
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._written.wait(), seconds)
+        return not len(self._outbox)
+
+    async def run(self) -> None:
+        """Keep the session up until cancelled.
+
+        Raises:
+            SessionRefused: the coordinator will not have this agent.
+            CoordinatorUnavailable: it was not there in time at the start.
+        """
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_ATTEMPT_SECONDS)
+        async with aiohttp.ClientSession(headers=self._headers, timeout=timeout) as http:
+            while True:
+                try:
+                    await self._one_connection(http)
+                except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+                    await self._not_reached(error)
+                self._lost()
+                if self._said_bye:
+                    return
+                await asyncio.sleep(self._retry_seconds)
+                self._retry_seconds = min(2 * self._retry_seconds, LAST_RETRY_SECONDS)
+
+    async def _one_connection(self, http: aiohttp.ClientSession) -> None:
+        closing = aiohttp.ClientWSTimeout(ws_close=_CLOSE_SECONDS)
+        try:
+            socket = await asyncio.wait_for(
+                http.ws_connect(self._url, timeout=closing, heartbeat=_PING_SECONDS, max_msg_size=_MESSAGE_BYTES),
+                _ATTEMPT_SECONDS,
+            )
+        except aiohttp.WSServerHandshakeError as error:
+            raise _explain(self._url, error) from None
+        async with socket:
+            await socket.send_str(wire.encode(self._hooks.register()).decode())
+            writer: asyncio.Task[None] | None = None
+            try:
+                async for frame in socket:
+                    message = _decode(frame)
+                    if message is None:
+                        continue
+                    if isinstance(message, wire.Registered) and writer is None:
+                        self._stands(message)
+                        writer = asyncio.create_task(self._write(socket))
+                    self._hooks.received(message)
+            finally:
+                if writer is not None:
+                    writer.cancel()
+                    with contextlib.suppress(asyncio.CancelledError, OSError, aiohttp.ClientError):
+                        await writer
+
+    async def _write(self, socket: aiohttp.ClientWebSocketResponse[Any]) -> None:
+        while True:
+            self._more.clear()
+            while (message := self._outbox.take(time.monotonic())) is not None:
+                await socket.send_str(wire.encode(message).decode())
+                self._said_bye |= isinstance(message, wire.Bye)
+            self._written.set()
+            await self._more.wait()
+
+    def _stands(self, message: wire.Registered) -> None:
+        logger.info("session_stands coordinator=%s url=%s", message.coordinator, self._url)
+        self._ever_stood = True
+        self._away_since = None
+        self._retry_seconds = FIRST_RETRY_SECONDS
+        self._outbox.connected()
+        self._hooks.registered()
+
+    def _lost(self) -> None:
+        if self._away_since is None:
+            logger.warning("session_lost url=%s", self._url)
+            self._away_since = time.monotonic()
+        self._outbox.disconnected(time.monotonic())
+
+    async def _not_reached(self, error: BaseException) -> None:
+        self._lost()
+        logger.debug("coordinator_not_reached url=%s error=%r", self._url, error)
+        if isinstance(getattr(error, "os_error", error), ConnectionRefusedError):
+            await self._hooks.nothing_listens()
+        if not self._ever_stood and self.away_seconds > self._connect_timeout:
+            raise CoordinatorUnavailable(
+                f"no coordinator answered at {self._url} within {self._connect_timeout:g} s "
+                f"(--rdzv-endpoint, --rdzv-conf connect_timeout): {error}"
+            ) from None
+
+
+def _decode(frame: Any) -> Any:
+    if frame.type is not aiohttp.WSMsgType.TEXT:
+        return None
+    try:
+        return wire.decode_to_agent(frame.data)
+    except msgspec.DecodeError as error:
+        logger.error("coordinator_message_unreadable error=%s", error)
+        return None
+
+
+def _explain(url: str, error: aiohttp.WSServerHandshakeError) -> UnicronError | aiohttp.ClientError:
+    if error.status == 401:
+        return SessionRefused(
+            f"the coordinator at {url} refused the token (HTTP 401): "
+            "UNICRON_TOKEN or --rdzv-conf token_file=PATH must be the same for all agents and the coordinator"
+        )
+    if error.status == 404:
+        return SessionRefused(f"what answers at {url} is no coordinator (HTTP 404): check --rdzv-endpoint")
+    return error

@@ -1,0 +1,199 @@
+"""Watches the worker processes and hears of their end within a millisecond.
+
+torchelastic polls its workers ten times a second and tells the rendezvous handler nothing. Here each worker has a
+pidfd in the agent's event loop. The exit status is read without reaping, so that torchelastic finds everything as
+it expects.
+
+torchelastic does not name its workers' processes to the handler either: they are found among this process'
+children, by the identity in their environment, until all that are expected are there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+import psutil  # type: ignore[import-untyped]
+
+from unicron_lightning import environ
+from unicron_lightning.errors import AgentUnavailable
+
+logger = logging.getLogger(__name__)
+
+SEARCH_SECONDS: Final = 0.03
+SLOW_SEARCH_SECONDS: Final = 0.5
+_SEARCHES_BEFORE_SLOW: Final = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exit:
+    """How a worker ended: exit status or signal number in ``code``."""
+
+    cause: Literal["exit", "signal"]
+    code: int
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether the program ended well."""
+        return self.cause == "exit" and self.code == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchedProcess:
+    """A live worker process."""
+
+    worker: str
+    local_rank: int
+    pid: int
+    pidfd: int
+
+
+class Supervisor:
+    """Finds and watches the workers of one agent. Lives in the agent's event loop.
+
+    Args:
+        agent: identity of the agent, to tell its workers from other children.
+        on_found: called with each worker found.
+        on_exit: called with each worker's end, once.
+    """
+
+    def __init__(
+        self,
+        agent: str,
+        on_found: Callable[[WatchedProcess], None],
+        on_exit: Callable[[str, Exit], None],
+    ) -> None:
+        self._agent = agent
+        self._on_found = on_found
+        self._on_exit = on_exit
+        self._live: dict[str, WatchedProcess] = {}
+        self._search: asyncio.TimerHandle | None = None
+        self._round = 0
+        self._missing: set[int] = set()
+        self._searches = 0
+
+    def expect(self, round_number: int, local_world: int) -> None:
+        """Start to look for the workers of a round."""
+        self._round = round_number
+        self._missing = set(range(local_world))
+        self._searches = 0
+        self._find()
+
+    def process(self, worker: str) -> WatchedProcess | None:
+        """Return the live process of a worker."""
+        return self._live.get(worker)
+
+    def kill(self, worker: str) -> None:
+        """SIGKILL a worker, if it lives; its end is reported as any other."""
+        process = self._live.get(worker)
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(process.pidfd, signal.SIGKILL)
+
+    def end_round(self, assumed: Exit) -> None:
+        """Report every worker that torchelastic has reaped before its end was seen here.
+
+        Args:
+            assumed: how such a worker is said to have ended.
+        """
+        self._stop_search()
+        for process in list(self._live.values()):
+            self._ended(process, assumed)
+
+    def close(self) -> None:
+        """Stop watching; the processes are left alone."""
+        self._stop_search()
+        for process in list(self._live.values()):
+            self._forget(process)
+
+    def _stop_search(self) -> None:
+        self._missing.clear()
+        if self._search is not None:
+            self._search.cancel()
+            self._search = None
+
+    def _find(self) -> None:
+        self._search = None
+        for pid in _children():
+            if not self._missing:
+                return
+            if all(process.pid != pid for process in self._live.values()):
+                self._examine(pid)
+        if self._missing:
+            self._searches += 1
+            delay = SEARCH_SECONDS if self._searches < _SEARCHES_BEFORE_SLOW else SLOW_SEARCH_SECONDS
+            self._search = asyncio.get_running_loop().call_later(delay, self._find)
+
+    def _examine(self, pid: int) -> None:
+        """Begin to watch ``pid`` if it is a missing worker. Between fork and exec it is not yet, but a later time."""
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return
+        worker = _identify(pid)
+        if worker is None or worker.agent != self._agent or worker.round != self._round:
+            os.close(pidfd)
+            return
+        self._missing.discard(worker.local_rank)
+        process = WatchedProcess(worker=worker.worker, local_rank=worker.local_rank, pid=pid, pidfd=pidfd)
+        self._live[worker.worker] = process
+        asyncio.get_running_loop().add_reader(pidfd, self._ended, process, Exit(cause="exit", code=1))
+        logger.info("worker_found worker=%s pid=%d", worker.worker, pid)
+        self._on_found(process)
+
+    def _ended(self, process: WatchedProcess, unknown: Exit) -> None:
+        """Report an end; ``unknown`` is what to say if torchelastic's poll was faster and took the exit status."""
+        how = _peek_exit(process.pidfd) or unknown
+        self._forget(process)
+        if not how.is_clean:
+            _kill_descendants(process.pid)
+        self._on_exit(process.worker, how)
+
+    def _forget(self, process: WatchedProcess) -> None:
+        asyncio.get_running_loop().remove_reader(process.pidfd)
+        os.close(process.pidfd)
+        self._live.pop(process.worker, None)
+
+
+def _children() -> list[int]:
+    try:
+        # Only the main thread's: torchelastic starts workers there, the embedded coordinator is started elsewhere.
+        return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+    except FileNotFoundError:  # kernels without CONFIG_PROC_CHILDREN
+        return [child.pid for child in psutil.Process().children()]
+
+
+def _identify(pid: int) -> environ.WorkerEnvironment | None:
+    try:
+        block = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return None
+    pairs = (entry.partition("=") for entry in os.fsdecode(block).split("\0") if "=" in entry)
+    try:
+        return environ.read({name: value for name, _, value in pairs})
+    except (AgentUnavailable, ValueError):
+        return None
+
+
+def _peek_exit(pidfd: int) -> Exit | None:
+    try:
+        result = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+    except ChildProcessError:
+        return None
+    if result is None:
+        return None
+    return Exit(cause="exit" if result.si_code == os.CLD_EXITED else "signal", code=result.si_status)
+
+
+def _kill_descendants(pid: int) -> None:
+    """Kill what a failed worker leaves in its process group, e.g. data loader processes that hold its memory."""
+    if pid != os.getpgrp():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
