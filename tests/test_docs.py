@@ -1,0 +1,118 @@
+"""What the documents name exists: files behind links, make targets, modules, console commands, options."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ +(.*)$", re.MULTILINE)
+FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"`([^`\n]+)`|^    (.+)$", re.MULTILINE)
+
+
+def read(document: Path) -> str:
+    return document.read_text(encoding="utf-8")
+
+
+def code_of(document: Path) -> list[str]:
+    """Inline code and code blocks, one entry per line, without comments."""
+    text = read(document)
+    fenced = [line for block in FENCE.findall(text) for line in block.splitlines()[1:-1]]
+    inline = [first or second for first, second in CODE.findall(FENCE.sub("", text))]
+    return [line.partition(" #")[0].strip() for line in [*fenced, *inline]]
+
+
+def anchor(heading: str) -> str:
+    """GitHub's anchor of a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_resolve(document: Path) -> None:
+    broken = []
+    for target in LINK.findall(FENCE.sub("", read(document))):
+        if re.match(r"[a-z]+:", target):  # the network is not asked
+            continue
+        name, _, fragment = target.partition("#")
+        path = (document.parent / name).resolve() if name else document
+        inside = path.exists() and path.is_relative_to(ROOT)
+        if not inside or (fragment and fragment not in map(anchor, HEADING.findall(read(path)))):
+            broken.append(target)
+    assert broken == []
+
+
+def test_decisions_are_numbered_without_gaps() -> None:
+    names = sorted(path.name for path in (ROOT / "docs" / "decisions").glob("*.md"))
+    assert [int(name[:4]) for name in names] == list(range(1, len(names) + 1))
+
+
+def test_make_targets_exist() -> None:
+    rules = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {
+        (document.name, target)
+        for document in DOCUMENTS
+        for line in code_of(document)
+        if line.startswith("make ")
+        for target in re.findall(r" ([a-z][\w-]*)(?![\w=-])", line)
+    }
+    assert {pair for pair in named if pair[1] not in rules} == set()
+
+
+def test_modules_that_are_run_exist() -> None:
+    texts = [*(read(document) for document in DOCUMENTS), *(ROOT / name for name in ("Makefile", ".ci/wheel-check"))]
+    joined = "\n".join(text if isinstance(text, str) else text.read_text() for text in texts)
+    modules = set(re.findall(r"-m (unicron_lightning[\w.]*\w)", joined))
+    assert modules
+    missing = set()
+    for module in modules:
+        spec = importlib.util.find_spec(module)
+        if spec is None or (spec.submodule_search_locations and importlib.util.find_spec(f"{module}.__main__") is None):
+            missing.add(module)
+    assert missing == set()
+
+
+def test_scripts_that_make_runs_exist() -> None:
+    scripts = re.findall(r"(?:python|PYTHON=\S+) (\S+\.py|\.ci/\S+)", (ROOT / "Makefile").read_text())
+    assert scripts
+    assert [script for script in scripts if not (ROOT / script).is_file()] == []
+
+
+def test_subcommands_of_unicron_exist() -> None:
+    lines = [line for document in DOCUMENTS for line in code_of(document)]
+    named = {match for line in lines for match in re.findall(r"^unicron (\w+)", line)}
+    code = "from unicron_lightning.cli import main; import sys; sys.argv = ['unicron', '--help']; sys.exit(main())"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+    assert named
+    assert {name for name in named if name not in result.stdout} == set()
+
+
+def test_the_readme_lists_every_rendezvous_option() -> None:
+    from unicron_lightning.agent.options import CONF_KEYS
+
+    section = read(ROOT / "README.md").partition("`--rdzv-conf` options")[2].partition("\n#")[0]
+    assert sorted(re.findall(r"^\| `(\w+)`", section, re.MULTILINE)) == sorted(CONF_KEYS)
+
+
+def test_every_error_stands_in_the_drawn_tree() -> None:
+    from unicron_lightning import errors
+
+    assert errors.__doc__ is not None
+    parents: dict[str, set[str]] = {}
+    for path in (ROOT / "unicron_lightning").rglob("*.py"):
+        for node in ast.walk(ast.parse(read(path))):
+            if isinstance(node, ast.ClassDef):
+                parents[node.name] = {base.id for base in node.bases if isinstance(base, ast.Name)}
+    family = {"UnicronError"}
+    while more := {name for name, bases in parents.items() if bases & family} - family:
+        family |= more
+    assert sorted(name for name in family if not re.search(rf"\b{name}\b", errors.__doc__)) == []
