@@ -2,10 +2,18 @@
 
     UnicronError
     ├── ConfigError (also ValueError)       a value given by the user is wrong
+    ├── PortInUse                           another program listens where the coordinator should
     ├── SessionRefused                      the coordinator will not have this agent
     ├── CoordinatorUnavailable              no coordinator answers at the endpoint
-    └── AgentUnavailable                    the worker has no agent, or lost it
+    ├── AgentUnavailable                    the worker has no agent, or lost it
+    ├── RendezvousFailed (agent.handler)    torchrun is told that this agent can't take part
+    ├── NotPlainData (worker.codec)         state to be sent holds something other than plain data
+    ├── ProgramsDiffer (worker.engine)      the members' scripts have taken different paths
+    │   the step protocol's own, never seen by users:
+    ├── CommunicatorAborted (worker.communicator)
+    └── EpochChanged (worker.engine)
 
+Those with a module behind them are defined beside the code that alone raises them.
 A message quotes what was given and says what was expected. Broken invariants of the package's own are ``assert``.
 """
 
@@ -18,6 +26,10 @@ class UnicronError(Exception):
 
 class ConfigError(UnicronError, ValueError):
     """A value given by the user (option, argument, configuration) is wrong; the message says what is allowed."""
+
+
+class PortInUse(UnicronError):
+    """Another program, perhaps another coordinator, listens at the coordinator's address."""
 
 
 class SessionRefused(UnicronError):
