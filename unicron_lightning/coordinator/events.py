@@ -1,0 +1,138 @@
+"""What goes into the coordinator's state machine and what comes out: plain frozen values.
+
+The machine has no clock and does no I/O. The shell (`server.Server`) turns sockets and timers into *inputs* and carries
+out the *actions*; tests and simulations do the same without sockets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Union
+
+from unicron_lightning import wire
+
+
+class TimerKey(NamedTuple):
+    """Name of a timer; setting it again replaces the running one."""
+
+    kind: str
+    task: str = ""
+    agent: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """The machine's time limits, all in seconds. See `config.MembershipConfig` for their reasons."""
+
+    reconnect_grace: float = 0.25
+    restart_grace: float = 10.0
+    comm_error_grace: float = 0.5
+    join_grace: float = 0.5
+    exit_when_idle: bool = False
+    idle_linger: float = 3.0
+    startup_linger: float = 30.0
+
+
+# ---- inputs --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started:
+    """The coordinator begins, with the tasks it was restored with if any. Must be the first input."""
+
+    dead_agents: tuple[str, ...] = ()
+    """Restored agents known to have ended (same machine, no such process)."""
+    about: dict[str, Any] = field(default_factory=dict)
+    """Goes into the event log."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Received:
+    """A message came over connection ``conn``. The first one of a connection must be `wire.Register`."""
+
+    conn: int
+    message: wire.FromAgent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Disconnected:
+    """Connection ``conn`` has ended, for whatever reason."""
+
+    conn: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimerFired:
+    """A timer set by `SetTimer` has run out."""
+
+    key: TimerKey
+
+
+Input = Union[Started, Received, Disconnected, TimerFired]
+
+# ---- actions -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Send:
+    """Send a message over a connection; dropped if the connection has ended meanwhile."""
+
+    conn: int
+    message: wire.ToAgent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Close:
+    """Close a connection after what was sent on it; its end is reported by `Disconnected` as any other."""
+
+    conn: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetTimer:
+    """Report `TimerFired` in so many seconds."""
+
+    key: TimerKey
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CancelTimer:
+    """Forget a timer; unknown ones are ignored."""
+
+    key: TimerKey
+
+
+@dataclass(frozen=True, kw_only=True)
+class Emit:
+    """Append to the event log. The shell adds sequence number and time."""
+
+    name: str
+    task: str | None
+    incident: str | None
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Save:
+    """The task's state has changed: write it before anything of this batch is sent."""
+
+    task: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forget:
+    """The task has ended: delete its stored state, keep its events."""
+
+    task: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopServer:
+    """Nothing is left to coordinate."""
+
+    reason: str
+
+
+Action = Union[Send, Close, SetTimer, CancelTimer, Emit, Save, Forget, StopServer]

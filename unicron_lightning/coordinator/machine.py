@@ -1,0 +1,235 @@
+"""The coordinator as a pure state machine: `Machine.handle` takes an input and returns the actions that answer it.
+
+No clock, no I/O, no randomness: the same inputs from the same snapshot give the same state and actions. This module
+knows connections and which task an input is for; everything about one task is in `slots`, `membership`, `workers` and
+`registration`.
+"""
+
+from __future__ import annotations
+
+from unicron_lightning import wire
+from unicron_lightning.coordinator import events as ev
+from unicron_lightning.coordinator import membership, registration, slots, state, workers
+from unicron_lightning.coordinator.state import Agent, Cluster, Pending, Task
+from unicron_lightning.coordinator.turn import Turn
+
+
+class Machine:
+    """All tasks of the coordinator.
+
+    Args:
+        limits: grace periods.
+        cluster: what to go on with; None for nothing.
+    """
+
+    def __init__(self, limits: ev.Limits, cluster: Cluster | None = None) -> None:
+        self._limits = limits
+        self._cluster = Cluster() if cluster is None else cluster
+
+    @property
+    def tasks(self) -> dict[str, Task]:
+        """The tasks by id, to be read only."""
+        return self._cluster.tasks
+
+    def snapshot(self) -> bytes:
+        """The whole state as JSON; `Machine(limits, state.decode_cluster(...))` goes on from it."""
+        return state.encode(self._cluster)
+
+    def handle(self, event: ev.Input, now: float) -> list[ev.Action]:
+        """Take in one input.
+
+        Args:
+            event: what happened.
+            now: time.time() of the shell; only goes into messages and events.
+
+        Returns:
+            Actions to carry out in order. `ev.Save`, `ev.Forget` and `ev.Emit` are to be made durable before any other.
+        """
+        turn = Turn(now=now, limits=self._limits)
+        match event:
+            case ev.Started():
+                self._start(turn, event)
+            case ev.Received():
+                self._received(turn, event.conn, event.message)
+            case ev.Disconnected():
+                self._disconnected(turn, event.conn)
+            case ev.TimerFired():
+                self._timer(turn, event.key)
+        self._replay_pending(turn)
+        self._review_idle(turn)
+        return turn.actions
+
+    # ---- inputs ----------------------------------------------------------------------------------------------------
+
+    def _start(self, turn: Turn, event: ev.Started) -> None:
+        cluster = self._cluster
+        cluster.conns, cluster.pending, cluster.idle = {}, {}, True
+        turn.actions.append(ev.Emit(name="coordinator_started", task=None, incident=None, fields=event.about))
+        ended = [task.id for task in cluster.tasks.values() if task.over is not None]
+        for task_id in ended:
+            del cluster.tasks[task_id]
+            turn.actions.append(ev.Forget(task=task_id))
+        if cluster.tasks:
+            fields = {"tasks": sorted(cluster.tasks)}
+            turn.actions.append(ev.Emit(name="coordinator_restored", task=None, incident=None, fields=fields))
+        for task in list(cluster.tasks.values()):
+            registration.restore(task, turn, event.dead_agents)
+            self._review(turn, task)
+        if self._limits.exit_when_idle:
+            turn.timer("idle", self._limits.startup_linger)
+
+    def _received(self, turn: Turn, conn: int, message: wire.FromAgent) -> None:
+        waiting = self._pending_of(conn)
+        if waiting is not None:
+            waiting.messages.append(message)
+        elif isinstance(message, wire.Register):
+            self._register(turn, conn, message)
+        elif conn not in self._cluster.conns:
+            turn.close(conn, "the first message must be register")
+        else:
+            task_id, agent_id = self._cluster.conns[conn]
+            task = self._cluster.tasks.get(task_id)
+            agent = task.agents.get(agent_id) if task else None
+            if task is not None and agent is not None:
+                self._from_agent(turn, task, agent, message)
+                self._review(turn, task)
+
+    def _register(self, turn: Turn, conn: int, message: wire.Register) -> None:
+        task = self._cluster.tasks.get(message.task)
+        known = task is not None and (message.agent in task.agents or message.agent in task.lost)
+        if task is not None and not known and _undecided(task):
+            self._cluster.pending.setdefault(task.id, []).append(Pending(conn=conn, messages=[message]))
+            return
+        reason = registration.refusal(task, message)
+        if reason is None and self._cluster.conns.get(conn, (message.task, message.agent)) != (
+            message.task,
+            message.agent,
+        ):
+            reason = "this connection is registered for another agent"
+        if reason is not None:
+            turn.refuse(conn, reason)
+            return
+        created = task is None
+        if task is None:
+            task = Task(id=message.task, min_nodes=message.min_nodes, max_nodes=message.max_nodes, created_at=turn.now)
+            self._cluster.tasks[task.id] = task
+            turn.emit(task, "task_created", min_nodes=task.min_nodes, max_nodes=task.max_nodes)
+        old = task.agents.get(message.agent)
+        if old is not None and old.conn is not None and old.conn != conn:
+            del self._cluster.conns[old.conn]
+            turn.close(old.conn, "the agent has a newer connection")
+        self._cluster.conns[conn] = (task.id, message.agent)
+        registration.register(task, turn, conn, message, created=created)
+        self._review(turn, task)
+
+    def _from_agent(self, turn: Turn, task: Task, agent: Agent, message: wire.FromAgent) -> None:
+        match message:
+            case wire.Register():
+                raise AssertionError("handled by the caller")
+            case wire.Bye():
+                if agent.conn is not None:
+                    del self._cluster.conns[agent.conn]
+                    turn.close(agent.conn, "bye")
+                registration.bye(task, turn, agent, message)
+            case wire.RendezvousBegin():
+                if message.round > agent.round:
+                    workers.died(task, turn, task.workers_of(agent.id), "stopped")
+                slots.begin_rendezvous(task, turn, agent, message)
+            case wire.LocalWorld():
+                if message.round == agent.round and agent.id in task.slots and agent.local_world is None:
+                    agent.local_world = message.size
+                    turn.save(task)
+            case wire.StoreUsed():
+                if message.round == agent.round:
+                    slots.store_used(task, turn)
+            case wire.WorkerDied():
+                workers.worker_died(task, turn, agent, message)
+            case wire.WorkerHello():
+                workers.hello(task, turn, agent, message)
+            case wire.Record():
+                workers.record(task, turn, agent, message)
+            case _:
+                workers.said(task, turn, agent, message)
+
+    def _disconnected(self, turn: Turn, conn: int) -> None:
+        for task_id, pending in list(self._cluster.pending.items()):
+            self._cluster.pending[task_id] = [item for item in pending if item.conn != conn]
+        task_id, agent_id = self._cluster.conns.pop(conn, ("", ""))
+        task = self._cluster.tasks.get(task_id)
+        agent = task.agents.get(agent_id) if task else None
+        if task is not None and agent is not None and agent.conn == conn:
+            registration.disconnected(task, turn, agent)
+
+    def _timer(self, turn: Turn, key: ev.TimerKey) -> None:
+        if key.kind == "idle":
+            if self._cluster.idle:
+                turn.actions.append(ev.StopServer(reason="idle"))
+            return
+        task = self._cluster.tasks.get(key.task)
+        if task is None:
+            return
+        agent = task.agents.get(key.agent)
+        match key.kind:
+            case "lost" if agent is not None:
+                registration.lost_due(task, turn, agent)
+            case "missing" if agent is not None:
+                registration.missing_due(task, turn, agent)
+            case "restore" if task.restoring:
+                registration.restore_due(task, turn)
+            case "rebuild" if task.rebuilding:
+                membership.rebuild_due(task, turn)
+            case "comm_error" if task.comm_error_epoch:
+                membership.comm_error_due(task, turn)
+            case "join":
+                task.join_timer = False
+                task.join_due = True
+            case "empty":
+                task.empty_grace = False
+        self._review(turn, task)
+
+    # ---- after each input ------------------------------------------------------------------------------------------
+
+    def _review(self, turn: Turn, task: Task) -> None:
+        """Do what is due for the task now."""
+        slots.review_slots(task, turn)
+        membership.review_members(task, turn)
+        registration.review_end(task, turn)
+        if task.over is not None and not task.agents:
+            self._cluster.tasks.pop(task.id, None)
+            turn.actions.append(ev.Forget(task=task.id))
+
+    def _pending_of(self, conn: int) -> Pending | None:
+        for items in self._cluster.pending.values():
+            for item in items:
+                if item.conn == conn:
+                    return item
+        return None
+
+    def _replay_pending(self, turn: Turn) -> None:
+        """Take in the agents that waited for a task's fate, once it is known."""
+        for task_id in list(self._cluster.pending):
+            task = self._cluster.tasks.get(task_id)
+            if task is None or not _undecided(task):
+                for item in self._cluster.pending.pop(task_id):
+                    for message in item.messages:
+                        self._received(turn, item.conn, message)
+
+    def _review_idle(self, turn: Turn) -> None:
+        busy = bool(self._cluster.tasks or self._cluster.conns or any(self._cluster.pending.values()))
+        if busy and self._cluster.idle:
+            self._cluster.idle = False
+            turn.cancel("idle")
+        elif not busy and not self._cluster.idle:
+            self._cluster.idle = True
+            if self._limits.exit_when_idle:
+                turn.timer("idle", self._limits.idle_linger)
+
+
+def _undecided(task: Task) -> bool:
+    """Whether it is still open if agents unknown to the task are of this run of it, or of a new one.
+
+    So it is while an ended task's agents leave, and as long as no agent of a task restored from disk has come back.
+    """
+    if task.over is not None:
+        return True
+    return task.restoring and all(agent.conn is None for agent in task.agents.values())

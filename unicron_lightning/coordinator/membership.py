@@ -1,0 +1,222 @@
+"""Which workers train together: epochs, and what happens to them when workers die, join or finish.
+
+`review_members` compares the newest epoch with who is alive and does the next thing that is due, if any:
+
+* no epoch in this life: form one as soon as ``min_nodes`` slots are complete;
+* a member of the epoch is dead: publish a new one with those that are left. A ``join`` that was not settled falls back
+  to the established members; its joiners are candidates again, for the next one;
+* all members reported: settle it with `wire.Go`;
+* it is settled and there are candidates: publish a ``join``;
+* nobody is left: the task is over if a member finished, else a new life begins.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from unicron_lightning import wire
+from unicron_lightning.coordinator.state import Task, Worker
+from unicron_lightning.coordinator.turn import Turn
+
+
+def review_members(task: Task, turn: Turn) -> None:
+    """Do what is due now. Idempotent; called once after each input."""
+    if task.over is not None or task.rebuilding or not task.elastic:
+        return
+    if task.epoch is None:
+        _form(task, turn)
+        return
+    live = task.live_members()
+    missing = [m.worker for m in task.members() if m.worker not in task.workers]
+    died = [worker for worker in missing if worker not in task.finished]
+    if not live:
+        _nobody_left(task, turn)
+    elif died or (missing and not task.settled):
+        _repair(task, turn, live, deaths=bool(died))
+    elif not task.settled and all(task.workers[m.worker].ready == task.number for m in live):
+        _settle(task, turn)
+        _admit(task, turn)
+    elif task.settled:
+        _admit(task, turn)
+
+
+def open_incident(task: Task) -> None:
+    """Give the failure an id, unless it belongs to one that is not recovered from yet."""
+    if task.incident is None:
+        task.incidents += 1
+        task.incident = f"i{task.incidents}"
+
+
+def bury(task: Task, worker: Worker) -> None:
+    """Take a worker that died, was fenced or finished out of the task, for good."""
+    del task.workers[worker.id]
+    agent = task.agents.get(worker.agent)
+    if agent is not None and worker.id not in agent.gone:
+        agent.gone.append(worker.id)
+
+
+def expel(task: Task, turn: Turn, worker: Worker, reason: str) -> None:
+    """Take a live worker out and have its process killed."""
+    agent = task.agents.get(worker.agent)
+    bury(task, worker)
+    if agent is not None:
+        turn.send(agent, wire.Fence(worker=worker.id, reason=reason))
+
+
+def comm_error_due(task: Task, turn: Turn) -> None:
+    """No death explained the communication error in time: try again with the same members (SEV3, in place)."""
+    number, task.comm_error_epoch = task.comm_error_epoch, 0
+    if task.over is None and task.settled and number == task.number and not task.rebuilding:
+        _publish(task, turn, "fail", task.live_members())
+
+
+def rebuild_due(task: Task, turn: Turn) -> None:
+    """All agents had time to tell what they know: go on with the workers that hold the task's state."""
+    task.rebuilding = False
+    turn.save(task)
+    holders = [w for w in task.workers.values() if w.ready > 0 and w.state.get("has_state", True)]
+    if not holders or task.over is not None:
+        return
+    holders.sort(key=task.place)
+    task.established = [worker.id for worker in holders]
+    open_incident(task)
+    _publish(task, turn, "fail", [_member(task, worker) for worker in holders])
+
+
+def finish(task: Task, turn: Turn, *, succeeded: bool, reason: str) -> None:
+    """The task ends: tell everyone."""
+    task.over = succeeded
+    for agent in task.agents.values():
+        turn.send(agent, wire.TaskOver(succeeded=succeeded))
+    turn.emit(task, "task_over", succeeded=succeeded, reason=reason, life=task.life, epoch=task.number)
+
+
+def _form(task: Task, turn: Turn) -> None:
+    complete = [agent_id for agent_id in task.slots if _slot_complete(task, agent_id)]
+    if len(complete) < task.min_nodes:
+        return
+    founders = [worker for agent_id in complete for worker in task.workers_of(agent_id) if worker.built]
+    members = [_member(task, worker) for worker in founders[: task.capacity()]]
+    _publish(task, turn, "init" if task.life == 1 else "restart", members)
+
+
+def _slot_complete(task: Task, agent_id: str) -> bool:
+    """Whether every local rank of the slot has a worker that is built."""
+    built = [worker for worker in task.workers_of(agent_id) if worker.built]
+    return bool(built) and len(built) == task.agents[agent_id].local_world
+
+
+def _repair(task: Task, turn: Turn, live: list[wire.Member], *, deaths: bool) -> None:
+    """Publish the epoch that follows from members being gone."""
+    assert task.epoch is not None
+    kind = task.epoch.kind
+    core = [member for member in live if member.worker in task.established]
+    if task.settled:
+        _publish(task, turn, "fail", live)
+    elif kind != "join":
+        # Nobody has state before the first epoch of a life is settled: it stays what it is, with fewer members.
+        _publish(task, turn, kind, live)
+    elif not core:
+        _nobody_left(task, turn)
+    elif deaths:
+        _publish(task, turn, "fail", core)
+    else:
+        _publish(task, turn, "join", live)
+
+
+def _settle(task: Task, turn: Turn) -> None:
+    assert task.epoch is not None
+    # A member that finished while the epoch was pending has led to a new epoch: all members live here.
+    states = {member.worker: task.workers[member.worker].state for member in task.epoch.members}
+    task.go = wire.Go(epoch=task.number, states=states)
+    task.established = list(states)
+    send_go(task, turn)
+    turn.emit(task, "epoch_settled", number=task.number, kind=task.epoch.kind)
+    if task.epoch.kind in ("init", "restart"):
+        task.incident = None
+
+
+def send_go(task: Task, turn: Turn, only: str | None = None) -> None:
+    """Tell the members' agents, or one of them, that the newest epoch is settled."""
+    assert task.go is not None
+    for agent_id in dict.fromkeys(member.agent for member in task.members()):
+        if agent_id in task.agents and only in (None, agent_id):
+            turn.send(task.agents[agent_id], task.go)
+
+
+def _admit(task: Task, turn: Turn) -> None:
+    """Publish a join if there are candidates and room."""
+    members = task.members()
+    present = {member.worker for member in members}
+    candidates = sorted((w for w in task.workers.values() if w.built and w.id not in present), key=task.place)
+    room = task.capacity() - len(members)
+    if not candidates or room <= 0 or task.finishing:
+        return
+    ready = [worker for worker in candidates if task.join_due or _siblings_ready(task, worker)]
+    if not ready:
+        if not task.join_timer:
+            task.join_timer = True
+            turn.timer("join", turn.limits.join_grace, task=task.id)
+        return
+    task.incident = None
+    _publish(task, turn, "join", [*members, *(_member(task, worker) for worker in ready[:room])])
+
+
+def _siblings_ready(task: Task, worker: Worker) -> bool:
+    """Whether all workers that the agent starts in its round can join, or are gone: one join is cheaper than two."""
+    agent = task.agents[worker.agent]
+    built = sum(1 for sibling in task.workers_of(agent.id) if sibling.built)
+    return agent.local_world is not None and built + len(agent.gone) >= agent.local_world
+
+
+def _publish(task: Task, turn: Turn, kind: wire.EpochKind, members: list[wire.Member]) -> None:
+    assert members
+    store = task.agents[members[0].agent].store
+    assert store is not None
+    nodes = len({member.agent for member in members})
+    task.number += 1
+    task.go = None
+    task.join_due = False
+    task.comm_error_epoch = 0
+    if task.join_timer:
+        task.join_timer = False
+        turn.cancel("join", task=task.id)
+    task.epoch = wire.Epoch(
+        number=task.number,
+        kind=kind,
+        members=members,
+        store=store,
+        # Fewer nodes than the minimum because the task can't use more workers is no reason to wait.
+        hold=nodes < task.min_nodes and len(members) < task.capacity(),
+        incident=task.incident,
+        published_at=turn.now,
+    )
+    for agent_id in dict.fromkeys(member.agent for member in members):
+        turn.send(task.agents[agent_id], task.epoch)
+    fields: dict[str, Any] = {"number": task.number, "kind": kind, "hold": task.epoch.hold}
+    turn.emit(task, "epoch_published", **fields, members=[member.worker for member in members])
+
+
+def _member(task: Task, worker: Worker) -> wire.Member:
+    agent = task.agents[worker.agent]
+    return wire.Member(worker=worker.id, agent=agent.id, node=agent.node, host=agent.host, local_rank=worker.local_rank)
+
+
+def _nobody_left(task: Task, turn: Turn) -> None:
+    """No member with state is alive: the end, or a new life from the newest persistent checkpoint."""
+    if task.finishing:
+        # The members finish the same step together: one that ended well had all of the task's work behind it.
+        finish(task, turn, succeeded=True, reason="all members finished")
+        return
+    for worker in list(task.workers.values()):
+        expel(task, turn, worker, "the task starts a new life")
+    task.life += 1
+    task.restarts += 1
+    task.epoch = None
+    task.go = None
+    task.established = []
+    task.records = {}
+    task.comm_error_epoch = 0
+    saved = task.checkpoint
+    path, step = (saved.path, saved.step) if saved else (None, None)
+    turn.emit(task, "task_restarts", life=task.life, path=path, step=step)

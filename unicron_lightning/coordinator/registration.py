@@ -1,0 +1,240 @@
+"""Agents come, go, and come back; so does the coordinator.
+
+What an agent says in `wire.Register` decides between four cases:
+
+* *new*: it waits for a grant like any other;
+* *back in time*: it gets again whatever it may have missed (grant, ranks, welcome, epoch, go), and a worker that it no
+  longer names is taken for dead unless its own word on it follows shortly;
+* *back too late*, or unknown though it has a grant: its workers are fenced and it must rendezvous again;
+* *unknown, granted, and its task unknown too*: the coordinator has lost its store. The task is rebuilt from what the
+  agents tell: for ``restart_grace`` seconds nothing is published while training goes on, then one ``fail`` epoch is,
+  over the workers that hold state (those whose last report was for an epoch >= 1). Lost with the store are: records,
+  the checkpoint's path, the count of lives, and agents that do not come back in time.
+"""
+
+from __future__ import annotations
+
+from unicron_lightning import wire
+from unicron_lightning.coordinator import slots, workers
+from unicron_lightning.coordinator.membership import finish, open_incident, send_go
+from unicron_lightning.coordinator.state import Agent, Task
+from unicron_lightning.coordinator.turn import Turn
+
+_LOST_REMEMBERED = 1000
+
+
+def refusal(task: Task | None, message: wire.Register) -> str | None:
+    """Why the agent can't take part, for its user; None if it can."""
+    if message.protocol != wire.PROTOCOL_VERSION:
+        return f"the agent speaks protocol {message.protocol}, the coordinator {wire.PROTOCOL_VERSION}: use one version"
+    low, high = message.min_nodes, message.max_nodes
+    if not (message.task and message.agent) or not 1 <= low <= high:
+        return f"expected a task, an agent and 1 <= min_nodes <= max_nodes, got {low}:{high} for {message.task!r}"
+    if task is not None and task.agents and (task.min_nodes, task.max_nodes) != (low, high):
+        theirs = f"{task.min_nodes}:{task.max_nodes}"
+        return f"--nnodes {low}:{high} of {message.agent} differs from {theirs} of task {task.id!r}'s first agent"
+    return None
+
+
+def register(task: Task, turn: Turn, conn: int, message: wire.Register, *, created: bool) -> None:
+    """Take in an agent's (new) connection. The caller has asked `refusal`."""
+    agent = task.agents.get(message.agent)
+    resumed = agent is not None
+    if agent is None:
+        agent = Agent(id=message.agent, node=message.node, host=message.host, pid=message.pid, conn=conn)
+        if not task.agents:
+            task.min_nodes, task.max_nodes = message.min_nodes, message.max_nodes
+        task.agents[agent.id] = agent
+        if task.empty_grace:
+            task.empty_grace = False
+            turn.cancel("empty", task=task.id)
+    else:
+        agent.conn = conn
+        turn.cancel("lost", task=task.id, agent=agent.id)
+    turn.send(agent, wire.Registered(coordinator="unicron"))
+    fields = {"agent": agent.id, "node": agent.node, "host": agent.host, "pid": agent.pid, "resumed": resumed}
+    turn.emit_for(task, None, "agent_registered", fields)
+    if task.over is not None:
+        turn.send(agent, wire.TaskOver(succeeded=task.over))
+    elif resumed:
+        _resume(task, turn, agent, message)
+    elif created and message.granted:
+        task.rebuilding = True
+        turn.timer("rebuild", turn.limits.restart_grace, task=task.id)
+        _adopt(task, turn, agent, message)
+    elif task.rebuilding and message.granted:
+        _adopt(task, turn, agent, message)
+    else:
+        _take_new(task, turn, agent, message)
+    if task.restoring and all(other.conn is not None for other in task.agents.values()):
+        task.restoring = False
+        turn.cancel("restore", task=task.id)
+
+
+def disconnected(task: Task, turn: Turn, agent: Agent) -> None:
+    """The agent's connection has ended: it has a moment to come back."""
+    agent.conn = None
+    turn.timer("lost", turn.limits.reconnect_grace, task=task.id, agent=agent.id)
+
+
+def lost_due(task: Task, turn: Turn, agent: Agent) -> None:
+    """The agent did not come back in time."""
+    if agent.conn is not None:
+        return
+    _declare_lost(task, turn, agent)
+    if not task.agents and not task.finishing and task.over is None:
+        task.empty_grace = True
+        turn.timer("empty", turn.limits.restart_grace, task=task.id)
+
+
+def restore_due(task: Task, turn: Turn) -> None:
+    """Agents of a restored task have had their time to come back."""
+    task.restoring = False
+    for agent in [agent for agent in task.agents.values() if agent.conn is None]:
+        _declare_lost(task, turn, agent)
+    turn.save(task)
+
+
+def missing_due(task: Task, turn: Turn, agent: Agent) -> None:
+    """The agent has not explained what became of workers that it no longer names."""
+    gone, agent.missing = agent.missing, []
+    workers.died(task, turn, [task.workers[worker] for worker in gone if worker in task.workers], "lost")
+
+
+def restore(task: Task, turn: Turn, dead_agents: tuple[str, ...]) -> None:
+    """Go on with a task of an earlier coordinator process: nobody is connected, timers are gone."""
+    task.restoring = True
+    task.join_timer = False
+    task.empty_grace = False
+    for agent in list(task.agents.values()):
+        agent.conn = None
+        agent.missing = []
+        if agent.id in dead_agents:
+            _declare_lost(task, turn, agent)
+    turn.timer("restore", turn.limits.restart_grace, task=task.id)
+    if task.rebuilding:
+        turn.timer("rebuild", turn.limits.restart_grace, task=task.id)
+    if task.comm_error_epoch:
+        turn.timer("comm_error", turn.limits.comm_error_grace, task=task.id)
+    turn.save(task)
+
+
+def bye(task: Task, turn: Turn, agent: Agent, message: wire.Bye) -> None:
+    """The agent ends and has stopped its workers."""
+    if message.succeeded:
+        task.agents_succeeded += 1
+        for worker in task.workers_of(agent.id):
+            workers.finished(task, turn, worker, how="exit")
+    had_slot = agent.id in task.slots
+    workers.died(task, turn, task.workers_of(agent.id), "agent left")
+    _remove(task, agent)
+    turn.emit(task, "agent_left", agent=agent.id, node=agent.node, succeeded=message.succeeded)
+    slots.agent_gone(task, turn, had_slot=had_slot, succeeded=message.succeeded)
+
+
+def review_end(task: Task, turn: Turn) -> None:
+    """End the task when nobody is left to run it."""
+    if task.over is not None or task.empty_grace:
+        return
+    if not task.agents:
+        finish(task, turn, succeeded=task.finishing, reason="no agent is left")
+    elif task.finishing and not task.slots:
+        # Those still here wait: stand-bys, which are not needed any more, or some whose workers failed at the end.
+        failed = any(agent.holder for agent in task.agents.values())
+        finish(task, turn, succeeded=task.elastic or not failed, reason="no agent runs any more")
+
+
+def _declare_lost(task: Task, turn: Turn, agent: Agent) -> None:
+    members = {member.agent for member in task.live_members()}
+    if agent.id in members or not task.elastic:
+        open_incident(task)
+    had_slot = agent.id in task.slots
+    turn.emit(task, "agent_lost", agent=agent.id, node=agent.node)
+    workers.died(task, turn, task.workers_of(agent.id), "node lost")
+    _remove(task, agent)
+    task.lost = [*task.lost, agent.id][-_LOST_REMEMBERED:]
+    slots.agent_gone(task, turn, had_slot=had_slot, succeeded=False)
+
+
+def _remove(task: Task, agent: Agent) -> None:
+    slots.leave_slot(task, agent)
+    del task.agents[agent.id]
+
+
+def _take_new(task: Task, turn: Turn, agent: Agent, message: wire.Register) -> None:
+    agent.round = message.round - 1 if message.waiting else message.round
+    for info in message.workers:
+        agent.gone.append(info.worker)
+        turn.send(agent, wire.Fence(worker=info.worker, reason="its node was lost to the task"))
+    if message.waiting and message.store is not None:
+        slots.begin_rendezvous(task, turn, agent, wire.RendezvousBegin(round=message.round, store=message.store))
+    elif message.granted:
+        turn.send(agent, wire.Stop(reason="the node was lost to the task: rendezvous again"))
+
+
+def _adopt(task: Task, turn: Turn, agent: Agent, message: wire.Register) -> None:
+    """Believe an agent that it has a slot."""
+    agent.round = message.round
+    agent.store = message.store
+    agent.waiting = False
+    agent.holder = True
+    agent.local_world = message.local_world
+    agent.ranked = message.local_world is not None
+    if agent.id not in task.slots:
+        task.slots.append(agent.id)
+    task.formed = True
+    task.number = max(task.number, message.epoch)
+    _reconcile_workers(task, turn, agent, message)
+
+
+def _resume(task: Task, turn: Turn, agent: Agent, message: wire.Register) -> None:
+    if message.round > agent.round:
+        workers.died(task, turn, task.workers_of(agent.id), "stopped")
+    if message.waiting and message.store is not None:
+        begin = wire.RendezvousBegin(round=message.round, store=message.store)
+        slots.begin_rendezvous(task, turn, agent, begin)
+        if agent.id in task.slots and not agent.waiting:
+            slots.send_grant(task, turn, agent)
+    elif message.granted and message.round > agent.round:
+        # Only a store that lost its last writes (power failure) knows less of a grant than the agent.
+        _adopt(task, turn, agent, message)
+        return
+    if agent.id in task.slots and message.round == agent.round:
+        if agent.local_world is None:
+            agent.local_world = message.local_world
+        elif agent.ranked:
+            slots.send_ranks(task, turn, agent)
+        if task.regrouping:
+            turn.send(agent, wire.Stop(reason="the task's nodes changed"))
+    _reconcile_workers(task, turn, agent, message)
+    _repeat_epoch(task, turn, agent, message.epoch)
+
+
+def _reconcile_workers(task: Task, turn: Turn, agent: Agent, message: wire.Register) -> None:
+    named = {info.worker for info in message.workers}
+    for info in message.workers:
+        if info.hello is not None:
+            worker = task.workers.get(info.worker)
+            if worker is None:
+                if info.worker not in task.finished:
+                    workers.hello(task, turn, agent, info.hello)
+            elif not worker.built and info.ready is None:
+                workers.welcome(task, turn, agent, worker)
+        elif info.worker in agent.gone:
+            workers.fence_stranger(task, turn, agent, info.worker)
+        known = task.workers.get(info.worker)
+        if info.ready is not None and known is not None:
+            workers.ready(task, turn, known, info.ready)
+    agent.missing = [worker.id for worker in task.workers_of(agent.id) if worker.id not in named]
+    if agent.missing:
+        turn.timer("missing", turn.limits.reconnect_grace, task=task.id, agent=agent.id)
+
+
+def _repeat_epoch(task: Task, turn: Turn, agent: Agent, seen: int) -> None:
+    """Send the newest epoch and its go again if the agent's members may have missed them."""
+    if task.epoch is None or all(member.agent != agent.id for member in task.live_members()):
+        return
+    if seen < task.number:
+        turn.send(agent, task.epoch)
+    if task.go is not None:
+        send_go(task, turn, only=agent.id)

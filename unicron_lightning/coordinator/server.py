@@ -1,0 +1,332 @@
+"""The coordinator's shell: sockets, timers and the store around the pure `Machine`.
+
+One asyncio loop, no threads. Each input is handled to its end before the next: the machine decides, the store commits,
+then messages leave. So nobody ever acts on a decision that a restarted coordinator would not know of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hmac
+import ipaddress
+import itertools
+import json
+import logging
+import os
+import signal
+import socket
+import sqlite3
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from aiohttp import WSCloseCode, WSMsgType, web
+
+from unicron_lightning import wire
+from unicron_lightning.coordinator import events as ev
+from unicron_lightning.coordinator.config import CoordinatorConfig, default_state_dir, prepare_state_dir, read_token
+from unicron_lightning.coordinator.machine import Machine
+from unicron_lightning.coordinator.session import Session
+from unicron_lightning.coordinator.status import task_status
+from unicron_lightning.coordinator.store import LoggedEvent, NewEvent, Store
+from unicron_lightning.errors import ConfigError, PortInUse
+
+logger = logging.getLogger(__name__)
+
+_REGISTER_TIMEOUT = 10.0
+"""Seconds in which a new connection must say who it is."""
+
+
+class Server:
+    """One coordinator.
+
+    Args:
+        config: all of it; the state directory is created.
+        token: what clients must show, None for none.
+
+    Raises:
+        ConfigError: no token though the address is reachable from other machines; unusable state directory.
+        PortInUse: the address is taken.
+    """
+
+    def __init__(self, config: CoordinatorConfig, token: str | None) -> None:
+        self._config = config
+        self._token = token
+        host, port = config.server.host, config.server.port
+        address = _resolve(host, port)
+        if token is None and not ipaddress.ip_address(address[4][0]).is_loopback:
+            raise ConfigError(
+                f"server.host={host} can be reached from other machines: "
+                "set a token (UNICRON_TOKEN or server.token_file)"
+            )
+        # The port decides which of several coordinators lives: bind before the state is touched.
+        self._socket = _bind(address)
+        try:
+            self.port: int = self._socket.getsockname()[1]
+            self.state_dir = (
+                Path(config.server.state_dir) if config.server.state_dir else default_state_dir(host, self.port)
+            )
+            prepare_state_dir(self.state_dir)
+            self._store = Store(self.state_dir)
+        except BaseException:
+            self._socket.close()
+            raise
+        self._machine = Machine(config.limits(), self._store.load())
+        self._sessions: dict[int, Session] = {}
+        self._conn_ids = itertools.count(1)
+        self._timers: dict[ev.TimerKey, asyncio.TimerHandle] = {}
+        self._stop = asyncio.Event()
+        self._failed = False
+        self._store_error: str | None = None
+        self._started_at = time.time()
+
+    async def run(self) -> bool:
+        """Serve until told to stop by a signal or by having nothing left to do.
+
+        Returns:
+            Whether it ended in order; False if the machine broke (its last committed state is good to go on from).
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+        runner = web.AppRunner(self._app(), access_log=None, handle_signals=False, shutdown_timeout=1.0)
+        await runner.setup()
+        try:
+            await web.SockSite(runner, self._socket).start()
+            self._announce()
+            self._apply(ev.Started(dead_agents=self._dead_agents(), about=self._about()))
+            await self._stop.wait()
+        finally:
+            self._stop.set()
+            for timer in self._timers.values():
+                timer.cancel()
+            for session in list(self._sessions.values()):
+                await session.close(WSCloseCode.GOING_AWAY, "the coordinator ends")
+            await runner.cleanup()
+            self._store.close()
+            logger.info("coordinator_ended port=%d", self.port)
+        return not self._failed
+
+    # ---- the one path from input to effect -------------------------------------------------------------------------
+
+    def _apply(self, event: ev.Input) -> None:
+        if self._stop.is_set():
+            return
+        now = time.time()
+        try:
+            actions = self._machine.handle(event, now)
+        except Exception:
+            # Supervisor boundary. The state in memory may be half changed, the one in the store is not: end, and go on
+            # from that one (agents start an embedded coordinator again by themselves).
+            logger.exception("machine_broken event=%s", event)
+            self._failed = True
+            self._stop.set()
+            return
+        self._persist(actions, now)
+        for action in actions:
+            match action:
+                case ev.Send(conn=conn, message=message):
+                    if conn in self._sessions:
+                        self._sessions[conn].send(wire.encode(message).decode())
+                case ev.Close(conn=conn, reason=reason):
+                    if conn in self._sessions:
+                        self._sessions[conn].finish(reason)
+                case ev.SetTimer(key=key, seconds=seconds):
+                    self._cancel(key)
+                    self._timers[key] = asyncio.get_running_loop().call_later(seconds, self._fire, key)
+                case ev.CancelTimer(key=key):
+                    self._cancel(key)
+                case ev.StopServer(reason=reason):
+                    logger.info("coordinator_stops reason=%s", reason)
+                    self._stop.set()
+
+    def _persist(self, actions: list[ev.Action], now: float) -> None:
+        tasks = self._machine.tasks
+        save = [tasks[action.task] for action in actions if isinstance(action, ev.Save) and action.task in tasks]
+        forget = [a.task for a in actions if isinstance(a, ev.Forget) and a.task not in tasks]
+        emitted = [action for action in actions if isinstance(action, ev.Emit)]
+        if not (save or forget or emitted):
+            return
+        news = [NewEvent(at=now, name=e.name, task=e.task, incident=e.incident, fields=e.fields) for e in emitted]
+        for event in news:
+            logger.info("%s task=%s incident=%s %s", event.name, event.task, event.incident, event.fields)
+        try:
+            self._store.write(save=save, forget=forget, events=news)
+            self._store_error = None
+        except sqlite3.Error as error:
+            # Recovery must not end because a disk is full: go on without a memory, and say so.
+            self._store_error = str(error)
+            logger.error("state_not_saved error=%s", error)
+
+    def _fire(self, key: ev.TimerKey) -> None:
+        self._timers.pop(key, None)
+        self._apply(ev.TimerFired(key=key))
+
+    def _cancel(self, key: ev.TimerKey) -> None:
+        timer = self._timers.pop(key, None)
+        if timer is not None:
+            timer.cancel()
+
+    # ---- HTTP ------------------------------------------------------------------------------------------------------
+
+    def _app(self) -> web.Application:
+        @web.middleware
+        async def authorize(request: web.Request, handler: Any) -> web.StreamResponse:
+            # A browser page may open WebSockets to loopback addresses; no client of ours sends an origin.
+            if "Origin" in request.headers:
+                return web.json_response({"error": "requests by web pages are refused"}, status=403)
+            if request.path != "/healthz" and not self._authorized(request):
+                return web.json_response({"error": "missing or wrong token"}, status=401)
+            response: web.StreamResponse = await handler(request)
+            return response
+
+        app = web.Application(middlewares=[authorize])
+        app.router.add_get("/healthz", self._get_health)
+        app.router.add_get("/v1/status", self._get_status)
+        app.router.add_get("/v1/events", self._get_events)
+        app.router.add_get("/v1/agent", self._serve_agent)
+        return app
+
+    def _authorized(self, request: web.Request) -> bool:
+        if self._token is None:
+            return True
+        shown = request.headers.get("Authorization", "")
+        return hmac.compare_digest(shown.encode(errors="replace"), f"Bearer {self._token}".encode())
+
+    async def _get_health(self, _request: web.Request) -> web.Response:
+        return web.json_response({"ok": True})
+
+    async def _get_status(self, _request: web.Request) -> web.Response:
+        tasks = {task.id: task_status(task) for task in self._machine.tasks.values()}
+        coordinator = {**self._about(), "started_at": self._started_at, "store_error": self._store_error}
+        return web.json_response({"coordinator": coordinator, "tasks": tasks})
+
+    async def _get_events(self, request: web.Request) -> web.Response:
+        try:
+            since = int(request.query.get("since", "0"))
+        except ValueError:
+            return web.json_response({"error": "since: expected a sequence number"}, status=400)
+        events: list[LoggedEvent] = self._store.events(task=request.query.get("task"), since=since)
+        return web.json_response(events)
+
+    async def _serve_agent(self, request: web.Request) -> web.WebSocketResponse:
+        limits = self._config.server
+        socket_ = web.WebSocketResponse(
+            heartbeat=limits.heartbeat, max_msg_size=limits.max_message_bytes, compress=False, timeout=1.0
+        )
+        await socket_.prepare(request)
+        assert request.transport is not None
+        raw = request.transport.get_extra_info("socket")
+        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        conn = next(self._conn_ids)
+        session = self._sessions[conn] = Session(socket_, request.transport)
+        try:
+            await self._read(conn, socket_)
+        finally:
+            del self._sessions[conn]
+            self._apply(ev.Disconnected(conn=conn))
+            await session.stop()
+        return socket_
+
+    async def _read(self, conn: int, socket_: web.WebSocketResponse) -> None:
+        """Feed what one agent says into the machine, until its connection ends or it talks nonsense."""
+        timeout: float | None = _REGISTER_TIMEOUT
+        while True:
+            try:
+                frame = await socket_.receive(timeout=timeout)
+            except asyncio.TimeoutError:
+                await socket_.close(code=WSCloseCode.POLICY_VIOLATION, message=b"no register message in time")
+                return
+            if frame.type is not WSMsgType.TEXT:
+                if frame.type is WSMsgType.BINARY:
+                    await socket_.close(code=WSCloseCode.UNSUPPORTED_DATA, message=b"expected text frames")
+                return
+            try:
+                message = wire.decode_from_agent(frame.data)
+            except (msgspec.DecodeError, UnicodeError) as error:
+                logger.warning("message_malformed conn=%d error=%s", conn, error)
+                reason = f"malformed message: {error}".encode()[:120]
+                await socket_.close(code=WSCloseCode.INVALID_TEXT, message=reason)
+                return
+            timeout = None
+            self._apply(ev.Received(conn=conn, message=message))
+
+    # ---- about itself ----------------------------------------------------------------------------------------------
+
+    def _about(self) -> dict[str, Any]:
+        try:
+            package = version("unicron-lightning")
+        except PackageNotFoundError:
+            package = "unknown"
+        return {"pid": os.getpid(), "version": package, "host": self._config.server.host, "port": self.port}
+
+    def _announce(self) -> None:
+        path = self.state_dir / "coordinator.json"
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(self._about()), encoding="utf-8")
+        partial.replace(path)
+        host = self._config.server.host
+        logger.info("coordinator_listens host=%s port=%d state_dir=%s", host, self.port, self.state_dir)
+
+    def _dead_agents(self) -> tuple[str, ...]:
+        """Restored agents of this machine whose process is gone, so that nobody waits for them.
+
+        Only for a coordinator started by an agent: that one is known to share the process ids with it.
+        """
+        if not self._config.server.exit_when_idle:
+            return ()
+        here = {"127.0.0.1", "::1", "localhost", socket.gethostname()}
+        agents = [agent for task in self._machine.tasks.values() for agent in task.agents.values()]
+        return tuple(agent.id for agent in agents if agent.host in here and not _exists(agent.pid))
+
+
+def serve(config: CoordinatorConfig) -> int:
+    """Run a coordinator to its end; returns the exit status of the process."""
+    token = read_token(config.server.token_file)
+
+    async def main() -> bool:
+        return await Server(config, token).run()
+
+    try:
+        return 0 if asyncio.run(main()) else 1
+    except PortInUse as error:
+        if config.server.exit_when_idle:
+            logger.info("port_in_use %s", error)  # Another agent's coordinator was faster: all is well.
+            return 0
+        logger.error("%s", error)
+        return 1
+
+
+def _resolve(host: str, port: int) -> Any:
+    try:
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except socket.gaierror as error:
+        raise ConfigError(f"server.host={host}: {error.strerror}") from error
+
+
+def _bind(address: Any) -> socket.socket:
+    family, kind, protocol, _, endpoint = address
+    listener = socket.socket(family, kind, protocol)
+    try:
+        # Lets a restarted coordinator have its port back while old connections linger in TIME_WAIT.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(endpoint)
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        reason = f"can't listen on {endpoint[0]}:{endpoint[1]}: {error.strerror}"
+        raise (PortInUse(reason) if error.errno == errno.EADDRINUSE else ConfigError(reason)) from error
+    return listener
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,154 @@
+"""Which agents run: grants, stand-by, group ranks, and the common restart of plain scripts.
+
+Rules:
+
+* Nothing is granted before ``min_nodes`` agents wait; then all of them are, up to ``max_nodes``, in order of arrival.
+* A later agent is granted at once while slots are free, else it stands by. A slot that rendezvouses again keeps its
+  right to run but moves to the end of the order, so that group rank 0 stays with the longest-lived.
+* A *plain script* (no worker says hello) cannot take a change of agents in process. Once it is known to be one, a
+  change stops all agents, and when all of them wait they are granted together. Until it is known, changes are granted
+  as for an elastic task and remembered.
+* Once the task's end has begun nobody is granted any more.
+"""
+
+from __future__ import annotations
+
+from unicron_lightning import wire
+from unicron_lightning.coordinator.state import Agent, Task
+from unicron_lightning.coordinator.turn import Turn
+
+
+def review_slots(task: Task, turn: Turn) -> None:
+    """Grant what may be granted now and tell ranks that are known now. Idempotent."""
+    if task.over is not None:
+        return
+    _review_grants(task, turn)
+    _review_ranks(task, turn)
+
+
+def begin_rendezvous(task: Task, turn: Turn, agent: Agent, message: wire.RendezvousBegin) -> None:
+    """The agent wants a grant; its workers of earlier rounds are gone (the caller has buried them)."""
+    if message.round < agent.round or (message.round == agent.round and (agent.waiting or agent.id in task.slots)):
+        return  # Said again after a reconnection.
+    agent.holder = agent.id in task.slots
+    leave_slot(task, agent)
+    agent.round = message.round
+    agent.store = message.store
+    agent.waiting = True
+    agent.gone = []
+    task.arrivals += 1
+    agent.arrived = task.arrivals
+    turn.save(task)
+
+
+def leave_slot(task: Task, agent: Agent) -> None:
+    """The agent's slot, if it has one, becomes free."""
+    if agent.id in task.slots:
+        task.slots.remove(agent.id)
+    agent.local_world = None
+    agent.ranked = False
+    agent.waiting = False
+
+
+def agent_gone(task: Task, turn: Turn, *, had_slot: bool, succeeded: bool) -> None:
+    """Membership rule of plain scripts for an agent that has left `Task.agents`."""
+    if task.elastic or succeeded or not task.formed or not had_slot:
+        return
+    if task.store_used:
+        start_regroup(task, turn, "a node left")
+    else:
+        task.changed = True
+
+
+def store_used(task: Task, turn: Turn) -> None:
+    """There is evidence that the script is a plain one: changes so far count."""
+    if task.elastic or task.store_used:
+        return
+    task.store_used = True
+    turn.save(task)
+    if task.changed:
+        start_regroup(task, turn, "the task's nodes changed")
+
+
+def start_regroup(task: Task, turn: Turn, reason: str) -> None:
+    """Plain script: have all agents stop their workers and rendezvous again."""
+    if task.regrouping:
+        return
+    task.regrouping = True
+    for agent_id in task.slots:
+        turn.send(task.agents[agent_id], wire.Stop(reason=reason))
+    turn.emit(task, "task_regroups", reason=reason)
+
+
+def send_grant(task: Task, turn: Turn, agent: Agent) -> None:
+    """Tell an agent of its grant (again)."""
+    master = task.agents[task.slots[0]].store
+    assert master is not None
+    rank, world = task.slots.index(agent.id), len(task.slots)
+    turn.send(agent, wire.Grant(round=agent.round, group_rank=rank, group_world=world, master=master))
+
+
+def send_ranks(task: Task, turn: Turn, agent: Agent) -> None:
+    """Tell an agent its first global rank and the world, as of now (again)."""
+    own = agent.local_world
+    assert own is not None
+    # Agents of another batch may not have told theirs yet: they are taken to be like this one.
+    sizes = [task.agents[agent_id].local_world or own for agent_id in task.slots]
+    base = sum(sizes[: task.slots.index(agent.id)])
+    turn.send(agent, wire.Ranks(round=agent.round, base=base, world=sum(sizes)))
+
+
+def _review_grants(task: Task, turn: Turn) -> None:
+    queue = task.queue()
+    if not queue or task.finishing:
+        return
+    if not task.formed:
+        if len(queue) >= task.min_nodes:
+            task.formed = True
+            _grant(task, turn, queue[: task.max_nodes])
+        return
+    if not task.regrouping:
+        taken = queue[: task.max_nodes - len(task.slots)]
+        if not taken:
+            return
+        if task.elastic or not task.store_used:
+            task.changed = task.changed or not task.elastic
+            _grant(task, turn, taken)
+            return
+        start_regroup(task, turn, "a node joins")
+    if len(queue) == len(task.agents) and len(queue) >= task.min_nodes:
+        task.regrouping = False
+        task.changed = False
+        _grant(task, turn, queue[: task.max_nodes])
+        task.incident = None
+
+
+def _grant(task: Task, turn: Turn, agents: list[Agent]) -> None:
+    task.batches += 1
+    for agent in agents:
+        task.slots.append(agent.id)
+        agent.waiting = False
+        agent.holder = True
+        agent.batch = task.batches
+        agent.local_world = None
+        agent.ranked = False
+    for agent in agents:
+        send_grant(task, turn, agent)
+        turn.emit(
+            task,
+            "slot_granted",
+            agent=agent.id,
+            node=agent.node,
+            round=agent.round,
+            group_rank=task.slots.index(agent.id),
+            group_world=len(task.slots),
+        )
+
+
+def _review_ranks(task: Task, turn: Turn) -> None:
+    granted = [task.agents[agent_id] for agent_id in task.slots]
+    unknown = {agent.batch for agent in granted if agent.local_world is None}
+    for agent in granted:
+        if not agent.ranked and agent.batch not in unknown:
+            agent.ranked = True
+            send_ranks(task, turn, agent)

@@ -1,0 +1,192 @@
+"""The coordinator's state: plain structs, writable as JSON, without behaviour beyond simple questions about themselves.
+
+One `Task` holds all that is known about a task; tasks share nothing. `Cluster` adds the connections, which are of this
+process's life only. Rules live in `slots` (which agents run), `membership` (which workers train together) and
+`registration`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from unicron_lightning import wire
+
+
+class Worker(msgspec.Struct, kw_only=True):
+    """A live worker that said hello. Dead, fenced and finished ones are removed from `Task.workers`."""
+
+    id: str
+    agent: str
+    local_rank: int
+    pid: int
+    capacity: int
+    founder: bool
+    built: bool = False
+    """It said `wire.WorkerReady` at least once: its model exists, it can become a member."""
+    ready: int = 0
+    """Newest epoch for which it reported its state."""
+    state: dict[str, Any] = {}
+    step: int = 0
+    metrics: dict[str, float] = {}
+
+
+class Agent(msgspec.Struct, kw_only=True):
+    """One torchrun process. At most `Task.max_nodes` of a task's agents hold a slot."""
+
+    id: str
+    node: str
+    host: str
+    pid: int
+    conn: int | None
+    """Its connection; None while it is away, in a grace period."""
+    round: int = 0
+    store: wire.Address | None = None
+    waiting: bool = False
+    """In next_rendezvous, without a grant for ``round``."""
+    holder: bool = False
+    """Had a slot when it last began to wait: it goes before those that stand by."""
+    arrived: int = 0
+    batch: int = 0
+    """Slots granted at the same time have the same number."""
+    local_world: int | None = None
+    ranked: bool = False
+    gone: list[str] = []
+    """Workers of the present round that are dead, fenced or finished."""
+    missing: list[str] = []
+    """Live workers that the agent did not name when it registered again; its own word on them may still come."""
+
+
+class Checkpoint(msgspec.Struct, kw_only=True, frozen=True):
+    """The newest complete persistent checkpoint that a worker told of."""
+
+    path: str
+    step: int
+
+
+class Task(msgspec.Struct, kw_only=True):
+    """All about one training job."""
+
+    id: str
+    min_nodes: int
+    max_nodes: int
+    created_at: float
+    agents: dict[str, Agent] = {}
+    lost: list[str] = []
+    """Agents declared lost; what they bring back is fenced."""
+    slots: list[str] = []
+    """Agents whose slot is granted, in slot order: the place is the group rank."""
+    workers: dict[str, Worker] = {}
+    finished: list[str] = []
+    """Members of this life that ended well."""
+
+    formed: bool = False
+    """The first grants were given."""
+    elastic: bool = False
+    """A worker said hello: the task recovers in process."""
+    store_used: bool = False
+    """Evidence of a plain script: workers use the rendezvous' store."""
+    changed: bool = False
+    """Agents changed since the last common grant, before it was known whether the script minds."""
+    regrouping: bool = False
+    """Plain script: all agents were told to stop, and are granted together when all wait."""
+    agents_succeeded: int = 0
+
+    life: int = 1
+    number: int = 0
+    """Newest epoch number; goes on counting over lives."""
+    epoch: wire.Epoch | None = None
+    """Newest epoch of this life."""
+    go: wire.Go | None = None
+    """The `wire.Go` of ``epoch``; the epoch is settled once it exists."""
+    established: list[str] = []
+    """Members of the newest settled epoch: those that have the task's state."""
+    join_due: bool = False
+    """Candidates waited long enough for their siblings."""
+    join_timer: bool = False
+    comm_error_epoch: int = 0
+    """Epoch for which a collective's failure is under consideration; 0 if none."""
+    rebuilding: bool = False
+    """The task was running before this coordinator knew of it: its agents are given time to tell."""
+    restoring: bool = False
+    """The state comes from an earlier coordinator process and some agents have not come back yet."""
+    empty_grace: bool = False
+    """All agents were lost; they are given time to come back."""
+
+    incident: str | None = None
+    incidents: int = 0
+    restarts: int = 0
+    records: dict[str, str] = {}
+    checkpoint: Checkpoint | None = None
+    over: bool | None = None
+    """Once the task has ended: whether it succeeded."""
+    arrivals: int = 0
+    batches: int = 0
+
+    @property
+    def settled(self) -> bool:
+        """Whether the newest epoch has got its `wire.Go`."""
+        return self.go is not None
+
+    @property
+    def finishing(self) -> bool:
+        """Whether the task's end has begun: nobody is taken in any more."""
+        return bool(self.finished) or self.agents_succeeded > 0
+
+    def queue(self) -> list[Agent]:
+        """Agents that wait for a grant, in the order in which they get it."""
+        waiting = [agent for agent in self.agents.values() if agent.waiting]
+        return sorted(waiting, key=lambda agent: (not agent.holder, agent.arrived))
+
+    def workers_of(self, agent: str) -> list[Worker]:
+        """The agent's live workers, by local rank."""
+        return sorted((w for w in self.workers.values() if w.agent == agent), key=lambda w: w.local_rank)
+
+    def members(self) -> list[wire.Member]:
+        """Members of the newest epoch, dead ones included; empty between lives."""
+        return [] if self.epoch is None else self.epoch.members
+
+    def live_members(self) -> list[wire.Member]:
+        """Members that neither died nor finished."""
+        return [member for member in self.members() if member.worker in self.workers]
+
+    def place(self, worker: Worker) -> tuple[int, int]:
+        """Sort key: slot order, then local rank."""
+        order = self.slots.index(worker.agent) if worker.agent in self.slots else len(self.slots)
+        return order, worker.local_rank
+
+    def capacity(self) -> int:
+        """Most workers that the task can use: the least that any live worker says."""
+        return min((worker.capacity for worker in self.workers.values()), default=0)
+
+
+class Pending(msgspec.Struct, kw_only=True):
+    """A connection whose agent can't be taken in yet: its messages wait until the task's fate is known."""
+
+    conn: int
+    messages: list[wire.FromAgent] = []
+
+
+class Cluster(msgspec.Struct, kw_only=True):
+    """Everything. Only ``tasks`` outlives the process."""
+
+    tasks: dict[str, Task] = {}
+    conns: dict[int, tuple[str, str]] = {}
+    """Registered connections: task and agent of each."""
+    pending: dict[str, list[Pending]] = {}
+    """By task."""
+    idle: bool = False
+
+
+_task_decoder = msgspec.json.Decoder(Task)
+_cluster_decoder = msgspec.json.Decoder(Cluster)
+encode = msgspec.json.Encoder().encode
+decode_task = _task_decoder.decode
+decode_cluster = _cluster_decoder.decode
+
+
+def round_of(worker: str) -> int:
+    """The rendezvous round in a worker's id; -1 if the id is malformed."""
+    _, _, digits = worker.rpartition("#")
+    return int(digits) if digits.isdecimal() else -1

@@ -1,0 +1,71 @@
+"""The coordinator's view of its tasks as plain JSON, for `GET /v1/status` and `unicron status`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from unicron_lightning.coordinator.state import Agent, Task, Worker
+
+
+def task_status(task: Task) -> dict[str, Any]:
+    """One task. ``state`` is one of: forming, running, recovering, joining, holding, restarting, plain, over."""
+    members = {member.worker for member in task.members()}
+    others = sorted((worker for worker in task.workers.values() if worker.id not in members), key=task.place)
+    stepped = max(task.workers.values(), key=lambda worker: worker.step, default=None)
+    return {
+        "state": _state(task),
+        "life": task.life,
+        "epoch": task.number,
+        "kind": task.epoch.kind if task.epoch else None,
+        "settled": task.settled,
+        "hold": bool(task.epoch and task.epoch.hold),
+        "min_nodes": task.min_nodes,
+        "max_nodes": task.max_nodes,
+        "created_at": task.created_at,
+        "members": [
+            {"rank": rank, **_worker(task, task.workers.get(member.worker), member.worker), "node": member.node}
+            for rank, member in enumerate(task.members())
+        ],
+        "candidates": [_worker(task, worker, worker.id) for worker in others if worker.built],
+        "starting": [_worker(task, worker, worker.id) for worker in others if not worker.built],
+        "standby": [agent.id for agent in task.queue()],
+        "agents": [_agent(task, agent) for agent in task.agents.values()],
+        "checkpoint": {"path": task.checkpoint.path, "step": task.checkpoint.step} if task.checkpoint else None,
+        "progress": {"step": stepped.step, "metrics": stepped.metrics} if stepped else None,
+        "incident": task.incident,
+        "incidents": task.incidents,
+        "restarts": task.restarts,
+    }
+
+
+def _state(task: Task) -> str:
+    if task.over is not None:
+        return "over"
+    if not task.formed:
+        return "forming"
+    if not task.elastic:
+        return "restarting" if task.regrouping else "plain"
+    if task.epoch is None:
+        return "forming" if task.life == 1 else "restarting"
+    if not task.settled:
+        return "joining" if task.epoch.kind == "join" else "recovering" if task.epoch.kind == "fail" else "forming"
+    return "holding" if task.epoch.hold else "running"
+
+
+def _worker(task: Task, worker: Worker | None, worker_id: str) -> dict[str, Any]:
+    if worker is None:
+        return {"worker": worker_id, "alive": False, "finished": worker_id in task.finished, "step": None}
+    return {"worker": worker_id, "alive": True, "finished": False, "step": worker.step, "pid": worker.pid}
+
+
+def _agent(task: Task, agent: Agent) -> dict[str, Any]:
+    slot = "granted" if agent.id in task.slots else "waiting" if agent.waiting else "none"
+    return {
+        "agent": agent.id,
+        "node": agent.node,
+        "host": agent.host,
+        "pid": agent.pid,
+        "connected": agent.conn is not None,
+        "round": agent.round,
+        "slot": slot,
+    }

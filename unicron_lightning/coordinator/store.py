@@ -1,0 +1,127 @@
+"""What outlives the coordinator process: the tasks' states and the event log, in one SQLite database.
+
+Written with a write-ahead log and synchronous=NORMAL: what was committed survives the end of the process by any signal;
+the last moments may be lost when the machine's power fails, and then the agents' registrations fill the gap.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import sqlite3
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TypedDict
+
+import msgspec
+
+from unicron_lightning.coordinator import state
+from unicron_lightning.errors import ConfigError
+
+_SCHEMA_VERSION = 1
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS tasks (id TEXT PRIMARY KEY, state BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS events (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, at REAL NOT NULL, name TEXT NOT NULL, task TEXT, incident TEXT,
+    fields TEXT NOT NULL);
+CREATE INDEX IF NOT EXISTS events_of_task ON events (task, seq);
+"""
+_EVENTS_KEPT = 100_000
+
+
+class LoggedEvent(TypedDict):
+    """An entry of the event log; ``at`` is the coordinator's time.time()."""
+
+    seq: int
+    at: float
+    name: str
+    task: str | None
+    incident: str | None
+    fields: dict[str, Any]
+
+
+class NewEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """An event to be logged."""
+
+    at: float
+    name: str
+    task: str | None
+    incident: str | None
+    fields: dict[str, Any]
+
+
+class Store:
+    """The database in ``state_dir``, held by one process at a time.
+
+    Raises:
+        ConfigError: another coordinator holds the directory, or a newer version wrote it.
+    """
+
+    def __init__(self, state_dir: Path) -> None:
+        self._lock = os.open(state_dir / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._lock)
+            raise ConfigError(f"server.state_dir={state_dir} is in use by another coordinator") from error
+        self._db = sqlite3.connect(state_dir / "coordinator.sqlite", isolation_level=None)
+        self._db.execute("PRAGMA journal_mode=WAL")
+        self._db.execute("PRAGMA synchronous=NORMAL")
+        (version,) = self._db.execute("PRAGMA user_version").fetchone()
+        if version > _SCHEMA_VERSION:
+            self.close()
+            raise ConfigError(f"server.state_dir={state_dir} was written by a newer version (schema {version})")
+        self._db.executescript(_SCHEMA)
+        self._db.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
+        newest = "(SELECT max(seq) FROM events)"
+        self._db.execute(f"DELETE FROM events WHERE seq <= {newest} - {_EVENTS_KEPT}")
+
+    def load(self) -> state.Cluster:
+        """The tasks as last written."""
+        rows = self._db.execute("SELECT state FROM tasks ORDER BY rowid").fetchall()
+        tasks = [state.decode_task(row[0]) for row in rows]
+        return state.Cluster(tasks={task.id: task for task in tasks})
+
+    def write(self, *, save: Iterable[state.Task], forget: Iterable[str], events: Iterable[NewEvent]) -> None:
+        """Make all of it durable, or nothing.
+
+        Raises:
+            sqlite3.Error: e.g. the disk is full.
+        """
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            for task in save:
+                self._db.execute(
+                    "INSERT INTO tasks VALUES (?, ?) ON CONFLICT (id) DO UPDATE SET state = excluded.state",
+                    (task.id, state.encode(task)),
+                )
+            for task_id in forget:
+                self._db.execute("DELETE FROM tasks WHERE id = ?", (task_id,))
+            for event in events:
+                self._db.execute(
+                    "INSERT INTO events (at, name, task, incident, fields) VALUES (?, ?, ?, ?, ?)",
+                    (event.at, event.name, event.task, event.incident, state.encode(event.fields).decode()),
+                )
+            self._db.execute("COMMIT")
+        except sqlite3.Error:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise
+
+    def events(self, *, task: str | None = None, since: int = 0, limit: int = 10_000) -> list[LoggedEvent]:
+        """Events with a sequence number above ``since``, oldest first; of all tasks if ``task`` is None."""
+        rows = self._db.execute(
+            "SELECT seq, at, name, task, incident, fields FROM events"
+            " WHERE seq > ? AND (? IS NULL OR task = ?) ORDER BY seq LIMIT ?",
+            (since, task, task, limit),
+        )
+        return [
+            LoggedEvent(seq=seq, at=at, name=name, task=of, incident=incident, fields=json.loads(fields))
+            for seq, at, name, of, incident, fields in rows
+        ]
+
+    def close(self) -> None:
+        """Close the database and let go of the directory."""
+        self._db.close()
+        os.close(self._lock)

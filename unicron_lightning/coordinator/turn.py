@@ -1,0 +1,55 @@
+"""One turn of the machine: collects the actions by which it answers one input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from unicron_lightning import wire
+from unicron_lightning.coordinator import events as ev
+from unicron_lightning.coordinator.state import Agent, Task
+
+
+class Turn:
+    """What the rules write to. ``now`` is time.time() as told by the shell."""
+
+    def __init__(self, *, now: float, limits: ev.Limits) -> None:
+        self.now = now
+        self.limits = limits
+        self.actions: list[ev.Action] = []
+
+    def send(self, agent: Agent, message: wire.ToAgent) -> None:
+        """Send to an agent; nothing if it is away (it gets the newest state when it registers again)."""
+        if agent.conn is not None:
+            self.actions.append(ev.Send(conn=agent.conn, message=message))
+
+    def close(self, conn: int, reason: str) -> None:
+        """Close a connection."""
+        self.actions.append(ev.Close(conn=conn, reason=reason))
+
+    def refuse(self, conn: int, reason: str) -> None:
+        """Tell an agent that it can't take part, and close its connection."""
+        self.actions.append(ev.Send(conn=conn, message=wire.Refused(reason=reason)))
+        self.close(conn, "refused")
+
+    def timer(self, kind: str, seconds: float, *, task: str = "", agent: str = "") -> None:
+        """Start or restart a timer."""
+        self.actions.append(ev.SetTimer(key=ev.TimerKey(kind, task, agent), seconds=seconds))
+
+    def cancel(self, kind: str, *, task: str = "", agent: str = "") -> None:
+        """Stop a timer if it runs."""
+        self.actions.append(ev.CancelTimer(key=ev.TimerKey(kind, task, agent)))
+
+    def save(self, task: Task) -> None:
+        """Have the task's state written before anything of this turn is sent."""
+        action = ev.Save(task=task.id)
+        if action not in self.actions:
+            self.actions.append(action)
+
+    def emit(self, task: Task, name: str, **fields: Any) -> None:
+        """Log an event of the task under its open incident. What is worth an event is worth saving."""
+        self.emit_for(task, task.incident, name, fields)
+
+    def emit_for(self, task: Task, incident: str | None, name: str, fields: dict[str, Any]) -> None:
+        """Log an event of the task under a given incident."""
+        self.actions.append(ev.Emit(name=name, task=task.id, incident=incident, fields=fields))
+        self.save(task)

@@ -1,0 +1,189 @@
+"""What workers say, and their deaths: updates of a task's record of its workers.
+
+Nothing is decided here about epochs: `membership.review_members` looks at the record after each input. Whoever is not
+on record (dead, fenced, of an earlier round or life) and still speaks is fenced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from unicron_lightning import wire
+from unicron_lightning.coordinator.membership import bury, expel, open_incident
+from unicron_lightning.coordinator.state import Agent, Checkpoint, Task, Worker, round_of
+from unicron_lightning.coordinator.turn import Turn
+
+Said = (
+    wire.WorkerReady
+    | wire.CommError
+    | wire.Progress
+    | wire.WorkerEvent
+    | wire.Lookup
+    | wire.CheckpointSaved
+    | wire.WorkerDone
+)
+
+
+def hello(task: Task, turn: Turn, agent: Agent, message: wire.WorkerHello) -> None:
+    """A worker with the strategy has started. Said again it is only answered again."""
+    worker = task.workers.get(message.worker)
+    if worker is None:
+        stale = agent.id not in task.slots or round_of(message.worker) != agent.round or message.worker in agent.gone
+        if stale:
+            fence_stranger(task, turn, agent, message.worker)
+            return
+        task.elastic = True
+        worker = Worker(
+            id=message.worker,
+            agent=agent.id,
+            local_rank=message.local_rank,
+            pid=message.pid,
+            capacity=message.capacity,
+            founder=task.epoch is None and not task.rebuilding,
+        )
+        task.workers[worker.id] = worker
+        turn.emit_for(task, None, "worker_hello", {"worker": worker.id, "pid": worker.pid, "founder": worker.founder})
+    welcome(task, turn, agent, worker)
+
+
+def welcome(task: Task, turn: Turn, agent: Agent, worker: Worker) -> None:
+    """Answer a hello (again)."""
+    resume = task.checkpoint.path if worker.founder and task.life > 1 and task.checkpoint else None
+    turn.send(agent, wire.Welcome(worker=worker.id, founder=worker.founder, life=task.life, resume=resume))
+
+
+def said(task: Task, turn: Turn, agent: Agent, message: Said) -> None:
+    """A worker that said hello before says something else."""
+    worker = task.workers.get(message.worker)
+    if worker is None or worker.agent != agent.id:
+        fence_stranger(task, turn, agent, message.worker)
+        return
+    match message:
+        case wire.WorkerReady():
+            ready(task, turn, worker, message)
+        case wire.CommError():
+            _comm_error(task, turn, worker, message)
+        case wire.Progress():
+            # Not saved: it comes every second and is only shown.
+            worker.step = message.step
+            worker.metrics = message.metrics
+        case wire.WorkerEvent():
+            _event(task, turn, worker, message)
+        case wire.Lookup():
+            value = task.records.get(message.key)
+            turn.send(agent, wire.LookupReply(worker=worker.id, key=message.key, value=value))
+        case wire.CheckpointSaved():
+            _checkpoint(task, turn, worker, message)
+        case wire.WorkerDone():
+            finished(task, turn, worker, how="done")
+
+
+def record(task: Task, turn: Turn, agent: Agent, message: wire.Record) -> None:
+    """Keep a value for workers that join later."""
+    if task.workers_of(agent.id):  # Else it comes from a worker of an earlier life.
+        task.records[message.key] = message.value
+        turn.save(task)
+
+
+def ready(task: Task, turn: Turn, worker: Worker, message: wire.WorkerReady) -> None:
+    """The worker can become a member, or has stopped for an epoch.
+
+    The report for an epoch is not saved: agents tell it again to a restarted coordinator.
+    """
+    if task.rebuilding:
+        task.number = max(task.number, message.epoch)
+    if not worker.built:
+        worker.built = True
+        turn.emit_for(task, None, "worker_ready_to_join", {"worker": worker.id, "epoch": message.epoch})
+    if message.epoch > 0 and message.epoch == task.number and not task.settled:
+        worker.ready = message.epoch
+        worker.state = message.state
+        step = message.state.get("step")
+        worker.step = step if isinstance(step, int) else worker.step
+
+
+def worker_died(task: Task, turn: Turn, agent: Agent, message: wire.WorkerDied) -> None:
+    """The agent reaped a worker's process, or gave it up."""
+    worker = task.workers.get(message.worker)
+    ended_well = message.cause == "exit" and message.code == 0
+    if worker is not None and worker.agent == agent.id:
+        if ended_well:
+            finished(task, turn, worker, how="exit")
+        else:
+            died(task, turn, [worker], message.cause, code=message.code, at=message.at)
+    elif round_of(message.worker) == agent.round and message.worker not in agent.gone:
+        # It never said hello: a plain script's worker, or one that died while it started.
+        agent.gone.append(message.worker)
+        turn.save(task)
+        if not ended_well:
+            if not task.elastic:
+                open_incident(task)
+            _log_death(task, turn, message.worker, message.cause, message.code, message.at)
+
+
+def died(
+    task: Task, turn: Turn, workers: Iterable[Worker], cause: str, *, code: int | None = None, at: float | None = None
+) -> None:
+    """Workers of one agent are dead.
+
+    torchrun takes a dead worker's siblings down with it: they are fenced at once, so that the survivors adapt once and
+    not twice.
+    """
+    workers = list(workers)
+    lost = [sibling for worker in workers[:1] for sibling in task.workers_of(worker.agent)]
+    members = {member.worker for member in task.members()}
+    if any(worker.id in members for worker in lost):
+        open_incident(task)
+    for worker in lost:
+        own = worker in workers
+        if own:
+            bury(task, worker)
+        else:
+            expel(task, turn, worker, f"{workers[0].id} of the same agent died")
+        _log_death(task, turn, worker.id, cause if own else "sibling", code if own else None, at if own else None)
+
+
+def finished(task: Task, turn: Turn, worker: Worker, *, how: str) -> None:
+    """The worker's program ended well, or is about to."""
+    if any(member.worker == worker.id for member in task.members()):
+        task.finished.append(worker.id)
+    bury(task, worker)
+    turn.emit_for(task, None, "worker_finished", {"worker": worker.id, "how": how, "step": worker.step})
+
+
+def fence_stranger(task: Task, turn: Turn, agent: Agent, worker: str) -> None:
+    """A worker that is not on record speaks: kill it, unless it is known to be ending well."""
+    if worker not in task.finished:
+        turn.send(agent, wire.Fence(worker=worker, reason="not, or no longer, a worker of the task"))
+
+
+def _log_death(task: Task, turn: Turn, worker: str, cause: str, code: int | None, at: float | None) -> None:
+    fields = {"worker": worker, "cause": cause, "code": code, "died_at": at, "received_at": turn.now}
+    turn.emit(task, "worker_died", **fields)
+
+
+def _comm_error(task: Task, turn: Turn, worker: Worker, message: wire.CommError) -> None:
+    member = any(m.worker == worker.id for m in task.members())
+    if not (member and task.settled and message.epoch == task.number) or task.comm_error_epoch == task.number:
+        return
+    task.comm_error_epoch = task.number
+    open_incident(task)
+    turn.timer("comm_error", turn.limits.comm_error_grace, task=task.id)
+    turn.emit(task, "comm_error", worker=worker.id, epoch=message.epoch, error=message.error)
+
+
+def _event(task: Task, turn: Turn, worker: Worker, message: wire.WorkerEvent) -> None:
+    # All survivors tell of the same recovery; the first to do so ends the incident, the others still belong to it.
+    incident = task.incident or (task.epoch.incident if task.epoch else None)
+    fields = {**message.fields, "worker": worker.id, "at": message.at}
+    turn.emit_for(task, incident, f"worker.{message.name}", fields)
+    if message.name == "recovered" and task.settled:
+        task.incident = None
+
+
+def _checkpoint(task: Task, turn: Turn, worker: Worker, message: wire.CheckpointSaved) -> None:
+    saved = Checkpoint(path=message.path, step=message.step)
+    if saved != task.checkpoint and (task.checkpoint is None or saved.step >= task.checkpoint.step):
+        task.checkpoint = saved
+        fields = {"worker": worker.id, "path": saved.path, "step": saved.step}
+        turn.emit_for(task, None, "checkpoint_saved", fields)
