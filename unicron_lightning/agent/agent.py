@@ -93,7 +93,6 @@ class Agent:
             options.connect_timeout,
             SessionHooks(
                 register=self._register,
-                registered=self._registered,
                 received=self._from_coordinator,
                 nothing_listens=self._nothing_listens,
             ),
@@ -283,6 +282,8 @@ class Agent:
 
     def _register(self) -> wire.Register:
         options, view = self._options, self._view
+        for lookup in self._roster.unanswered():
+            self._send(lookup)
         return wire.Register(
             protocol=wire.PROTOCOL_VERSION,
             task=options.task,
@@ -300,13 +301,6 @@ class Agent:
             workers=self._roster.infos(),
             epoch=self._roster.epoch,
         )
-
-    def _registered(self) -> None:
-        for question in self._roster.unanswered():
-            self._send(question)
-        view = self._view
-        if view.local_world is not None and view.ranks is None:
-            self._send(wire.LocalWorld(round=view.number, size=view.local_world))
 
     def _from_coordinator(self, message: wire.ToAgent) -> None:
         view = self._view
@@ -327,7 +321,6 @@ class Agent:
                 self._update(over=message)
                 self._local.broadcast(message)
             case wire.Welcome():
-                self._roster.saw_welcome(message.worker)
                 self._local.send(message.worker, message)
             case wire.LookupReply():
                 self._roster.saw_reply(message)

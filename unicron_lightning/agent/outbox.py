@@ -32,7 +32,7 @@ class Outbox:
     """A queue of messages that outlives connections. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._connected = False
+        self._open = False
         self._queue: deque[wire.Message] = deque()
         self._recent: deque[tuple[float, wire.Message]] = deque()
 
@@ -40,13 +40,13 @@ class Outbox:
         return len(self._queue)
 
     def put(self, message: wire.Message) -> None:
-        """Queue a message, or drop it if no connection stands and it need not be said later."""
-        if self._connected or not isinstance(message, _CARRIED_OTHERWISE + _STALE):
+        """Queue a message, or drop it if there is no connection and it need not be said in the next one."""
+        if self._open or not isinstance(message, _CARRIED_OTHERWISE + _STALE):
             self._queue.append(message)
 
     def take(self, now: float) -> wire.Message | None:
         """Return the next message to be written, None if there is none."""
-        if not self._connected or not self._queue:
+        if not self._queue:
             return None
         message = self._queue.popleft()
         while self._recent and self._recent[0][0] < now - RESEND_SECONDS:
@@ -55,15 +55,15 @@ class Outbox:
             self._recent.append((now, message))
         return message
 
-    def connected(self) -> None:
-        """A session stands: what is queued may be taken."""
-        self._connected = True
+    def opened(self) -> None:
+        """A registration is about to be built: it tells all that was said before, but nothing that is said later."""
+        self._open = True
 
-    def disconnected(self, now: float) -> None:
+    def closed(self, now: float) -> None:
         """The connection broke: keep what has to be said in the next one."""
-        if not self._connected:
+        if not self._open:
             return
-        self._connected = False
+        self._open = False
         again = [message for at, message in self._recent if at >= now - RESEND_SECONDS]
         kept = [message for message in self._queue if not isinstance(message, _CARRIED_OTHERWISE + _STALE)]
         self._recent.clear()

@@ -15,7 +15,6 @@ class LocalWorker:
     local_rank: int
     hello: wire.WorkerHello | None = None
     ready: wire.WorkerReady | None = None
-    welcomed: bool = False
     done: bool = False
     heard_at: float = 0.0
     """When it last said anything; counts only after its hello."""
@@ -57,7 +56,7 @@ class Roster:
         known = replace(self._workers[worker], heard_at=now)
         match message:
             case wire.WorkerHello():
-                known = replace(known, hello=message, ready=None, welcomed=False)
+                known = replace(known, hello=message, ready=None)
             case wire.WorkerReady():
                 known = replace(known, ready=message)
             case wire.WorkerDone():
@@ -74,11 +73,6 @@ class Roster:
             ready = known.ready
             if ready is not None and ready.epoch < epoch.number and (ready.epoch > 0 or name in members):
                 self._workers[name] = replace(known, ready=None)
-
-    def saw_welcome(self, worker: str) -> None:
-        """A hello is answered."""
-        if worker in self._workers:
-            self._workers[worker] = replace(self._workers[worker], welcomed=True)
 
     def saw_reply(self, reply: wire.LookupReply) -> None:
         """A lookup is answered."""
@@ -104,7 +98,6 @@ class Roster:
             for each in self._workers.values()
         ]
 
-    def unanswered(self) -> list[wire.WorkerHello | wire.Lookup]:
-        """Return what has to be asked again in a new session."""
-        hellos = [each.hello for each in self._workers.values() if each.hello is not None and not each.welcomed]
-        return [*hellos, *self._lookups.values()]
+    def unanswered(self) -> list[wire.Lookup]:
+        """Return the lookups that have to be asked again in a new session."""
+        return list(self._lookups.values())

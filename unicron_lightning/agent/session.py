@@ -38,8 +38,6 @@ class SessionHooks:
 
     register: Callable[[], wire.Register]
     """Build the first message of a connection."""
-    registered: Callable[[], None]
-    """A connection stands."""
     received: Callable[[wire.ToAgent], None]
     """A message arrived."""
     nothing_listens: Callable[[], Awaitable[None]]
@@ -117,6 +115,7 @@ class CoordinatorSession:
         except aiohttp.WSServerHandshakeError as error:
             raise _explain(self._url, error) from None
         async with socket:
+            self._outbox.opened()
             await socket.send_str(wire.encode(self._hooks.register()).decode())
             writer: asyncio.Task[None] | None = None
             try:
@@ -148,14 +147,12 @@ class CoordinatorSession:
         self._ever_stood = True
         self._away_since = None
         self._retry_seconds = FIRST_RETRY_SECONDS
-        self._outbox.connected()
-        self._hooks.registered()
 
     def _lost(self) -> None:
         if self._away_since is None:
             logger.warning("session_lost url=%s", self._url)
             self._away_since = time.monotonic()
-        self._outbox.disconnected(time.monotonic())
+        self._outbox.closed(time.monotonic())
 
     async def _not_reached(self, error: BaseException) -> None:
         self._lost()
