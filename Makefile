@@ -16,7 +16,8 @@ PYTEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# -qq: what an index on this machine warns of is no concern of this project; errors are shown.
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
 .PHONY: help setup demo test chaos bench import-cost lint types docs-check wheel-check clean
 

@@ -40,7 +40,10 @@ ALLOWED_ENVIRONMENT = {
     "KMP_DUPLICATE_LIB_OK",
     "TORCHINDUCTOR_CACHE_DIR",  # set when torch._inductor is first imported
     "TRITON_CACHE_DIR",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",  # set by Lightning when it first looks for accelerators
 }
+PUT_BACK_ENVIRONMENT = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
+"""Set by Lightning's ``seed_everything``, which a test may well call; put back without failing it."""
 ALLOWED_THREADS = (
     "pytest_timeout",  # the watchdog of the test itself
     "pydevd",  # debuggers
@@ -169,18 +172,25 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     variables = dict(os.environ)
     before = {kind: probe() for kind, probe in PROBES.items() if kind not in allowed}
     yield
+    for name in PUT_BACK_ENVIRONMENT:
+        _put_back(name, variables)
     removed = [name for name in variables if name not in os.environ and name not in ALLOWED_ENVIRONMENT]
     # Environment does not mend itself: no waiting for it.
     found = leaks({kind: old for kind, old in before.items() if kind == "environment"}, grace_seconds=0)
     found |= leaks({kind: old for kind, old in before.items() if kind != "environment"})
     clean_up(found)
     for name in {*(name for name, _ in found.get("environment", {})), *removed}:
-        os.environ.pop(name, None)
-        if name in variables:
-            os.environ[name] = variables[name]
+        _put_back(name, variables)
     lines = [text for texts in found.values() for text in texts.values()] + [f"{name} removed" for name in removed]
     if lines:
         pytest.fail("left behind:\n  " + "\n  ".join(lines), pytrace=False)
+
+
+def _put_back(name: str, variables: dict[str, str]) -> None:
+    """Give an environment variable the value that it has in ``variables``, or none."""
+    os.environ.pop(name, None)
+    if name in variables:
+        os.environ[name] = variables[name]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -53,6 +53,7 @@ def test_what_is_cleaned_up_passes(tmp_path: Path) -> None:
     source = (
         "import subprocess\ndef test_it(monkeypatch):\n"
         "    monkeypatch.setenv('X', '1')\n"
+        "    import os; os.environ['PL_GLOBAL_SEED'] = '1'  # as seed_everything does\n"
         "    with subprocess.Popen(['sleep', '60']) as process:\n        process.kill()\n"
     )
     result = run_pytest(tmp_path, source)

@@ -1,16 +1,17 @@
 """Messages between worker, agent and coordinator.
 
-This module is the whole vocabulary of the control plane. Two links carry it, both as JSON objects with a ``type`` field:
+This module is the whole vocabulary of the control plane. Two links carry it, both as JSON objects with a ``type``
+field:
 
 * **agent <-> coordinator**: one persistent WebSocket per agent (text frames, one message a frame).
 * **worker <-> agent**: one UNIX stream socket per worker (one message a line).
 
 A worker never talks to the coordinator: its agent forwards what it says and adds nothing but its own identity, which is
-known from the connection. Everything received is decoded into a frozen struct and refused if it does not fit; nothing is
-ever unpickled. Unknown fields are ignored, so that a newer peer may say more.
+known from the connection. Everything received is decoded into a frozen struct and refused if it does not fit; nothing
+is ever unpickled. Unknown fields are ignored, so that a newer peer may say more.
 
-Identity: an *agent* is ``<node>-<8 hex>``, new for every torchrun process. A *worker* is ``<agent>/<local rank>#<round>``
-where the round counts the agent's rendezvous: a restarted worker is a new worker.
+Identity: an *agent* is ``<node>-<8 hex>``, new for every torchrun process. A *worker* is ``<agent>/<local
+rank>#<round>`` where the round counts the agent's rendezvous: a restarted worker is a new worker.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class WorkerDone(Message, frozen=True, kw_only=True, tag="worker_done"):
 
 
 class Heartbeat(Message, frozen=True, kw_only=True, tag="heartbeat"):
-    """The worker's control thread runs. Stays on the UNIX socket; its absence makes the agent declare a silent death."""
+    """The worker's control thread runs. Stays on the UNIX socket; without it the agent declares a silent death."""
 
 
 # ---- agent -> coordinator -----------------------------------------------------------------------------------------
