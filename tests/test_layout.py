@@ -138,6 +138,20 @@ def test_no_paths_of_a_machine() -> None:
     assert found == []
 
 
+def test_every_import_of_the_package_is_a_declared_dependency(project: dict) -> None:
+    wanted = [*project["project"]["dependencies"], *project["project"]["optional-dependencies"]["demo"]]
+    # Distributions are named like what they give to import, but for this one.
+    declared = {_normal(re.match(r"[\w.-]+", item).group()).removesuffix("-core").replace("-", "_") for item in wanted}
+    imported = {
+        top
+        for path in python_files()
+        if path.relative_to(ROOT).parts[0] in ("unicron_lightning", *LINKED)
+        for node in ast.walk(ast.parse(path.read_text()))
+        for top in _imported_tops(node)
+    }
+    assert imported - declared - sys.stdlib_module_names - {"unicron_lightning"} == set()
+
+
 def test_constraints_pin_every_dependency_exactly(project: dict) -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = dict(line.partition(";")[0].split("==") for line in lines if line and not line.startswith("#"))
