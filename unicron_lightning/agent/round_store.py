@@ -10,7 +10,7 @@ import contextlib
 import logging
 import socket
 from datetime import timedelta
-from typing import Final
+from typing import Any, Final
 
 import psutil  # type: ignore[import-untyped]
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # only there at run time
@@ -54,16 +54,18 @@ class RoundStore:
         if self._store is None:
             return 0
         connections = psutil.Process().net_connections("tcp")
-        own = {each.laddr for each in connections}
-        return sum(
-            1
-            for each in connections
-            if each.status == psutil.CONN_ESTABLISHED and each.laddr.port == self.address.port and each.raddr not in own
-        )
+        own = {_plain(each.laddr) for each in connections}
+        served = [each for each in connections if each.status == psutil.CONN_ESTABLISHED]
+        return sum(each.laddr.port == self.address.port and _plain(each.raddr) not in own for each in served)
 
     def close(self) -> None:
         """Close the server; its port is free when this returns."""
         self._store = None
+
+
+def _plain(address: Any) -> tuple[str, int]:
+    """Return an address with IPv4 written the same way on sockets of both families."""
+    return str(address.ip).removeprefix("::ffff:"), int(address.port)
 
 
 def _listen(host: str) -> socket.socket:

@@ -150,7 +150,7 @@ class CoordinatorSession:
 
     def _lost(self) -> None:
         if self._away_since is None:
-            logger.warning("session_lost url=%s", self._url)
+            logger.log(logging.DEBUG if self._said_bye else logging.WARNING, "session_lost url=%s", self._url)
             self._away_since = time.monotonic()
         self._outbox.closed(time.monotonic())
 
