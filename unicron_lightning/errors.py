@@ -9,11 +9,13 @@
     ├── RendezvousFailed (agent.handler)    torchrun is told that this agent can't take part
     ├── NotPlainData (worker.codec)         state to be sent holds something other than plain data
     ├── ProgramsDiffer (worker.engine)      the members' scripts have taken different paths
+    ├── CollectiveInStep (strategies.collectives)  a collective where ranks run different numbers of batches
     │   the step protocol's own, never seen by users:
     ├── CommunicatorAborted (worker.communicator)
     └── EpochChanged (worker.engine)
 
 Those with a module behind them are defined beside the code that alone raises them.
+
 A message quotes what was given and says what was expected. Broken invariants of the package's own are ``assert``.
 """
 
