@@ -94,10 +94,10 @@ class Cluster:
         lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         return [line for line in lines if line["what"] == what and fields.items() <= line.items()]
 
-    def wait_events(self, number: int, what: str, seconds: float = 40.0, **fields: Any) -> list[dict[str, Any]]:
+    def wait_events(self, count: int, what: str, seconds: float = 40.0, **fields: Any) -> list[dict[str, Any]]:
         return until(
-            f"{number} x {what} {fields}",
-            lambda: found if len(found := self.events(what, **fields)) >= number else None,
+            f"{count} x {what} {fields}",
+            lambda: found if len(found := self.events(what, **fields)) >= count else None,
             seconds,
         )
 
