@@ -1,0 +1,333 @@
+"""A cluster without sockets: fake agents, a fake clock and a fake store around the real `Machine`.
+
+After every input it also checks that the machine is replayable from its JSON and that what it sends obeys the protocol.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from unicron_lightning import wire
+from unicron_lightning.coordinator import events as ev
+from unicron_lightning.coordinator import state
+from unicron_lightning.coordinator.machine import Machine
+
+M = TypeVar("M", bound=wire.Message)
+
+
+@dataclass
+class Oracle:
+    """What was promised for one task so far; asserts that nothing sent contradicts it."""
+
+    epochs: dict[int, wire.Epoch] = field(default_factory=dict)
+    goes: dict[int, wire.Go] = field(default_factory=dict)
+    settled: set[int] = field(default_factory=set)
+    dead: set[str] = field(default_factory=set)
+    capacity: dict[str, int] = field(default_factory=dict)
+
+    def check_epoch(self, epoch: wire.Epoch) -> None:
+        if epoch.number in self.epochs:
+            assert epoch == self.epochs[epoch.number], "one number, two epochs"
+            return
+        assert epoch.number == max(self.epochs, default=0) + 1
+        names = [member.worker for member in epoch.members]
+        assert names
+        assert len(set(names)) == len(names)
+        assert not set(names) & self.dead, "a dead or fenced worker is a member"
+        assert len(names) <= min(self.capacity[name] for name in names)
+        previous = self.epochs.get(epoch.number - 1)
+        if epoch.kind == "join":
+            assert previous is not None
+            finished_only = previous.kind == "join" and set(names) < {m.worker for m in previous.members}
+            assert previous.number in self.settled or finished_only, "join before the previous epoch was settled"
+        self.epochs[epoch.number] = epoch
+
+    def check_go(self, go: wire.Go) -> None:
+        assert go.epoch == max(self.epochs), "go for an old epoch"
+        assert list(go.states) == [member.worker for member in self.epochs[go.epoch].members]
+        assert self.goes.setdefault(go.epoch, go) == go, "settled twice, differently"
+
+
+class World:
+    """The machine, its clock, timers, store and agents."""
+
+    def __init__(self, **limits: Any) -> None:
+        self.limits = ev.Limits(**limits)
+        self.now = 1000.0
+        self.disk: dict[str, bytes] = {}
+        self.events: list[ev.Emit] = []
+        self.oracles: dict[str, Oracle] = {}
+        self.agents: dict[int, FakeAgent] = {}
+        self.conns = 0
+        self.nodes = (1, 4)
+        self.start()
+
+    def start(self, *, dead_agents: tuple[str, ...] = ()) -> None:
+        """(Re)start the coordinator from what is on disk; all connections are gone."""
+        tasks = {task_id: state.decode_task(blob) for task_id, blob in self.disk.items()}
+        self.machine = Machine(self.limits, state.Cluster(tasks=tasks))
+        self.timers: dict[ev.TimerKey, float] = {}
+        self.stopped = False
+        for agent in self.agents.values():
+            agent.conn = None
+        self.agents = {}
+        self.do(ev.Started(dead_agents=dead_agents))
+
+    def agent(self, name: str, *, task: str = "t", nodes: tuple[int, int] | None = None, size: int = 1) -> FakeAgent:
+        return FakeAgent(self, name, task, nodes or self.nodes, size)
+
+    def names(self, task: str | None = "t") -> list[str]:
+        return [event.name for event in self.events if event.task == task]
+
+    def event(self, name: str) -> ev.Emit:
+        """The newest event of that name."""
+        return next(event for event in reversed(self.events) if event.name == name)
+
+    def task(self, name: str = "t") -> state.Task:
+        return self.machine.tasks[name]
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass; timers fire in order."""
+        end = self.now + seconds
+        while due := sorted((at, key) for key, at in self.timers.items() if at <= end):
+            self.now, key = due[0]
+            del self.timers[key]
+            self.do(ev.TimerFired(key=key))
+        self.now = end
+
+    def do(self, event: ev.Input) -> None:
+        """One input, its actions carried out, everything checked."""
+        self._observe(event)
+        before = self.machine.snapshot()
+        twin = Machine(self.limits, state.decode_cluster(before))
+        actions = self.machine.handle(event, self.now)
+        assert twin.handle(event, self.now) == actions
+        assert twin.snapshot() == self.machine.snapshot()
+        for gone in [action.task for action in actions if isinstance(action, ev.Forget)]:
+            self.oracles.pop(gone, None)
+        for action in actions:
+            self._carry_out(action)
+        for task in self.machine.tasks.values():
+            if task.epoch is not None:  # also one that nobody was there to be sent
+                self.oracles.setdefault(task.id, Oracle()).check_epoch(task.epoch)
+        for task in self.machine.tasks.values():
+            assert len(task.slots) <= task.max_nodes
+            assert set(task.slots) <= set(task.agents)
+            assert {worker.agent for worker in task.workers.values()} <= set(task.agents)
+
+    def _observe(self, event: ev.Input) -> None:
+        if not isinstance(event, ev.Received) or event.conn not in self.agents:
+            return
+        oracle = self.oracles.setdefault(self.agents[event.conn].task, Oracle())
+        if isinstance(event.message, wire.WorkerDied):
+            oracle.dead.add(event.message.worker)
+        if isinstance(event.message, wire.WorkerHello):
+            oracle.capacity[event.message.worker] = event.message.capacity
+
+    def _carry_out(self, action: ev.Action) -> None:
+        match action:
+            case ev.Send(conn=conn, message=message):
+                agent = self.agents.get(conn)
+                assert agent is not None, f"sent over a connection that is gone: {message}"
+                self._check(agent, message)
+                agent.receive(message)
+            case ev.Close(conn=conn):
+                agent = self.agents.pop(conn, None)
+                if agent is not None and agent.conn == conn:
+                    agent.conn = None
+            case ev.SetTimer(key=key, seconds=seconds):
+                self.timers[key] = self.now + seconds
+            case ev.CancelTimer(key=key):
+                self.timers.pop(key, None)
+            case ev.Emit():
+                self.events.append(action)
+                if action.name == "epoch_settled" and action.task is not None:
+                    self.oracles[action.task].settled.add(action.fields["number"])
+            case ev.Save(task=task_id):
+                if task_id in self.machine.tasks:
+                    self.disk[task_id] = state.encode(self.machine.tasks[task_id])
+            case ev.Forget(task=task_id):
+                if task_id not in self.machine.tasks:
+                    self.disk.pop(task_id, None)
+            case ev.StopServer():
+                self.stopped = True
+
+    def _check(self, agent: FakeAgent, message: wire.ToAgent) -> None:
+        wire.decode_to_agent(wire.encode(message))
+        oracle = self.oracles.setdefault(agent.task, Oracle())
+        match message:
+            case wire.Epoch():
+                oracle.check_epoch(message)
+            case wire.Go():
+                oracle.check_go(message)
+            case wire.Fence():
+                oracle.dead.add(message.worker)
+
+
+class FakeAgent:
+    """One agent and its workers, as told by the test. It remembers what a real agent would tell when it registers."""
+
+    def __init__(self, world: World, name: str, task: str, nodes: tuple[int, int], size: int) -> None:
+        self.world = world
+        self.name = name
+        self.task = task
+        self.nodes = nodes
+        self.size = size
+        self.conn: int | None = None
+        self.round = 0
+        self.waiting = False
+        self.granted = False
+        self.local_world: int | None = None
+        self.workers: dict[str, wire.WorkerInfo] = {}
+        self.epoch = 0
+        self.inbox: list[wire.ToAgent] = []
+
+    def receive(self, message: wire.ToAgent) -> None:
+        self.inbox.append(message)
+        match message:
+            case wire.Grant() if message.round == self.round and self.waiting:
+                self.waiting, self.granted = False, True
+            case wire.Epoch():
+                self.epoch = max(self.epoch, message.number)
+            case wire.Fence():
+                self.workers.pop(message.worker, None)
+
+    def all(self, kind: type[M]) -> list[M]:
+        return [message for message in self.inbox if isinstance(message, kind)]
+
+    def last(self, kind: type[M]) -> M:
+        return self.all(kind)[-1]
+
+    def worker(self, local_rank: int = 0) -> str:
+        return f"{self.name}/{local_rank}#{self.round}"
+
+    @property
+    def store(self) -> wire.Address:
+        return wire.Address(host=self.name, port=1000 + self.round)
+
+    def registration(self) -> wire.Register:
+        return wire.Register(
+            protocol=wire.PROTOCOL_VERSION,
+            task=self.task,
+            agent=self.name,
+            node=f"node-{self.name}",
+            host="127.0.0.1",
+            pid=1,
+            min_nodes=self.nodes[0],
+            max_nodes=self.nodes[1],
+            round=self.round,
+            waiting=self.waiting,
+            granted=self.granted,
+            store=self.store if self.round else None,
+            local_world=self.local_world,
+            workers=list(self.workers.values()),
+            epoch=self.epoch,
+        )
+
+    def register(self, **changes: Any) -> FakeAgent:
+        self.world.conns += 1
+        self.conn = self.world.conns
+        self.world.agents[self.conn] = self
+        self.say(wire.Register(**{**_fields(self.registration()), **changes}))
+        return self
+
+    def say(self, message: wire.FromAgent) -> None:
+        assert self.conn is not None
+        self.world.do(ev.Received(conn=self.conn, message=message))
+
+    def rendezvous(self) -> FakeAgent:
+        self.round += 1
+        self.waiting, self.granted, self.local_world, self.workers = True, False, None, {}
+        if self.conn is not None:
+            self.say(wire.RendezvousBegin(round=self.round, store=self.store))
+        return self
+
+    def start(self) -> FakeAgent:
+        """Register and rendezvous for the first time."""
+        return self.register().rendezvous()
+
+    def launch(self) -> FakeAgent:
+        """torchrun starts the workers of the granted round."""
+        assert self.granted
+        self.local_world = self.size
+        self.say(wire.LocalWorld(round=self.round, size=self.size))
+        for local_rank in range(self.size):
+            self.workers[self.worker(local_rank)] = wire.WorkerInfo(
+                worker=self.worker(local_rank), local_rank=local_rank
+            )
+        return self
+
+    def hello(self, local_rank: int = 0, *, capacity: int = 8) -> wire.Welcome:
+        name = self.worker(local_rank)
+        message = wire.WorkerHello(worker=name, local_rank=local_rank, pid=7, capacity=capacity)
+        self.workers[name] = wire.WorkerInfo(worker=name, local_rank=local_rank, hello=message)
+        self.say(message)
+        return self.last(wire.Welcome)
+
+    def ready(self, epoch: int, local_rank: int = 0, *, step: int = 0) -> None:
+        name = self.worker(local_rank)
+        state_ = {"step": step, "has_state": epoch > 0}
+        message = wire.WorkerReady(worker=name, epoch=epoch, state=state_)
+        old = self.workers[name]
+        self.workers[name] = wire.WorkerInfo(worker=name, local_rank=local_rank, hello=old.hello, ready=message)
+        if self.conn is not None:
+            self.say(message)
+
+    def boot(self, *, capacity: int = 8) -> FakeAgent:
+        """Launch, hello, built: all workers can become members."""
+        self.launch()
+        for local_rank in range(self.size):
+            self.hello(local_rank, capacity=capacity)
+        for local_rank in range(self.size):
+            self.ready(0, local_rank)
+        return self
+
+    def die(self, local_rank: int = 0, *, cause: Any = "signal", code: int = 9) -> None:
+        name = self.worker(local_rank)
+        self.workers.pop(name, None)
+        self.say(wire.WorkerDied(worker=name, cause=cause, code=code, at=self.world.now))
+
+    def exit(self, local_rank: int = 0) -> None:
+        self.die(local_rank, cause="exit", code=0)
+
+    def bye(self, *, succeeded: bool) -> None:
+        self.say(wire.Bye(succeeded=succeeded))
+
+    def drop(self) -> None:
+        """The connection breaks."""
+        assert self.conn is not None
+        conn, self.conn = self.conn, None
+        del self.world.agents[conn]
+        self.world.do(ev.Disconnected(conn=conn))
+
+
+def settle(world: World, task: str = "t") -> wire.Go:
+    """All members of the newest epoch report; returns its go."""
+    epoch = world.task(task).epoch
+    assert epoch is not None
+    by_name = {agent.name: agent for agent in world.agents.values()}
+    for member in epoch.members:
+        by_name[member.agent].ready(epoch.number, member.local_rank, step=epoch.number)
+    go = world.task(task).go
+    assert go is not None or world.task(task).number > epoch.number
+    return world.oracles[task].goes[epoch.number]
+
+
+def running(world: World, count: int, **options: Any) -> list[FakeAgent]:
+    """A task of so many agents in its settled first epoch; min_nodes is their number unless told otherwise."""
+    world.nodes = options.pop("nodes", (count, 4))
+    agents = [world.agent(name, **options).start() for name in "abcdefgh"[:count]]
+    for agent in agents:
+        agent.boot()
+    settle(world)
+    return agents
+
+
+def members(world: World, task: str = "t") -> list[str]:
+    """Workers of the newest epoch, in rank order."""
+    return [member.worker for member in world.task(task).members()]
+
+
+def _fields(message: wire.Register) -> dict[str, Any]:
+    return {name: getattr(message, name) for name in message.__struct_fields__}

@@ -1,0 +1,421 @@
+"""Life of a task that recovers in process, through the machine's public inputs."""
+
+from __future__ import annotations
+
+import pytest
+from coordinator.driver import World, members, running, settle
+
+from unicron_lightning import wire
+
+
+def test_nothing_is_granted_before_min_nodes_wait():
+    world = World()
+    a = world.agent("a", nodes=(2, 3)).start()
+    assert not a.all(wire.Grant)
+    b = world.agent("b", nodes=(2, 3)).start()
+    grants = [a.last(wire.Grant), b.last(wire.Grant)]
+    assert [(grant.group_rank, grant.group_world) for grant in grants] == [(0, 2), (1, 2)]
+    assert {grant.master for grant in grants} == {a.store}
+
+
+def test_a_later_agent_is_granted_at_once_and_a_surplus_one_stands_by_until_one_leaves():
+    world = World()
+    a, b, c = (world.agent(name, nodes=(1, 2)).start() for name in "abc")
+    assert (a.last(wire.Grant).group_world, b.last(wire.Grant).group_world) == (1, 2)
+    assert not c.all(wire.Grant)
+    b.bye(succeeded=False)
+    assert c.last(wire.Grant).group_rank == 1
+
+
+def test_a_restarting_agent_keeps_its_slot_before_one_that_stands_by_and_moves_to_the_end():
+    world = World()
+    a, b = running(world, 2, nodes=(2, 2))
+    standby = world.agent("s").start()
+    a.die()
+    a.rendezvous()
+    assert a.last(wire.Grant).group_rank == 1
+    assert world.task().slots == ["b", "a"]
+    assert not standby.all(wire.Grant)
+    assert b.all(wire.Grant)[1:] == []
+
+
+def test_ranks_are_told_when_all_of_a_batch_have_told_their_size():
+    world = World()
+    a, b = world.agent("a", nodes=(2, 3), size=2).start(), world.agent("b", nodes=(2, 3), size=3).start()
+    a.launch()
+    assert not a.all(wire.Ranks)
+    b.launch()
+    assert a.last(wire.Ranks) == wire.Ranks(round=1, base=0, world=5)
+    assert b.last(wire.Ranks) == wire.Ranks(round=1, base=2, world=5)
+    c = world.agent("c", nodes=(2, 3), size=1).start().launch()
+    assert c.last(wire.Ranks) == wire.Ranks(round=1, base=5, world=6)
+    assert len(a.all(wire.Ranks)) == 1
+
+
+def test_a_batch_does_not_wait_for_the_size_of_an_agent_that_left():
+    world = World()
+    a, b = (world.agent(name, nodes=(2, 2)).start() for name in "ab")
+    a.launch()
+    b.bye(succeeded=False)
+    assert a.last(wire.Ranks).world == 1
+
+
+def test_first_epoch_waits_for_min_nodes_complete_slots_and_orders_by_slot_and_local_rank():
+    world = World()
+    a, b = world.agent("a", nodes=(2, 2), size=2).start(), world.agent("b", nodes=(2, 2), size=2).start()
+    for agent in (b, a):
+        agent.launch()
+        for local_rank in (1, 0):
+            welcome = agent.hello(local_rank)
+            assert (welcome.founder, welcome.life, welcome.resume) == (True, 1, None)
+    b.ready(0, 0)
+    b.ready(0, 1)
+    a.ready(0, 1)
+    assert not a.all(wire.Epoch)
+    a.ready(0, 0)
+    epoch = a.last(wire.Epoch)
+    assert epoch == b.last(wire.Epoch)
+    assert (epoch.number, epoch.kind, epoch.hold, epoch.incident) == (1, "init", False, None)
+    assert members(world) == ["a/0#1", "a/1#1", "b/0#1", "b/1#1"]
+    assert epoch.store == a.store
+    assert not a.all(wire.Go)
+    go = settle(world)
+    assert go.states["b/1#1"] == {"step": 1, "has_state": True}
+    assert (a.all(wire.Go), b.all(wire.Go)) == ([go], [go])
+
+
+def test_members_are_no_more_than_the_task_can_use_and_that_is_no_reason_to_hold():
+    world = World()
+    agents = [world.agent(name, nodes=(3, 3)).start() for name in "abc"]
+    for agent in agents:
+        agent.boot(capacity=2)
+    assert members(world) == ["a/0#1", "b/0#1"]
+    assert not agents[0].last(wire.Epoch).hold
+    settle(world)
+    assert world.task().number == 1
+    agents[0].die()
+    settle(world)
+    assert members(world) == ["b/0#1", "c/0#1"]
+
+
+def test_a_joiner_is_admitted_when_the_current_epoch_is_settled():
+    world = World()
+    a = world.agent("a").start().boot()
+    b = world.agent("b").start()
+    b.launch()
+    assert not b.hello().founder
+    b.ready(0)
+    assert world.task().number == 1
+    a.ready(1)
+    epoch = b.last(wire.Epoch)
+    assert (epoch.number, epoch.kind) == (2, "join")
+    assert members(world) == ["a/0#1", "b/0#1"]
+    assert a.last(wire.Epoch) == epoch
+    assert [go.epoch for go in a.all(wire.Go)] == [1]
+    settle(world)
+    assert b.last(wire.Go).epoch == 2
+
+
+def test_workers_of_one_agent_join_together():
+    world = World(join_grace=0.5)
+    running(world, 1)
+    b = world.agent("b", size=2).start().launch()
+    b.hello(0)
+    b.hello(1)
+    b.ready(0, 0)
+    world.advance(0.4)
+    assert world.task().number == 1
+    b.ready(0, 1)
+    assert members(world) == ["a/0#1", "b/0#1", "b/1#1"]
+
+
+def test_a_worker_does_not_wait_for_its_sibling_for_ever():
+    world = World(join_grace=0.5)
+    running(world, 1)
+    b = world.agent("b", size=2).start().launch()
+    b.hello(0)
+    b.ready(0, 0)
+    world.advance(0.6)
+    assert members(world) == ["a/0#1", "b/0#1"]
+    settle(world)
+    b.hello(1)
+    b.ready(0, 1)
+    assert members(world) == ["a/0#1", "b/0#1", "b/1#1"]
+
+
+def test_a_death_leads_to_one_epoch_of_the_survivors_under_one_incident():
+    world = World()
+    a, b, c = running(world, 3, nodes=(3, 3))
+    a.die(code=9)
+    epoch = b.last(wire.Epoch)
+    assert (epoch.number, epoch.kind, epoch.incident, epoch.hold) == (2, "fail", "i1", True)
+    assert members(world) == ["b/0#1", "c/0#1"]
+    assert epoch.store == b.store
+    assert [message.number for message in a.all(wire.Epoch)] == [1]
+    died = world.event("worker_died")
+    assert died.incident == "i1"
+    assert died.fields == {
+        "worker": "a/0#1",
+        "cause": "signal",
+        "code": 9,
+        "died_at": 1000.0,
+        "received_at": 1000.0,
+    }
+    c.die()
+    assert b.last(wire.Epoch).incident == "i1", "a second failure before recovery belongs to the first"
+    settle(world)
+    b.say(wire.WorkerEvent(worker="b/0#1", name="recovered", at=1001.0, fields={"step": 3}))
+    event = world.event("worker.recovered")
+    assert event.incident == "i1"
+    assert event.fields == {"step": 3, "worker": "b/0#1", "at": 1001.0}
+    a.rendezvous().boot()
+    assert a.last(wire.Epoch).incident is None
+    settle(world)
+    b.die()
+    assert a.last(wire.Epoch).incident == "i2"
+
+
+def test_hold_is_lifted_by_the_join_that_brings_the_nodes_back():
+    world = World()
+    a, b = running(world, 2, nodes=(2, 2))
+    a.die()
+    settle(world)
+    assert b.last(wire.Epoch).hold
+    a.rendezvous().boot()
+    assert (a.last(wire.Epoch).kind, a.last(wire.Epoch).hold) == ("join", False)
+    assert members(world) == ["b/0#1", "a/0#2"]
+
+
+def test_a_lost_agent_takes_all_its_workers_in_one_epoch():
+    world = World(reconnect_grace=0.25)
+    _, b = running(world, 2, size=2)
+    b.drop()
+    world.advance(0.2)
+    assert world.task().number == 1
+    world.advance(0.1)
+    assert world.task().number == 2
+    assert members(world) == ["a/0#1", "a/1#1"]
+    assert world.event("agent_lost").incident == "i1"
+    assert world.event("worker_died").fields["cause"] == "node lost"
+
+
+def test_one_dead_worker_takes_its_siblings_with_it():
+    world = World()
+    a, b = running(world, 2, size=2)
+    b.die(0)
+    assert world.task().number == 2
+    assert members(world) == ["a/0#1", "a/1#1"]
+    assert [fence.worker for fence in b.all(wire.Fence)] == ["b/1#1"]
+    b.say(wire.WorkerDied(worker="b/1#1", cause="signal", code=9, at=1.0))
+    assert world.task().number == 2
+    assert world.names().count("worker_died") == 2
+    assert a.last(wire.Epoch).number == 2
+
+
+def test_joiners_of_an_unsettled_join_become_candidates_again_when_a_member_dies():
+    world = World()
+    _, b = running(world, 2)
+    c = world.agent("c").start().boot()
+    assert members(world) == ["a/0#1", "b/0#1", "c/0#1"]
+    c.ready(2)
+    b.die()
+    assert members(world) == ["a/0#1"]
+    assert world.task().epoch.kind == "fail"
+    settle(world)
+    assert (world.task().epoch.kind, members(world)) == ("join", ["a/0#1", "c/0#1"])
+    assert c.last(wire.Epoch).number == 4
+    settle(world)
+    assert c.last(wire.Go).epoch == 4
+
+
+def test_a_joiner_that_dies_while_joining_is_dropped():
+    world = World()
+    running(world, 2)
+    c = world.agent("c").start().boot()
+    c.die()
+    assert (world.task().epoch.kind, members(world)) == ("fail", ["a/0#1", "b/0#1"])
+    settle(world)
+    assert world.task().number == 3
+
+
+def test_a_candidate_that_dies_changes_nothing():
+    world = World()
+    running(world, 1)
+    b = world.agent("b").start().launch()
+    b.hello()
+    b.die()
+    assert world.task().number == 1
+    assert world.event("worker_died").incident is None
+
+
+def test_a_founder_that_dies_before_the_first_go_leaves_an_init_epoch_of_the_others():
+    world = World()
+    a, b = (world.agent(name, nodes=(2, 2)).start() for name in "ab")
+    a.boot()
+    b.boot()
+    b.die()
+    assert (world.task().number, world.task().epoch.kind, members(world)) == (2, "init", ["a/0#1"])
+    assert a.last(wire.Epoch).hold
+
+
+def test_a_communication_error_without_a_death_renews_the_epoch_in_place():
+    world = World(comm_error_grace=0.5)
+    a, b = running(world, 2)
+    for agent in (a, b):
+        agent.say(wire.CommError(worker=agent.worker(), epoch=1, error="reset"))
+    assert world.names().count("comm_error") == 1
+    world.advance(0.4)
+    assert world.task().number == 1
+    world.advance(0.2)
+    assert (world.task().number, world.task().epoch.kind, members(world)) == (2, "fail", ["a/0#1", "b/0#1"])
+    assert a.last(wire.Epoch).incident == "i1"
+    settle(world)
+    b.say(wire.CommError(worker=b.worker(), epoch=1, error="late"))
+    world.advance(5)
+    assert world.task().number == 2
+
+
+def test_a_communication_error_is_explained_by_a_death():
+    world = World(comm_error_grace=0.5)
+    a, b = running(world, 2)
+    a.say(wire.CommError(worker=a.worker(), epoch=1, error="reset"))
+    world.advance(0.1)
+    b.die()
+    settle(world)
+    world.advance(5)
+    assert world.task().number == 2
+    assert world.event("epoch_published").incident == "i1"
+
+
+@pytest.mark.parametrize("how", ["done", "exit", "bye"])
+def test_finished_members_do_not_change_the_epoch_and_the_last_one_ends_the_task(how):
+    world = World()
+    a, b = running(world, 2)
+    standby = world.agent("s").start()
+
+    def finish(agent):
+        if how == "done":
+            agent.say(wire.WorkerDone(worker=agent.worker()))
+        if how != "bye":
+            agent.exit()
+        agent.bye(succeeded=True)
+
+    finish(a)
+    assert world.task().number == 1
+    assert not standby.all(wire.TaskOver)
+    finish(b)
+    assert standby.last(wire.TaskOver).succeeded
+    standby.bye(succeeded=True)
+    assert "t" not in world.machine.tasks
+    assert "t" not in world.disk
+    assert world.names()[-1] == "agent_left"
+    assert world.names().count("worker_finished") == 2
+    assert world.event("task_over").fields["succeeded"] is True
+
+
+def test_a_pending_epoch_goes_on_without_a_member_that_finished():
+    world = World()
+    a, b, c = running(world, 3)
+    c.die()
+    a.say(wire.WorkerDone(worker=a.worker()))
+    assert (world.task().number, members(world)) == (3, ["b/0#1"])
+    b.ready(3)
+    assert b.last(wire.Go).epoch == 3
+    assert not a.all(wire.Fence)
+
+
+def test_nobody_joins_a_task_whose_end_has_begun():
+    world = World()
+    a, b = running(world, 2)
+    a.say(wire.WorkerDone(worker=a.worker()))
+    c = world.agent("c").start()
+    assert not c.all(wire.Grant)
+    b.say(wire.WorkerDone(worker=b.worker()))
+    assert c.last(wire.TaskOver).succeeded
+
+
+def test_when_no_member_survives_a_new_life_begins_from_the_newest_checkpoint():
+    world = World()
+    a, b = running(world, 2, nodes=(1, 4))
+    settle(world)
+    candidate = world.agent("c").start().launch()
+    candidate.hello()
+    a.say(wire.Record(key="k", value="1"))
+    a.say(wire.CheckpointSaved(worker=a.worker(), path="/ckpt/5", step=5))
+    b.say(wire.CheckpointSaved(worker=b.worker(), path="/ckpt/4", step=4))
+    a.drop()
+    b.drop()
+    world.advance(1)
+    assert world.event("task_restarts").fields == {"life": 2, "path": "/ckpt/5", "step": 5}
+    assert candidate.last(wire.Fence).worker == "c/0#1"
+    candidate.die()
+    candidate.rendezvous().launch()
+    welcome = candidate.hello()
+    assert (welcome.founder, welcome.life, welcome.resume) == (True, 2, "/ckpt/5")
+    candidate.say(wire.Lookup(worker=candidate.worker(), key="k"))
+    assert candidate.last(wire.LookupReply).value is None
+    candidate.ready(0)
+    epoch = candidate.last(wire.Epoch)
+    assert (epoch.kind, epoch.number, epoch.incident) == ("restart", 4, "i1")
+    settle(world)
+    assert world.task().incident is None
+
+
+def test_a_new_life_also_waits_for_min_nodes():
+    world = World()
+    a, b = running(world, 2, nodes=(2, 2))
+    a.die()
+    b.die()
+    a.rendezvous().boot()
+    assert world.task().epoch is None
+    b.rendezvous().boot()
+    assert (world.task().epoch.kind, members(world)) == ("restart", ["a/0#2", "b/0#2"])
+
+
+def test_records_can_be_looked_up_by_others():
+    world = World()
+    a, b = running(world, 2)
+    a.say(wire.Record(key="k", value='{"x": 1}'))
+    b.say(wire.Lookup(worker=b.worker(), key="k"))
+    assert b.last(wire.LookupReply) == wire.LookupReply(worker="b/0#1", key="k", value='{"x": 1}')
+    b.say(wire.Lookup(worker=b.worker(), key="other"))
+    assert b.last(wire.LookupReply).value is None
+
+
+def test_progress_is_shown_but_not_stored():
+    world = World()
+    a, _ = running(world, 2)
+    disk = dict(world.disk)
+    a.say(wire.Progress(worker=a.worker(), step=17, metrics={"loss": 2.0}))
+    assert world.task().workers["a/0#1"].step == 17
+    assert world.disk == disk
+
+
+def test_strangers_are_fenced_but_not_those_that_end_well():
+    world = World()
+    a, b = running(world, 2)
+    old = b.worker()
+    b.die()
+    b.rendezvous().launch()
+    b.say(wire.WorkerReady(worker=old, epoch=2, state={}))
+    b.say(wire.WorkerHello(worker=old, local_rank=0, pid=1, capacity=4))
+    b.say(wire.WorkerReady(worker="b/7#2", epoch=0, state={}))
+    b.say(wire.Progress(worker=a.worker(), step=1, metrics={}))
+    assert [fence.worker for fence in b.all(wire.Fence)] == [old, old, "b/7#2", a.worker()]
+    a.say(wire.WorkerDone(worker=a.worker()))
+    a.say(wire.Progress(worker=a.worker(), step=9, metrics={}))
+    assert not a.all(wire.Fence)
+
+
+def test_tasks_do_not_touch_each_other():
+    world = World()
+    a = world.agent("a", task="one").start().boot()
+    b = world.agent("b", task="two").start().boot()
+    settle(world, "one")
+    settle(world, "two")
+    seen = len(b.inbox)
+    a.die()
+    a.bye(succeeded=False)
+    assert "one" not in world.machine.tasks
+    assert len(b.inbox) == seen
+    assert world.names("one")[-1] == "task_over"

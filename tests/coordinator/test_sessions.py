@@ -1,0 +1,385 @@
+"""Agents and coordinators that go and come back; refusals; the end of an idle coordinator."""
+
+from __future__ import annotations
+
+import pytest
+from coordinator.driver import World, members, running, settle
+
+from unicron_lightning import wire
+from unicron_lightning.coordinator import events as ev
+from unicron_lightning.coordinator.events import TimerKey
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"protocol": 99}, "protocol 99"),
+        ({"min_nodes": 1, "max_nodes": 2}, "1:2 of b differs from 2:4"),
+        ({"min_nodes": 3, "max_nodes": 2}, "1 <= min_nodes <= max_nodes, got 3:2"),
+        ({"task": ""}, "expected a task"),
+    ],
+)
+def test_refusals_quote_what_was_given(changes, words):
+    world = World()
+    running(world, 2)
+    b = world.agent("b").register(**changes)
+    assert words in b.last(wire.Refused).reason
+    assert b.conn is None
+    assert sorted(world.machine.tasks) == ["t"]
+
+
+def test_the_first_message_must_be_register():
+    world = World()
+    agent = world.agent("a")
+    world.conns, agent.conn = 1, 1
+    world.agents[1] = agent
+    agent.say(wire.Bye(succeeded=True))
+    assert agent.conn is None
+
+
+def test_a_connection_cannot_change_its_agent():
+    world = World()
+    a, _ = running(world, 2)
+    a.say(wire.Register(**{**_fields(a), "agent": "z"}))
+    assert "another agent" in a.last(wire.Refused).reason
+
+
+def test_back_in_time_nothing_has_happened():
+    world = World()
+    a, b = running(world, 2)
+    before = list(world.events)
+    b.drop()
+    b.register()
+    world.advance(60)
+    assert [event.name for event in world.events[len(before) :]] == ["agent_registered"]
+    assert world.event("agent_registered").fields["resumed"] is True
+    assert world.task().number == 1
+    assert not a.all(wire.Fence)
+
+
+def test_a_newer_connection_replaces_the_older_one():
+    world = World()
+    _, b = running(world, 2)
+    old = b.conn
+    b.register()
+    assert old not in world.agents
+    world.do(ev.Disconnected(conn=old))
+    world.advance(60)
+    assert world.task().number == 1
+
+
+def test_messages_missed_while_away_are_sent_again():
+    world = World()
+    a, b = running(world, 2)
+    b.drop()
+    a.say(wire.CommError(worker=a.worker(), epoch=1, error="x"))
+    world.timers.pop(TimerKey("lost", "t", "b"))
+    world.advance(1)
+    assert b.last(wire.Epoch).number == 1
+    b.register()
+    assert b.last(wire.Epoch).number == 2
+    a.ready(2)
+    b.drop()
+    world.timers.pop(TimerKey("lost", "t", "b"))
+    b.ready(2)
+    assert world.task().go is None
+    b.register()
+    assert b.last(wire.Go).epoch == 2, "the ready state came with the registration"
+    count = len(b.all(wire.Go))
+    b.drop()
+    b.register()
+    assert len(b.all(wire.Go)) == count + 1
+
+
+def test_a_grant_and_ranks_missed_while_away_are_sent_again():
+    world = World()
+    a = world.agent("a", nodes=(2, 2)).start()
+    a.drop()
+    world.agent("b", nodes=(2, 2)).start().launch()
+    assert not a.all(wire.Grant)
+    a.register()
+    assert a.last(wire.Grant).group_world == 2
+    a.launch()
+    assert a.last(wire.Ranks).world == 2
+    a.drop()
+    a.register()
+    assert len(a.all(wire.Ranks)) == 2
+
+
+def test_a_welcome_missed_while_away_is_sent_again():
+    world = World()
+    a = world.agent("a").start().launch()
+    a.hello()
+    a.drop()
+    a.register()
+    assert len(a.all(wire.Welcome)) == 2
+
+
+def test_a_hello_said_while_away_counts():
+    world = World()
+    a = world.agent("a").start().launch()
+    a.drop()
+    name = a.worker()
+    hello = wire.WorkerHello(worker=name, local_rank=0, pid=1, capacity=4)
+    ready = wire.WorkerReady(worker=name, epoch=0, state={})
+    world.oracles["t"].capacity[name] = 4
+    a.workers[name] = wire.WorkerInfo(worker=name, local_rank=0, hello=hello, ready=ready)
+    a.register()
+    assert a.last(wire.Welcome).founder
+    assert a.last(wire.Epoch).number == 1
+
+
+def test_a_worker_no_longer_named_is_dead_unless_the_agent_explains():
+    world = World()
+    _, b = running(world, 2)
+    b.drop()
+    b.workers.clear()
+    b.register()
+    assert world.task().number == 1
+    b.say(wire.WorkerDone(worker="b/0#1"))
+    world.advance(1)
+    assert world.task().number == 1
+    assert world.task().finished == ["b/0#1"]
+
+
+def test_a_worker_no_longer_named_and_not_explained_is_dead():
+    world = World()
+    running(world, 2)
+    _, b = world.agents.values()
+    b.drop()
+    b.workers.clear()
+    b.register()
+    world.advance(1)
+    assert members(world) == ["a/0#1"]
+    assert world.event("worker_died").fields["cause"] == "lost"
+
+
+def test_a_rendezvous_begun_while_away_counts():
+    world = World()
+    _, b = running(world, 2)
+    b.drop()
+    b.rendezvous()
+    b.register()
+    assert members(world) == ["a/0#1"]
+    assert b.last(wire.Grant).round == 2
+
+
+def test_back_too_late_old_workers_are_fenced_and_the_slot_is_asked_for_again():
+    world = World()
+    _, b = running(world, 2)
+    b.drop()
+    world.advance(1)
+    assert members(world) == ["a/0#1"]
+    settle(world)
+    b.register()
+    assert b.last(wire.Fence).worker == "b/0#1"
+    assert b.all(wire.Stop)
+    b.rendezvous().boot()
+    assert members(world) == ["a/0#1", "b/0#2"]
+
+
+def test_all_agents_lost_are_waited_for_and_start_a_new_life():
+    world = World(restart_grace=10)
+    a, b = running(world, 2)
+    a.say(wire.CheckpointSaved(worker=a.worker(), path="/c", step=3))
+    a.drop()
+    b.drop()
+    world.advance(5)
+    for agent in (a, b):
+        agent.register()
+    for agent in (a, b):
+        agent.rendezvous()
+    for agent in (a, b):
+        agent.boot()
+    assert (a.last(wire.Welcome).life, a.last(wire.Welcome).resume) == (2, "/c")
+    assert world.task().epoch.kind == "restart"
+    world.advance(60)
+    assert "t" in world.machine.tasks
+
+
+def test_all_agents_lost_for_good_end_the_task():
+    world = World(restart_grace=10)
+    for agent in running(world, 2):
+        agent.drop()
+    world.advance(11)
+    assert not world.machine.tasks
+    assert not world.disk
+    assert world.event("task_over").fields["succeeded"] is False
+
+
+def test_a_restarted_coordinator_goes_on():
+    world = World()
+    a, b = running(world, 2)
+    world.start()
+    assert world.event("coordinator_restored").fields == {"tasks": ["t"]}
+    world.advance(1)
+    a.register()
+    b.register()
+    world.advance(60)
+    assert (world.task().number, world.task().settled, members(world)) == (1, True, ["a/0#1", "b/0#1"])
+    a.die()
+    assert members(world) == ["b/0#1"]
+    settle(world)
+    assert b.last(wire.Go).epoch == 2
+
+
+def test_a_restarted_coordinator_settles_the_pending_epoch():
+    world = World()
+    a, b, c = running(world, 3)
+    c.die()
+    a.ready(2)
+    world.start()
+    b.ready(2)
+    a.register()
+    assert not world.task().settled
+    b.register()
+    assert a.last(wire.Go).epoch == b.last(wire.Go).epoch == 2
+
+
+def test_a_restarted_coordinator_hears_of_deaths_meanwhile():
+    world = World()
+    a, b = running(world, 2)
+    world.start()
+    b.workers.clear()
+    a.register()
+    b.register()
+    b.say(wire.WorkerDied(worker="b/0#1", cause="signal", code=9, at=1.0))
+    assert members(world) == ["a/0#1"]
+    assert world.event("worker_died").fields["died_at"] == 1.0
+
+
+def test_agents_that_do_not_return_to_a_restarted_coordinator_are_lost():
+    world = World(restart_grace=10)
+    a, _ = running(world, 2)
+    world.start()
+    a.register()
+    world.advance(9)
+    assert world.task().number == 1
+    world.advance(2)
+    assert members(world) == ["a/0#1"]
+    assert world.event("agent_lost").fields["agent"] == "b"
+
+
+def test_a_restarted_coordinator_renews_the_epoch_of_a_communication_error():
+    world = World()
+    a, b = running(world, 2)
+    a.say(wire.CommError(worker=a.worker(), epoch=1, error="x"))
+    world.start()
+    a.register()
+    b.register()
+    world.advance(1)
+    assert world.task().number == 2
+
+
+def test_a_task_to_which_nobody_returns_is_lost_and_new_agents_get_a_new_task():
+    world = World(restart_grace=10)
+    running(world, 2)
+    world.start()
+    x, y = (world.agent(name, nodes=(1, 2)).register() for name in "xy")
+    x.rendezvous()
+    assert not x.all(wire.Registered)
+    y.drop()
+    world.advance(11)
+    assert [name for name in world.names() if name in ("task_created", "task_over")] == [
+        "task_created",
+        "task_over",
+        "task_created",
+    ]
+    assert x.last(wire.Grant).group_world == 1
+    assert world.task().number == 0
+    assert world.task().max_nodes == 2
+
+
+def test_new_agents_of_a_restored_task_are_taken_in_when_an_old_one_returns():
+    world = World(restart_grace=10)
+    a, _ = running(world, 2)
+    world.start()
+    x = world.agent("x").start()
+    assert not x.all(wire.Registered)
+    a.register()
+    assert x.last(wire.Grant).group_rank == 2
+
+
+def test_agents_known_to_be_dead_are_not_waited_for():
+    world = World(restart_grace=10)
+    running(world, 2)
+    world.start(dead_agents=("a", "b"))
+    assert not world.machine.tasks
+    assert world.event("task_over").fields["succeeded"] is False
+
+
+def test_ended_tasks_do_not_come_back():
+    world = World()
+    a, b = running(world, 2)
+    a.exit()
+    b.exit()
+    assert world.task().over is True
+    world.start()
+    assert not world.machine.tasks
+    assert not world.disk
+    assert world.names(None)[-1] == "coordinator_started"
+
+
+def test_agents_of_the_next_run_wait_until_the_ended_task_is_left():
+    world = World()
+    a, b = running(world, 2)
+    a.exit()
+    b.exit()
+    x = world.agent("x", nodes=(1, 1)).start()
+    assert not x.inbox
+    a.bye(succeeded=True)
+    b.bye(succeeded=True)
+    assert x.last(wire.Grant).group_world == 1
+    assert world.task().created_at == world.now
+
+
+def test_a_coordinator_without_its_store_rebuilds_the_task_from_the_agents():
+    world = World(restart_grace=10)
+    a, b = running(world, 2)
+    joiner = world.agent("c").start().launch()
+    joiner.hello()
+    world.disk.clear()
+    world.oracles["t"].goes.clear()
+    world.start()
+    for agent in (b, a, joiner):
+        agent.register()
+    joiner.ready(0)
+    new = world.agent("n").start()
+    assert new.all(wire.Grant)
+    world.advance(9)
+    assert [epoch.number for epoch in a.all(wire.Epoch)] == [1]
+    world.advance(2)
+    epoch = a.last(wire.Epoch)
+    assert (epoch.number, epoch.kind) == (2, "fail")
+    assert members(world) == ["b/0#1", "a/0#1"]
+    settle(world)
+    assert (world.task().epoch.kind, members(world)) == ("join", ["b/0#1", "a/0#1", "c/0#1"])
+
+
+def test_an_idle_coordinator_ends_only_if_told_to():
+    for exit_when_idle in (False, True):
+        world = World(exit_when_idle=exit_when_idle, idle_linger=3, startup_linger=30)
+        a = world.agent("a").start()
+        world.advance(100)
+        assert not world.stopped
+        a.bye(succeeded=True)
+        world.advance(2)
+        assert not world.stopped
+        b = world.agent("b").start()
+        world.advance(5)
+        b.bye(succeeded=True)
+        world.advance(4)
+        assert world.stopped is exit_when_idle
+
+
+def test_a_coordinator_that_nobody_ever_visits_ends_after_the_startup_linger():
+    world = World(exit_when_idle=True, startup_linger=30)
+    world.advance(29)
+    assert not world.stopped
+    world.advance(2)
+    assert world.stopped
+
+
+def _fields(agent):
+    message = agent.registration()
+    return {name: getattr(message, name) for name in message.__struct_fields__}
