@@ -1,7 +1,7 @@
 """The agent: a thread with an event loop that joins session, local socket and supervision.
 
 The main thread belongs to torchelastic. It calls the methods of `Agent` marked so; all else runs in the agent's
-thread. The two share `RoundView` under one condition, on which the main thread waits in short steps so that its
+thread. The two share a `SharedView` under one condition, on which the main thread waits in short steps so that its
 signal handlers run.
 
 Guarantees: a worker's death is told to the coordinator before the agent's next rendezvous; the present round's
@@ -18,7 +18,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -30,6 +29,7 @@ from unicron_lightning.agent.roster import Roster
 from unicron_lightning.agent.scratch import ScratchFolder
 from unicron_lightning.agent.session import CoordinatorSession, SessionHooks
 from unicron_lightning.agent.supervisor import Exit, Supervisor, WatchedProcess
+from unicron_lightning.agent.view import RoundView, SharedView
 from unicron_lightning.errors import SessionRefused, UnicronError
 
 logger = logging.getLogger(__name__)
@@ -37,27 +37,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TICK_SECONDS: Final = 0.25
-_WAIT_SECONDS: Final = 0.2
+_CALL_SECONDS: Final = 0.2
 _GOODBYE_SECONDS: Final = 2.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class RoundView:
-    """The present rendezvous round, as both threads see it."""
-
-    number: int = 0
-    store: wire.Address | None = None
-    local_world: int | None = None
-    grant: wire.Grant | None = None
-    ranks: wire.Ranks | None = None
-    stop: wire.Stop | None = None
-    over: wire.TaskOver | None = None
-    fatal: UnicronError | None = None
-
-    @property
-    def waiting(self) -> bool:
-        """Whether the agent waits for a grant of this round."""
-        return self.number > 0 and self.grant is None and self.over is None
 
 
 class Agent:
@@ -72,8 +53,7 @@ class Agent:
         self._options = options
         self._num_keys = num_keys
         self._scratch = ScratchFolder()
-        self._view = RoundView()
-        self._changed = threading.Condition()
+        self._shared = SharedView()
         self._roster = Roster()
         self._embedded = EmbeddedCoordinator(options)
         self._supervisor = Supervisor(options.agent, self._on_found, self._on_exit)
@@ -83,6 +63,7 @@ class Agent:
         )
         self._fenced: set[str] = set()
         self._leaving = False
+        self._failed = False
         self._said_bye = False
         self._store_evidence = False
         self._loop = asyncio.new_event_loop()
@@ -109,7 +90,7 @@ class Agent:
     @property
     def view(self) -> RoundView:
         """The present round."""
-        return self._view
+        return self._shared.now
 
     def start(self) -> None:
         """[main thread] Start the agent's thread."""
@@ -117,8 +98,7 @@ class Agent:
 
     def begin_round(self, store: wire.Address) -> int:
         """[main thread] All workers are stopped: ask for a grant; return the new round's number."""
-        with self._changed:
-            number = self._view.number + 1
+        number = self._shared.now.number + 1
         self._call(self._begin_round, number, store)
         return number
 
@@ -127,23 +107,8 @@ class Agent:
         self._call(self._announce_local_world, size)
 
     def wait(self, pick: Callable[[RoundView], T | None], seconds: float | None = None) -> T | None:
-        """[main thread] Wait until ``pick`` finds something in the view; None after ``seconds``.
-
-        Raises:
-            UnicronError: the session ended for good, or no coordinator was there for the rendezvous time-out.
-        """
-        deadline = None if seconds is None else time.monotonic() + seconds
-        with self._changed:
-            while True:
-                found = pick(self._view)
-                if found is not None:
-                    return found
-                if self._view.fatal is not None:
-                    raise self._view.fatal
-                if deadline is not None and time.monotonic() >= deadline:
-                    return None
-                # torchelastic's signal handlers are Python code: they only run between waits.
-                self._changed.wait(_WAIT_SECONDS)
+        """[main thread] Wait for something in the view; see `SharedView.wait`."""
+        return self._shared.wait(pick, seconds)
 
     def away_seconds(self) -> float:
         """[main thread] Return for how long there has been no session."""
@@ -158,6 +123,11 @@ class Agent:
         if not self._said_bye:
             self._said_bye = True
             self._call(self._send, wire.Bye(succeeded=succeeded))
+
+    @property
+    def failed(self) -> bool:
+        """[any thread] Whether a worker of this round has failed."""
+        return self._failed
 
     def close(self) -> None:
         """[main thread] End the thread and remove everything; what is queued gets a moment to be sent."""
@@ -181,7 +151,7 @@ class Agent:
             self._loop.call_soon_threadsafe(run)
         except RuntimeError:  # the loop is closed: the view says why
             return
-        while self._thread.is_alive() and not done.wait(_WAIT_SECONDS):
+        while self._thread.is_alive() and not done.wait(_CALL_SECONDS):
             pass
 
     # ---- agent's thread --------------------------------------------------------------------------------------------
@@ -191,11 +161,11 @@ class Agent:
         try:
             self._loop.run_until_complete(self._main())
         except UnicronError as error:
-            self._update(fatal=error)
+            self._shared.update(fatal=error)
         # The supervisor boundary of this thread: whatever breaks it must end torchelastic's wait with a message.
         except Exception as error:
             logger.exception("agent_thread_broke agent=%s", self._options.agent)
-            self._update(fatal=UnicronError(f"the agent's thread broke: {error!r}"))
+            self._shared.update(fatal=UnicronError(f"the agent's thread broke: {error!r}"))
         finally:
             self._loop.close()
 
@@ -221,7 +191,7 @@ class Agent:
             await self._session.run()
         except UnicronError as error:
             logger.error("session_ended agent=%s reason=%s", self._options.agent, error)
-            self._update(fatal=error)
+            self._shared.update(fatal=error)
 
     async def _nothing_listens(self) -> None:
         if self._options.embedded and not self._said_bye:
@@ -241,37 +211,36 @@ class Agent:
             self._look_for_store_use()
             self._embedded.reap()
 
-    def _update(self, **changes: Any) -> None:
-        with self._changed:
-            self._view = replace(self._view, **changes)
-            self._changed.notify_all()
-
     def _send(self, message: wire.Message) -> None:
         self._session.send(message)
 
     # ---- rounds
 
     def _begin_round(self, number: int, store: wire.Address) -> None:
-        self._supervisor.end_round(self._assumed_exit())
-        self._update(number=number, store=store, local_world=None, grant=None, ranks=None, stop=None)
+        assumed = self._assumed_exit()
+        self._supervisor.end_round(assumed)
+        for worker in self._roster.names:  # ended before it was found
+            self._on_exit(worker, assumed)
+        self._shared.update(number=number, store=store, local_world=None, grant=None, ranks=None, stop=None)
+        self._failed = False
         self._fenced.clear()
         self._store_evidence = False
         self._send(wire.RendezvousBegin(round=number, store=store))
 
     def _assumed_exit(self) -> Exit:
         """Say how a worker ended of which torchelastic has taken the exit status."""
-        if self._leaving or self._view.stop is not None:
+        if self._leaving or self._shared.now.stop is not None:
             return Exit(cause="signal", code=signal.SIGTERM)
         return Exit(cause="exit", code=1)
 
     def _announce_local_world(self, size: int) -> None:
-        self._update(local_world=size)
-        self._send(wire.LocalWorld(round=self._view.number, size=size))
-        self._supervisor.expect(self._view.number, size)
+        self._shared.update(local_world=size)
+        self._send(wire.LocalWorld(round=self._shared.now.number, size=size))
+        self._supervisor.expect(self._shared.now.number, size)
 
     def _look_for_store_use(self) -> None:
         """Keys in the round's store without a hello: the script makes its process group by ``env://``."""
-        view = self._view
+        view = self._shared.now
         if self._store_evidence or view.grant is None or self._roster.any_hello or self._roster.epoch:
             return
         if self._num_keys() > 0:
@@ -281,7 +250,7 @@ class Agent:
     # ---- coordinator
 
     def _register(self) -> wire.Register:
-        options, view = self._options, self._view
+        options, view = self._options, self._shared.now
         for lookup in self._roster.unanswered():
             self._send(lookup)
         return wire.Register(
@@ -303,22 +272,22 @@ class Agent:
         )
 
     def _from_coordinator(self, message: wire.ToAgent) -> None:
-        view = self._view
+        view = self._shared.now
         match message:
             case wire.Grant() if message.round == view.number and view.grant is None:
-                self._update(grant=message)
+                self._shared.update(grant=message)
             case wire.Ranks() if message.round == view.number:
-                self._update(ranks=message)
+                self._shared.update(ranks=message)
             case wire.Stop() if view.grant is not None:
                 logger.warning("stop_ordered agent=%s reason=%s", self._options.agent, message.reason)
-                self._update(stop=message)
+                self._shared.update(stop=message)
                 self._loop.call_later(self._options.stop_timeout, self._kill_stopping, view.number)
             case wire.Refused():
                 raise SessionRefused(message.reason)
             case wire.Fence():
                 self._fence(message)
             case wire.TaskOver():
-                self._update(over=message)
+                self._shared.update(over=message)
                 self._local.broadcast(message)
             case wire.Welcome():
                 self._local.send(message.worker, message)
@@ -340,27 +309,28 @@ class Agent:
 
     def _kill_stopping(self, number: int) -> None:
         """Kill those that do not heed SIGTERM: torchelastic would give them 30 s."""
-        if self._view.number == number and self._view.stop is not None:
+        if self._shared.now.number == number and self._shared.now.stop is not None:
             for worker in self._roster.names:
                 self._supervisor.kill(worker)
 
     # ---- workers
 
     def _accept(self, hello: wire.WorkerHello) -> bool:
-        view = self._view
+        view = self._shared.now
         mine = environ.worker_id(self._options.agent, hello.local_rank, view.number)
         return hello.worker == mine and 0 <= hello.local_rank < (view.local_world or 0)
 
     def _from_worker(self, worker: str, message: wire.FromWorker) -> None:
         if isinstance(message, wire.WorkerHello):
             self._roster.add(worker, message.local_rank)
+            self._supervisor.look_at(message.pid)
         if worker not in self._roster:  # its death is already told: nothing it said before counts any more
             return
         self._roster.heard(worker, message, time.monotonic())
         if isinstance(message, wire.Heartbeat):
             return
-        if isinstance(message, wire.WorkerHello) and self._view.over is not None:
-            self._local.send(worker, self._view.over)
+        if isinstance(message, wire.WorkerHello) and self._shared.now.over is not None:
+            self._local.send(worker, self._shared.now.over)
             return
         self._send(message)
 
@@ -374,6 +344,7 @@ class Agent:
         if known is None:  # told when it was given up
             return
         logger.info("worker_ended worker=%s cause=%s code=%d", worker, how.cause, how.code)
+        self._failed = self._failed or not (how.is_clean or self._leaving)
         self._send(wire.WorkerDied(worker=worker, cause=how.cause, code=how.code, at=time.time()))
         if not how.is_clean:
             self._give_up_siblings()
@@ -392,6 +363,6 @@ class Agent:
 
     def _give_up_siblings(self) -> None:
         """Kill the others at once: torchelastic restarts them in any case, but waits up to 30 s for SIGTERM."""
-        if not self._leaving and self._view.stop is None:
+        if not self._leaving and self._shared.now.stop is None:
             for sibling in self._roster.names:
                 self._give_up(sibling, "signal")

@@ -23,10 +23,11 @@ from typing_extensions import override
 
 from unicron_lightning import environ, wire
 from unicron_lightning.agent import options as agent_options
-from unicron_lightning.agent.agent import Agent, RoundView
+from unicron_lightning.agent.agent import Agent
 from unicron_lightning.agent.rank_store import RankStore
 from unicron_lightning.agent.round_store import RoundStore
 from unicron_lightning.agent.signals import SignalWatch, clean_exit_on_sigterm
+from unicron_lightning.agent.view import RoundView
 from unicron_lightning.errors import CoordinatorUnavailable, UnicronError
 
 logger = logging.getLogger(__name__)
@@ -121,6 +122,10 @@ class UnicronRendezvousHandler(RendezvousHandler):
         self._closed = True
         agent, self._agent = self._agent, None
         if agent is not None:
+            if agent.failed:
+                logger.warning(
+                    "agent_ends reason='a worker failed and torchrun --max-restarts allows no more restarts'"
+                )
             agent.leaving()
             agent.say_bye(succeeded=False)  # a success was told when the last worker had ended
             agent.close()

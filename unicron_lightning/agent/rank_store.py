@@ -63,7 +63,7 @@ class RankStore:
         assert self._role_info is not None or not keys
         return [self._role_info or b""] * len(keys)
 
-    def multi_set(self, keys: Sequence[str], values: Sequence[Any]) -> None:  # noqa: ARG002 - as torchelastic calls it
+    def multi_set(self, keys: Sequence[str], values: Sequence[Any]) -> None:
         """Ignore the ranks that group rank 0 assigned."""
         for key in keys:
             if not key.startswith(ASSIGNED_RANKS):
@@ -76,7 +76,7 @@ class RankStore:
         base, world = self._ranks_of(int(json.loads(self._role_info)["local_world_size"]))
         return json.dumps([base, world, base, world]).encode()
 
-    def add(self, key: str, amount: int) -> int:  # noqa: ARG002 - as torchelastic calls it
+    def add(self, key: str, amount: int) -> int:
         """Enter the barrier at the end; never its last member, so that `wait` is called."""
         if not key.startswith(EXIT_BARRIER):
             raise _unknown("add", key)

@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any, Final
 
 import psutil  # type: ignore[import-untyped]
-from torch.distributed import TCPStore  # type: ignore[attr-defined] # only there at run time
+import torch.distributed as dist
 
 from unicron_lightning import wire
 
@@ -34,7 +34,7 @@ class RoundStore:
         listener = _listen(host)
         port = int(listener.getsockname()[1])
         # The store takes the descriptor over and closes it with the server.
-        self._store: TCPStore | None = TCPStore(
+        self._store: dist.TCPStore | None = dist.TCPStore(
             host_name=listener.getsockname()[0] if listener.getsockname()[0] not in ("0.0.0.0", "::") else host,
             port=port,
             is_master=True,

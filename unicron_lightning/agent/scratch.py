@@ -10,6 +10,8 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
+from unicron_lightning.errors import ConfigError
+
 _LOCK: Final = "lock"
 _PREFIX: Final = "agent-"
 
@@ -41,12 +43,12 @@ def user_folder() -> Path:
     """Return this user's folder below the temporary one, made private.
 
     Raises:
-        PermissionError: it exists and belongs to somebody else.
+        ConfigError: it exists and belongs to somebody else.
     """
     folder = Path(tempfile.gettempdir()) / f"unicron-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid() or folder.is_symlink():
-        raise PermissionError(f"{folder} belongs to another user: set TMPDIR to a folder of your own")
+        raise ConfigError(f"{folder} belongs to another user: set TMPDIR to a folder of your own")
     folder.chmod(0o700)
     return folder
 

@@ -86,9 +86,10 @@ class Supervisor:
         self._searches = 0
         self._find()
 
-    def process(self, worker: str) -> WatchedProcess | None:
-        """Return the live process of a worker."""
-        return self._live.get(worker)
+    def look_at(self, pid: int) -> None:
+        """Watch a worker that has told its process before the search found it."""
+        if all(process.pid != pid for process in self._live.values()):
+            self._examine(pid)
 
     def kill(self, worker: str) -> None:
         """SIGKILL a worker, if it lives; its end is reported as any other."""
@@ -124,8 +125,7 @@ class Supervisor:
         for pid in _children():
             if not self._missing:
                 return
-            if all(process.pid != pid for process in self._live.values()):
-                self._examine(pid)
+            self.look_at(pid)
         if self._missing:
             self._searches += 1
             delay = SEARCH_SECONDS if self._searches < _SEARCHES_BEFORE_SLOW else SLOW_SEARCH_SECONDS
