@@ -178,13 +178,16 @@ class FakeAgent:
         self.round = 0
         self.waiting = False
         self.granted = False
+        self.stopped = False
         self.local_world: int | None = None
         self.workers: dict[str, wire.WorkerInfo] = {}
         self.epoch = 0
         self.inbox: list[wire.ToAgent] = []
+        self.outbox: list[wire.FromAgent] = []
 
     def receive(self, message: wire.ToAgent) -> None:
         self.inbox.append(message)
+        self.stopped = self.stopped or isinstance(message, wire.Stop)
         match message:
             case wire.Grant() if message.round == self.round and self.waiting:
                 self.waiting, self.granted = False, True
@@ -230,15 +233,23 @@ class FakeAgent:
         self.conn = self.world.conns
         self.world.agents[self.conn] = self
         self.say(wire.Register(**{**_fields(self.registration()), **changes}))
+        kept, self.outbox = self.outbox, []
+        for message in kept:
+            if self.conn is not None:
+                self.say(message)
         return self
 
     def say(self, message: wire.FromAgent) -> None:
-        assert self.conn is not None
+        """Say something, or keep it until the agent registers again."""
+        if self.conn is None:
+            self.outbox.append(message)
+            return
         self.world.do(ev.Received(conn=self.conn, message=message))
 
     def rendezvous(self) -> FakeAgent:
         self.round += 1
         self.waiting, self.granted, self.local_world, self.workers = True, False, None, {}
+        self.stopped = False
         if self.conn is not None:
             self.say(wire.RendezvousBegin(round=self.round, store=self.store))
         return self
@@ -258,12 +269,12 @@ class FakeAgent:
             )
         return self
 
-    def hello(self, local_rank: int = 0, *, capacity: int = 8) -> wire.Welcome:
+    def hello(self, local_rank: int = 0, *, capacity: int = 8) -> Any:
         name = self.worker(local_rank)
         message = wire.WorkerHello(worker=name, local_rank=local_rank, pid=7, capacity=capacity)
         self.workers[name] = wire.WorkerInfo(worker=name, local_rank=local_rank, hello=message)
         self.say(message)
-        return self.last(wire.Welcome)
+        return next(reversed(self.all(wire.Welcome)), None)
 
     def ready(self, epoch: int, local_rank: int = 0, *, step: int = 0) -> None:
         name = self.worker(local_rank)

@@ -62,7 +62,7 @@ def register(task: Task, turn: Turn, conn: int, message: wire.Register, *, creat
         task.rebuilding = True
         turn.timer("rebuild", turn.limits.restart_grace, task=task.id)
         _adopt(task, turn, agent, message)
-    elif task.rebuilding and message.granted:
+    elif task.rebuilding and message.granted and len(task.slots) < task.max_nodes:
         _adopt(task, turn, agent, message)
     else:
         _take_new(task, turn, agent, message)

@@ -100,7 +100,7 @@ def send_ranks(task: Task, turn: Turn, agent: Agent) -> None:
 
 def _review_grants(task: Task, turn: Turn) -> None:
     queue = task.queue()
-    if not queue or task.finishing:
+    if not queue or task.finishing or task.rebuilding:
         return
     if not task.formed:
         if len(queue) >= task.min_nodes:
