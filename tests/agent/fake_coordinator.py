@@ -36,7 +36,7 @@ class FakeCoordinator:
         self._order: list[str] = []
         self._stores: dict[str, wire.Address] = {}
         self._sizes: dict[str, int] = {}
-        self._loop = asyncio.new_event_loop()
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     # ---- asked by the test
 
@@ -50,6 +50,7 @@ class FakeCoordinator:
         try:
             yield self
         finally:
+            assert self._loop is not None
             self._loop.call_soon_threadsafe(stop.set)
             thread.join(10)
 
@@ -72,6 +73,7 @@ class FakeCoordinator:
 
     def send(self, message: wire.Message, agent: str | None = None) -> None:
         """Send to one agent, by default to all."""
+        assert self._loop is not None
         for name, socket in list(self._sockets.items()):
             if agent in (None, name):
                 text = wire.encode(message).decode()
@@ -79,6 +81,7 @@ class FakeCoordinator:
 
     def drop(self) -> None:
         """Break all connections without a word."""
+        assert self._loop is not None
         for socket in list(self._sockets.values()):
             transport = socket._req.transport if socket._req is not None else None
             if transport is not None:

@@ -135,7 +135,7 @@ class Supervisor:
         """Begin to watch ``pid`` if it is a missing worker. Between fork and exec it is not yet, but a later time."""
         try:
             pidfd = os.pidfd_open(pid)
-        except ProcessLookupError:
+        except OSError:  # it has ended, or a worker told nonsense
             return
         worker = _identify(pid)
         if worker is None or worker.agent != self._agent or worker.round != self._round:

@@ -1,0 +1,308 @@
+"""The handler in this process, with a coordinator that does what the test says and children as workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from fake_coordinator import FakeCoordinator
+from torchrun import until
+
+from unicron_lightning import environ, wire
+from unicron_lightning.agent.handler import RendezvousFailed, UnicronRendezvousHandler
+
+SLEEPER = "import time; time.sleep(100)"
+DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(100)"
+
+
+class Bench:
+    """One handler, used as torchelastic uses it."""
+
+    def __init__(self, fake: FakeCoordinator) -> None:
+        self.fake = fake
+        self.children: list[subprocess.Popen[bytes]] = []
+        self.handler = self.make()
+
+    def make(self, **conf: Any) -> UnicronRendezvousHandler:
+        conf = {"node": "n", "embedded": "false", "connect_timeout": "5", **conf}
+        endpoint = f"127.0.0.1:{self.fake.port}"
+        self.handler = UnicronRendezvousHandler(RendezvousParameters("unicron", endpoint, "task", 1, 2, **conf))
+        return self.handler
+
+    def rendezvous(self, size: int = 1) -> list[int]:
+        """Return base rank and world size."""
+        info = self.handler.next_rendezvous()
+        store: Any = info.store
+        role = {"role": "default", "rank": info.rank, "local_world_size": size}
+        store.set(f"torchelastic/role_info/{info.rank}", json.dumps(role))
+        base, world, *_ = json.loads(store.get(f"torchelastic/assigned_ranks/{info.rank}"))
+        return [base, world]
+
+    def spawn(self, local_rank: int, code: str = SLEEPER) -> str:
+        """Start a worker process; return its id."""
+        rank = int(os.environ[environ.BASE_RANK]) + local_rank
+        variables = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+        command = [sys.executable, "-c", code]
+        self.children.append(
+            subprocess.Popen(command, env=variables, start_new_session=True, stdout=subprocess.DEVNULL)
+        )
+        name = f"{os.environ[environ.AGENT]}/{local_rank}#{os.environ[environ.ROUND]}"
+        agent: Any = self.handler._agent
+        until("the worker is found", lambda: name in agent._supervisor._live)
+        return name
+
+    def close(self) -> None:
+        self.handler.shutdown()
+        for child in self.children:
+            child.kill()
+            child.wait()
+
+
+class LocalWorker:
+    """The worker's end of the UNIX socket."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.connect(os.environ[environ.AGENT_SOCKET])
+        self.socket.settimeout(10)
+        self.lines = self.socket.makefile("rb")
+
+    def __enter__(self) -> LocalWorker:
+        self.say(wire.WorkerHello(worker=self.name, local_rank=0, pid=0, capacity=4))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.lines.close()
+        self.socket.close()
+
+    def say(self, message: wire.Message) -> None:
+        self.socket.sendall(wire.encode(message) + b"\n")
+
+    def hear(self) -> Any:
+        return wire.decode_to_worker(self.lines.readline())
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeCoordinator]:
+    with FakeCoordinator().serving() as served:
+        yield served
+
+
+@pytest.fixture
+def bench(fake: FakeCoordinator) -> Iterator[Bench]:
+    before = dict(os.environ)
+    made = Bench(fake)
+    yield made
+    made.close()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def test_life_of_a_round(bench: Bench) -> None:
+    assert bench.rendezvous(size=3) == [0, 3]
+    assert bench.handler.num_nodes_waiting() == 0
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    begin = bench.fake.registers[0]
+    assert begin.store is not None
+    store = dist.TCPStore(begin.store.host, begin.store.port, is_master=False)
+    assert store.num_keys() == 0
+    bench.handler.shutdown()
+    assert bench.fake.wait_for(wire.Bye) == wire.Bye(succeeded=False)
+
+
+def test_every_round_has_a_fresh_store(bench: Bench) -> None:
+    ports = set()
+    for _ in range(3):
+        bench.rendezvous()
+        store: Any = bench.handler._store
+        ports.add(store.address.port)
+    assert len(ports) == 3
+    assert os.environ[environ.ROUND] == "3"
+
+
+def test_death_is_told_at_once_with_its_siblings(bench: Bench) -> None:
+    bench.rendezvous(size=3)
+    names = [bench.spawn(rank) for rank in range(3)]
+    at = time.monotonic()
+    bench.children[1].kill()
+    deaths = [bench.fake.wait_for(wire.WorkerDied, lambda m, n=name: m.worker == n) for name in names]
+    assert time.monotonic() - at < 0.5
+    assert [(d.cause, d.code) for d in deaths] == [("signal", 9)] * 3
+    assert [child.wait(5) for child in bench.children] == [-9, -9, -9]
+    assert bench.fake.count(wire.WorkerDied) == 3
+
+
+def test_clean_end_harms_nobody(bench: Bench) -> None:
+    bench.rendezvous(size=2)
+    bench.spawn(0)
+    name = bench.spawn(1, "import time; time.sleep(0.5)")
+    death = bench.fake.wait_for(wire.WorkerDied)
+    assert (death.worker, death.cause, death.code) == (name, "exit", 0)
+    assert bench.children[0].poll() is None
+
+
+def test_exit_status_is_told(bench: Bench) -> None:
+    bench.rendezvous()
+    bench.spawn(0, "import sys, time; time.sleep(0.5); sys.exit(3)")
+    death = bench.fake.wait_for(wire.WorkerDied)
+    assert (death.cause, death.code) == ("exit", 3)
+    assert bench.children[0].wait(5) == 3  # the status was left for its parent
+
+
+def test_stop_lets_workers_end_by_themselves(bench: Bench) -> None:
+    bench.make(stop_timeout="1.0")
+    bench.rendezvous(size=2)
+    bench.spawn(0, DEAF)
+    bench.spawn(1)
+    bench.fake.send(wire.Stop(reason="test"))
+    until("the stop", bench.handler.num_nodes_waiting)
+    bench.children[1].terminate()
+    bench.fake.wait_for(wire.WorkerDied, lambda m: m.code == signal.SIGTERM)
+    assert bench.children[0].poll() is None
+    assert bench.children[0].wait(5) == -9
+    bench.rendezvous()
+    assert bench.handler.num_nodes_waiting() == 0
+
+
+def test_fence(bench: Bench) -> None:
+    bench.rendezvous()
+    name = bench.spawn(0)
+    bench.fake.send(wire.Fence(worker="stranger-1/0#1", reason="test"))
+    bench.fake.send(wire.Fence(worker=name, reason="test"))
+    assert bench.fake.wait_for(wire.WorkerDied).worker == name
+
+
+def test_silent_worker(bench: Bench) -> None:
+    bench.make(worker_timeout="0.6")
+    bench.rendezvous()
+    name = bench.spawn(0)
+    with LocalWorker(name):
+        death = bench.fake.wait_for(wire.WorkerDied)
+        assert (death.worker, death.cause) == (name, "silent")
+        assert bench.children[0].wait(5) == -9
+
+
+def test_messages_find_their_worker(bench: Bench) -> None:
+    bench.rendezvous()
+    with LocalWorker(bench.spawn(0)) as worker:
+        assert isinstance(worker.hear(), wire.Welcome)
+        bench.fake.send(wire.Go(epoch=3, states={}))
+        assert worker.hear() == wire.Go(epoch=3, states={})
+        worker.say(wire.Heartbeat())
+        worker.say(wire.Lookup(worker=worker.name, key="k"))
+        assert worker.hear() == wire.LookupReply(worker=worker.name, key="k", value="kept")
+
+
+def test_strangers_and_garbage_are_refused(bench: Bench) -> None:
+    bench.rendezvous()
+    name = bench.spawn(0)
+    with LocalWorker("somebody/0#1") as stranger:
+        assert stranger.lines.readline() == b""
+    with LocalWorker(name) as worker:
+        assert isinstance(worker.hear(), wire.Welcome)
+        worker.socket.sendall(b"garbage\n")
+        assert worker.lines.readline() == b""
+
+
+def test_what_is_said_while_the_coordinator_is_away(bench: Bench) -> None:
+    first = FakeCoordinator()
+    with first.serving():
+        bench.fake = first
+        bench.make()
+        bench.rendezvous(size=2)
+        doomed, name = bench.spawn(1, "import time; time.sleep(100)"), bench.spawn(0)
+        worker = LocalWorker(name)
+        with worker:
+            assert isinstance(worker.hear(), wire.Welcome)
+            first.answers = False
+            worker.say(wire.Lookup(worker=name, key="k"))
+            first.wait_for(wire.Lookup)
+            port = first.port
+    # `worker` has left: reconnect as the same one while nobody listens
+    with LocalWorker(name) as worker:
+        worker.say(wire.WorkerReady(worker=name, epoch=0, state={"step": 0}))
+        worker.say(wire.WorkerEvent(worker=name, name="first", at=0.0, fields={}))
+        worker.say(wire.Record(key="k", value="v"))
+        worker.say(wire.Progress(worker=name, step=1, metrics={}))
+        worker.say(wire.WorkerEvent(worker=name, name="second", at=0.0, fields={}))
+        second = FakeCoordinator()
+        with second.serving(port):
+            second.wait_for(wire.WorkerEvent, lambda m: m.name == "second")
+            register = second.registers[0]
+            assert (register.round, register.granted, register.waiting) == (1, True, False)
+            infos = {info.worker: info for info in register.workers}
+            assert infos.keys() == {name, doomed}
+            assert infos[name].ready == wire.WorkerReady(worker=name, epoch=0, state={"step": 0})
+            kinds = [type(m).__name__ for _, m in second.said]
+            assert kinds[:5] == ["Register", "WorkerEvent", "Record", "WorkerEvent", "Lookup"] or set(kinds[:5]) == {
+                "Register",
+                "WorkerEvent",
+                "Record",
+                "Lookup",
+            }
+            assert second.count(wire.Progress) == 0
+            assert worker.hear() == wire.LookupReply(worker=name, key="k", value="kept")
+            bench.handler.shutdown()
+            second.wait_for(wire.Bye)
+
+
+def test_lookup_lost_with_the_connection_is_asked_again(bench: Bench) -> None:
+    bench.rendezvous()
+    with LocalWorker(bench.spawn(0)) as worker:
+        assert isinstance(worker.hear(), wire.Welcome)
+        bench.fake.answers = False
+        worker.say(wire.Lookup(worker=worker.name, key="k"))
+        bench.fake.wait_for(wire.Lookup)
+        bench.fake.answers = True
+        bench.fake.drop()
+        assert worker.hear() == wire.LookupReply(worker=worker.name, key="k", value="kept")
+        assert len(bench.fake.registers) == 2
+
+
+def test_store_use_is_told_once(bench: Bench) -> None:
+    bench.rendezvous()
+    store: Any = bench.handler._store
+    client = dist.TCPStore(store.address.host, store.address.port, is_master=False)
+    client.set("key", "value")
+    assert bench.fake.wait_for(wire.StoreUsed).round == 1
+    time.sleep(0.6)  # two more looks
+    assert bench.fake.count(wire.StoreUsed) == 1
+
+
+def test_task_over_while_waiting(bench: Bench) -> None:
+    bench.rendezvous()
+    bench.fake.answers = False
+    bench.fake.send(wire.TaskOver(succeeded=True))
+    with pytest.raises(SystemExit) as end:
+        bench.handler.next_rendezvous()
+    assert end.value.code == 0
+
+
+def test_refused(bench: Bench) -> None:
+    bench.fake.refuse = "no room for task 'task'"
+    with pytest.raises(RendezvousFailed, match="no room for task 'task'"):
+        bench.handler.next_rendezvous()
+
+
+def test_refused_later_stops_the_workers(bench: Bench) -> None:
+    bench.rendezvous()
+    bench.fake.refuse = "forgotten"
+    bench.fake.drop()
+    until("the workers are to stop", bench.handler.num_nodes_waiting)
+    with pytest.raises(RendezvousFailed, match="forgotten"):
+        bench.handler.next_rendezvous()
