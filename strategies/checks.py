@@ -1,0 +1,62 @@
+"""What the strategy refuses, each with one error that says what was found and what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from torch.optim import LBFGS, Optimizer
+
+from unicron_lightning.errors import ConfigError
+
+
+def check_trainer(trainer: pl.Trainer) -> None:
+    """Refuses trainer settings that contradict a constant global batch.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    for callback in trainer.callbacks:
+        if isinstance(callback, GradientAccumulationScheduler) and callback.scheduling != {
+            0: trainer.accumulate_grad_batches
+        }:
+            raise ConfigError(
+                f"GradientAccumulationScheduler(scheduling={callback.scheduling}) changes the global batch; the unicron "
+                "strategy keeps it constant: set Trainer(accumulate_grad_batches=...)"
+            )
+    if trainer._accelerator_connector._layer_sync is not None:
+        raise ConfigError(
+            "Trainer(sync_batchnorm=True) communicates inside the forward pass, which the unicron strategy can't do (ranks "
+            "run different numbers of micro-batches); running statistics are averaged over the global batch anyway"
+        )
+
+
+def check_module(module: pl.LightningModule) -> None:
+    """Refuses modules that step their optimizers themselves.
+
+    Raises:
+        ConfigError: for manual optimization.
+    """
+    if not module.automatic_optimization:
+        raise ConfigError(
+            f"{type(module).__qualname__}.automatic_optimization is False; the unicron strategy needs automatic "
+            "optimization: it must know where a step ends to finish it after a failure"
+        )
+
+
+def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
+    """Refuses optimizers that run the step more than once, and several at a time.
+
+    Raises:
+        ConfigError: naming them.
+    """
+    if len(optimizers) > 1:
+        names = [type(optimizer).__qualname__ for optimizer in optimizers]
+        raise ConfigError(f"configure_optimizers() returned {len(optimizers)} optimizers {names}; expected one")
+    for optimizer in optimizers:
+        if isinstance(optimizer, LBFGS):
+            raise ConfigError(
+                "LBFGS evaluates the loss several times per step; the unicron strategy supports one forward and backward "
+                "per step: use a first-order optimizer"
+            )

@@ -1,0 +1,95 @@
+"""Lightning's collectives, as operations that survive failures.
+
+Before the first training step of the first ``fit`` their results are also recorded with the coordinator: a joiner, whose
+script runs the same lines alone, finds them there instead of asking members that have long gone on.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unicron_lightning import wire
+from unicron_lightning.errors import UnicronError
+from unicron_lightning.strategies.session import Session
+from unicron_lightning.worker import codec
+from unicron_lightning.worker.operations import Agreement, unpack_parts
+
+
+class CollectiveInStep(UnicronError):
+    """A collective was called inside a training or evaluation step, where ranks run different numbers of batches."""
+
+
+class Collectives:
+    """Collectives over the present world.
+
+    Attributes:
+        starting: whether the program is before its first training step, where results are recorded or looked up.
+        inside: the name of the step that is running, in which collectives are refused.
+        scope: tells parts of the start apart, some of which joiners leave out.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._counts: Counter[str] = Counter()
+        self.starting = True
+        self.inside: str | None = None
+        self.scope = ""
+
+    def gather(self, name: str, payload: Callable[[int], bytes]) -> list[bytes]:
+        """Each rank's payload in rank order; ``payload`` is called with this worker's rank.
+
+        Raises:
+            CollectiveInStep: where it can't be done.
+        """
+        if self.inside is not None:
+            raise CollectiveInStep(
+                f"{name}() was called inside {self.inside}; under the unicron strategy ranks run different numbers of "
+                "micro-batches, so collectives belong in epoch-level hooks (self.log(sync_dist=True) works anywhere)"
+            )
+        if not self.starting:
+            return unpack_parts(self._session.engine.run(Agreement(name, payload)))
+        key = f"{self.scope}/{name}/{self._counts[self.scope + name]}"
+        self._counts[self.scope + name] += 1
+        control = self._session.control
+        if self._session.is_joiner:
+            assert control is not None
+            value = control.lookup(key)
+            return [payload(0)] if value is None else unpack_parts(base64.b64decode(value))
+        result = self._session.engine.run(Agreement(name, payload))
+        if control is not None and self._session.engine.world.rank == 0:
+            control.send(wire.Record(key=key, value=base64.b64encode(result).decode()))
+        return unpack_parts(result)
+
+    def barrier(self) -> None:
+        """Returns when all members have called it."""
+        self.gather("barrier", lambda rank: b"")
+
+    def broadcast(self, value: Any, source: int) -> Any:
+        """Rank ``source``'s value, which must be plain data."""
+        parts = self.gather("broadcast", lambda rank: codec.encode(value) if rank == source else b"")
+        return codec.decode(parts[min(source, len(parts) - 1)])
+
+    def stack(self, name: str, tensor: Tensor) -> Tensor:
+        """All ranks' tensors of one shape, stacked in rank order, on the tensor's device."""
+        parts = self.gather(name, lambda rank: codec.encode(tensor))
+        return torch.stack([codec.decode(part) for part in parts]).to(tensor.device)
+
+    def reduce(self, tensor: Tensor, operation: str) -> Tensor:
+        """Mean, sum, minimum or maximum over the ranks, in the tensor's dtype."""
+        stacked = self.stack("reduce", tensor)
+        match operation:
+            case "mean" | "avg":
+                return stacked.double().mean(0).to(tensor.dtype)
+            case "sum":
+                return stacked.sum(0, dtype=tensor.dtype)
+            case "min":
+                return stacked.amin(0)
+            case "max":
+                return stacked.amax(0)
+        raise ValueError(f"reduce_op={operation!r} is not supported; expected mean, sum, min or max")

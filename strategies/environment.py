@@ -1,0 +1,72 @@
+"""Lightning's view of who this process is: ranks that change while it lives."""
+
+from __future__ import annotations
+
+import os
+
+from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from typing_extensions import override
+
+
+class UnicronEnvironment(ClusterEnvironment):
+    """Ranks as of the present epoch. Processes come from torchrun; until the first epoch its variables are believed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        self._local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self._node_rank = int(os.environ.get("GROUP_RANK", "0"))
+        self.set_global_rank(int(os.environ.get("RANK", "0")))
+
+    @property
+    @override
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    @override
+    def main_address(self) -> str:
+        return os.environ.get("MASTER_ADDR", "127.0.0.1")
+
+    @property
+    @override
+    def main_port(self) -> int:
+        return int(os.environ.get("MASTER_PORT", "0"))
+
+    @staticmethod
+    @override
+    def detect() -> bool:
+        return False  # never picked by Lightning itself: the strategy brings it
+
+    @override
+    def world_size(self) -> int:
+        return self._world_size
+
+    @override
+    def set_world_size(self, size: int) -> None:
+        self._world_size = size
+
+    @override
+    def global_rank(self) -> int:
+        return self._global_rank
+
+    @override
+    def set_global_rank(self, rank: int) -> None:
+        self._global_rank = rank
+        # Loggers, progress bars and warnings ask these; both copies exist in Lightning 2.6.
+        rank_zero_only.rank = rank
+        fabric_rank_zero_only.rank = rank
+
+    @override
+    def local_rank(self) -> int:
+        return self._local_rank
+
+    @override
+    def node_rank(self) -> int:
+        return self._node_rank
+
+    @override
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Nothing to check: devices x num_nodes declares the global batch, not the present world."""

@@ -1,0 +1,145 @@
+"""Validation and test passes: own batches through Lightning's loop, lost ones at the end, results the same everywhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loops import _EvaluationLoop
+
+from unicron_lightning.data.loader import EvaluationLoader
+from unicron_lightning.strategies.recording import LogCall, RecordingResults
+from unicron_lightning.strategies.torch_metrics import merge_metric_states, metric_states
+from unicron_lightning.worker import codec
+from unicron_lightning.worker.engine import Engine
+from unicron_lightning.worker.evaluation import Evaluation, plan_evaluation
+from unicron_lightning.worker.operations import unpack_parts
+
+
+class _Pass:
+    """One loader's pass in progress."""
+
+    def __init__(self, loop: _EvaluationLoop, loader: EvaluationLoader, index: int | None) -> None:
+        self.loop = loop
+        self.loader = loader
+        self.index = index
+        self.current: int | None = None
+        self.finished: set[int] = set()
+        self.calls: dict[int, list[LogCall]] = {}
+
+
+class Passes:
+    """Runs evaluation passes of a trainer.
+
+    Args:
+        trainer: whose loops are run.
+        engine: of this worker.
+    """
+
+    def __init__(self, trainer: pl.Trainer, engine: Engine) -> None:
+        self._trainer = trainer
+        self._engine = engine
+        self._pass: _Pass | None = None
+
+    def begin(self, loader: EvaluationLoader) -> list[int]:
+        """Starts the pass over a loader; returns this rank's batches."""
+        self.finish()
+        loop = self._trainer._active_loop
+        loop = loop.epoch_loop.val_loop if hasattr(loop, "epoch_loop") else loop
+        assert isinstance(loop, _EvaluationLoop) and loop._combined_loader is not None
+        loaders = loop._combined_loader.flattened
+        place = next(i for i, other in enumerate(loaders) if other is loader)
+        loader.limit(int(loop.max_batches[place]))
+        loader.set_epoch(self._trainer.current_epoch)
+        self._pass = _Pass(loop, loader, place if len(loaders) > 1 else None)
+        planned = plan_evaluation(loader.num_batches, self._engine.reports, self._engine.world.rank)
+        if not planned and place > 0:
+            # Lightning tells the loader's change by its first batch, which this rank doesn't have.
+            loop._store_dataloader_outputs()
+            self._results.dataloader_idx = place
+        return planned
+
+    def start_batch(self, number: int) -> None:
+        """The loop is about to run this batch; what is logged from now on is the batch's."""
+        current = self._pass
+        assert current is not None
+        if current.current is not None:
+            current.finished.add(current.current)
+        current.current = number
+        self._results.record_into(current.calls.setdefault(number, []))
+
+    def epoch_metrics(self) -> None:
+        """Lightning wants the pass's metrics: finish it, if it is the one whose metrics are wanted."""
+        if self._pass is not None and self._results.dataloader_idx == self._pass.index:
+            self.finish()
+
+    def finish(self) -> None:
+        """Completes the pass in progress: every rank has every batch's results."""
+        current, engine = self._pass, self._engine
+        if current is None:
+            return
+        self._pass = None
+        results = self._results_of(current.loop)
+        if current.current is not None:
+            current.finished.add(current.current)
+        results.record_into(None)
+        current.loader.end()
+        if self._trainer.sanity_checking:
+            return
+        module = self._trainer.lightning_module
+        operation = Evaluation(
+            current.loader.num_batches,
+            lambda number: self._run(current, number),
+            current.finished,
+            lambda: _encode(current, module),
+        )
+        parts = [codec.decode(part) for part in unpack_parts(engine.run(operation))]
+        merge_metric_states(module, [part["metrics"] for part in parts])
+        calls: dict[int, list[Any]] = {}
+        for part in parts:
+            for number, batch_calls in part["calls"].items():
+                calls.setdefault(number, batch_calls)
+        self._replay(results, calls, current.index)
+
+    @property
+    def _results(self) -> RecordingResults:
+        assert self._pass is not None
+        return self._results_of(self._pass.loop)
+
+    @staticmethod
+    def _results_of(loop: _EvaluationLoop) -> RecordingResults:
+        results = loop._results
+        assert isinstance(results, RecordingResults)
+        return results
+
+    def _run(self, current: _Pass, number: int) -> None:
+        """Runs a batch that a lost rank, or Lightning's limit, has left over."""
+        results = self._results_of(current.loop)
+        results.record_into(current.calls.setdefault(number, []))
+        try:
+            current.loop._evaluation_step(
+                current.loader.fetch(number), current.loop.batch_progress.current.ready, current.index or 0, None
+            )
+            current.finished.add(number)
+        finally:
+            results.record_into(None)
+            self._trainer._logger_connector.epoch_end_reached()
+
+    def _replay(self, results: RecordingResults, calls: dict[int, list[Any]], index: int | None) -> None:
+        trainer, seen = self._trainer, set()
+        device = trainer.strategy.root_device
+        before, results.dataloader_idx = results.dataloader_idx, index
+        for number in sorted(calls):
+            for call in map(LogCall.from_plain, calls[number]):
+                if call.value is not None:
+                    results.replay(call, trainer.lightning_module, device)
+                elif call.options not in seen:  # a metric object holds the whole pass: logged once
+                    seen.add(call.options)
+                    results.replay(call, trainer.lightning_module, device)
+        results.dataloader_idx = before
+
+
+def _encode(current: _Pass, module: torch.nn.Module) -> bytes:
+    calls = {number: [call.plain() for call in current.calls.get(number, [])] for number in sorted(current.finished)}
+    return codec.encode({"calls": calls, "metrics": metric_states(module)})

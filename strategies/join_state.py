@@ -1,0 +1,114 @@
+"""The whole training state at a step boundary, for a joiner: what a checkpoint holds and what it leaves out.
+
+The checkpoint part goes through Lightning's own restore functions, so that hooks, callbacks and data modules see what
+they see when resuming. The rest (exact counters, accumulated results, random state) is set when the joiner's loop is at
+the very place where the donor's was: before the first batch is handed out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loops import _FitLoop
+
+from unicron_lightning.data.seeding import random_states, restore_random_states
+from unicron_lightning.strategies.recording import RecordingResults
+from unicron_lightning.strategies.sums import Layout
+from unicron_lightning.worker import codec
+
+_LEFT_OUT = (
+    "hyper_parameters",
+    "hparams_name",
+    "hparams_type",
+    "datamodule_hyper_parameters",
+    "datamodule_hparams_name",
+    "datamodule_hparams_type",
+)
+"""A joiner's script has made its own hyperparameters; they may hold objects that are no plain data."""
+
+
+def donate(trainer: pl.Trainer, layout: Layout, seed: int) -> bytes:
+    """The state of this worker, which must be at a step boundary.
+
+    Raises:
+        NotPlainData: if a callback's, module's or optimizer's state holds objects; the message names the place.
+    """
+    checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    connector = trainer._logger_connector
+    results = trainer.fit_loop.epoch_loop._results
+    assert isinstance(results, RecordingResults)
+    return codec.encode(
+        {
+            "checkpoint": {key: value for key, value in checkpoint.items() if key not in _LEFT_OUT},
+            "counters": counters(trainer.fit_loop),
+            "results": results.state(),
+            "first_loop_iter": connector._first_loop_iter,
+            "current_fx": connector._current_fx,
+            "metrics": [connector._callback_metrics, connector._logged_metrics, connector._progress_bar_metrics],
+            "should_stop": trainer.should_stop,
+            "layout": layout.state(),
+            "random": random_states(),
+            "seed": seed,
+        }
+    )
+
+
+def receive(trainer: pl.Trainer, state: dict[str, Any]) -> None:
+    """Restores what a checkpoint restores, and the counters as at the start of the donor's epoch."""
+    connector = trainer._checkpoint_connector
+    connector._loaded_checkpoint = state["checkpoint"]
+    connector.restore_model()
+    connector.restore_datamodule()
+    connector.restore_callbacks()
+    connector.restore_precision_plugin_state()
+    connector.restore_optimizers_and_schedulers()
+    connector._loaded_checkpoint = {}  # Lightning's later restore_training_state finds nothing left to do
+    set_counters(trainer.fit_loop, state["counters"])
+    epoch = trainer.fit_loop.epoch_progress.current
+    epoch.ready = epoch.started = epoch.completed = epoch.processed
+    total = trainer.fit_loop.epoch_progress.total
+    total.ready = total.started = total.completed = total.processed
+
+
+def arrive(trainer: pl.Trainer, state: dict[str, Any], layout: Layout, device: torch.device) -> None:
+    """Sets the rest, with the joiner's loop about to hand out its first batch."""
+    fit_loop = trainer.fit_loop
+    set_counters(fit_loop, state["counters"])
+    fetcher = fit_loop._data_fetcher
+    assert fetcher is not None
+    fetcher.fetched = fit_loop.epoch_loop.batch_progress.current.ready
+    results = fit_loop.epoch_loop._results
+    assert isinstance(results, RecordingResults)
+    results.load_state(state["results"], device)
+    connector = trainer._logger_connector
+    connector._first_loop_iter, connector._current_fx = state["first_loop_iter"], state["current_fx"]
+    connector._callback_metrics, connector._logged_metrics, connector._progress_bar_metrics = state["metrics"]
+    trainer.should_stop = state["should_stop"]
+    layout.load_state(state["layout"])
+    restore_random_states(state["random"])
+
+
+def counters(fit_loop: _FitLoop) -> dict[str, Any]:
+    """All of Lightning's training counters."""
+    epoch_loop = fit_loop.epoch_loop
+    return {
+        "epoch": fit_loop.epoch_progress.state_dict(),
+        "batch": epoch_loop.batch_progress.state_dict(),
+        "scheduler": epoch_loop.scheduler_progress.state_dict(),
+        "optimizer": epoch_loop.automatic_optimization.optim_progress.state_dict(),
+        "validation": epoch_loop.val_loop.batch_progress.state_dict(),
+        "stepped": epoch_loop._batches_that_stepped,
+    }
+
+
+def set_counters(fit_loop: _FitLoop, saved: dict[str, Any]) -> None:
+    """Sets what `counters` gave."""
+    epoch_loop = fit_loop.epoch_loop
+    fit_loop.epoch_progress.load_state_dict(saved["epoch"])
+    epoch_loop.batch_progress.load_state_dict(saved["batch"])
+    epoch_loop.scheduler_progress.load_state_dict(saved["scheduler"])
+    epoch_loop.automatic_optimization.optim_progress.load_state_dict(saved["optimizer"])
+    epoch_loop.val_loop.batch_progress.load_state_dict(saved["validation"])
+    epoch_loop._batches_that_stepped = saved["stepped"]

@@ -1,0 +1,99 @@
+"""Forward and backward of one micro-batch, the same on whichever rank it runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.apply_func import apply_to_collection
+from torch import Tensor
+
+from unicron_lightning.data.loader import GlobalBatch
+from unicron_lightning.data.order import StepShape
+from unicron_lightning.data.seeding import place_seed, seed_all
+from unicron_lightning.errors import ConfigError
+from unicron_lightning.strategies.recording import RecordingResults
+from unicron_lightning.strategies.sums import NormStatistics, StepSums
+
+if TYPE_CHECKING:
+    from unicron_lightning.strategies.unicron import UnicronStrategy
+
+_FORWARD = 1
+"""Tells the random state of computing apart from that of fetching, at the same place."""
+
+
+class MicroBatches:
+    """Runs the micro-batches of one step.
+
+    Random state depends on (seed, epoch, step, micro-batch) only, the loss is divided by M, and what is logged or
+    changed on the side (metrics, batch-norm statistics) goes to ``sums`` and ``norms``.
+    """
+
+    def __init__(
+        self,
+        strategy: UnicronStrategy,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        shape: StepShape,
+        seed: int,
+        batch: GlobalBatch,
+        takes_index: bool,
+        sums: StepSums,
+        norms: NormStatistics,
+    ) -> None:
+        self._strategy = strategy
+        self._trainer = trainer
+        self._module = module
+        self._shape = shape
+        self._seed = seed
+        self._batch = batch
+        self._takes_index = takes_index
+        self._sums = sums
+        self._norms = norms
+        self._last_output: Any = None
+        self._scaler = getattr(strategy.precision_plugin, "scaler", None)
+        if self._scaler is not None:
+            self._scaler.scale(torch.zeros((), device=strategy.root_device))  # its state exists also without a share
+
+    def run(self, micro_batch: int) -> None:
+        """Forward and backward; gradients accumulate."""
+        strategy, plugin, module = self._strategy, self._strategy.precision_plugin, self._module
+        data = self._to_device(self._batch.fetch(micro_batch))
+        place = (self._batch.epoch, self._batch.step, micro_batch)
+        seed_all(place_seed(self._seed, _FORWARD, *place))
+        index = self._batch.step * self._shape.accumulation + micro_batch // self._shape.devices
+        results = self._trainer.fit_loop.epoch_loop._results
+        assert isinstance(results, RecordingResults)
+        with results.recording(data) as calls, torch.enable_grad():
+            with plugin.train_step_context():
+                output = module.training_step(data, index) if self._takes_index else module.training_step(data)
+            loss = self._loss(output)
+            scaled = loss / self._shape.micro_batches
+            if self._scaler is not None:
+                scaled = self._scaler.scale(scaled)
+            plugin.backward(scaled, module, strategy.optimizers[0])
+        self._sums.add(loss, calls)
+        self._norms.finish_micro_batch()
+        self._last_output = apply_to_collection(output, Tensor, Tensor.detach)
+
+    def output(self, loss: Tensor) -> Any:
+        """What Lightning's hooks get as the step's output: the last micro-batch's, with the global batch's mean loss."""
+        mean = loss.to(device=self._strategy.root_device, dtype=torch.get_default_dtype())
+        if isinstance(self._last_output, dict):
+            return {**self._last_output, "loss": mean}
+        return mean
+
+    def _to_device(self, batch: Any) -> Any:
+        batch = self._strategy.precision_plugin.convert_input(batch)
+        batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
+        return self._strategy.batch_to_device(batch, dataloader_idx=0)
+
+    def _loss(self, output: Any) -> Tensor:
+        loss = output.get("loss") if isinstance(output, dict) else output
+        if not isinstance(loss, Tensor):
+            raise ConfigError(
+                f"training_step returned {output!r}; the unicron strategy needs a loss tensor (or a dict with 'loss') for "
+                "every micro-batch, as skipping one would change the global batch"
+            )
+        return loss

@@ -1,0 +1,214 @@
+"""``self.log`` in steps, made independent of who runs which micro-batch.
+
+What a step logs is recorded per micro-batch (or evaluation batch) instead of going to Lightning's results at once. When
+the step commits (the evaluation pass ends) the records of all ranks are reduced, and every rank logs the same global
+values. So nothing that was logged is lost with a rank, and a joiner can take the accumulated results over from a peer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch.trainer.connectors.logger_connector.result import (
+    _Metadata,
+    _ResultCollection,
+    _ResultMetric,
+)
+from lightning.pytorch.utilities.data import extract_batch_size
+from torch import Tensor
+from torchmetrics import Metric
+from typing_extensions import override
+
+Options = tuple[str, str, bool, bool, bool, bool, str, bool]
+"""fx, name, prog_bar, logger, on_step, on_epoch, reduce, add_dataloader_idx: what tells one logged value from another."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogCall:
+    """One value that a step logged.
+
+    Attributes:
+        value: scalar; None for a torchmetrics object, whose attribute name is then ``metric``.
+        weight: batch size by which means are weighted.
+    """
+
+    options: Options
+    value: Tensor | None
+    weight: float
+    metric: str | None = None
+
+    def plain(self) -> list[Any]:
+        """As plain data."""
+        value = None if self.value is None else float(self.value)
+        return [list(self.options), value, self.weight, self.metric]
+
+    @classmethod
+    def from_plain(cls, data: Sequence[Any]) -> LogCall:
+        """Back from `plain`."""
+        options, value, weight, metric = data
+        scalar = None if value is None else torch.tensor(value, dtype=torch.float64)
+        return cls(options=tuple(options), value=scalar, weight=weight, metric=metric)
+
+
+class RecordingResults(_ResultCollection):
+    """Lightning's result collection with a tap.
+
+    Args:
+        training: as upstream.
+        on_epoch_metrics: called before epoch-level metrics are read: the place to finish an evaluation pass.
+    """
+
+    def __init__(self, training: bool, on_epoch_metrics: Callable[[], None] = lambda: None) -> None:
+        super().__init__(training)
+        self._calls: list[LogCall] | None = None
+        self._on_epoch_metrics = on_epoch_metrics
+
+    @contextmanager
+    def recording(self, batch: Any) -> Iterator[list[LogCall]]:
+        """Inside, what is logged is kept in the list given and goes nowhere else; ``batch`` gives the batch size."""
+        before = self.batch, self.batch_size, self._calls
+        calls: list[LogCall] = []
+        self.batch, self.batch_size, self._calls = batch, None, calls
+        try:
+            yield calls
+        finally:
+            self.batch, self.batch_size, self._calls = before
+
+    def record_into(self, calls: list[LogCall] | None) -> None:
+        """Records into ``calls`` from now on (None: no more)."""
+        self._calls = calls
+
+    @override
+    def log(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        if self._calls is None or args:
+            super().log(fx, name, value, *args, **kwargs)
+            return
+        options: Options = (
+            fx,
+            name,
+            kwargs.get("prog_bar", False),
+            kwargs.get("logger", True),
+            kwargs.get("on_step", False),
+            kwargs.get("on_epoch", True),
+            _reduction_name(kwargs.get("reduce_fx", torch.mean)),
+            kwargs.get("add_dataloader_idx", True),
+        )
+        if isinstance(value, Metric):
+            call = LogCall(options=options, value=None, weight=1.0, metric=kwargs.get("metric_attribute"))
+        else:
+            weight = self._weight(options, kwargs.get("batch_size"))
+            call = LogCall(options=options, value=torch.as_tensor(value).detach(), weight=weight)
+        self._calls.append(call)
+
+    def replay(self, call: LogCall, module: torch.nn.Module, device: torch.device) -> None:
+        """Logs a global value, as if the step had logged it once."""
+        fx, name, prog_bar, logger, on_step, on_epoch, reduce, add_dataloader_idx = call.options
+        value: Any
+        if call.value is None:
+            value = module.get_submodule(call.metric or "")
+        else:
+            value = call.value.to(device=device, dtype=torch.get_default_dtype())
+        super().log(
+            fx,
+            name,
+            value,
+            prog_bar=prog_bar,
+            logger=logger,
+            on_step=on_step,
+            on_epoch=on_epoch,
+            reduce_fx=getattr(torch, reduce),
+            add_dataloader_idx=add_dataloader_idx,
+            batch_size=max(1, round(call.weight)),
+            metric_attribute=call.metric,
+        )
+
+    @override
+    def metrics(self, on_step: bool) -> Any:
+        if not on_step:
+            self._on_epoch_metrics()
+        return super().metrics(on_step)
+
+    def state(self) -> list[Any]:
+        """Accumulated tensor results, as plain data for a joiner."""
+        return [
+            [
+                key,
+                [m.fx, m.name, m.prog_bar, m.logger, m.on_step, m.on_epoch, _reduction_name(m.reduce_fx)],
+                m.add_dataloader_idx,
+                metric.value,
+                metric.cumulated_batch_size if m.is_mean_reduction else None,
+                metric.has_reset,
+                metric._forward_cache,
+                metric._update_count,
+            ]
+            for key, metric in self.items()
+            if metric.is_tensor and (m := metric.meta)
+        ]
+
+    def load_state(self, state: Sequence[Sequence[Any]], device: torch.device) -> None:
+        """Takes over what `state` gave on another worker."""
+        for key, options, add_dataloader_idx, value, batch_size, has_reset, cache, updates in state:
+            fx, name, prog_bar, logger, on_step, on_epoch, reduce = options
+            meta = _Metadata(
+                fx=fx,
+                name=name,
+                prog_bar=prog_bar,
+                logger=logger,
+                on_step=on_step,
+                on_epoch=on_epoch,
+                reduce_fx=getattr(torch, reduce),
+                add_dataloader_idx=add_dataloader_idx,
+                dataloader_idx=None,
+            )
+            metric = _ResultMetric(meta, True)
+            metric.value = value
+            if meta.is_mean_reduction:
+                metric.cumulated_batch_size = batch_size
+            metric._forward_cache, metric.has_reset, metric._update_count = cache, has_reset, updates
+            self[key] = metric.to(device)
+
+    def _weight(self, options: Options, batch_size: int | None) -> float:
+        if batch_size is not None:
+            return float(batch_size)
+        if self.batch is None or options[6] != "mean":
+            return 1.0
+        if self.batch_size is None:
+            self.batch_size = extract_batch_size(self.batch) if options[5] else 1
+        return float(self.batch_size)
+
+
+def _reduction_name(function: Any) -> str:
+    name = function if isinstance(function, str) else getattr(function, "__name__", str(function))
+    name = {"avg": "mean", "amax": "max", "amin": "min"}.get(name, name)
+    if name not in ("mean", "sum", "min", "max"):
+        raise ValueError(f"self.log(reduce_fx={function!r}) is not supported; expected mean, sum, min or max")
+    return name
+
+
+def merge_calls(calls: Sequence[LogCall]) -> list[LogCall]:
+    """One call per logged value, reduced over the given ones: means weighted by batch size, as Lightning's epoch means."""
+    grouped: dict[Options, list[LogCall]] = {}
+    for call in calls:
+        grouped.setdefault(call.options, []).append(call)
+    return [_merge(options, group) for options, group in grouped.items()]
+
+
+def _merge(options: Options, calls: Sequence[LogCall]) -> LogCall:
+    if calls[0].value is None:
+        return calls[0]
+    values = torch.stack([call.value.double().cpu().reshape(()) for call in calls if call.value is not None])
+    weights = torch.tensor([call.weight for call in calls], dtype=torch.float64)
+    match options[6]:
+        case "mean":
+            value = (values * weights).sum() / weights.sum()
+        case "sum":
+            value = values.sum()
+        case "min":
+            value = values.min()
+        case _:
+            value = values.max()
+    return LogCall(options=options, value=value, weight=float(weights.sum()))

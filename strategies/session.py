@@ -1,0 +1,81 @@
+"""A worker's part in its task, from the first ``fit`` to the end of the process."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+from collections.abc import Callable
+
+import torch
+
+from unicron_lightning import environ, wire
+from unicron_lightning.errors import ConfigError
+from unicron_lightning.worker.connect import connector
+from unicron_lightning.worker.control import Control
+from unicron_lightning.worker.engine import Engine, World
+from unicron_lightning.worker.gloo import leave_buried
+
+logger = logging.getLogger(__name__)
+
+
+class Session:
+    """Control connection and engine of this process; a world of this process alone where there is no agent.
+
+    Args:
+        device: of the model; decides the back-end of the data plane.
+        capacity: most workers the task can use.
+        on_world: told each new world.
+
+    Raises:
+        ConfigError: under torchrun with another rendezvous back-end.
+    """
+
+    def __init__(self, device: torch.device, capacity: int, on_world: Callable[[World], None]) -> None:
+        self.control: Control | None = None
+        self.is_joiner = False
+        self.resume: str | None = None
+        self._ready_to_abort = threading.Event()
+        if environ.under_agent():
+            own = environ.read()
+            self.control = Control(own.agent_socket, own.worker, own.local_rank, self._on_failure)
+            welcome = self.control.hello(capacity)
+            if welcome.founder:
+                welcome = self._wait_founded(self.control)
+            self.is_joiner, self.resume = not welcome.founder, welcome.resume
+            connect = connector(own.task, own.host, device)
+        elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ConfigError(
+                f"this process is one of WORLD_SIZE={os.environ['WORLD_SIZE']} but has no Unicron agent; start the script "
+                "with `torchrun --rdzv-backend unicron`"
+            )
+        else:
+            connect = connector("", "127.0.0.1", device)
+        self.engine = Engine(self.control, connect, on_world, self.is_joiner)
+        self._ready_to_abort.set()
+        atexit.register(self.close)
+
+    def wait_admission(self) -> None:
+        """Says that this joiner is built and may be admitted; `Engine.run` then waits for its first epoch."""
+        assert self.control is not None
+        self.control.ready(0, {"step": 0, "has_state": False})
+
+    def close(self) -> None:
+        """Ends the session; the process may end afterwards without waiting for anything."""
+        atexit.unregister(self.close)
+        self.engine.close()
+        if self.control is not None:
+            self.control.close()
+        leave_buried()
+
+    def _wait_founded(self, control: Control) -> wire.Welcome:
+        """Waits for the first epoch, or for the word that it was formed without this worker, which then joins."""
+        control.ready(0, {"step": 0, "has_state": True})
+        with control.condition:
+            control.condition.wait_for(lambda: control.latest is not None or not control.welcome.founder)
+        return control.welcome
+
+    def _on_failure(self, epoch: wire.Epoch) -> None:
+        if self._ready_to_abort.is_set():
+            self.engine.abort(epoch)

@@ -1,0 +1,162 @@
+"""What is summed over a step's micro-batches besides the gradients: loss, logged values, batch-norm statistics.
+
+One float64 vector per step carries the loss and the logged means and sums; its layout is the set of values logged in
+the step before, which all ranks know. When a step logs something new (or a minimum or maximum), or leaves other
+parameters unused than before, the ranks exchange their records as bytes before the commit and agree on the new layout;
+in a steady program that happens once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from unicron_lightning.strategies.recording import LogCall, Options, merge_calls
+from unicron_lightning.worker import codec
+from unicron_lightning.worker.buckets import Bucket, GradientBuckets
+from unicron_lightning.worker.communicator import gather_bytes
+from unicron_lightning.worker.engine import Engine
+
+_LOSS, _COUNT, _CHANGED, _HEADER = 0, 1, 2, 3
+
+
+class Layout:
+    """What the members agree on from step to step: the logged values of the vector, and the parameters left unused."""
+
+    def __init__(self) -> None:
+        self.options: list[Options] = []
+        self.unused: list[int] = []
+
+    def state(self) -> dict[str, Any]:
+        return {"options": [list(options) for options in self.options], "unused": self.unused}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.options = [tuple(options) for options in state["options"]]
+        self.unused = list(state["unused"])
+
+
+class NormStatistics:
+    """Running statistics of batch-norm layers: each micro-batch starts from the step's; the mean over all is kept.
+
+    torch DDP keeps rank 0's, which depend on what rank 0 computes. Here they depend on the global batch only.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        layers = [m for m in module.modules() if isinstance(m, _NormBase) and m.track_running_stats]
+        self._floats = [b for m in layers for b in (m.running_mean, m.running_var) if b is not None]
+        self._counts = [m.num_batches_tracked for m in layers if m.num_batches_tracked is not None]
+        self._base: list[Tensor] = []
+        self._base_counts: list[Tensor] = []
+        size = sum(b.numel() for b in self._floats)
+        self.bucket = Bucket(torch.zeros(size, device=self._floats[0].device)) if self._floats else None
+
+    def begin(self) -> None:
+        if self.bucket is not None:
+            self._base = [b.clone() for b in self._floats]
+            self._base_counts = [c.clone() for c in self._counts]
+            self.bucket.local.zero_()
+
+    def finish_micro_batch(self) -> None:
+        """Adds what the micro-batch changed to the sums and goes back to the step's start."""
+        if self.bucket is None:
+            return
+        offset = 0
+        for buffer, base in zip(self._floats, self._base, strict=True):
+            self.bucket.local[offset : offset + buffer.numel()] += (buffer - base).reshape(-1)
+            offset += buffer.numel()
+            buffer.copy_(base)
+
+    def commit(self, num_micro_batches: int) -> None:
+        """Sets the mean over the global batch; a step counts as one batch."""
+        if self.bucket is None:
+            return
+        offset = 0
+        for buffer, base in zip(self._floats, self._base, strict=True):
+            change = self.bucket.reduced[offset : offset + buffer.numel()].view_as(buffer)
+            buffer.copy_(base + change / num_micro_batches)
+            offset += buffer.numel()
+        for count, base in zip(self._counts, self._base_counts, strict=True):
+            count.copy_(torch.where(count > base, base + 1, base))
+
+
+class StepSums:
+    """The sums of one step; implements `unicron_lightning.worker.step.Sums`.
+
+    Args:
+        layout: agreed; updated by `finish`.
+        norms: the model's batch-norm statistics, begun.
+        gradients: tells which parameters were used.
+    """
+
+    def __init__(self, layout: Layout, norms: NormStatistics, gradients: GradientBuckets) -> None:
+        self._layout = layout
+        self._norms = norms
+        self._gradients = gradients
+        self._vector = Bucket(torch.zeros(_HEADER + 2 * len(layout.options), dtype=torch.float64))
+        self._losses: list[Tensor] = []
+        self._calls: list[LogCall] = []
+        self._agreed: tuple[list[LogCall], list[int]] | None = None
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        return [self._vector] if self._norms.bucket is None else [self._vector, self._norms.bucket]
+
+    def add(self, loss: Tensor, calls: Sequence[LogCall]) -> None:
+        """Adds what one micro-batch gave."""
+        self._losses.append(loss.detach().reshape(()).double())
+        self._calls.extend(calls)
+
+    def fill(self) -> None:
+        vector = self._vector.local.zero_()
+        if self._losses:
+            vector[_LOSS] = torch.stack(self._losses).sum().cpu()
+        vector[_COUNT] = len(self._losses)
+        merged = {call.options: call for call in merge_calls(self._calls)}
+        for place, options in enumerate(self._layout.options):
+            if (call := merged.get(options)) is not None and call.value is not None:
+                factor = call.weight if options[6] == "mean" else 1.0
+                vector[_HEADER + 2 * place] = call.value * factor
+                vector[_HEADER + 2 * place + 1] = call.weight
+        known = set(self._layout.options)
+        changed = any(options not in known for options in merged)
+        vector[_CHANGED] = float(bool(self._losses) and (changed or self._unused() != self._layout.unused))
+
+    def settle(self, engine: Engine) -> None:
+        self._agreed = None
+        if self._vector.reduced[_CHANGED] == 0:
+            return
+        mine = {
+            "calls": [call.plain() for call in merge_calls(self._calls)],
+            "unused": self._unused() if self._losses else None,
+        }
+        parts = [codec.decode(part) for part in gather_bytes(engine.communicator, codec.encode(mine))]
+        calls = merge_calls([LogCall.from_plain(call) for part in parts for call in part["calls"]])
+        sets = [set(part["unused"]) for part in parts if part["unused"] is not None]
+        self._agreed = calls, sorted(set.intersection(*sets)) if sets else []
+
+    def finish(self) -> tuple[Tensor, list[LogCall], list[bool]]:
+        """After the commit: mean loss, the global logged values, and for each parameter whether it was used."""
+        vector = self._vector.reduced
+        if self._agreed is not None:
+            calls, self._layout.unused = self._agreed
+            summable = {call.options for call in calls if call.value is not None and call.options[6] in ("mean", "sum")}
+            self._layout.options = sorted({*self._layout.options, *summable})
+        else:
+            calls = [call for call in map(self._call, range(len(self._layout.options))) if call is not None]
+        unused = set(self._layout.unused)
+        used = [index not in unused for index in range(len(self._gradients.parameters))]
+        return vector[_LOSS] / vector[_COUNT], calls, used
+
+    def _call(self, place: int) -> LogCall | None:
+        total, weight = self._vector.reduced[_HEADER + 2 * place : _HEADER + 2 * place + 2]
+        options = self._layout.options[place]
+        if weight == 0:
+            return None
+        return LogCall(options=options, value=total / weight if options[6] == "mean" else total, weight=float(weight))
+
+    def _unused(self) -> list[int]:
+        return [index for index, used in enumerate(self._gradients.used) if not used]

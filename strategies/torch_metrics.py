@@ -1,0 +1,66 @@
+"""State of torchmetrics objects over the ranks of an evaluation pass.
+
+torchmetrics synchronises over torch's default group, which this strategy does not create (a dead rank would block it).
+The states travel with the pass's results instead and are merged by torchmetrics' own reductions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+from torchmetrics.utilities.data import dim_zero_cat
+
+_MARK = "_unicron_merged"
+
+
+def _metrics(module: nn.Module) -> list[tuple[str, Metric]]:
+    return [(name, child) for name, child in module.named_modules() if isinstance(child, Metric)]
+
+
+def metric_states(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """This rank's state of every updated metric in ``module``, by name."""
+    states = {}
+    for name, metric in _metrics(module):
+        restore_sync(metric)
+        if metric.update_called and not metric._is_synced:
+            states[name] = {key: getattr(metric, key) for key in metric._reductions} | {
+                "_update_count": metric._update_count
+            }
+    return states
+
+
+def merge_metric_states(module: nn.Module, by_rank: Sequence[dict[str, dict[str, Any]]]) -> None:
+    """Sets every metric that any rank has updated to the state over all ranks; `Metric.compute` then gives its value."""
+    for name, metric in _metrics(module):
+        states = [part[name] for part in by_rank if name in part]
+        if not states:
+            continue
+        for key, reduction in metric._reductions.items():
+            setattr(metric, key, _merge([state[key] for state in states], reduction, metric.device))
+        metric._update_count = sum(state["_update_count"] for state in states)
+        metric._computed = None
+        metric._to_sync = False  # it is the whole already
+        setattr(metric, _MARK, True)
+
+
+def restore_sync(metric: Metric) -> None:
+    """Undoes what `merge_metric_states` set for the last pass."""
+    if getattr(metric, _MARK, False) and metric._update_count == 0:
+        metric._to_sync = metric.sync_on_compute
+        setattr(metric, _MARK, False)
+
+
+def _merge(values: Sequence[Any], reduction: Any, device: torch.device) -> Any:
+    if isinstance(values[0], list):
+        items = [item.to(device) for value in values for item in value]
+        return [dim_zero_cat(items)] if items and reduction is dim_zero_cat else items
+    stacked = torch.stack([value.to(device) for value in values])
+    if reduction is None:
+        return stacked
+    merged = reduction(stacked)
+    assert isinstance(merged, Tensor)
+    return merged

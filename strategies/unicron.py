@@ -1,0 +1,429 @@
+"""The Lightning strategy ``unicron``: data parallelism that trains straight through failures.
+
+One Lightning batch is one **global batch**: ``accumulate_grad_batches x devices x num_nodes`` micro-batches, for the whole
+life of the task and whatever its world is at the moment. `training_step` of the module is called once per micro-batch;
+Lightning's batch hooks and counters see one batch per optimizer step, so they never depend on the world. Failures are
+healed inside `UnicronStrategy.training_step` and the other operations; joiners enter before a step.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.strategies import _StrategyRegistry
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from unicron_lightning import wire
+from unicron_lightning.data.loader import EvaluationLoader, GlobalBatch, TrainingLoader
+from unicron_lightning.data.order import DataOrder, StepShape, check_loader
+from unicron_lightning.data.seeding import preserved
+from unicron_lightning.errors import ConfigError
+from unicron_lightning.strategies import join_state
+from unicron_lightning.strategies.checks import check_module, check_optimizers, check_trainer
+from unicron_lightning.strategies.collectives import Collectives
+from unicron_lightning.strategies.environment import UnicronEnvironment
+from unicron_lightning.strategies.evaluation import Passes
+from unicron_lightning.strategies.micro_batch import MicroBatches
+from unicron_lightning.strategies.recording import RecordingResults
+from unicron_lightning.strategies.session import Session
+from unicron_lightning.strategies.sums import Layout, NormStatistics, StepSums
+from unicron_lightning.worker import codec
+from unicron_lightning.worker.buckets import GradientBuckets
+from unicron_lightning.worker.engine import Engine, World
+from unicron_lightning.worker.ledger import share
+from unicron_lightning.worker.operations import Agreement, Join, LeaderAction, unpack_parts
+from unicron_lightning.worker.step import GradientStep
+
+logger = logging.getLogger(__name__)
+
+_MIB = 1 << 20
+
+
+class UnicronStrategy(ParallelStrategy):
+    """Data parallelism through failures, for any `LightningModule` with automatic optimization.
+
+    Args:
+        bucket_mib: size of a gradient bucket, in MiB.
+        overlap: start reductions during the last micro-batch's backward.
+        num_micro_batches: M of a global batch, instead of accumulate_grad_batches x devices x num_nodes.
+        accelerator, parallel_devices, checkpoint_io, precision_plugin: given by Lightning.
+
+    Raises:
+        ConfigError: for what it can't do exactly; see `checks`.
+    """
+
+    strategy_name = "unicron"
+
+    def __init__(
+        self,
+        accelerator: pl.accelerators.Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Precision | None = None,
+        *,
+        bucket_mib: float = 25.0,
+        overlap: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> None:
+        self._environment = UnicronEnvironment()
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=self._environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        if bucket_mib <= 0:
+            raise ConfigError(f"bucket_mib={bucket_mib!r} must be above 0 (MiB)")
+        self.num_nodes = 1  # of the declared world; set by Lightning from Trainer(num_nodes=...)
+        self._bucket_bytes = int(bucket_mib * _MIB)
+        self._overlap = overlap
+        self._num_micro_batches = num_micro_batches
+        self._shape: StepShape | None = None
+        self._session: Session | None = None
+        self._collectives: Collectives | None = None
+        self._trainer: pl.Trainer | None = None
+        self._passes: Passes | None = None
+        self._gradients: GradientBuckets | None = None
+        self._norms: NormStatistics | None = None
+        self._layout = Layout()
+        self._arrival: dict[str, Any] | None = None
+        self._used: list[bool] = []
+        self._last_batch: GlobalBatch | None = None
+        self._reported_epoch = 0
+        self._seed = 0
+        self._loaders: list[TrainingLoader | EvaluationLoader] = []
+        self._runs = 0
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        strategy_registry.register(cls.strategy_name, cls, description="Trains straight through failures (Unicron)")
+
+    # ---- who we are
+
+    @property
+    def engine(self) -> Engine:
+        """This worker's engine; there from the first ``fit``, ``validate`` or ``test`` on."""
+        assert self._session is not None, "no run has begun"
+        return self._session.engine
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        devices = self.parallel_devices or [torch.device("cpu")]
+        return devices[self.local_rank % len(devices)]
+
+    @property
+    @override
+    def handles_gradient_accumulation(self) -> bool:
+        return True
+
+    @property
+    def _gather(self) -> Collectives:
+        assert self._collectives is not None, "collectives need a run"
+        return self._collectives
+
+    def _on_world(self, world: World) -> None:
+        self._environment.set_world_size(world.size)
+        self._environment.set_global_rank(world.rank)
+
+    # ---- start
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        check_trainer(trainer)
+        if self._shape is None:
+            self._shape = self._declare(trainer)
+        self._runs += 1
+        if self._session is None:
+            self._session = Session(self.root_device, self._shape.micro_batches, self._on_world)
+            self._collectives = Collectives(self._session)
+            self._collectives.scope = f"{self._runs}"
+            seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed() & 0xFFFFFFFF))
+            self._seed = self._collectives.broadcast(seed, 0)
+        self._gather.scope = f"{self._runs}"
+
+    def _declare(self, trainer: pl.Trainer) -> StepShape:
+        """Takes the global batch from the trainer; from then on Lightning counts whole steps."""
+        devices = trainer.num_devices * trainer.num_nodes
+        rounds = trainer.accumulate_grad_batches
+        if self._num_micro_batches is not None:
+            rounds, rest = divmod(self._num_micro_batches, devices)
+            if rest or rounds < 1:
+                raise ConfigError(
+                    f"num_micro_batches={self._num_micro_batches} does not divide among devices x num_nodes = "
+                    f"{trainer.num_devices} x {trainer.num_nodes} = {devices}; expected a multiple of {devices}"
+                )
+        trainer.accumulate_grad_batches = 1
+        if isinstance(trainer.val_check_interval, int):
+            trainer.val_check_interval = -(-trainer.val_check_interval // rounds)
+        return StepShape(devices=devices, accumulation=rounds)
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+        module = self.lightning_module
+        assert module is not None and self._session is not None
+        check_module(module)
+        self._passes = Passes(trainer, self.engine)
+        for loop in (trainer.validate_loop, trainer.test_loop, trainer.fit_loop.epoch_loop.val_loop):
+            loop._results = RecordingResults(False, self._passes.epoch_metrics)
+        trainer.fit_loop.epoch_loop._results = RecordingResults(True)
+        super().setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            check_optimizers(self.optimizers)
+            self._norms = NormStatistics(module)
+        if self._session.is_joiner and not self.engine.has_state:
+            if trainer.state.fn == TrainerFn.FITTING:
+                self._join(trainer)
+        elif self._session.resume is not None and trainer.state.fn == TrainerFn.FITTING:
+            self._resume(trainer, self._session.resume)
+        elif self.engine.world.size > 1 and self._gather.starting:
+            self._share_initial_state(module)
+
+    def _share_initial_state(self, module: pl.LightningModule) -> None:
+        """All start from rank 0's parameters and buffers, seeded alike or not."""
+        with torch.no_grad():
+            tensors = [*module.parameters(), *module.buffers()]
+            operation = Agreement("initial_state", lambda rank: codec.encode(tensors) if rank == 0 else b"")
+            values = codec.decode(unpack_parts(self.engine.run(operation))[0])
+            for tensor, value in zip(tensors, values, strict=True):
+                tensor.copy_(value)
+
+    def _resume(self, trainer: pl.Trainer, path: str) -> None:
+        """No member of the task survived: go on from its last checkpoint."""
+        logger.warning("task_resumes_from_checkpoint path=%s", path)
+        connector = trainer._checkpoint_connector
+        connector.resume_start(path, weights_only=False)
+        connector.restore_model()
+        connector.restore_datamodule()
+        connector.restore_callbacks()
+
+    def _join(self, trainer: pl.Trainer) -> None:
+        """Everything that needs no state is done before the members are asked to wait for this worker."""
+        assert self._session is not None
+        trainer.num_sanity_val_steps = 0
+        trainer.fit_loop.setup_data()
+        self._session.wait_admission()
+        join = Join(lambda: b"")
+        self.engine.run(join)
+        assert join.received is not None
+        state = codec.decode(join.received)
+        self._seed = state["seed"]
+        join_state.receive(trainer, state)
+        self._arrival = state
+
+    # ---- data
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
+        assert trainer is not None and self._shape is not None
+        check_loader(dataloader)
+        assert isinstance(dataloader, DataLoader)
+        loader: TrainingLoader | EvaluationLoader
+        if trainer.predicting:
+            if self.engine.world.size > 1:
+                raise ConfigError("trainer.predict() under the unicron strategy needs a world of one worker")
+            return dataloader
+        if trainer.training:
+            loader = self._training_loader(trainer, dataloader)
+        else:
+            loader = EvaluationLoader(dataloader, self._shape.devices, self._seed, self._begin_pass, self._start_batch)
+        self._loaders.append(loader)
+        return loader
+
+    def _training_loader(self, trainer: pl.Trainer, dataloader: DataLoader[Any]) -> TrainingLoader:
+        assert self._shape is not None
+        limit = None
+        if isinstance(trainer.limit_train_batches, int):
+            limit = -(-trainer.limit_train_batches // self._shape.accumulation)
+        shuffle_seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))  # as Lightning's DistributedSampler
+        order = DataOrder(dataloader, self._shape, shuffle_seed)
+        return TrainingLoader(
+            dataloader, order, self._seed, limit, self._position, self._share, lambda: self._boundary(trainer)
+        )
+
+    def _begin_pass(self, loader: EvaluationLoader) -> list[int]:
+        assert self._passes is not None
+        return self._passes.begin(loader)
+
+    def _start_batch(self, number: int) -> None:
+        assert self._passes is not None
+        self._passes.start_batch(number)
+
+    def _position(self) -> tuple[int, int]:
+        assert self._trainer is not None
+        loop = self._trainer.fit_loop
+        return loop.epoch_progress.current.processed, loop.epoch_loop.batch_progress.current.ready
+
+    def _share(self, micro_batches: range) -> list[int]:
+        return share(micro_batches, self.engine.world.rank, self.engine.world.size)
+
+    def _boundary(self, trainer: pl.Trainer) -> None:
+        """Between steps: the one place where a world grows, and where it is left when told to stop."""
+        engine = self.engine
+        self._gather.starting = False
+        if self._arrival is not None:
+            state, self._arrival = self._arrival, None
+            join_state.arrive(trainer, state, self._layout, self.root_device)
+        if trainer.received_sigterm:
+            raise SIGTERMException
+        engine.step = trainer.global_step
+        if engine.switch_agreed:
+            self._switch(trainer)
+        while engine.world.hold:
+            assert engine.control is not None
+            logger.warning("training_held world=%d reason=fewer nodes than the minimum", engine.world.size)
+            engine.control.wait_newer(engine.world.epoch)
+            self._switch(trainer)
+
+    def _switch(self, trainer: pl.Trainer) -> None:
+        self.engine.switch_agreed = False
+        self.engine.leave_epoch()
+        self.engine.run(Join(lambda: join_state.donate(trainer, self._layout, self._seed)))
+
+    # ---- the step
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        batch = args[0]
+        trainer, module, shape, norms = self._trainer, self.lightning_module, self._shape, self._norms
+        assert isinstance(batch, GlobalBatch) and trainer is not None and module is not None
+        assert shape is not None and norms is not None
+        if batch is self._last_batch:
+            raise ConfigError(
+                f"the optimizer {type(self.optimizers[0]).__qualname__} calls its closure more than once per step; the "
+                "unicron strategy supports one forward and backward per step"
+            )
+        self._last_batch = batch
+        gradients = self._gradient_buckets(module)
+        gradients.begin()
+        norms.begin()
+        sums = StepSums(self._layout, norms, gradients)
+        runner = MicroBatches(self, trainer, module, shape, self._seed, batch, len(args) > 1, sums, norms)
+        operation = GradientStep(batch.micro_batches, gradients, sums, runner.run)
+        self._gather.inside = "training_step"
+        try:
+            with preserved():
+                self.engine.run(operation)
+        finally:
+            self._gather.inside = None
+        loss, calls, self._used = sums.finish()
+        norms.commit(len(batch.micro_batches))
+        self._report(operation, loss)
+        results = trainer.fit_loop.epoch_loop._results
+        assert isinstance(results, RecordingResults)
+        for call in calls:
+            results.replay(call, module, self.root_device)
+        return runner.output(loss)
+
+    def _gradient_buckets(self, module: pl.LightningModule) -> GradientBuckets:
+        """The buckets, made anew when other parameters need gradients than before."""
+        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        if self._gradients is None or not self._gradients.matches([p for _, p in named]):
+            if self._gradients is not None:
+                self._gradients.close()
+            self._gradients = GradientBuckets(named, self._bucket_bytes, self._overlap)
+        return self._gradients
+
+    def _report(self, operation: GradientStep, loss: Tensor) -> None:
+        """Tells the event log of the first step in an epoch, and leaves word of progress."""
+        engine = self.engine
+        engine.step += 1
+        if engine.control is None:
+            return
+        if engine.world.epoch != self._reported_epoch:
+            self._reported_epoch = engine.world.epoch
+            engine.control.event(
+                "first_step",
+                epoch=engine.world.epoch,
+                step=engine.step,
+                world=engine.world.size,
+                recomputed=operation.recomputed,
+            )
+        engine.control.progress(engine.step, {"loss": float(loss)})
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """The gradients are there, summed over the global batch: hands them to the optimizer, with Lightning's hooks."""
+        module, plugin = self.lightning_module, self.precision_plugin
+        assert module is not None and self._gradients is not None
+        # The base class's: the loss has been scaled already, micro-batch by micro-batch.
+        Precision.pre_backward(plugin, closure_loss, module)
+        self._gradients.install(self._used)
+        return plugin.post_backward(closure_loss, module)
+
+    # ---- Lightning's collectives
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if self._collectives is not None:
+            self._collectives.barrier()
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return obj if self._collectives is None else self._collectives.broadcast(obj, src)
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if not isinstance(tensor, Tensor) or self._collectives is None:
+            return tensor
+        name = reduce_op if isinstance(reduce_op, str) else str(reduce_op).rsplit(".", 1)[-1]
+        return self._collectives.reduce(tensor, name.lower())
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        if sync_grads:
+            raise ConfigError("all_gather(sync_grads=True) is not supported by the unicron strategy")
+        return tensor.unsqueeze(0) if self._collectives is None else self._collectives.stack("all_gather", tensor)
+
+    # ---- checkpoints, end
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Written by one worker, and by another if that one dies meanwhile."""
+
+        def write() -> None:
+            self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+        engine = self.engine
+        engine.run(LeaderAction("save_checkpoint", write))
+        if engine.control is not None and engine.world.rank == 0 and "optimizer_states" in checkpoint:
+            step = int(checkpoint["global_step"])
+            path = os.path.abspath(str(filepath))
+            engine.control.send(wire.CheckpointSaved(worker=engine.control.worker, path=path, step=step))
+
+    @override
+    def model_to_device(self) -> None:
+        assert self.lightning_module is not None
+        self.lightning_module.to(self.root_device)
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        return batch if isinstance(batch, GlobalBatch) else super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
+    def teardown(self) -> None:
+        if self._gradients is not None:
+            self._gradients.close()
+            self._gradients = None
+        for loader in self._loaders:
+            loader.close()
+        self._loaders = []
+        self._last_batch = None
+        super().teardown()

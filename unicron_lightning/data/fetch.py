@@ -1,0 +1,133 @@
+"""Fetching micro-batches by number, through the user's own data loader settings.
+
+With worker processes, the micro-batches that this rank expects to compute are requested ahead, in order, over as many
+steps as the loader prefetches. When the world changes the expectation changes: what was already requested and is still
+wanted is used, what is not is dropped, and what was not foreseen is fetched in the training process at once. The worker
+processes are never restarted for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from torch.utils.data import DataLoader, Dataset
+
+from unicron_lightning.data.order import DataOrder
+from unicron_lightning.data.seeding import place_seed, preserved, seed_all
+
+T = TypeVar("T")
+Place = tuple[int, int, int]
+"""Epoch, step within the epoch, micro-batch within the step."""
+
+
+def _as_it_is(item: T) -> T:
+    return item
+
+
+class _MicroBatches(Dataset[Any]):
+    """The user's data set with whole micro-batches as items; picklable, for worker processes."""
+
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any], batched: bool, seed: int) -> None:
+        self._dataset, self._collate, self._batched, self._seed = dataset, collate, batched, seed
+
+    def __getitem__(self, request: tuple[Place, list[int]]) -> tuple[Place, Any]:
+        place, indices = request
+        seed_all(place_seed(self._seed, *place))  # augmentation is the same wherever it is done
+        if not self._batched:
+            return place, self._collate(self._dataset[indices[0]])
+        fetch_many = getattr(self._dataset, "__getitems__", None)
+        samples = fetch_many(indices) if fetch_many else [self._dataset[index] for index in indices]
+        return place, self._collate(samples)
+
+
+class Fetcher:
+    """Micro-batches of one data loader.
+
+    Args:
+        loader: the user's; its workers, pinning, collate function and so on are used.
+        order: of its samples.
+        seed: of random augmentation.
+        ahead: the places that this rank expects to need, from a given place on, in order.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], order: DataOrder, seed: int, ahead: Callable[[Place], Iterator[Place]]
+    ) -> None:
+        self._order = order
+        self._ahead = ahead
+        self._items = _MicroBatches(
+            loader.dataset, loader.collate_fn, batched=loader.batch_sampler is not None, seed=seed
+        )
+        self._start: Place = (0, 0, 0)
+        self._requested: set[Place] = set()
+        self._ready: dict[Place, Any] = {}
+        self._iterator: Iterator[tuple[Place, Any]] | None = None
+        self._loader: DataLoader[Any] | None = None
+        if loader.num_workers > 0:
+            self._loader = DataLoader(
+                self._items,
+                batch_size=None,
+                sampler=_Requests(self._requests),
+                collate_fn=_as_it_is,
+                num_workers=loader.num_workers,
+                pin_memory=loader.pin_memory,
+                timeout=loader.timeout,
+                worker_init_fn=loader.worker_init_fn,
+                multiprocessing_context=loader.multiprocessing_context,
+                prefetch_factor=loader.prefetch_factor,
+                persistent_workers=loader.persistent_workers,
+            )
+
+    def get(self, place: Place) -> Any:
+        """The collated micro-batch at ``place``."""
+        if self._loader is None:
+            return self._fetch_here(place)
+        if self._iterator is None:
+            self._start = place
+            self._requested, self._ready = set(), {}
+            self._iterator = iter(self._loader)
+        while place in self._requested and place not in self._ready:
+            arrived, batch = next(self._iterator)
+            if arrived >= (place[0], place[1], 0):
+                self._ready[arrived] = batch
+        self._requested.discard(place)
+        if place in self._ready:
+            return self._ready.pop(place)
+        return self._fetch_here(place)
+
+    def end_epoch(self) -> None:
+        """No more of this epoch: requests end (the workers too, unless they are persistent)."""
+        self._iterator = None
+        self._ready = {}
+
+    def drop_before(self, place: Place) -> None:
+        """Forgets what lies before ``place``: it was computed by others."""
+        self._ready = {p: batch for p, batch in self._ready.items() if p >= place}
+
+    def close(self) -> None:
+        """Ends the worker processes."""
+        self.end_epoch()
+        iterator = getattr(self._loader, "_iterator", None)
+        if iterator is not None:
+            iterator._shutdown_workers()
+        self._loader = None
+
+    def _fetch_here(self, place: Place) -> Any:
+        with preserved():
+            return self._items[(place, self._order.indices(*place))][1]
+
+    def _requests(self) -> Iterator[tuple[Place, list[int]]]:
+        for place in self._ahead(self._start):
+            self._requested.add(place)
+            yield place, self._order.indices(*place)
+
+
+class _Requests:
+    """A sampler that asks what comes next when the loader wants to know, so that it follows the present world."""
+
+    def __init__(self, requests: Callable[[], Iterator[Any]]) -> None:
+        self._requests = requests
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._requests()

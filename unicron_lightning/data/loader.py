@@ -1,0 +1,173 @@
+"""What Lightning's loops iterate over: one item per optimizer step in training, own batches in evaluation.
+
+Positions are read from Lightning's own progress counters, which are the single source of truth: whatever restores the
+counters (a checkpoint, a peer's state) restores the data position.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from unicron_lightning.data.fetch import Fetcher, Place
+from unicron_lightning.data.order import DataOrder, StepShape
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """One optimizer step's data, as Lightning's loop sees it: not the samples but where they are.
+
+    Attributes:
+        epoch, step: place; ``step`` counts within the epoch.
+        micro_batches: numbers of its micro-batches.
+    """
+
+    epoch: int
+    step: int
+    micro_batches: range
+    fetch: Callable[[int], Any]
+    """The collated samples of a micro-batch, by number, on the CPU."""
+
+
+class TrainingLoader:
+    """Yields the `GlobalBatch` es of an epoch.
+
+    Args:
+        loader: the user's.
+        order: of its samples.
+        seed: of augmentation.
+        limit: at most so many steps per epoch.
+        position: the present (epoch, step within it), from Lightning's counters.
+        share: the micro-batches of a step that fall to this rank in the present world, in order.
+        boundary: called before each step: where worlds change.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        order: DataOrder,
+        seed: int,
+        limit: int | None,
+        position: Callable[[], tuple[int, int]],
+        share: Callable[[range], list[int]],
+        boundary: Callable[[], None],
+    ) -> None:
+        self.dataset = loader.dataset
+        self.sampler = loader.sampler
+        self.batch_sampler = loader.batch_sampler
+        self.num_workers = loader.num_workers
+        self._order = order
+        self._steps = order.num_steps if limit is None else min(order.num_steps, limit)
+        self._position = position
+        self._share = share
+        self._boundary = boundary
+        self._fetcher = Fetcher(loader, order, seed, self._ahead)
+
+    def __len__(self) -> int:
+        return self._steps
+
+    def __iter__(self) -> Iterator[GlobalBatch]:
+        self._fetcher.end_epoch()
+        while True:
+            self._boundary()
+            epoch, step = self._position()
+            if step >= self._steps:
+                self._fetcher.end_epoch()
+                return
+            self._fetcher.drop_before((epoch, step, 0))
+            yield self.at(epoch, step)
+
+    def at(self, epoch: int, step: int) -> GlobalBatch:
+        """The global batch of a place."""
+        return GlobalBatch(
+            epoch, step, self._order.micro_batches(step), lambda m: self._fetcher.get((epoch, step, m))
+        )
+
+    def close(self) -> None:
+        """Ends the loader's worker processes."""
+        self._fetcher.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: the position is in Lightning's counters. That it exists tells Lightning that resuming is exact."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `state_dict`."""
+
+    def _ahead(self, start: Place) -> Iterator[Place]:
+        epoch, first, _ = start
+        for step in range(first, self._steps):
+            for micro_batch in self._share(self._order.micro_batches(step)):
+                if (epoch, step, micro_batch) >= start or step > first:
+                    yield epoch, step, micro_batch
+
+
+class EvaluationLoader:
+    """Yields this rank's batches of an evaluation pass; what a lost rank leaves is run at the pass's end.
+
+    Args:
+        loader: the user's.
+        devices: of the declared world: its ``len`` is a device's share, as with ddp.
+        seed: of augmentation.
+        begin: told of the pass when iteration starts; gives the batches to run.
+        start: told each batch's number before it is handed out.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        devices: int,
+        seed: int,
+        begin: Callable[[EvaluationLoader], list[int]],
+        start: Callable[[int], None],
+    ) -> None:
+        self.dataset = loader.dataset
+        self.sampler = loader.sampler
+        self.batch_sampler = loader.batch_sampler
+        self.num_workers = loader.num_workers
+        self.num_batches = 0
+        self.epoch = 0
+        self._devices = devices
+        self._order = DataOrder(loader, StepShape(devices=1, accumulation=1), seed)
+        self._begin = begin
+        self._start = start
+        self._planned: list[int] = []
+        self._fetcher = Fetcher(loader, self._order, seed, self._ahead)
+
+    def __len__(self) -> int:
+        return math.ceil(self._order.num_micro_batches / self._devices)
+
+    def limit(self, per_device: int) -> None:
+        """Sets the pass's batches from what Lightning's limits allow each device of the declared world."""
+        self.num_batches = min(self._order.num_micro_batches, per_device * self._devices)
+
+    def set_epoch(self, epoch: int) -> None:
+        """For shuffled evaluation data."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        self._fetcher.end_epoch()
+        self._planned = self._begin(self)
+        for number in self._planned:
+            batch = self.fetch(number)
+            self._start(number)
+            yield batch
+
+    def fetch(self, number: int) -> Any:
+        """One batch by number."""
+        return self._fetcher.get((self.epoch, number, 0))
+
+    def end(self) -> None:
+        """The pass is over."""
+        self._fetcher.end_epoch()
+
+    def close(self) -> None:
+        """Ends the loader's worker processes."""
+        self._fetcher.close()
+
+    def _ahead(self, start: Place) -> Iterator[Place]:
+        return (place for number in self._planned if (place := (self.epoch, number, 0)) >= start)

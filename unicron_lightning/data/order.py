@@ -1,0 +1,191 @@
+"""The order of a data set in an epoch, cut into global micro-batches that are the same whoever computes them.
+
+With torch's default samplers the samples of step ``s`` and their split into micro-batches are those of Lightning's ``ddp``
+with the declared number of devices: the order is `DistributedSampler`'s permutation of (seed, epoch); per accumulation
+round, device ``r`` of ``W`` takes every ``W``-th sample. But nothing is repeated to fill the last round: a micro-batch
+there may be smaller, and the last step of an epoch may have fewer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
+
+from unicron_lightning.data.seeding import seeded
+from unicron_lightning.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepShape:
+    """How a step is made up.
+
+    Attributes:
+        devices: micro-batches computed side by side in the declared world (devices x nodes).
+        accumulation: rounds of those per optimizer step.
+    """
+
+    devices: int
+    accumulation: int
+
+    @property
+    def micro_batches(self) -> int:
+        """M, the micro-batches of a full step: the same for the whole life of the task."""
+        return self.devices * self.accumulation
+
+
+class DataOrder:
+    """Order and cut of one data loader's samples.
+
+    Args:
+        loader: the user's, over a map-style data set.
+        shape: of the steps; evaluation uses one round.
+        seed: of the default shuffle and of user samplers.
+
+    Raises:
+        ConfigError: for iterable data sets and samplers of unknown length.
+    """
+
+    def __init__(self, loader: DataLoader[Any], shape: StepShape, seed: int) -> None:
+        check_loader(loader)
+        self._shape = shape
+        self._seed = seed
+        self._epoch: int | None = None
+        self._cut: Sequence[list[int]] = []
+        batch_sampler = loader.batch_sampler
+        self._own_batches = batch_sampler is not None and type(batch_sampler) is not BatchSampler
+        self._batches = batch_sampler
+        self._sampler: Any = loader.sampler if not self._own_batches else None
+        self._batch_size = 1
+        self._drop_last = False
+        if isinstance(batch_sampler, BatchSampler) and not self._own_batches:
+            self._sampler = batch_sampler.sampler
+            self._batch_size = batch_sampler.batch_size
+            self._drop_last = batch_sampler.drop_last
+        if isinstance(self._sampler, DistributedSampler):
+            self._sampler = _whole(self._sampler)
+        self.num_micro_batches = self._count()
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of an epoch."""
+        return math.ceil(self.num_micro_batches / self._shape.micro_batches)
+
+    def micro_batches(self, step: int) -> range:
+        """Numbers, within step ``step`` of an epoch, of its micro-batches: fewer than M only in the last step."""
+        first = step * self._shape.micro_batches
+        return range(max(0, min(self._shape.micro_batches, self.num_micro_batches - first)))
+
+    def indices(self, epoch: int, step: int, micro_batch: int) -> list[int]:
+        """The data set's indices in a micro-batch."""
+        if epoch != self._epoch:
+            self._cut = self._order_of(epoch)
+            self._epoch = epoch
+        return self._cut[step * self._shape.micro_batches + micro_batch]
+
+    def _count(self) -> int:
+        if self._own_batches:
+            return len(self._batches)  # type: ignore[arg-type]
+        size, per_round = len(self._sampler), self._batch_size * self._shape.devices
+        if self._drop_last:
+            return size // per_round * self._shape.devices
+        full, rest = divmod(size, per_round)
+        return full * self._shape.devices + min(rest, self._shape.devices)
+
+    def _order_of(self, epoch: int) -> Sequence[list[int]]:
+        if self._own_batches:
+            assert self._batches is not None
+            with self._fixed(self._batches, epoch):
+                return [list(batch) for batch in self._batches]
+        if type(self._sampler) is RandomSampler and not self._sampler.replacement and self._sampler._num_samples is None:
+            generator = torch.Generator().manual_seed(self._seed + epoch)
+            order = torch.randperm(len(self._sampler), generator=generator)
+        elif type(self._sampler) is SequentialSampler:
+            order = torch.arange(len(self._sampler))
+        elif isinstance(self._sampler, DistributedSampler):
+            self._sampler.set_epoch(epoch)
+            order = torch.tensor(list(self._sampler))
+        else:
+            with self._fixed(self._sampler, epoch):
+                items = list(self._sampler)
+            if not all(isinstance(item, int) for item in items):
+                return _Cut(items, self._batch_size, self._shape.devices, self.num_micro_batches)
+            order = torch.tensor(items)
+        return _Cut(order, self._batch_size, self._shape.devices, self.num_micro_batches)
+
+    def _fixed(self, sampler: Any, epoch: int) -> Any:
+        """A user's sampler gives the same order on all ranks: random state is set from (seed, epoch) meanwhile."""
+        for source in (sampler, getattr(sampler, "sampler", None)):
+            if hasattr(source, "set_epoch"):
+                source.set_epoch(epoch)
+            if isinstance(getattr(source, "generator", None), torch.Generator):
+                source.generator.manual_seed(self._seed + epoch)
+        return seeded(self._seed, epoch, 0, 0)
+
+
+class _Cut(Sequence[list[int]]):
+    """An order cut into micro-batches on demand: device ``r`` of a round takes every W-th sample of the round."""
+
+    def __init__(self, order: Any, batch_size: int, devices: int, number: int) -> None:
+        self._order, self._batch_size, self._devices, self._number = order, batch_size, devices, number
+
+    def __len__(self) -> int:
+        return self._number
+
+    def __getitem__(self, index: Any) -> Any:
+        round_, device = divmod(index, self._devices)
+        start = round_ * self._devices * self._batch_size
+        part = self._order[start : start + self._devices * self._batch_size][device :: self._devices]
+        return part.tolist() if isinstance(part, torch.Tensor) else list(part)
+
+
+def _whole(sampler: DistributedSampler[Any]) -> DistributedSampler[Any]:
+    """The user's distributed sampler without its split: dealing out is the strategy's part."""
+    return DistributedSampler(
+        sampler.dataset,
+        num_replicas=1,
+        rank=0,
+        shuffle=sampler.shuffle,
+        seed=sampler.seed,
+        drop_last=sampler.drop_last,
+    )
+
+
+def check_loader(loader: object) -> None:
+    """Refuses what can't be dealt out exactly.
+
+    Raises:
+        ConfigError: saying what was found and what to do instead.
+    """
+    if not isinstance(loader, DataLoader):
+        raise ConfigError(
+            f"the unicron strategy needs a torch.utils.data.DataLoader, found {type(loader).__qualname__}: a lost rank's "
+            "micro-batches can be computed again only if they can be fetched by number"
+        )
+    if isinstance(loader.dataset, IterableDataset):
+        raise ConfigError(
+            f"{type(loader.dataset).__qualname__} is an iterable data set; the unicron strategy needs random access to "
+            "give a lost rank's samples to others. Implement __len__ and __getitem__ (a map-style data set), e.g. over an "
+            "index of the stream"
+        )
+    source: Sampler[Any] | Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+    try:
+        len(source)
+    except (TypeError, NotImplementedError):
+        raise ConfigError(
+            f"the sampler {type(source).__qualname__} has no length; the unicron strategy needs it: define __len__"
+        ) from None
+
+

@@ -1,0 +1,153 @@
+"""Flat gradient buckets: local sums that survive a failed reduction, and the hooks that tell when a bucket is whole.
+
+torch DDP reduces in place and can be neither re-bound nor interrupted, so the reducer is our own. Each bucket has two
+buffers: ``local``, to which the parameters' ``.grad`` are views while micro-batches accumulate, and ``reduced``, a copy
+that is summed over the ranks and to which the ``.grad`` are views while the optimizer steps. ``local`` is untouched until
+the step is committed: whatever happens to the reduction, no finished micro-batch is lost. The price is one more buffer
+of the gradients' size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from unicron_lightning.errors import ConfigError, UnicronError
+
+
+class Bucket:
+    """A flat buffer to be summed over the ranks; the gradients of some parameters, or anything else per step."""
+
+    def __init__(self, local: Tensor) -> None:
+        self.local = local
+        self.reduced = torch.empty_like(local)
+
+    def renew(self) -> None:
+        """Takes a new buffer for the next attempt: the library may go on writing to that of an aborted collective."""
+        self.reduced = torch.empty_like(self.local)
+
+
+class GradientBuckets:
+    """The buckets of a model's gradients, in the order in which backward is expected to finish them.
+
+    Args:
+        parameters: those that need gradients, in the model's order, without repeats.
+        bucket_bytes: size at which a bucket is closed.
+        overlap: whether reductions start during backward.
+    """
+
+    def __init__(self, parameters: Iterable[tuple[str, Parameter]], bucket_bytes: int, overlap: bool) -> None:
+        named = list(parameters)
+        self.names = [name for name, _ in named]
+        self.parameters = [parameter for _, parameter in named]
+        self.used = [False] * len(self.parameters)
+        self._overlap = overlap
+        self._groups = _group([p for p in reversed(self.parameters)], bucket_bytes)
+        self.buckets = [Bucket(torch.zeros(sum(p.numel() for p in g), dtype=g[0].dtype, device=g[0].device)) for g in self._groups]
+        self._bucket_of = {id(p): k for k, group in enumerate(self._groups) for p in group}
+        self._index_of = {id(p): i for i, p in enumerate(self.parameters)}
+        self._pending: list[int] = []
+        self._launch: Callable[[int], None] | None = None
+        self._order: Sequence[int] = ()
+        self._next = 0
+        self._late: str | None = None
+        self._handles = [p.register_post_accumulate_grad_hook(self._accumulated) for p in self.parameters]
+
+    def matches(self, parameters: Sequence[Parameter]) -> bool:
+        """Whether these are the parameters the buckets were made for."""
+        return len(parameters) == len(self.parameters) and all(
+            a is b for a, b in zip(parameters, self.parameters, strict=True)
+        )
+
+    def begin(self) -> None:
+        """Starts a step: gradients accumulate in the local buffers from zero."""
+        for bucket in self.buckets:
+            bucket.local.zero_()
+        self.used = [False] * len(self.parameters)
+        self._bind(local=True)
+
+    def arm(self, order: Sequence[int], launch: Callable[[int], None]) -> None:
+        """Until `finish`, calls ``launch(k)`` for the buckets of ``order``, in that order, as backward completes them.
+
+        ``launch`` must not raise: an exception inside backward would leave the micro-batch half summed.
+        """
+        self._pending = [len(group) for group in self._groups]
+        self._order, self._next, self._launch = order, 0, launch
+
+    def finish(self) -> list[int]:
+        """Ends `arm`. Returns the buckets of its order that were not launched.
+
+        Raises:
+            ConfigError: if a gradient was added to after its bucket had been launched.
+        """
+        self._launch = None
+        if self._late is not None:
+            raise ConfigError(
+                f"the gradient of parameter {self._late!r} was added to more than once in one backward pass (reentrant "
+                "activation checkpointing does that); use UnicronStrategy(overlap=False)"
+            )
+        return list(self._order[self._next :])
+
+    def install(self, used: Sequence[bool], reduced: bool = True) -> None:
+        """Gives the optimizer the summed gradients; parameters that no micro-batch used get None, as torch would."""
+        self._bind(local=not reduced)
+        for parameter, is_used in zip(self.parameters, used, strict=True):
+            if not is_used and parameter.grad is not None and not parameter.grad.any():
+                parameter.grad = None
+
+    def close(self) -> None:
+        """Takes the hooks off the parameters."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _bind(self, local: bool) -> None:
+        for group, bucket in zip(self._groups, self.buckets, strict=True):
+            flat, offset = bucket.local if local else bucket.reduced, 0
+            for parameter in group:
+                parameter.grad = flat[offset : offset + parameter.numel()].view_as(parameter)
+                offset += parameter.numel()
+
+    def _accumulated(self, parameter: Tensor) -> None:
+        self.used[self._index_of[id(parameter)]] = True
+        if self._launch is None:
+            return
+        bucket = self._bucket_of[id(parameter)]
+        self._pending[bucket] -= 1
+        if self._pending[bucket] < 0:
+            self._late = self.names[self._index_of[id(parameter)]]
+            return
+        while self._overlap and self._next < len(self._order) and self._pending[self._order[self._next]] == 0:
+            self._launch(self._order[self._next])
+            self._next += 1
+
+
+def _group(parameters: Sequence[Parameter], bucket_bytes: int) -> list[list[Parameter]]:
+    """Cuts the parameters into runs of one dtype and device, each closed at ``bucket_bytes``."""
+    groups: list[list[Parameter]] = []
+    size = 0
+    for parameter in parameters:
+        same = groups and (groups[-1][0].dtype, groups[-1][0].device) == (parameter.dtype, parameter.device)
+        if not same or size >= bucket_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(parameter)
+        size += parameter.numel() * parameter.element_size()
+    return groups
+
+
+def check_dense(parameters: Iterable[tuple[str, Parameter]]) -> None:
+    """Refuses gradients that are not dense.
+
+    Raises:
+        UnicronError: naming the first parameter whose gradient is sparse.
+    """
+    for name, parameter in parameters:
+        if parameter.grad is not None and parameter.grad.layout != torch.strided:
+            raise UnicronError(
+                f"parameter {name!r} has a {parameter.grad.layout} gradient; the unicron strategy needs dense gradients "
+                "(for torch.nn.Embedding: sparse=False)"
+            )

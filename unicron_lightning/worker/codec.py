@@ -1,0 +1,168 @@
+"""Plain data as bytes, tensors included, without pickle.
+
+The form is ``8 bytes length | JSON tree | raw tensor data``. The tree holds None, bool, int, float and str as they are and
+everything else as a one-key object naming its kind. Decoding can create only these kinds: no code is ever run.
+"""
+
+from __future__ import annotations
+
+import datetime
+import pathlib
+from collections import OrderedDict, defaultdict
+from typing import Any
+
+import msgspec
+import numpy
+import torch
+from torch import Tensor
+
+from unicron_lightning.errors import UnicronError
+
+_SCALARS = (type(None), bool, int, float, str)
+
+
+class NotPlainData(UnicronError, TypeError):
+    """A value to be sent is not plain data; the message says where it is and what it is."""
+
+
+def encode(value: Any) -> bytes:
+    """Encodes plain data.
+
+    Raises:
+        NotPlainData: if it holds anything else; the message names the path to it.
+    """
+    tensors: list[Tensor] = []
+    tree = msgspec.json.encode(_pack(value, tensors, "value"))
+    blobs = [_raw(tensor) for tensor in tensors]
+    return b"".join([len(tree).to_bytes(8, "little"), tree, *blobs])
+
+
+def decode(data: bytes) -> Any:
+    """The value that `encode` was given; tensors on the CPU.
+
+    Raises:
+        msgspec.DecodeError, ValueError, KeyError, TypeError: if the bytes do not come from `encode`.
+    """
+    size = int.from_bytes(data[:8], "little")
+    tree = msgspec.json.decode(data[8 : 8 + size])
+    return _unpack(tree, _Reader(data, 8 + size))
+
+
+class _Reader:
+    def __init__(self, data: bytes, offset: int) -> None:
+        self._data = data
+        self._offset = offset
+
+    def take(self, dtype: torch.dtype, shape: list[int]) -> Tensor:
+        tensor = torch.empty(shape, dtype=dtype)
+        size = tensor.numel() * tensor.element_size()
+        part = self._data[self._offset : self._offset + size]
+        if len(part) != size:
+            raise ValueError(f"tensor of {size} bytes expected, {len(part)} left")
+        self._offset += size
+        if size:
+            flat = torch.frombuffer(bytearray(part), dtype=torch.uint8)
+            tensor.view(-1).view(torch.uint8).copy_(flat)
+        return tensor
+
+
+def _raw(tensor: Tensor) -> bytes:
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def _pack(value: Any, tensors: list[Tensor], path: str) -> Any:
+    if isinstance(value, Tensor):
+        if value.layout != torch.strided or value.is_quantized:
+            raise NotPlainData(f"{path} is a {value.layout} tensor; only dense tensors can be sent")
+        tensors.append(value)
+        return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape)]}
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return {"float": repr(value)}
+    if isinstance(value, int) and not isinstance(value, bool) and not -(2**63) <= value < 2**63:
+        return {"int": str(value)}
+    if isinstance(value, _SCALARS) and type(value) in _SCALARS:
+        return value
+    return _pack_container(value, tensors, path)
+
+
+def _pack_container(value: Any, tensors: list[Tensor], path: str) -> Any:
+    def each(items: Any) -> list[Any]:
+        return [_pack(item, tensors, f"{path}[{index}]") for index, item in enumerate(items)]
+
+    match value:
+        case dict() if type(value) in (dict, OrderedDict, defaultdict):
+            kind = "odict" if isinstance(value, OrderedDict) else "dict"
+            return {
+                kind: [[_pack(k, tensors, f"{path} key"), _pack(v, tensors, f"{path}[{k!r}]")] for k, v in value.items()]
+            }
+        case list():
+            return {"list": each(value)}
+        case tuple() if type(value) is tuple or isinstance(value, torch.Size):
+            return {"tuple": each(value)}
+        case set() | frozenset():
+            return {"set": each(sorted(value, key=repr))}
+        case bytes():
+            return {"bytes": value.hex()}
+        case torch.dtype():
+            return {"dtype": str(value).removeprefix("torch.")}
+        case torch.device():
+            return {"device": str(value)}
+        case pathlib.PurePath():
+            return {"path": str(value)}
+        case datetime.timedelta():
+            return {"timedelta": value.total_seconds()}
+        case numpy.generic():
+            return _pack(value.item(), tensors, path)
+        case numpy.ndarray() if value.dtype.kind in "biuf":
+            tensors.append(torch.from_numpy(numpy.ascontiguousarray(value)))
+            return {"array": [str(tensors[-1].dtype).removeprefix("torch."), list(value.shape)]}
+        case str() | int() | float():  # enums and other subclasses: their plain value
+            return _pack(value.value if hasattr(value, "value") else value.__class__.__mro__[-2](value), tensors, path)
+    raise NotPlainData(
+        f"{path} is a {type(value).__module__}.{type(value).__qualname__}; state that is sent to another worker must be "
+        "plain data (numbers, strings, lists, dicts, tensors)"
+    )
+
+
+def _unpack(tree: Any, reader: _Reader) -> Any:
+    if not isinstance(tree, dict):
+        return tree
+    ((kind, body),) = tree.items()
+    match kind:
+        case "tensor":
+            return reader.take(_dtype(body[0]), body[1])
+        case "array":
+            return reader.take(_dtype(body[0]), body[1]).numpy()
+        case "dict" | "odict":
+            # one comprehension, so that tensors are read in the order in which they were written
+            pairs = [(_unpack(k, reader), _unpack(v, reader)) for k, v in body]
+            return OrderedDict(pairs) if kind == "odict" else dict(pairs)
+        case "list":
+            return [_unpack(item, reader) for item in body]
+        case "tuple":
+            return tuple(_unpack(item, reader) for item in body)
+        case "set":
+            return {_unpack(item, reader) for item in body}
+        case "bytes":
+            return bytes.fromhex(body)
+        case "float":
+            return float(body)
+        case "int":
+            return int(body)
+        case "dtype":
+            return _dtype(body)
+        case "device":
+            return torch.device(body)
+        case "path":
+            return pathlib.Path(body)
+        case "timedelta":
+            return datetime.timedelta(seconds=body)
+    raise ValueError(f"unknown kind {kind!r}")
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"unknown dtype {name!r}")
+    return dtype

@@ -1,0 +1,218 @@
+"""The worker's end of the control plane: one UNIX socket to its agent, one light thread on the CPU.
+
+The thread keeps the newest epoch, wakes whoever waits for it, tells the engine of a failure at once (so that blocked
+collectives are aborted) and sends heartbeats. Without an agent there is no `Control`: the world is this process alone.
+
+The agent's death takes the worker with it: an end of file on the socket ends the process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
+
+from unicron_lightning import wire
+
+logger = logging.getLogger(__name__)
+
+EXIT_EXPELLED: Final = 75
+"""Exit status of a worker that was declared dead while alive; its agent starts it anew."""
+EXIT_AGENT_LOST: Final = 76
+HEARTBEAT_SECONDS: Final = 1.0
+
+
+def _leave(status: int) -> None:
+    """Ends the process at once: neither Python's finalisers nor gloo's destructors may hold up a fenced worker."""
+    logging.shutdown()
+    os._exit(status)
+
+
+class Control:
+    """Connection of one worker to its agent.
+
+    Args:
+        path: the agent's UNIX socket.
+        worker: this worker's identity.
+        local_rank: place among the agent's workers.
+        on_failure: called from the control thread with each new epoch of kind ``fail``; must not block.
+    """
+
+    def __init__(self, path: str, worker: str, local_rank: int, on_failure: Callable[[wire.Epoch], None]) -> None:
+        self.worker = worker
+        self.local_rank = local_rank
+        self.is_member = False
+        self.condition = threading.Condition()
+        self.task_over: wire.TaskOver | None = None
+        self._on_failure = on_failure
+        self._latest: wire.Epoch | None = None
+        self._went: dict[int, wire.Go] = {}
+        self._welcome: wire.Welcome | None = None
+        self._replies: dict[str, wire.LookupReply] = {}
+        self._progress: wire.Progress | None = None
+        self._closed = False
+        self._write_lock = threading.Lock()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.connect(path)
+        self._wake_read, self._wake_write = os.pipe()
+        self._thread = threading.Thread(target=self._run, name="unicron-control", daemon=True)
+        self._thread.start()
+
+    # ---- what the training thread calls
+
+    @property
+    def welcome(self) -> wire.Welcome:
+        """The coordinator's newest word on this worker's part."""
+        assert self._welcome is not None, "hello() first"
+        return self._welcome
+
+    @property
+    def latest(self) -> wire.Epoch | None:
+        """Newest epoch heard of."""
+        return self._latest
+
+    def newer_than(self, number: int) -> wire.Epoch | None:
+        """The newest epoch if it is newer than ``number``."""
+        latest = self._latest
+        return latest if latest is not None and latest.number > number else None
+
+    def failed_since(self, number: int) -> bool:
+        """Whether work of epoch ``number`` must stop now. A pending join does not: it waits for a step boundary."""
+        latest = self._latest
+        return latest is not None and latest.number > number and latest.kind != "join"
+
+    def hello(self, capacity: int) -> wire.Welcome:
+        """Announces the worker and waits for the coordinator's word on its part (founder or joiner)."""
+        self.send(wire.WorkerHello(worker=self.worker, local_rank=self.local_rank, pid=os.getpid(), capacity=capacity))
+        with self.condition:
+            self.condition.wait_for(lambda: self._welcome is not None)
+        return self.welcome
+
+    def wait_newer(self, number: int, timeout: float | None = None) -> wire.Epoch | None:
+        """Waits until an epoch newer than ``number`` is known; None after ``timeout`` seconds."""
+        with self.condition:
+            self.condition.wait_for(lambda: self.newer_than(number) is not None, timeout)
+            return self.newer_than(number)
+
+    def wait_go(self, number: int) -> wire.Go | None:
+        """Waits until all members are ready for epoch ``number``; None if a newer epoch came first."""
+        with self.condition:
+            self.condition.wait_for(lambda: number in self._went or self.newer_than(number) is not None)
+            return self._went.pop(number, None)
+
+    def lookup(self, key: str) -> str | None:
+        """The value recorded under ``key`` in this life of the task, None if there is none."""
+        self.send(wire.Lookup(worker=self.worker, key=key))
+        with self.condition:
+            self.condition.wait_for(lambda: key in self._replies)
+            return self._replies.pop(key).value
+
+    def ready(self, epoch: int, state: dict[str, Any]) -> None:
+        """Says that this worker waits for ``epoch`` (0: for its admission)."""
+        self.send(wire.WorkerReady(worker=self.worker, epoch=epoch, state=state))
+
+    def event(self, name: str, **fields: Any) -> None:
+        """Adds a line to the task's event log."""
+        self.send(wire.WorkerEvent(worker=self.worker, name=name, at=time.time(), fields=fields))
+
+    def progress(self, step: int, metrics: dict[str, float]) -> None:
+        """Leaves word of the last finished step; the control thread sends it within a second."""
+        self._progress = wire.Progress(worker=self.worker, step=step, metrics=metrics)
+
+    def send(self, message: wire.Message) -> None:
+        """Sends a message; if the agent is gone the process is about to end and nothing is raised."""
+        data = wire.encode(message) + b"\n"
+        try:
+            with self._write_lock:
+                self._socket.sendall(data)
+        except OSError as error:
+            logger.debug("control_send_failed error=%s", error)
+
+    def close(self) -> None:
+        """Ends the thread and the connection."""
+        if self._closed:
+            return
+        self._closed = True
+        os.write(self._wake_write, b"x")
+        self._thread.join()
+        self._socket.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    # ---- the control thread
+
+    def _run(self) -> None:
+        buffer = bytearray()
+        next_beat = time.monotonic()
+        while not self._closed:
+            now = time.monotonic()
+            if now >= next_beat:
+                next_beat = now + HEARTBEAT_SECONDS
+                self._beat()
+            readable, _, _ = select.select([self._socket, self._wake_read], [], [], max(0.0, next_beat - now))
+            if self._socket not in readable:
+                continue
+            try:
+                data = self._socket.recv(1 << 16)
+            except OSError:
+                data = b""
+            if not data:
+                if not self._closed:
+                    _leave(EXIT_AGENT_LOST)
+                return
+            buffer += data
+            while (end := buffer.find(b"\n")) >= 0:
+                line = bytes(buffer[:end])
+                del buffer[: end + 1]
+                self._receive(line)
+
+    def _beat(self) -> None:
+        self.send(wire.Heartbeat())
+        progress, self._progress = self._progress, None
+        if progress is not None:
+            self.send(progress)
+
+    def _receive(self, line: bytes) -> None:
+        try:
+            message = wire.decode_to_worker(line)
+        except msgspec.DecodeError as error:
+            logger.error("control_message_refused error=%s", error)
+            return
+        with self.condition:
+            match message:
+                case wire.Epoch():
+                    if self._concerns_me(message):
+                        self._latest = message
+                case wire.Go():
+                    self._went[message.epoch] = message
+                case wire.Welcome():
+                    self._welcome = message
+                case wire.LookupReply():
+                    self._replies[message.key] = message
+                case wire.TaskOver():
+                    self.task_over = message
+            self.condition.notify_all()
+        if isinstance(message, wire.Epoch):
+            self._judge(message)
+        elif isinstance(message, wire.TaskOver) and not self.is_member:
+            _leave(0 if message.succeeded else 1)
+
+    def _concerns_me(self, epoch: wire.Epoch) -> bool:
+        """Whether the epoch is newer, and its member this worker or one that it was once with."""
+        newer = self._latest is None or epoch.number > self._latest.number
+        return newer and (self.is_member or any(member.worker == self.worker for member in epoch.members))
+
+    def _judge(self, epoch: wire.Epoch) -> None:
+        """Leaves if expelled; else has the collectives of older epochs aborted."""
+        if self.is_member and all(member.worker != self.worker for member in epoch.members):
+            logger.error("worker_expelled worker=%s epoch=%d", self.worker, epoch.number)
+            _leave(EXIT_EXPELLED)
+        if epoch.kind != "join":
+            self._on_failure(epoch)

@@ -1,0 +1,332 @@
+"""The worker's progress through a program of collective operations, and its way through epochs.
+
+All members run the same sequence of *operations*: agreements, optimizer steps, evaluations, joins. An operation completes
+on one rank only when every rank has taken part, so at any time the members' **positions** (operations completed) differ by
+at most one. Recovery rests on that: after a failure the members tell each other position and partial results; those that
+are behind take the last operation's result from those ahead, and the operation in progress is planned anew from all that
+its members have finished of it. Operations of one position share one epoch.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from unicron_lightning import wire
+from unicron_lightning.errors import UnicronError
+from unicron_lightning.worker.communicator import (
+    Communicator,
+    CommunicatorAborted,
+    SoloCommunicator,
+    broadcast_bytes,
+)
+from unicron_lightning.worker.control import Control
+
+logger = logging.getLogger(__name__)
+
+Report = dict[str, Any]
+NEEDS_STATE: Report = {"needs_state": True}
+"""Stands for the report of a member that has no state yet."""
+Connect = Callable[[wire.Epoch, int, int], Communicator]
+"""Builds the communicator of an epoch: (epoch, rank, world). May block; is called in a thread of its own."""
+
+
+class EpochChanged(UnicronError):
+    """The present epoch is over; what is being done must stop and the newest epoch be entered."""
+
+
+class ProgramsDiffer(UnicronError):
+    """The members are not at the same operation: their scripts have taken different paths."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """The members of the epoch entered last."""
+
+    epoch: int
+    rank: int
+    size: int
+    hold: bool
+
+
+class Operation(Protocol):
+    """Something all members do together. Planned, attempted, and after a failure planned and attempted again."""
+
+    name: str
+
+    def plan(self, reports: Sequence[Report | None], rank: int) -> None:
+        """Decides this rank's part from what each rank has finished of it (None: nothing)."""
+        ...
+
+    def attempt(self, engine: Engine) -> bytes:
+        """Does the part; returns the result, which is the same on all ranks.
+
+        Raises:
+            CommunicatorAborted, EpochChanged: a member failed; `plan` and `attempt` follow in a new epoch.
+        """
+        ...
+
+    def suspend(self) -> None:
+        """The epoch is over: keep what completed. The communicator is still there, nothing may wait for it."""
+        ...
+
+    def report(self) -> Report:
+        """What this rank has finished of the operation, as plain JSON."""
+        ...
+
+    def adopt(self, result: bytes) -> None:
+        """Another rank has completed the operation, with this result."""
+        ...
+
+
+class Engine:
+    """Runs operations through failures.
+
+    Args:
+        control: link to the agent; None for a world of this process alone.
+        connect: builds communicators.
+        on_world: told each new world, on the training thread, before anything is done in it.
+        is_joiner: whether this worker enters a task that is under way, and so has no state yet.
+    """
+
+    def __init__(
+        self, control: Control | None, connect: Connect, on_world: Callable[[World], None], is_joiner: bool
+    ) -> None:
+        self.control = control
+        self.has_state = not is_joiner
+        self.step = 0
+        self.switch_agreed = False
+        self.fault: Callable[..., None] = lambda *point: None
+        self._connect = connect
+        self._on_world = on_world
+        self._lock = threading.Lock()
+        self._communicator: Communicator | None = None
+        self._world = World(epoch=0, rank=0, size=1, hold=False)
+        self._position = 0
+        self._last_result = b""
+        self._pending: list[Report | None] | None = None
+        if control is None:
+            self._communicator = SoloCommunicator()
+
+    @property
+    def world(self) -> World:
+        return self._world
+
+    @property
+    def communicator(self) -> Communicator:
+        """The present epoch's communicator."""
+        assert self._communicator is not None, "no epoch entered"
+        return self._communicator
+
+    @property
+    def position(self) -> int:
+        """Operations completed."""
+        return self._position
+
+    @position.setter
+    def position(self, value: int) -> None:
+        self._position = value
+
+    @property
+    def reports(self) -> list[Report | None]:
+        """What each rank is known to have of the operation that comes next; None where nothing is."""
+        return list(self._pending or [None] * self._world.size)
+
+    def check(self) -> None:
+        """Raises `EpochChanged` if a failure has been heard of: called where work can be left, e.g. between micro-batches."""
+        if self.control is not None and self.control.failed_since(self._world.epoch):
+            raise EpochChanged(f"epoch {self._world.epoch} is over")
+
+    def abort(self, epoch: wire.Epoch) -> None:
+        """From the control thread: releases the training thread from collectives of older epochs."""
+        with self._lock:
+            if self._communicator is not None and self._world.epoch < epoch.number:
+                self._communicator.abort(f"epoch {epoch.number}")
+
+    def run(self, operation: Operation) -> bytes:
+        """Completes an operation, through any number of failures. Returns its result."""
+        failed = self._communicator is None
+        while True:
+            try:
+                if failed:
+                    result = self._recover(operation)
+                    if result is not None:
+                        operation.adopt(result)
+                        break
+                self.check()
+                operation.plan(self.reports, self._world.rank)
+                self._pending = None
+                result = operation.attempt(self)
+                break
+            except (CommunicatorAborted, EpochChanged) as error:
+                logger.debug("operation_interrupted name=%s reason=%s", operation.name, error)
+                failed = True
+        self._position += 1
+        self._last_result = result
+        return result
+
+    def leave_epoch(self) -> None:
+        """At a step boundary where all members agreed to switch: the next operation begins in the newest epoch."""
+        if self._communicator is not None:
+            self._communicator.close()
+            with self._lock:
+                self._communicator = None
+
+    def close(self) -> None:
+        """Lets go of the communicator."""
+        if self._communicator is not None:
+            self._communicator.close()
+            self._communicator = None
+
+    # ---- entering an epoch
+
+    def _recover(self, operation: Operation) -> bytes | None:
+        """Enters the newest epoch. Returns the operation's result if another member has completed it already."""
+        assert self.control is not None, "a world of one has no failures"
+        while True:
+            started = time.monotonic()
+            epoch = self._newest_epoch()
+            try:
+                return self._enter(epoch, operation, started)
+            except (CommunicatorAborted, EpochChanged) as error:
+                logger.debug("recovery_interrupted epoch=%d reason=%s", epoch.number, error)
+
+    def _newest_epoch(self) -> wire.Epoch:
+        assert self.control is not None
+        epoch = self.control.newer_than(self._world.epoch)
+        if epoch is None and self._world.epoch > 0:
+            # Sockets broke and nobody has told why yet: the coordinator is the only authority on failure.
+            self.control.send(
+                wire.CommError(worker=self.control.worker, epoch=self._world.epoch, error="collective failed")
+            )
+        if epoch is None:
+            epoch = self.control.wait_newer(self._world.epoch)
+        assert epoch is not None
+        return epoch
+
+    def _enter(self, epoch: wire.Epoch, operation: Operation, started: float) -> bytes | None:
+        control = self.control
+        assert control is not None
+        operation.suspend()
+        self.close()
+        rank = next(i for i, member in enumerate(epoch.members) if member.worker == control.worker)
+        with self._lock:
+            self._world = World(epoch=epoch.number, rank=rank, size=len(epoch.members), hold=epoch.hold)
+        self.fault("exchange", epoch.number)
+        control.ready(epoch.number, self._state(operation))
+        go = control.wait_go(epoch.number)
+        if go is None:
+            raise EpochChanged(f"epoch {epoch.number} was overtaken")
+        control.is_member = True
+        exchanged = time.monotonic()
+        self.fault("connect", epoch.number)
+        self._open(epoch, rank)
+        connected = time.monotonic()
+        self._on_world(self._world)
+        states = [go.states[member.worker] for member in epoch.members]
+        result = self._catch_up(operation, states)
+        control.event(
+            "entered_epoch",
+            epoch=epoch.number,
+            kind=epoch.kind,
+            rank=rank,
+            world=len(states),
+            step=self.step,
+            wait_ms=round(1e3 * (exchanged - started), 2),
+            connect_ms=round(1e3 * (connected - exchanged), 2),
+        )
+        return result
+
+    def _state(self, operation: Operation) -> Report:
+        return {
+            "position": self._position,
+            "step": self.step,
+            "has_state": self.has_state,
+            "operation": operation.name,
+            "report": operation.report(),
+        }
+
+    def _open(self, epoch: wire.Epoch, rank: int) -> None:
+        """Builds the communicator in a thread: its constructor blocks on a peer that died between go and connect."""
+        attempt = _Connecting(self._connect, epoch, rank)
+        control = self.control
+        assert control is not None
+        with control.condition:
+            attempt.start(control.condition)
+            control.condition.wait_for(lambda: attempt.finished or control.failed_since(epoch.number))
+        communicator = attempt.take()
+        if communicator is None:
+            raise EpochChanged(f"epoch {epoch.number} was overtaken while connecting")
+        with self._lock:
+            self._communicator = communicator
+        self.check()  # a failure heard of just before would find nothing to abort
+
+    def _catch_up(self, operation: Operation, states: Sequence[Report]) -> bytes | None:
+        """Brings those that are one operation behind up to the others; leaves the reports for `Operation.plan`."""
+        positions = [state["position"] if state["has_state"] else None for state in states]
+        known = [position for position in positions if position is not None]
+        assert known, "an epoch without state is not published"
+        top, low = max(known), min(known)
+        if top - low > 1:
+            raise ProgramsDiffer(f"members are at operations {sorted(set(known))}; they may differ by one")
+        names = {s["operation"] for s, p in zip(states, positions, strict=True) if p == top}
+        if len(names) > 1:
+            raise ProgramsDiffer(f"members run different operations at the same place: {sorted(names)}")
+        self._pending = [
+            NEEDS_STATE if p is None else (s["report"] if p == top else None)
+            for s, p in zip(states, positions, strict=True)
+        ]
+        result = None
+        if low < top:
+            root = positions.index(top)
+            result = broadcast_bytes(self.communicator, self._last_result if self._world.rank == root else None, root)
+        mine = positions[self._world.rank]
+        return result if mine is not None and mine < top else None
+
+
+class _Connecting:
+    """One attempt to build a communicator, in a thread that may have to be abandoned."""
+
+    def __init__(self, connect: Connect, epoch: wire.Epoch, rank: int) -> None:
+        self._build = lambda: connect(epoch, rank, len(epoch.members))
+        self._communicator: Communicator | None = None
+        self._error: Exception | None = None
+        self._abandoned = False
+        self.finished = False
+        self._name = f"unicron-connect-{epoch.number}"
+
+    def start(self, condition: threading.Condition) -> None:
+        self._condition = condition
+        threading.Thread(target=self._run, name=self._name, daemon=True).start()
+
+    def take(self) -> Communicator | None:
+        """The communicator; None if it is not finished, in which case it is closed when it is.
+
+        Raises:
+            CommunicatorAborted: if it could not be built.
+        """
+        with self._condition:
+            if not self.finished:
+                self._abandoned = True
+                return None
+        if self._error is not None:
+            raise CommunicatorAborted(str(self._error).splitlines()[0][:200])
+        return self._communicator
+
+    def _run(self) -> None:
+        communicator, error = None, None
+        try:
+            communicator = self._build()
+        except (RuntimeError, OSError) as caught:  # torch's store and gloo raise subclasses of RuntimeError
+            error = caught
+        with self._condition:
+            self._communicator, self._error = communicator, error
+            self.finished = True
+            abandoned = self._abandoned
+            self._condition.notify_all()
+        if abandoned and communicator is not None:
+            communicator.close()

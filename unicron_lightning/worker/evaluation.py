@@ -1,0 +1,68 @@
+"""One pass over evaluation data: batches dealt out, a dead rank's dealt again, results on every rank at the end.
+
+Each rank runs its share without communication. At the end the ranks exchange what each batch gave (logged values), so a
+dead rank's batches, and only these, are run again by the others, and every rank has the results of all batches in the
+same order whatever the world was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from unicron_lightning.worker.communicator import gather_bytes
+from unicron_lightning.worker.engine import Engine, Report
+from unicron_lightning.worker.ledger import share
+from unicron_lightning.worker.operations import pack_parts
+
+
+def plan_evaluation(num_batches: int, reports: Sequence[Report | None], rank: int) -> list[int]:
+    """The batches that ``rank`` is to run, from what each rank has run so far (None: not begun).
+
+    If nobody is known to have begun, each gets its share of the whole; else what nobody has run is dealt out.
+    """
+    if all(report is None for report in reports):
+        return share(range(num_batches), rank, len(reports))
+    finished = {number for report in reports if report is not None for number in report["finished"]}
+    return share([number for number in range(num_batches) if number not in finished], rank, len(reports))
+
+
+class Evaluation:
+    """The end of a pass.
+
+    Args:
+        num_batches: of the whole pass.
+        run: runs one batch, by number, and keeps what it gives.
+        finished: numbers of the batches that this rank has run so far; ``run`` adds to it.
+        results: this rank's results as bytes, once nothing is missing.
+    """
+
+    name = "evaluation"
+
+    def __init__(
+        self, num_batches: int, run: Callable[[int], None], finished: set[int], results: Callable[[], bytes]
+    ) -> None:
+        self._num_batches = num_batches
+        self._run = run
+        self._finished = finished
+        self._results = results
+        self._todo: list[int] = []
+
+    def plan(self, reports: Sequence[Report | None], rank: int) -> None:
+        planned = plan_evaluation(self._num_batches, reports, rank)
+        self._todo = [number for number in planned if number not in self._finished]
+
+    def attempt(self, engine: Engine) -> bytes:
+        for number in self._todo:
+            engine.check()
+            self._run(number)
+        engine.fault("evaluated", engine.step)
+        return pack_parts(gather_bytes(engine.communicator, self._results()))
+
+    def suspend(self) -> None:
+        pass
+
+    def report(self) -> Report:
+        return {"finished": sorted(self._finished)}
+
+    def adopt(self, result: bytes) -> None:
+        pass

@@ -1,0 +1,196 @@
+"""gloo behind the communicator seam.
+
+gloo has no abort: a rank whose ring neighbours live waits for a dead rank until the time-out, and a partly written send
+may never learn of its peer's death. So: waits are in Python; abort shuts down the group's own sockets, which releases the
+peers as well; and a group with a collective that gloo has not given back is buried: a thread drops it when the last of
+its works has ended, at the latest after the operation time-out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import threading
+from datetime import timedelta
+from typing import Final
+
+import torch.distributed as dist
+from torch import Tensor
+
+from unicron_lightning.worker.communicator import Gate, Handle
+
+OPERATION_TIMEOUT: Final = timedelta(seconds=300)
+"""Bounds a buried group's life. A wait that outlasts it (a peer's very slow step) costs a new communicator, no work."""
+BURIED_POLL_SECONDS: Final = 0.05
+
+
+class GlooCommunicator:
+    """Collectives of one epoch over gloo; CPU tensors.
+
+    The constructor blocks until all peers are there; run it in a thread if a peer may be dead.
+
+    Args:
+        store: a client used by nobody else, with a prefix fresh to this epoch.
+        rank: this worker's place.
+        world: number of members.
+        host: address of this machine that peers can reach.
+        timeout: of gloo's own operations.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, world: int, host: str, timeout: timedelta = OPERATION_TIMEOUT
+    ) -> None:
+        self.rank = rank
+        self.world = world
+        self._gate = Gate()
+        self._handles: list[Handle] = []
+        before = _inet_sockets()
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+        options._timeout = timeout
+        options._threads = 2
+        self._group: dist.ProcessGroupGloo | None = dist.ProcessGroupGloo(store, rank, world, options)
+        self._sockets = _connected(_inet_sockets() - before, store, rank, world)
+
+    def all_reduce(self, tensor: Tensor) -> Handle:
+        return self._start(lambda group: group.allreduce([tensor]))
+
+    def broadcast(self, tensor: Tensor, root: int) -> Handle:
+        return self._start(lambda group: group.broadcast(tensor, root))
+
+    def wait(self, handle: Handle) -> None:
+        self._gate.wait(handle, self.abort)
+
+    def abort(self, reason: str) -> None:
+        if self._gate.shut(reason):
+            for connection in self._sockets:
+                try:
+                    connection.shutdown(socket.SHUT_RDWR)
+                except OSError:
+                    pass  # the peer was faster
+
+    def close(self) -> None:
+        self.abort("closed")
+        group, self._group = self._group, None
+        if group is None:
+            return
+        for connection in self._sockets:
+            connection.close()
+        # The destructor joins gloo's threads, which may be stuck: never on the training thread.
+        _GRAVEYARD.bury(group, self._handles)
+        self._handles = []
+
+    def _start(self, begin: object) -> Handle:
+        self._gate.check()
+        group = self._group
+        assert group is not None and callable(begin)
+        try:
+            handle = self._gate.watch(begin(group))
+        except RuntimeError as error:  # a dead peer may be noticed when the collective is started
+            self.abort(str(error).splitlines()[0][:200])
+            self._gate.check()
+            raise
+        self._handles = [h for h in self._handles if not h.done]
+        self._handles.append(handle)
+        return handle
+
+
+def _inet_sockets() -> set[tuple[int, str]]:
+    """File descriptors of this process's sockets with their inodes (a closed descriptor may be given out again)."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue
+        if target.startswith("socket:["):
+            found.add((int(name), target))
+    return found
+
+
+def _connected(new: set[tuple[int, str]], store: dist.Store, rank: int, world: int) -> list[socket.socket]:
+    """Duplicates of the group's own connections among the new sockets.
+
+    Another thread may have opened sockets meanwhile, so the group's are told by ports: one end of each of gloo's
+    connections is a port on which a member listens. The listening ports are exchanged through the store.
+    """
+    candidates, listening = [], []
+    for descriptor, _ in sorted(new):
+        try:
+            duplicate = socket.socket(fileno=os.dup(descriptor))
+        except OSError:
+            continue
+        if duplicate.family not in (socket.AF_INET, socket.AF_INET6):
+            duplicate.close()
+        elif duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            listening.append(duplicate.getsockname()[1])
+            duplicate.close()
+        else:
+            candidates.append(duplicate)
+    store.set(f"ports/{rank}", ",".join(map(str, listening)))
+    ports = {int(p) for r in range(world) for p in store.get(f"ports/{r}").decode().split(",") if p}
+    own = []
+    for duplicate in candidates:
+        try:
+            ends = {duplicate.getsockname()[1], duplicate.getpeername()[1]}
+        except OSError:
+            ends = set()
+        if ends & ports:
+            own.append(duplicate)
+        else:
+            duplicate.close()
+    return own
+
+
+class _Graveyard:
+    """Drops aborted groups when gloo has given back their works. Its thread lives only while there is one to drop."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Condition()
+        self._buried: list[tuple[dist.ProcessGroupGloo, list[Handle]]] = []
+        self._thread: threading.Thread | None = None
+
+    def bury(self, group: dist.ProcessGroupGloo, handles: list[Handle]) -> None:
+        with self._lock:
+            self._buried.append((group, handles))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="unicron-graveyard", daemon=True)
+                self._thread.start()
+
+    def wait_empty(self, timeout: float) -> bool:
+        """Waits until nothing is buried; False after ``timeout`` seconds."""
+        with self._lock:
+            return self._lock.wait_for(lambda: self._thread is None, timeout)
+
+    def leave(self) -> None:
+        """The process ends: what is still stuck must not be destroyed by the interpreter, which would wait for it."""
+        with self._lock:
+            for group, _ in self._buried:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                free = [entry for entry in self._buried if all(handle.done for handle in entry[1])]
+                self._buried = [entry for entry in self._buried if not all(handle.done for handle in entry[1])]
+            free.clear()  # runs the destructors here
+            with self._lock:
+                if not self._buried:
+                    self._thread = None
+                    self._lock.notify_all()
+                    return
+                self._lock.wait(BURIED_POLL_SECONDS)
+
+
+_GRAVEYARD = _Graveyard()
+
+
+def leave_buried() -> None:
+    """Lets the process end at once although closed communicators may still be stuck in the library."""
+    _GRAVEYARD.leave()
+
+
+def wait_buried(timeout: float) -> bool:
+    """Waits until all closed communicators of this process have been dropped; False after ``timeout`` seconds."""
+    return _GRAVEYARD.wait_empty(timeout)

@@ -1,0 +1,138 @@
+"""Small operations: agreeing on bytes, an action of the first rank, and the admission of joiners."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from unicron_lightning.worker.communicator import broadcast_bytes, gather_bytes
+from unicron_lightning.worker.engine import NEEDS_STATE, Engine, Report
+
+_encode = msgspec.json.Encoder().encode
+_sizes = msgspec.json.Decoder(list[int]).decode
+
+
+def pack_parts(parts: Sequence[bytes]) -> bytes:
+    """Several byte strings as one."""
+    header = _encode([len(part) for part in parts])
+    return b"".join([len(header).to_bytes(8, "little"), header, *parts])
+
+
+def unpack_parts(data: bytes) -> list[bytes]:
+    """The byte strings that `pack_parts` was given."""
+    offset = 8 + int.from_bytes(data[:8], "little")
+    parts = []
+    for size in _sizes(data[8:offset]):
+        parts.append(data[offset : offset + size])
+        offset += size
+    return parts
+
+
+class Agreement:
+    """Every rank learns every rank's payload; the result is `pack_parts` of them in rank order.
+
+    Args:
+        name: tells this use apart, so that scripts which take different paths are noticed.
+        payload: what this rank says, given its rank in the world in which it is said.
+    """
+
+    def __init__(self, name: str, payload: Callable[[int], bytes]) -> None:
+        self.name = name
+        self._payload = payload
+        self._rank = 0
+
+    def plan(self, reports: Sequence[Report | None], rank: int) -> None:
+        self._rank = rank
+
+    def attempt(self, engine: Engine) -> bytes:
+        engine.fault("agree", self.name)
+        return pack_parts(gather_bytes(engine.communicator, self._payload(self._rank)))
+
+    def suspend(self) -> None:
+        pass
+
+    def report(self) -> Report:
+        return {}
+
+    def adopt(self, result: bytes) -> None:
+        pass
+
+
+class LeaderAction(Agreement):
+    """Something that one process does for all, such as writing a file; done again by another if that one dies.
+
+    Args:
+        name: as for `Agreement`.
+        action: run by rank 0; done at least once, and to its end, before the operation completes.
+    """
+
+    def __init__(self, name: str, action: Callable[[], None]) -> None:
+        super().__init__(name, lambda rank: b"")
+        self._action = action
+        self._acted = False
+
+    def attempt(self, engine: Engine) -> bytes:
+        if self._rank == 0 and not self._acted:
+            self._action()
+            self._acted = True
+        return super().attempt(engine)
+
+
+class Join:
+    """At a step boundary: members that have no state get it from the first that has.
+
+    It completes when all members have the state in hand, so a donor that has left the boundary proves that no joiner
+    needs it any more.
+
+    Args:
+        donate: gives this worker's state as bytes; called at most once, only where someone needs it.
+        received: the state as received, None on workers that had it.
+    """
+
+    name = "join"
+
+    def __init__(self, donate: Callable[[], bytes]) -> None:
+        self.received: bytes | None = None
+        self._donate = donate
+        self._donation: bytes | None = None
+        self._root: int | None = None
+        self._rank = 0
+
+    def plan(self, reports: Sequence[Report | None], rank: int) -> None:
+        self._rank = rank
+        having = [r for r, report in enumerate(reports) if report != NEEDS_STATE]
+        self._root = having[0] if len(having) < len(reports) else None
+
+    def attempt(self, engine: Engine) -> bytes:
+        communicator = engine.communicator
+        if self._root is not None:
+            payload = None
+            if self._rank == self._root:
+                state = self._give()
+                payload = pack_parts([_encode([engine.position, engine.step]), state])
+            engine.fault("join", engine.world.epoch)
+            data = broadcast_bytes(communicator, payload, self._root)
+            if not engine.has_state:
+                position, state = unpack_parts(data)
+                engine.position, engine.step = _sizes(position)
+                self.received = state
+                engine.has_state = True
+        gather_bytes(communicator, b"")
+        return b""
+
+    def suspend(self) -> None:
+        pass
+
+    def report(self) -> Report:
+        return {}
+
+    def adopt(self, result: bytes) -> None:
+        pass
+
+    def _give(self) -> bytes:
+        if self.received is not None:
+            return self.received
+        if self._donation is None:
+            self._donation = self._donate()
+        return self._donation

@@ -1,0 +1,178 @@
+"""One optimizer step up to its commit: micro-batches, overlapped reduction, commit, and what is left after a failure.
+
+Protocol (docs/protocol.md):
+
+1. Each rank runs its share of the step's micro-batches; gradients accumulate in local buckets without communication.
+2. During the backward of its last micro-batch it launches the all-reduces on *copies* of the buckets.
+3. When all are complete, the **commit**: a tiny all-reduce. Nobody steps the optimizer before it. It also counts who has
+   seen a pending epoch; if all have, all switch at this step's end.
+4. After a failure the survivors keep local buckets and completed reductions, and plan the rest (`ledger.plan_step`).
+
+A micro-batch is atomic: nothing is raised inside its backward, and a failure is looked at only between micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from unicron_lightning.worker.buckets import Bucket, GradientBuckets
+from unicron_lightning.worker.communicator import CommunicatorAborted, Handle
+from unicron_lightning.worker.engine import Engine, Report
+from unicron_lightning.worker.ledger import StepPlan, StepReport, plan_step
+
+
+class Sums(Protocol):
+    """Anything else that is summed over a step's micro-batches: metrics, buffers, the loss."""
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """Reduced after the gradients; the same number and sizes on all ranks."""
+        ...
+
+    def fill(self) -> None:
+        """Writes the sums over this rank's micro-batches to the local buffers."""
+        ...
+
+    def settle(self, engine: Engine) -> None:
+        """After all reductions, before the commit: may communicate; must be repeatable."""
+        ...
+
+
+class GradientStep:
+    """The operation of one step.
+
+    Args:
+        micro_batches: all of the step's, by number.
+        gradients: where gradients accumulate; `GradientBuckets.begin` was called.
+        sums: what else is summed.
+        run: runs forward and backward of one micro-batch.
+    """
+
+    name = "step"
+
+    def __init__(
+        self, micro_batches: Sequence[int], gradients: GradientBuckets, sums: Sums, run: Callable[[int], None]
+    ) -> None:
+        self.micro_batches = list(micro_batches)
+        self.recomputed: list[int] = []
+        self._gradients = gradients
+        self._sums = sums
+        self._run = run
+        self._buckets: list[Bucket] = [*gradients.buckets, *sums.buckets]
+        self._finished: set[int] = set()
+        self._reduced: set[int] = set()
+        self._in_flight: dict[int, Handle] = {}
+        self._plan: StepPlan | None = None
+        self._engine: Engine | None = None
+        self._attempts = 0
+        self._aborted = False
+
+    def plan(self, reports: Sequence[Report | None], rank: int) -> None:
+        parsed = [
+            None
+            if report is None
+            else StepReport(finished=frozenset(report["finished"]), reduced=frozenset(report["reduced"]))
+            for report in reports
+        ]
+        self._plan = plan_step(self.micro_batches, len(self._buckets), parsed, rank)
+        self._attempts += 1
+        if self._attempts > 1:
+            self.recomputed = list(self._plan.lost)
+
+    def attempt(self, engine: Engine) -> bytes:
+        plan = self._plan
+        assert plan is not None
+        self._engine, self._aborted = engine, False
+        self._take_held(engine, plan)
+        self._compute(engine, plan)
+        self._await_reductions(engine)
+        engine.fault("reduced", engine.step)
+        self._sums.settle(engine)
+        return self._commit(engine)
+
+    def suspend(self) -> None:
+        # What completed is sampled now: once the communicator is aborted, ended and completed look the same.
+        for index, handle in self._in_flight.items():
+            if handle.succeeded():
+                self._reduced.add(index)
+            else:
+                self._buckets[index].renew()
+        self._in_flight.clear()
+
+    def report(self) -> Report:
+        return {"finished": sorted(self._finished), "reduced": sorted(self._reduced)}
+
+    def adopt(self, result: bytes) -> None:
+        # A peer committed, so every rank was in the commit: all reductions are complete here too.
+        assert len(self._reduced) == len(self._buckets), "a step was committed with reductions missing here"
+        self._read_commit(result)
+
+    def _take_held(self, engine: Engine, plan: StepPlan) -> None:
+        """Buckets that are complete on some ranks are copied from there: they hold the dead rank's part."""
+        communicator = engine.communicator
+        for index, holder in plan.held:
+            if index not in self._reduced:
+                self._buckets[index].renew()
+            communicator.wait(communicator.broadcast(self._buckets[index].reduced, holder))
+            self._reduced.add(index)
+
+    def _compute(self, engine: Engine, plan: StepPlan) -> None:
+        gradients, number = self._gradients, len(self._gradients.buckets)
+        order = [index for index in range(number) if index not in self._reduced]
+        left = order
+        for place, micro_batch in enumerate(plan.todo):
+            engine.check()
+            if place == len(plan.todo) - 1:
+                gradients.arm(order, self._launch_in_backward)
+            self._run(micro_batch)
+            self._finished.add(micro_batch)
+            engine.fault("micro_batch", engine.step, place)
+        if plan.todo:
+            left = gradients.finish()
+        if self._aborted:
+            engine.check()
+            raise CommunicatorAborted("a reduction could not be started")
+        for index in left:
+            self._launch(index)
+        self._sums.fill()
+        for index in range(number, len(self._buckets)):
+            if index not in self._reduced:
+                self._launch(index)
+
+    def _launch_in_backward(self, index: int) -> None:
+        if self._aborted:
+            return
+        try:
+            self._launch(index)
+        except CommunicatorAborted:
+            self._aborted = True  # looked at when the micro-batch is whole
+
+    def _launch(self, index: int) -> None:
+        assert self._engine is not None
+        bucket = self._buckets[index]
+        bucket.reduced.copy_(bucket.local)
+        self._in_flight[index] = self._engine.communicator.all_reduce(bucket.reduced)
+        self._engine.fault("launched", self._engine.step, index)
+
+    def _await_reductions(self, engine: Engine) -> None:
+        for index in list(self._in_flight):
+            engine.communicator.wait(self._in_flight[index])
+            self._reduced.add(index)
+            del self._in_flight[index]
+
+    def _commit(self, engine: Engine) -> bytes:
+        pending = engine.control is not None and engine.control.newer_than(engine.world.epoch) is not None
+        votes = torch.tensor([float(pending)], dtype=torch.float64)
+        engine.fault("commit", engine.step)
+        engine.communicator.wait(engine.communicator.all_reduce(votes))
+        result = b"switch" if int(votes.item()) == engine.world.size and pending else b"stay"
+        self._read_commit(result)
+        engine.fault("committed", engine.step)
+        return result
+
+    def _read_commit(self, result: bytes) -> None:
+        assert self._engine is not None
+        self._engine.switch_agreed = result == b"switch"
