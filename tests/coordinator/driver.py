@@ -105,7 +105,8 @@ class World:
         assert twin.handle(event, self.now) == actions
         assert twin.snapshot() == self.machine.snapshot()
         for gone in [action.task for action in actions if isinstance(action, ev.Forget)]:
-            self.oracles.pop(gone, None)
+            old = self.oracles.pop(gone, Oracle())
+            self.oracles[gone] = Oracle(dead=old.dead, capacity=old.capacity)
         for action in actions:
             self._carry_out(action)
         for task in self.machine.tasks.values():

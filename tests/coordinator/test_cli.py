@@ -1,0 +1,98 @@
+"""The command `unicron` and the coordinator's configuration, as a user meets them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+
+import pytest
+from coordinator.shell import Coordinator, connected, free_port, train
+
+
+def unicron(*arguments: str) -> subprocess.CompletedProcess[str]:
+    code = "from unicron_lightning.cli import main; main()"
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture
+def coordinator(tmp_path):
+    with Coordinator(tmp_path / "state") as running:
+        yield running
+
+
+async def test_status_and_events_show_a_task(coordinator):
+    endpoint = f"127.0.0.1:{coordinator.port}"
+
+    async def ask(*arguments: str) -> str:
+        done = await asyncio.to_thread(unicron, *arguments, "--endpoint", endpoint)
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout
+
+    assert "no tasks" in await ask("status")
+    async with connected(coordinator.url, "a", "b", nodes=(2, 2)) as agents:
+        await train(agents)
+        text = await ask("status")
+        assert "t  running  epoch 1  life 1  2:2 nodes" in text
+        assert "a/0#1" in text
+        assert json.loads(await ask("status", "--json", "--task", "t"))["tasks"]["t"]["settled"] is True
+        lines = (await ask("events", "--task", "t")).splitlines()
+        assert " t - task_created min_nodes=2 max_nodes=2" in lines[0]
+        assert "epoch_settled" in lines[-1]
+        events = json.loads(await ask("events", "--json", "--since", "3"))
+        assert events[0]["seq"] == 4
+    done = await asyncio.to_thread(unicron, "status", "--endpoint", endpoint, "--task", "x")
+    assert done.returncode == 2
+    assert done.stderr == f"unicron: no task 'x' at {endpoint}; there are: ['t']\n"
+
+
+@pytest.mark.parametrize("command", ["status", "events"])
+def test_no_coordinator_is_one_line_and_status_2(command):
+    endpoint = f"127.0.0.1:{free_port()}"
+    done = unicron(command, "--endpoint", endpoint)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"unicron: no coordinator answers at {endpoint}: [Errno 111] Connection refused\n"
+
+
+@pytest.mark.parametrize("endpoint", ["nonsense:port", "127.0.0.1"])
+def test_a_malformed_endpoint_is_one_line(endpoint):
+    done = unicron("status", "--endpoint", endpoint)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_token_is_shown(tmp_path):
+    file = tmp_path / "token"
+    file.write_text("secret\n")
+    with Coordinator(tmp_path / "state", f"server.token_file={file}") as coordinator:
+        endpoint = f"127.0.0.1:{coordinator.port}"
+        refused = unicron("status", "--endpoint", endpoint)
+        assert refused.returncode == 2
+        assert "HTTP 401 (token:" in refused.stderr
+        assert unicron("status", "--endpoint", endpoint, "--token-file", str(file)).returncode == 0
+
+
+def test_the_configuration_can_be_shown():
+    done = unicron("coordinator", "--cfg", "job", "server.port=1234")
+    assert done.returncode == 0
+    assert "port: 1234" in done.stdout
+    assert "restart_grace: 10.0" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("server.prot=1", "Key 'prot' not in 'ServerConfig'"),
+        ("server.port=many", "could not be converted to Integer"),
+        ("server.port=70000", "server.port=70000: expected 0..65535"),
+        ("membership.join_grace=-1", "membership.join_grace=-1.0: expected a number >= 0"),
+        ("server.token_file=/no/such/file", "token_file=/no/such/file: "),
+        ("server.host=no.such.host.invalid", "server.host=no.such.host.invalid: "),
+    ],
+)
+def test_wrong_configuration_is_refused_in_words(override, words, tmp_path):
+    done = unicron("coordinator", override, f"server.state_dir={tmp_path / 'state'}")
+    assert done.returncode in (1, 2)
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
