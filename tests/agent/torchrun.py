@@ -118,7 +118,15 @@ class Cluster:
 def workers_of(agent: int) -> list[psutil.Process]:
     """Worker processes of an agent."""
     children = psutil.Process(agent).children()
-    return [child for child in children if "_worker.py" in " ".join(child.cmdline())]
+    return [child for child in children if "_worker.py" in " ".join(_command_line(child))]
+
+
+def _command_line(process: psutil.Process) -> list[str]:
+    """A process's command line; empty if it ended meanwhile, e.g. a killed coordinator that is not reaped yet."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
 
 
 def kill(pid: int, number: int = signal.SIGKILL) -> None:
