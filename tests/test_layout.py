@@ -127,7 +127,7 @@ def _imported_tops(node: ast.AST) -> set[str]:
 def test_no_paths_of_this_machine() -> None:
     # Outside a virtual environment sys.prefix is /usr or the like, which scripts name rightly.
     places = [str(ROOT), *([sys.prefix] if sys.prefix != sys.base_prefix else [])]
-    pattern = re.compile("|".join([*map(re.escape, places), r"/home/\w+/", r"/Users/\w+/"]) + r"(?!\w)")
+    pattern = re.compile("|".join([*(re.escape(place) + r"\b" for place in places), r"/home/\w+/", r"/Users/\w+/"]))
     found = []
     for path in tracked():
         try:
