@@ -274,6 +274,8 @@ class Agent:
     def _from_coordinator(self, message: wire.ToAgent) -> None:
         view = self._shared.now
         match message:
+            case wire.Registered():
+                self._embedded.met()
             case wire.Grant() if message.round == view.number and view.grant is None:
                 self._shared.update(grant=message)
             case wire.Ranks() if message.round == view.number:

@@ -36,6 +36,22 @@ class EmbeddedCoordinator:
     def __init__(self, options: AgentOptions) -> None:
         self._options = options
         self._process: subprocess.Popen[bytes] | None = None
+        self._foreign = False
+
+    def met(self) -> None:
+        """A coordinator runs: if it does not keep its state in our folder it is the user's, who will restart it."""
+        try:
+            lock = os.open(self._options.state_dir / "lock", os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            self._foreign = True
+            return
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            self._foreign = True
+        except BlockingIOError:
+            self._foreign = False
+        finally:
+            os.close(lock)
 
     async def ensure(self) -> None:
         """Start the coordinator unless another agent is just doing so, and wait until its port is open.
@@ -43,6 +59,8 @@ class EmbeddedCoordinator:
         Raises:
             CoordinatorUnavailable: it ended at once with an error; the message quotes the end of its log.
         """
+        if self._foreign:
+            return
         folder = self._options.state_dir
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         lock = os.open(folder / "starting.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
