@@ -22,6 +22,8 @@ class Oracle:
 
     epochs: dict[int, wire.Epoch] = field(default_factory=dict)
     goes: dict[int, wire.Go] = field(default_factory=dict)
+    blank: bool = False
+    """Epochs before the first one checked are not known."""
     settled: set[int] = field(default_factory=set)
     dead: set[str] = field(default_factory=set)
     capacity: dict[str, int] = field(default_factory=dict)
@@ -30,7 +32,7 @@ class Oracle:
         if epoch.number in self.epochs:
             assert epoch == self.epochs[epoch.number], "one number, two epochs"
             return
-        assert epoch.number == max(self.epochs, default=0) + 1
+        assert epoch.number == max(self.epochs, default=0) + 1 or (self.blank and not self.epochs)
         names = [member.worker for member in epoch.members]
         assert names
         assert len(set(names)) == len(names)
@@ -74,6 +76,12 @@ class World:
         self.agents = {}
         self.do(ev.Started(dead_agents=dead_agents))
 
+    def lose_disk(self) -> None:
+        """Nothing is remembered but by the agents; epoch numbers may come again if no agent that knows them returns."""
+        self.disk.clear()
+        for task, old in self.oracles.items():
+            self.oracles[task] = Oracle(dead=old.dead, capacity=old.capacity, blank=True)
+
     def agent(self, name: str, *, task: str = "t", nodes: tuple[int, int] | None = None, size: int = 1) -> FakeAgent:
         return FakeAgent(self, name, task, nodes or self.nodes, size)
 
@@ -106,7 +114,7 @@ class World:
         assert twin.snapshot() == self.machine.snapshot()
         for gone in [action.task for action in actions if isinstance(action, ev.Forget)]:
             old = self.oracles.pop(gone, Oracle())
-            self.oracles[gone] = Oracle(dead=old.dead, capacity=old.capacity)
+            self.oracles[gone] = Oracle(dead=old.dead, capacity=old.capacity, blank=True)
         for action in actions:
             self._carry_out(action)
         for task in self.machine.tasks.values():

@@ -15,7 +15,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from unicron_lightning import wire
 
-PICK = st.integers(0, 7)
+FAULTS = (
+    "kill_agent",
+    "leave",
+    "cut",
+    "worker_fails",
+    "worker_fails",
+    "worker_finishes",
+    "comm_error",
+    "restart_coordinator",
+)
 
 
 class Histories(RuleBasedStateMachine):
@@ -25,15 +34,24 @@ class Histories(RuleBasedStateMachine):
         self.agents: list[FakeAgent] = []
         self.ids = itertools.count()
 
-    @initialize(low=st.integers(1, 3), spare=st.integers(0, 2), capacity=st.integers(2, 8), size=st.integers(1, 2))
-    def begin(self, low, spare, capacity, size):
+    @initialize(
+        low=st.integers(1, 3),
+        spare=st.integers(0, 2),
+        capacity=st.integers(2, 8),
+        size=st.integers(1, 2),
+        extra=st.data(),
+    )
+    def begin(self, low, spare, capacity, size, extra):
         self.world.nodes = (low, low + spare)
         self.capacity = capacity
         self.size = size
         for _ in range(low):
             self.start_agent()
+        if extra.draw(st.booleans(), "running"):
+            for _ in range(5):
+                self.everybody_goes_on()
 
-    # ---- agents
+    # ---- what goes well
 
     @precondition(lambda self: len(self.agents) < 6)
     @rule()
@@ -41,119 +59,91 @@ class Histories(RuleBasedStateMachine):
         self.agents.append(self.world.agent(f"n{next(self.ids)}", size=self.size).start())
 
     @precondition(lambda self: self.agents)
-    @rule(pick=PICK)
-    def kill_agent(self, pick):
-        agent = self.agents.pop(pick % len(self.agents))
-        if agent.conn is not None:
-            agent.drop()
+    @rule(pick=st.integers(0, 7))
+    def one_goes_on(self, pick):
+        self.go_on(self.pick(pick))
 
     @precondition(lambda self: self.agents)
-    @rule(pick=PICK, succeeded=st.booleans())
-    def leave(self, pick, succeeded):
-        agent = self.pick(pick)
-        # Success means that torchrun saw all its workers end well.
-        if agent.conn is not None and not (succeeded and (agent.workers or not agent.granted)):
-            self.agents.remove(agent)
-            agent.bye(succeeded=succeeded)
-
-    @precondition(lambda self: self.agents)
-    @rule(pick=PICK)
-    def cut(self, pick):
-        agent = self.pick(pick)
-        if agent.conn is not None:
-            agent.drop()
-
-    @precondition(lambda self: self.agents)
-    @rule(pick=PICK)
-    def come_back(self, pick):
-        agent = self.pick(pick)
-        if agent.conn is None:
-            agent.register()
-
-    @precondition(lambda self: self.agents)
-    @rule(pick=PICK)
-    def go_on(self, pick):
-        """torchrun does the next thing that is due on this node."""
-        agent = self.pick(pick)
-        if agent.granted and agent.local_world is None and agent.conn is not None:
-            agent.launch()
-        elif agent.granted and (len(agent.workers) < agent.size or agent.stopped) and agent.local_world is not None:
-            agent.rendezvous()
-
-    # ---- workers
-
-    @precondition(lambda self: self.agents)
-    @rule(pick=PICK, local_rank=st.integers(0, 1))
-    def worker_goes_on(self, pick, local_rank):
-        agent = self.pick(pick)
-        info = agent.workers.get(agent.worker(local_rank))
-        if info is None or agent.conn is None:
-            return
-        if info.hello is None:
-            agent.hello(local_rank, capacity=self.capacity)
-        elif info.ready is None:
-            agent.ready(0, local_rank)
-        else:
-            self.answer(agent, local_rank)
-
-    @precondition(lambda self: self.agents)
-    @rule(pick=PICK, local_rank=st.integers(0, 1), code=st.sampled_from([0, 1]))
-    def worker_ends(self, pick, local_rank, code):
-        agent = self.pick(pick)
-        if agent.worker(local_rank) in agent.workers:
-            agent.die(local_rank, cause="exit", code=code)
-
-    @precondition(lambda self: self.agents)
-    @rule(pick=PICK, epoch=st.integers(1, 5))
-    def comm_error(self, pick, epoch):
-        agent = self.pick(pick)
-        if agent.conn is not None and agent.worker() in agent.workers:
-            agent.say(wire.CommError(worker=agent.worker(), epoch=epoch, error="reset"))
+    @rule(pick=st.integers(0, 7), local_rank=st.integers(0, 1))
+    def one_worker_goes_on(self, pick, local_rank):
+        self.worker_goes_on(self.pick(pick), local_rank)
 
     @rule()
-    def everybody_answers(self):
+    def everybody_goes_on(self):
         for agent in self.agents:
+            self.go_on(agent)
             for local_rank in range(agent.size):
-                self.answer(agent, local_rank)
+                self.worker_goes_on(agent, local_rank)
 
-    # ---- time and coordinator
+    @precondition(lambda self: any(agent.conn is None for agent in self.agents))
+    @rule()
+    def come_back(self):
+        next(agent for agent in self.agents if agent.conn is None).register()
 
     @rule(seconds=st.sampled_from([0.1, 0.3, 0.6, 3.0, 11.0]))
     def time_passes(self, seconds):
         self.world.advance(seconds)
 
-    @rule(lose_store=st.just(False))
-    def restart_coordinator(self, lose_store):
-        self.world.start()
+    # ---- what goes wrong
+
+    @precondition(lambda self: self.agents)
+    @rule(fault=st.sampled_from(FAULTS), pick=st.integers(0, 7), local_rank=st.integers(0, 1))
+    def fault(self, fault, pick, local_rank):
+        agent = self.pick(pick)
+        worker = agent.worker(local_rank)
+        match fault:
+            case "restart_coordinator":
+                if pick == 7:
+                    self.world.lose_disk()
+                self.world.start()
+            case "kill_agent" | "cut":
+                if agent.conn is not None:
+                    agent.drop()
+                if fault == "kill_agent":
+                    self.agents.remove(agent)
+            case "leave" if agent.conn is not None and len(agent.workers) < agent.size:
+                # Success means that torchrun saw all its workers end well.
+                self.agents.remove(agent)
+                agent.bye(succeeded=agent.granted and not agent.workers and worker in self.world.task().finished)
+            case "worker_fails" | "worker_finishes" if worker in agent.workers:
+                agent.die(local_rank, cause="exit", code=int(fault == "worker_fails"))
+            case "comm_error" if agent.conn is not None and worker in agent.workers:
+                agent.say(wire.CommError(worker=worker, epoch=agent.epoch, error="reset"))
 
     # ---- helpers
 
     def pick(self, number: int) -> FakeAgent:
         return self.agents[number % len(self.agents)]
 
-    def answer(self, agent: FakeAgent, local_rank: int) -> None:
-        """A worker answers the newest epoch that it is a member of."""
+    def go_on(self, agent: FakeAgent) -> None:
+        """torchrun does the next thing that is due on this node."""
+        if agent.granted and agent.local_world is None and agent.conn is not None:
+            agent.launch()
+        elif agent.granted and (len(agent.workers) < agent.size or agent.stopped) and agent.local_world is not None:
+            agent.rendezvous()
+
+    def worker_goes_on(self, agent: FakeAgent, local_rank: int) -> None:
+        """The worker says what is due next, e.g. answers the newest epoch if it is a member."""
         info = agent.workers.get(agent.worker(local_rank))
         epochs = agent.all(wire.Epoch)
-        if info is None or info.ready is None or not epochs:
+        if info is None:
             return
-        member = agent.worker(local_rank) in {member.worker for member in epochs[-1].members}
-        if member and info.ready.epoch < epochs[-1].number:
+        if info.hello is None:
+            if agent.conn is not None:
+                agent.hello(local_rank, capacity=self.capacity)
+        elif info.ready is None:
+            agent.ready(0, local_rank)
+        elif epochs and info.worker in {member.worker for member in epochs[-1].members}:
             agent.ready(epochs[-1].number, local_rank)
 
     def teardown(self) -> None:
         """From here on nothing fails any more: the task must heal."""
         for _ in range(8):
-            for agent in list(self.agents):
+            for agent in self.agents:
                 if agent.conn is None:
                     agent.register()
-                for _ in range(2):
-                    self.go_on(self.agents.index(agent))
-                for local_rank in range(agent.size):
-                    for _ in range(2):
-                        self.worker_goes_on(self.agents.index(agent), local_rank)
-            for _ in range(4):
-                self.everybody_answers()
+            for _ in range(5):
+                self.everybody_goes_on()
             self.world.advance(3)
         self.check_healed()
 
