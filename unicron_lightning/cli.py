@@ -142,7 +142,7 @@ def _task_table(task_id: str, task: dict[str, Any]) -> Any:
     caption = f"incidents {task['incidents']}, restarts {task['restarts']}"
     if task["checkpoint"]:
         caption += f", checkpoint of step {task['checkpoint']['step']}: {escape(task['checkpoint']['path'])}"
-    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
+    table = Table(title=title, caption=caption, min_width=len(title), title_justify="left", caption_justify="left")
     for column in ("rank", "worker", "node", "state", "step"):
         table.add_column(column, justify="right" if column in ("rank", "step") else "left")
     for member in task["members"]:
@@ -153,10 +153,16 @@ def _task_table(task_id: str, task: dict[str, Any]) -> Any:
         for worker in task[state]:
             table.add_row("", escape(worker["worker"]), "", state.rstrip("s"), "")
     for agent in task["agents"]:
-        if agent["slot"] != "granted" or not agent["connected"]:
-            state = "stands by" if agent["slot"] == "waiting" else "no slot" if agent["slot"] == "none" else "away"
-            table.add_row("", escape(agent["agent"]), escape(agent["node"]), state, "")
+        # An agent whose workers are shown needs no line of its own.
+        if agent["slot"] != "granted" or not agent["connected"] or not task["members"]:
+            table.add_row("", escape(agent["agent"]), escape(agent["node"]), _agent_state(agent), "")
     return table
+
+
+def _agent_state(agent: dict[str, Any]) -> str:
+    if not agent["connected"]:
+        return "agent away"
+    return {"granted": "agent runs", "waiting": "agent stands by", "none": "agent without slot"}[agent["slot"]]
 
 
 def _events(options: argparse.Namespace) -> int:

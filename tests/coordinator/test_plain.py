@@ -23,9 +23,12 @@ def test_a_join_restarts_all_with_fresh_ranks_and_the_store_of_rank_0():
     c = world.agent("c").start()
     assert not c.all(wire.Grant)
     assert [len(agent.all(wire.Stop)) for agent in (a, b, c)] == [1, 1, 0]
+    b.die(code=15)
     b.rendezvous()
     assert len(b.all(wire.Grant)) == 1
     a.rendezvous()
+    assert "worker_died" not in world.names(), "it was stopped on order"
+    assert world.task().incidents == 0
     grants = {agent.name: agent.last(wire.Grant) for agent in (a, b, c)}
     assert {name: grant.group_rank for name, grant in grants.items()} == {"b": 0, "a": 1, "c": 2}
     assert {grant.group_world for grant in grants.values()} == {3}

@@ -115,7 +115,7 @@ def worker_died(task: Task, turn: Turn, agent: Agent, message: wire.WorkerDied) 
         # It never said hello: a plain script's worker, or one that died while it started.
         agent.gone.append(message.worker)
         turn.save(task)
-        if not ended_well:
+        if not ended_well and not task.regrouping:  # Then it was stopped on our order.
             if not task.elastic:
                 open_incident(task)
             _log_death(task, turn, message.worker, message.cause, message.code, message.at)
