@@ -13,11 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch.trainer.connectors.logger_connector.result import (
-    _Metadata,
-    _ResultCollection,
-    _ResultMetric,
-)
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 from torchmetrics import Metric
@@ -106,25 +102,12 @@ class RecordingResults(_ResultCollection):
 
     def replay(self, call: LogCall, module: torch.nn.Module, device: torch.device) -> None:
         """Logs a global value, as if the step had logged it once."""
-        fx, name, prog_bar, logger, on_step, on_epoch, reduce, add_dataloader_idx = call.options
         value: Any
         if call.value is None:
             value = module.get_submodule(call.metric or "")
         else:
             value = call.value.to(device=device, dtype=torch.get_default_dtype())
-        super().log(
-            fx,
-            name,
-            value,
-            prog_bar=prog_bar,
-            logger=logger,
-            on_step=on_step,
-            on_epoch=on_epoch,
-            reduce_fx=getattr(torch, reduce),
-            add_dataloader_idx=add_dataloader_idx,
-            batch_size=max(1, round(call.weight)),
-            metric_attribute=call.metric,
-        )
+        self._log_as(call.options, value, max(1, round(call.weight)), call.metric)
 
     @override
     def metrics(self, on_step: bool) -> Any:
@@ -136,40 +119,43 @@ class RecordingResults(_ResultCollection):
         """Accumulated tensor results, as plain data for a joiner."""
         return [
             [
-                key,
-                [m.fx, m.name, m.prog_bar, m.logger, m.on_step, m.on_epoch, _reduction_name(m.reduce_fx)],
-                m.add_dataloader_idx,
+                [m.fx, m.name, m.prog_bar, m.logger, m.on_step, m.on_epoch, _reduction_name(m.reduce_fx), m.add_dataloader_idx],
                 metric.value,
                 metric.cumulated_batch_size if m.is_mean_reduction else None,
                 metric.has_reset,
                 metric._forward_cache,
                 metric._update_count,
             ]
-            for key, metric in self.items()
+            for metric in self.values()
             if metric.is_tensor and (m := metric.meta)
         ]
 
     def load_state(self, state: Sequence[Sequence[Any]], device: torch.device) -> None:
         """Takes over what `state` gave on another worker."""
-        for key, options, add_dataloader_idx, value, batch_size, has_reset, cache, updates in state:
-            fx, name, prog_bar, logger, on_step, on_epoch, reduce = options
-            meta = _Metadata(
-                fx=fx,
-                name=name,
-                prog_bar=prog_bar,
-                logger=logger,
-                on_step=on_step,
-                on_epoch=on_epoch,
-                reduce_fx=getattr(torch, reduce),
-                add_dataloader_idx=add_dataloader_idx,
-                dataloader_idx=None,
-            )
-            metric = _ResultMetric(meta, True)
+        for options, value, batch_size, has_reset, cache, updates in state:
+            self._log_as(tuple(options), value, 1, None)  # registers it with the metadata that `replay` will give
+            metric = self[f"{options[0]}.{options[1]}"]
             metric.value = value
-            if meta.is_mean_reduction:
+            if metric.meta.is_mean_reduction:
                 metric.cumulated_batch_size = batch_size
             metric._forward_cache, metric.has_reset, metric._update_count = cache, has_reset, updates
-            self[key] = metric.to(device)
+            metric.to(device)
+
+    def _log_as(self, options: Options, value: Any, batch_size: int, metric: str | None) -> None:
+        fx, name, prog_bar, logger, on_step, on_epoch, reduce, add_dataloader_idx = options
+        super().log(
+            fx,
+            name,
+            value,
+            prog_bar=prog_bar,
+            logger=logger,
+            on_step=on_step,
+            on_epoch=on_epoch,
+            reduce_fx=getattr(torch, reduce),
+            add_dataloader_idx=add_dataloader_idx,
+            batch_size=batch_size,
+            metric_attribute=metric,
+        )
 
     def _weight(self, options: Options, batch_size: int | None) -> float:
         if batch_size is not None:

@@ -15,9 +15,12 @@ from unicron_lightning.errors import ConfigError
 from unicron_lightning.worker.connect import connector
 from unicron_lightning.worker.control import Control
 from unicron_lightning.worker.engine import Engine, World
-from unicron_lightning.worker.gloo import leave_buried
+from unicron_lightning.worker.gloo import leave_buried, wait_buried
 
 logger = logging.getLogger(__name__)
+
+_BURIED_SECONDS = 2.0
+"""How long the end of the process waits for closed communicators: one in the middle of its destructor would abort it."""
 
 
 class Session:
@@ -67,7 +70,8 @@ class Session:
         self.engine.close()
         if self.control is not None:
             self.control.close()
-        leave_buried()
+        if not wait_buried(_BURIED_SECONDS):
+            leave_buried()
 
     def _wait_founded(self, control: Control) -> wire.Welcome:
         """Waits for the first epoch, or for the word that it was formed without this worker, which then joins."""
