@@ -75,7 +75,7 @@ class Session:
 
     def _wait_founded(self, control: Control) -> wire.Welcome:
         """Waits for the first epoch, or for the word that it was formed without this worker, which then joins."""
-        control.ready(0, {"step": 0, "has_state": True})
+        control.ready(0, {"step": 0, "has_state": True, "founder": True})
         with control.condition:
             control.condition.wait_for(lambda: control.latest is not None or not control.welcome.founder)
         return control.welcome

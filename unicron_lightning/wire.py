@@ -62,7 +62,8 @@ class WorkerHello(Message, frozen=True, kw_only=True, tag="worker_hello"):
 class WorkerReady(Message, frozen=True, kw_only=True, tag="worker_ready"):
     """The worker waits: with ``epoch`` 0 to become a member, else it has stopped for that epoch and reports its state.
 
-    ``state`` is opaque to the coordinator but for ``step`` (optimizer steps finished, int) and ``has_state`` (bool).
+    ``state`` is opaque to the coordinator but for ``step`` (optimizer steps finished, int), ``has_state`` (bool)
+    and, with epoch 0, ``founder`` (bool): as what the worker waits; told that it is no founder, it says so again later.
     """
 
     worker: str

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from coordinator.driver import World, members, running, settle
 
 from unicron_lightning import wire
@@ -93,9 +92,28 @@ def test_members_are_no_more_than_the_task_can_use_and_that_is_no_reason_to_hold
     assert not agents[0].last(wire.Epoch).hold
     settle(world)
     assert world.task().number == 1
+    agents[2].ready(0)  # it has heard that it is no founder and has set itself up
+    assert world.task().number == 1
     agents[0].die()
     settle(world)
     assert members(world) == ["b/0#1", "c/0#1"]
+
+
+def test_a_founder_that_comes_too_late_for_the_first_epoch_joins_when_it_says_so_anew():
+    world = World()
+    a, b = world.agent("a").start(), world.agent("b").start()
+    a.launch()
+    b.launch()
+    assert a.hello().founder and b.hello().founder
+    a.ready(0)
+    assert members(world) == ["a/0#1"]
+    assert not b.last(wire.Welcome).founder
+    a.ready(1)
+    worker = "b/0#1"
+    b.say(wire.WorkerReady(worker=worker, epoch=0, state={"step": 0, "has_state": True, "founder": True}))
+    assert world.task().number == 1, "what it said as a founder makes it no candidate"
+    b.say(wire.WorkerReady(worker=worker, epoch=0, state={"step": 0, "has_state": False}))
+    assert members(world) == ["a/0#1", "b/0#1"]
 
 
 def test_a_joiner_is_admitted_when_the_current_epoch_is_settled():
@@ -210,212 +228,3 @@ def test_one_dead_worker_takes_its_siblings_with_it():
     assert world.task().number == 2
     assert world.names().count("worker_died") == 2
     assert a.last(wire.Epoch).number == 2
-
-
-def test_joiners_of_an_unsettled_join_become_candidates_again_when_a_member_dies():
-    world = World()
-    _, b = running(world, 2)
-    c = world.agent("c").start().boot()
-    assert members(world) == ["a/0#1", "b/0#1", "c/0#1"]
-    c.ready(2)
-    b.die()
-    assert members(world) == ["a/0#1"]
-    assert world.task().epoch.kind == "fail"
-    settle(world)
-    assert (world.task().epoch.kind, members(world)) == ("join", ["a/0#1", "c/0#1"])
-    assert c.last(wire.Epoch).number == 4
-    settle(world)
-    assert c.last(wire.Go).epoch == 4
-
-
-def test_a_joiner_that_dies_while_joining_is_dropped():
-    world = World()
-    running(world, 2)
-    c = world.agent("c").start().boot()
-    c.die()
-    assert (world.task().epoch.kind, members(world)) == ("fail", ["a/0#1", "b/0#1"])
-    settle(world)
-    assert world.task().number == 3
-
-
-def test_a_candidate_that_dies_changes_nothing():
-    world = World()
-    running(world, 1)
-    b = world.agent("b").start().launch()
-    b.hello()
-    b.die()
-    assert world.task().number == 1
-    assert world.event("worker_died").incident is None
-
-
-def test_a_founder_that_dies_before_the_first_go_leaves_an_init_epoch_of_the_others():
-    world = World()
-    a, b = (world.agent(name, nodes=(2, 2)).start() for name in "ab")
-    a.boot()
-    b.boot()
-    b.die()
-    assert (world.task().number, world.task().epoch.kind, members(world)) == (2, "init", ["a/0#1"])
-    assert a.last(wire.Epoch).hold
-
-
-def test_a_communication_error_without_a_death_renews_the_epoch_in_place():
-    world = World(comm_error_grace=0.5)
-    a, b = running(world, 2)
-    for agent in (a, b):
-        agent.say(wire.CommError(worker=agent.worker(), epoch=1, error="reset"))
-    assert world.names().count("comm_error") == 1
-    world.advance(0.4)
-    assert world.task().number == 1
-    world.advance(0.2)
-    assert (world.task().number, world.task().epoch.kind, members(world)) == (2, "fail", ["a/0#1", "b/0#1"])
-    assert a.last(wire.Epoch).incident == "i1"
-    settle(world)
-    b.say(wire.CommError(worker=b.worker(), epoch=1, error="late"))
-    world.advance(5)
-    assert world.task().number == 2
-
-
-def test_a_communication_error_is_explained_by_a_death():
-    world = World(comm_error_grace=0.5)
-    a, b = running(world, 2)
-    a.say(wire.CommError(worker=a.worker(), epoch=1, error="reset"))
-    world.advance(0.1)
-    b.die()
-    settle(world)
-    world.advance(5)
-    assert world.task().number == 2
-    assert world.event("epoch_published").incident == "i1"
-
-
-@pytest.mark.parametrize("how", ["done", "exit", "bye"])
-def test_finished_members_do_not_change_the_epoch_and_the_last_one_ends_the_task(how):
-    world = World()
-    a, b = running(world, 2)
-    standby = world.agent("s").start()
-
-    def finish(agent):
-        if how == "done":
-            agent.say(wire.WorkerDone(worker=agent.worker()))
-        if how != "bye":
-            agent.exit()
-        agent.bye(succeeded=True)
-
-    finish(a)
-    assert world.task().number == 1
-    assert not standby.all(wire.TaskOver)
-    finish(b)
-    assert standby.last(wire.TaskOver).succeeded
-    standby.bye(succeeded=True)
-    assert "t" not in world.machine.tasks
-    assert "t" not in world.disk
-    assert world.names()[-1] == "agent_left"
-    assert world.names().count("worker_finished") == 2
-    assert world.event("task_over").fields["succeeded"] is True
-
-
-def test_a_pending_epoch_goes_on_without_a_member_that_finished():
-    world = World()
-    a, b, c = running(world, 3)
-    c.die()
-    a.say(wire.WorkerDone(worker=a.worker()))
-    assert (world.task().number, members(world)) == (3, ["b/0#1"])
-    b.ready(3)
-    assert b.last(wire.Go).epoch == 3
-    assert not a.all(wire.Fence)
-
-
-def test_nobody_joins_a_task_whose_end_has_begun():
-    world = World()
-    a, b = running(world, 2)
-    a.say(wire.WorkerDone(worker=a.worker()))
-    c = world.agent("c").start()
-    assert not c.all(wire.Grant)
-    b.say(wire.WorkerDone(worker=b.worker()))
-    assert c.last(wire.TaskOver).succeeded
-
-
-def test_when_no_member_survives_a_new_life_begins_from_the_newest_checkpoint():
-    world = World()
-    a, b = running(world, 2, nodes=(1, 4))
-    settle(world)
-    candidate = world.agent("c").start().launch()
-    candidate.hello()
-    a.say(wire.Record(key="k", value="1"))
-    a.say(wire.CheckpointSaved(worker=a.worker(), path="/ckpt/5", step=5))
-    b.say(wire.CheckpointSaved(worker=b.worker(), path="/ckpt/4", step=4))
-    a.drop()
-    b.drop()
-    world.advance(1)
-    assert world.event("task_restarts").fields == {"life": 2, "path": "/ckpt/5", "step": 5}
-    assert candidate.last(wire.Fence).worker == "c/0#1"
-    candidate.die()
-    candidate.rendezvous().launch()
-    welcome = candidate.hello()
-    assert (welcome.founder, welcome.life, welcome.resume) == (True, 2, "/ckpt/5")
-    candidate.say(wire.Lookup(worker=candidate.worker(), key="k"))
-    assert candidate.last(wire.LookupReply).value is None
-    candidate.ready(0)
-    epoch = candidate.last(wire.Epoch)
-    assert (epoch.kind, epoch.number, epoch.incident) == ("restart", 4, "i1")
-    settle(world)
-    assert world.task().incident is None
-
-
-def test_a_new_life_also_waits_for_min_nodes():
-    world = World()
-    a, b = running(world, 2, nodes=(2, 2))
-    a.die()
-    b.die()
-    a.rendezvous().boot()
-    assert world.task().epoch is None
-    b.rendezvous().boot()
-    assert (world.task().epoch.kind, members(world)) == ("restart", ["a/0#2", "b/0#2"])
-
-
-def test_records_can_be_looked_up_by_others():
-    world = World()
-    a, b = running(world, 2)
-    a.say(wire.Record(key="k", value='{"x": 1}'))
-    b.say(wire.Lookup(worker=b.worker(), key="k"))
-    assert b.last(wire.LookupReply) == wire.LookupReply(worker="b/0#1", key="k", value='{"x": 1}')
-    b.say(wire.Lookup(worker=b.worker(), key="other"))
-    assert b.last(wire.LookupReply).value is None
-
-
-def test_progress_is_shown_but_not_stored():
-    world = World()
-    a, _ = running(world, 2)
-    disk = dict(world.disk)
-    a.say(wire.Progress(worker=a.worker(), step=17, metrics={"loss": 2.0}))
-    assert world.task().workers["a/0#1"].step == 17
-    assert world.disk == disk
-
-
-def test_strangers_are_fenced_but_not_those_that_end_well():
-    world = World()
-    a, b = running(world, 2)
-    old = b.worker()
-    b.die()
-    b.rendezvous().launch()
-    b.say(wire.WorkerReady(worker=old, epoch=2, state={}))
-    b.say(wire.WorkerHello(worker=old, local_rank=0, pid=1, capacity=4))
-    b.say(wire.WorkerReady(worker="b/7#2", epoch=0, state={}))
-    b.say(wire.Progress(worker=a.worker(), step=1, metrics={}))
-    assert [fence.worker for fence in b.all(wire.Fence)] == [old, old, "b/7#2", a.worker()]
-    a.say(wire.WorkerDone(worker=a.worker()))
-    a.say(wire.Progress(worker=a.worker(), step=9, metrics={}))
-    assert not a.all(wire.Fence)
-
-
-def test_tasks_do_not_touch_each_other():
-    world = World()
-    a = world.agent("a", task="one").start().boot()
-    b = world.agent("b", task="two").start().boot()
-    settle(world, "one")
-    settle(world, "two")
-    seen = len(b.inbox)
-    a.die()
-    a.bye(succeeded=False)
-    assert "one" not in world.machine.tasks
-    assert len(b.inbox) == seen
-    assert world.names("one")[-1] == "task_over"

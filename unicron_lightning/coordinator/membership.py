@@ -98,6 +98,15 @@ def _form(task: Task, turn: Turn) -> None:
     founders = [worker for agent_id in complete for worker in task.workers_of(agent_id) if worker.built]
     members = [_member(task, worker) for worker in founders[: task.capacity()]]
     _publish(task, turn, "init" if task.life == 1 else "restart", members)
+    _turn_into_joiners(task, turn, {member.worker for member in members})
+
+
+def _turn_into_joiners(task: Task, turn: Turn, members: set[str]) -> None:
+    """Founders that were not ready in time are told to join: the others do not wait for them while they set up."""
+    for worker in task.workers.values():
+        if worker.founder and worker.id not in members:
+            worker.founder = worker.built = False
+            turn.send(task.agents[worker.agent], wire.Welcome(worker=worker.id, founder=False, life=task.life, resume=None))
 
 
 def _slot_complete(task: Task, agent_id: str) -> bool:

@@ -92,6 +92,8 @@ def ready(task: Task, turn: Turn, worker: Worker, message: wire.WorkerReady) -> 
     """
     if task.rebuilding:
         task.number = max(task.number, message.epoch)
+    if message.epoch == 0 and message.state.get("founder", False) and not worker.founder:
+        return  # said before it heard that the first epoch was formed without it; it says so again when it is built
     if not worker.built:
         worker.built = True
         turn.emit_for(task, None, "worker_ready_to_join", {"worker": worker.id, "epoch": message.epoch})

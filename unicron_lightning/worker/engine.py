@@ -48,6 +48,7 @@ class World:
     """The members of the epoch entered last."""
 
     epoch: int
+    kind: wire.EpochKind
     rank: int
     size: int
     hold: bool
@@ -105,7 +106,7 @@ class Engine:
         self._on_world = on_world
         self._lock = threading.Lock()
         self._communicator: Communicator | None = None
-        self._world = World(epoch=0, rank=0, size=1, hold=False)
+        self._world = World(epoch=0, kind="init", rank=0, size=1, hold=False)
         self._position = 0
         self._last_result = b""
         self._pending: list[Report | None] | None = None
@@ -215,7 +216,9 @@ class Engine:
         self.close()
         rank = next(i for i, member in enumerate(epoch.members) if member.worker == control.worker)
         with self._lock:
-            self._world = World(epoch=epoch.number, rank=rank, size=len(epoch.members), hold=epoch.hold)
+            self._world = World(
+                epoch=epoch.number, kind=epoch.kind, rank=rank, size=len(epoch.members), hold=epoch.hold
+            )
         self.fault("exchange", epoch.number)
         control.ready(epoch.number, self._state(operation))
         go = control.wait_go(epoch.number)
