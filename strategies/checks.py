@@ -17,18 +17,18 @@ def check_trainer(trainer: pl.Trainer) -> None:
     Raises:
         ConfigError: naming the setting.
     """
-    for callback in trainer.callbacks:
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, GradientAccumulationScheduler) and callback.scheduling != {
             0: trainer.accumulate_grad_batches
         }:
             raise ConfigError(
-                f"GradientAccumulationScheduler(scheduling={callback.scheduling}) changes the global batch; the unicron "
-                "strategy keeps it constant: set Trainer(accumulate_grad_batches=...)"
+                f"GradientAccumulationScheduler(scheduling={callback.scheduling}) changes the global batch; the "
+                "unicron strategy keeps it constant: set Trainer(accumulate_grad_batches=...)"
             )
     if trainer._accelerator_connector._layer_sync is not None:
         raise ConfigError(
-            "Trainer(sync_batchnorm=True) communicates inside the forward pass, which the unicron strategy can't do (ranks "
-            "run different numbers of micro-batches); running statistics are averaged over the global batch anyway"
+            "Trainer(sync_batchnorm=True) communicates inside the forward pass, which the unicron strategy can't do "
+            "(ranks run different numbers of micro-batches); running statistics are averaged over it anyway"
         )
 
 
@@ -57,6 +57,6 @@ def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
     for optimizer in optimizers:
         if isinstance(optimizer, LBFGS):
             raise ConfigError(
-                "LBFGS evaluates the loss several times per step; the unicron strategy supports one forward and backward "
-                "per step: use a first-order optimizer"
+                "LBFGS evaluates the loss several times per step; the unicron strategy supports one forward and "
+                "backward per step: use a first-order optimizer"
             )

@@ -1,7 +1,7 @@
 """Lightning's collectives, as operations that survive failures.
 
-Before the first training step of the first ``fit`` their results are also recorded with the coordinator: a joiner, whose
-script runs the same lines alone, finds them there instead of asking members that have long gone on.
+Before the first training step of the first ``fit`` their results are also recorded with the coordinator: a joiner,
+whose script runs the same lines alone, finds them there instead of asking members that have long gone on.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ class UnicronEnvironment(ClusterEnvironment):
     def set_global_rank(self, rank: int) -> None:
         self._global_rank = rank
         # Loggers, progress bars and warnings ask these; both copies exist in Lightning 2.6.
-        rank_zero_only.rank = rank
-        fabric_rank_zero_only.rank = rank
+        rank_zero_only.rank = rank  # type: ignore[attr-defined]
+        fabric_rank_zero_only.rank = rank  # type: ignore[attr-defined]
 
     @override
     def local_rank(self) -> int:

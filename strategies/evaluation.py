@@ -1,4 +1,6 @@
-"""Validation and test passes: own batches through Lightning's loop, lost ones at the end, results the same everywhere."""
+"""Validation and test passes: own batches through Lightning's loop, lost ones at the end, results the same
+everywhere.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ class Passes:
     def begin(self, loader: EvaluationLoader) -> list[int]:
         """Starts the pass over a loader; returns this rank's batches."""
         self.finish()
-        loop = self._trainer._active_loop
+        loop: Any = self._trainer._active_loop
         loop = loop.epoch_loop.val_loop if hasattr(loop, "epoch_loop") else loop
         assert isinstance(loop, _EvaluationLoop) and loop._combined_loader is not None
         loaders = loop._combined_loader.flattened

@@ -66,9 +66,9 @@ def receive(trainer: pl.Trainer, state: dict[str, Any]) -> None:
     connector.restore_optimizers_and_schedulers()
     connector._loaded_checkpoint = {}  # Lightning's later restore_training_state finds nothing left to do
     set_counters(trainer.fit_loop, state["counters"])
-    epoch = trainer.fit_loop.epoch_progress.current
+    epoch: Any = trainer.fit_loop.epoch_progress.current
     epoch.ready = epoch.started = epoch.completed = epoch.processed
-    total = trainer.fit_loop.epoch_progress.total
+    total: Any = trainer.fit_loop.epoch_progress.total
     total.ready = total.started = total.completed = total.processed
 
 

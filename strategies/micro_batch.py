@@ -78,7 +78,9 @@ class MicroBatches:
         self._last_output = apply_to_collection(output, Tensor, Tensor.detach)
 
     def output(self, loss: Tensor) -> Any:
-        """What Lightning's hooks get as the step's output: the last micro-batch's, with the global batch's mean loss."""
+        """What Lightning's hooks get as the step's output: the last micro-batch's, with the global batch's mean
+        loss.
+        """
         mean = loss.to(device=self._strategy.root_device, dtype=torch.get_default_dtype())
         if isinstance(self._last_output, dict):
             return {**self._last_output, "loss": mean}
@@ -93,7 +95,7 @@ class MicroBatches:
         loss = output.get("loss") if isinstance(output, dict) else output
         if not isinstance(loss, Tensor):
             raise ConfigError(
-                f"training_step returned {output!r}; the unicron strategy needs a loss tensor (or a dict with 'loss') for "
-                "every micro-batch, as skipping one would change the global batch"
+                f"training_step returned {output!r}; the unicron strategy needs a loss tensor (or a dict with 'loss') "
+                "for every micro-batch, as skipping one would change the global batch"
             )
         return loss

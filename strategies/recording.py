@@ -20,7 +20,9 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 Options = tuple[str, str, bool, bool, bool, bool, str, bool]
-"""fx, name, prog_bar, logger, on_step, on_epoch, reduce, add_dataloader_idx: what tells one logged value from another."""
+"""fx, name, prog_bar, logger, on_step, on_epoch, reduce, add_dataloader_idx: what tells one logged value from
+another.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +121,7 @@ class RecordingResults(_ResultCollection):
         """Accumulated tensor results, as plain data for a joiner."""
         return [
             [
-                [m.fx, m.name, m.prog_bar, m.logger, m.on_step, m.on_epoch, _reduction_name(m.reduce_fx), m.add_dataloader_idx],
+                _options(m),
                 metric.value,
                 metric.cumulated_batch_size if m.is_mean_reduction else None,
                 metric.has_reset,
@@ -167,6 +169,11 @@ class RecordingResults(_ResultCollection):
         return float(self.batch_size)
 
 
+def _options(meta: Any) -> list[Any]:
+    own = [meta.fx, meta.name, meta.prog_bar, meta.logger, meta.on_step, meta.on_epoch]
+    return [*own, _reduction_name(meta.reduce_fx), meta.add_dataloader_idx]
+
+
 def _reduction_name(function: Any) -> str:
     name = function if isinstance(function, str) else getattr(function, "__name__", str(function))
     name = {"avg": "mean", "amax": "max", "amin": "min"}.get(name, name)
@@ -176,7 +183,9 @@ def _reduction_name(function: Any) -> str:
 
 
 def merge_calls(calls: Sequence[LogCall]) -> list[LogCall]:
-    """One call per logged value, reduced over the given ones: means weighted by batch size, as Lightning's epoch means."""
+    """One call per logged value, reduced over the given ones: means weighted by batch size, as Lightning's epoch
+    means.
+    """
     grouped: dict[Options, list[LogCall]] = {}
     for call in calls:
         grouped.setdefault(call.options, []).append(call)

@@ -20,7 +20,9 @@ from unicron_lightning.worker.gloo import leave_buried, wait_buried
 logger = logging.getLogger(__name__)
 
 _BURIED_SECONDS = 2.0
-"""How long the end of the process waits for closed communicators: one in the middle of its destructor would abort it."""
+"""How long the end of the process waits for closed communicators: one in the middle of its destructor would abort
+it.
+"""
 
 
 class Session:
@@ -50,8 +52,8 @@ class Session:
             connect = connector(own.task, own.host, device)
         elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ConfigError(
-                f"this process is one of WORLD_SIZE={os.environ['WORLD_SIZE']} but has no Unicron agent; start the script "
-                "with `torchrun --rdzv-backend unicron`"
+                f"this process is one of WORLD_SIZE={os.environ['WORLD_SIZE']} but has no Unicron agent; start the "
+                "script with `torchrun --rdzv-backend unicron`"
             )
         else:
             connect = connector("", "127.0.0.1", device)

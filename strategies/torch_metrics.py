@@ -34,7 +34,9 @@ def metric_states(module: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def merge_metric_states(module: nn.Module, by_rank: Sequence[dict[str, dict[str, Any]]]) -> None:
-    """Sets every metric that any rank has updated to the state over all ranks; `Metric.compute` then gives its value."""
+    """Sets every metric that any rank has updated to the state over all ranks; `Metric.compute` then gives its
+    value.
+    """
     for name, metric in _metrics(module):
         states = [part[name] for part in by_rank if name in part]
         if not states:

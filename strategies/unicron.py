@@ -1,15 +1,16 @@
 """The Lightning strategy ``unicron``: data parallelism that trains straight through failures.
 
-One Lightning batch is one **global batch**: ``accumulate_grad_batches x devices x num_nodes`` micro-batches, for the whole
-life of the task and whatever its world is at the moment. `training_step` of the module is called once per micro-batch;
-Lightning's batch hooks and counters see one batch per optimizer step, so they never depend on the world. Failures are
-healed inside `UnicronStrategy.training_step` and the other operations; joiners enter before a step.
+One Lightning batch is one **global batch**: ``accumulate_grad_batches x devices x num_nodes`` micro-batches, for the
+whole life of the task and whatever its world is at the moment. `training_step` of the module is called once per
+micro-batch; Lightning's batch hooks and counters see one batch per optimizer step, so they never depend on the world.
+Failures are healed inside `UnicronStrategy.training_step` and the other operations; joiners enter before a step.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,12 +21,11 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
-from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from unicron_lightning import wire
-from unicron_lightning.data.loader import EvaluationLoader, GlobalBatch, TrainingLoader
-from unicron_lightning.data.order import DataOrder, StepShape, check_loader
+from unicron_lightning.data.loader import GlobalBatch
+from unicron_lightning.data.order import StepShape
 from unicron_lightning.data.seeding import preserved
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies import join_state
@@ -33,6 +33,7 @@ from unicron_lightning.strategies.checks import check_module, check_optimizers, 
 from unicron_lightning.strategies.collectives import Collectives
 from unicron_lightning.strategies.environment import UnicronEnvironment
 from unicron_lightning.strategies.evaluation import Passes
+from unicron_lightning.strategies.loading import Loaders
 from unicron_lightning.strategies.micro_batch import MicroBatches
 from unicron_lightning.strategies.recording import RecordingResults
 from unicron_lightning.strategies.session import Session
@@ -40,13 +41,19 @@ from unicron_lightning.strategies.sums import Layout, NormStatistics, StepSums
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.buckets import GradientBuckets
 from unicron_lightning.worker.engine import Engine, World
-from unicron_lightning.worker.ledger import share
 from unicron_lightning.worker.operations import Agreement, Join, LeaderAction, unpack_parts
 from unicron_lightning.worker.step import GradientStep
 
 logger = logging.getLogger(__name__)
 
 _MIB = 1 << 20
+_FIRST_STEP: dict[wire.EpochKind, str] = {
+    "init": "started",
+    "restart": "started",
+    "fail": "recovered",
+    "join": "grown",
+}
+"""What the first step finished in an epoch means, as an event."""
 
 
 class UnicronStrategy(ParallelStrategy):
@@ -102,7 +109,7 @@ class UnicronStrategy(ParallelStrategy):
         self._last_batch: GlobalBatch | None = None
         self._reported_epoch = 0
         self._seed = 0
-        self._loaders: list[TrainingLoader | EvaluationLoader] = []
+        self._loaders = Loaders(self)
         self._runs = 0
 
     @classmethod
@@ -117,6 +124,12 @@ class UnicronStrategy(ParallelStrategy):
         """This worker's engine; there from the first ``fit``, ``validate`` or ``test`` on."""
         assert self._session is not None, "no run has begun"
         return self._session.engine
+
+    @property
+    def passes(self) -> Passes:
+        """The evaluation passes of the present run."""
+        assert self._passes is not None, "no run has begun"
+        return self._passes
 
     @property
     @override
@@ -233,48 +246,9 @@ class UnicronStrategy(ParallelStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         trainer = self.lightning_module.trainer if self.lightning_module is not None else None
         assert trainer is not None and self._shape is not None
-        check_loader(dataloader)
-        assert isinstance(dataloader, DataLoader)
-        loader: TrainingLoader | EvaluationLoader
-        if trainer.predicting:
-            if self.engine.world.size > 1:
-                raise ConfigError("trainer.predict() under the unicron strategy needs a world of one worker")
-            return dataloader
-        if trainer.training:
-            loader = self._training_loader(trainer, dataloader)
-        else:
-            loader = EvaluationLoader(dataloader, self._shape.devices, self._seed, self._begin_pass, self._start_batch)
-        self._loaders.append(loader)
-        return loader
+        return self._loaders.wrap(trainer, dataloader, self._shape, self._seed)
 
-    def _training_loader(self, trainer: pl.Trainer, dataloader: DataLoader[Any]) -> TrainingLoader:
-        assert self._shape is not None
-        limit = None
-        if isinstance(trainer.limit_train_batches, int):
-            limit = -(-trainer.limit_train_batches // self._shape.accumulation)
-        shuffle_seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))  # as Lightning's DistributedSampler
-        order = DataOrder(dataloader, self._shape, shuffle_seed)
-        return TrainingLoader(
-            dataloader, order, self._seed, limit, self._position, self._share, lambda: self._boundary(trainer)
-        )
-
-    def _begin_pass(self, loader: EvaluationLoader) -> list[int]:
-        assert self._passes is not None
-        return self._passes.begin(loader)
-
-    def _start_batch(self, number: int) -> None:
-        assert self._passes is not None
-        self._passes.start_batch(number)
-
-    def _position(self) -> tuple[int, int]:
-        assert self._trainer is not None
-        loop = self._trainer.fit_loop
-        return loop.epoch_progress.current.processed, loop.epoch_loop.batch_progress.current.ready
-
-    def _share(self, micro_batches: range) -> list[int]:
-        return share(micro_batches, self.engine.world.rank, self.engine.world.size)
-
-    def _boundary(self, trainer: pl.Trainer) -> None:
+    def boundary(self, trainer: pl.Trainer) -> None:
         """Between steps: the one place where a world grows, and where it is left when told to stop."""
         engine = self.engine
         self._gather.starting = False
@@ -343,24 +317,24 @@ class UnicronStrategy(ParallelStrategy):
 
     def _report(self, operation: GradientStep, loss: Tensor) -> None:
         """Tells the event log of the first step in an epoch, and leaves word of progress."""
-        engine = self.engine
+        engine, world = self.engine, self.engine.world
         engine.step += 1
         if engine.control is None:
             return
-        if engine.world.epoch != self._reported_epoch:
-            self._reported_epoch = engine.world.epoch
+        if world.epoch != self._reported_epoch:
+            self._reported_epoch = world.epoch
             engine.control.event(
-                "first_step",
-                epoch=engine.world.epoch,
+                _FIRST_STEP[world.kind],
+                epoch=world.epoch,
                 step=engine.step,
-                world=engine.world.size,
+                world=world.size,
                 recomputed=operation.recomputed,
             )
         engine.control.progress(engine.step, {"loss": float(loss)})
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """The gradients are there, summed over the global batch: hands them to the optimizer, with Lightning's hooks."""
+        """The gradients are there, summed over the global batch: hands them to the optimizer, with the usual hooks."""
         module, plugin = self.lightning_module, self.precision_plugin
         assert module is not None and self._gradients is not None
         # The base class's: the loss has been scaled already, micro-batch by micro-batch.
@@ -405,7 +379,7 @@ class UnicronStrategy(ParallelStrategy):
         engine.run(LeaderAction("save_checkpoint", write))
         if engine.control is not None and engine.world.rank == 0 and "optimizer_states" in checkpoint:
             step = int(checkpoint["global_step"])
-            path = os.path.abspath(str(filepath))
+            path = str(Path(str(filepath)).absolute())
             engine.control.send(wire.CheckpointSaved(worker=engine.control.worker, path=path, step=step))
 
     @override
@@ -422,8 +396,6 @@ class UnicronStrategy(ParallelStrategy):
         if self._gradients is not None:
             self._gradients.close()
             self._gradients = None
-        for loader in self._loaders:
-            loader.close()
-        self._loaders = []
+        self._loaders.close()
         self._last_batch = None
         super().teardown()

@@ -106,7 +106,8 @@ def _turn_into_joiners(task: Task, turn: Turn, members: set[str]) -> None:
     for worker in task.workers.values():
         if worker.founder and worker.id not in members:
             worker.founder = worker.built = False
-            turn.send(task.agents[worker.agent], wire.Welcome(worker=worker.id, founder=False, life=task.life, resume=None))
+            word = wire.Welcome(worker=worker.id, founder=False, life=task.life, resume=None)
+            turn.send(task.agents[worker.agent], word)
 
 
 def _slot_complete(task: Task, agent_id: str) -> bool:

@@ -1,9 +1,9 @@
 """The order of a data set in an epoch, cut into global micro-batches that are the same whoever computes them.
 
-With torch's default samplers the samples of step ``s`` and their split into micro-batches are those of Lightning's ``ddp``
-with the declared number of devices: the order is `DistributedSampler`'s permutation of (seed, epoch); per accumulation
-round, device ``r`` of ``W`` takes every ``W``-th sample. But nothing is repeated to fill the last round: a micro-batch
-there may be smaller, and the last step of an epoch may have fewer.
+With torch's default samplers the samples of step ``s`` and their split into micro-batches are those of Lightning's
+``ddp`` with the declared number of devices: the order is `DistributedSampler`'s permutation of (seed, epoch); per
+accumulation round, device ``r`` of ``W`` takes every ``W``-th sample. But nothing is repeated to fill the last round:
+a micro-batch there may be smaller, and the last step of an epoch may have fewer.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ class DataOrder:
             assert self._batches is not None
             with self._fixed(self._batches, epoch):
                 return [list(batch) for batch in self._batches]
-        if type(self._sampler) is RandomSampler and not self._sampler.replacement and self._sampler._num_samples is None:
+        sampler = self._sampler
+        if type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None:
             generator = torch.Generator().manual_seed(self._seed + epoch)
             order = torch.randperm(len(self._sampler), generator=generator)
         elif type(self._sampler) is SequentialSampler:
@@ -128,6 +129,8 @@ class DataOrder:
     def _fixed(self, sampler: Any, epoch: int) -> Any:
         """A user's sampler gives the same order on all ranks: random state is set from (seed, epoch) meanwhile."""
         for source in (sampler, getattr(sampler, "sampler", None)):
+            if source is None:
+                continue
             if hasattr(source, "set_epoch"):
                 source.set_epoch(epoch)
             if isinstance(getattr(source, "generator", None), torch.Generator):
@@ -171,18 +174,18 @@ def check_loader(loader: object) -> None:
     """
     if not isinstance(loader, DataLoader):
         raise ConfigError(
-            f"the unicron strategy needs a torch.utils.data.DataLoader, found {type(loader).__qualname__}: a lost rank's "
-            "micro-batches can be computed again only if they can be fetched by number"
+            f"the unicron strategy needs a torch.utils.data.DataLoader, found {type(loader).__qualname__}: a lost "
+            "rank's micro-batches can be computed again only if they can be fetched by number"
         )
     if isinstance(loader.dataset, IterableDataset):
         raise ConfigError(
             f"{type(loader.dataset).__qualname__} is an iterable data set; the unicron strategy needs random access to "
-            "give a lost rank's samples to others. Implement __len__ and __getitem__ (a map-style data set), e.g. over an "
-            "index of the stream"
+            "give a lost rank's samples to others. Implement __len__ and __getitem__ (a map-style data set), e.g. over "
+            "an index of the stream"
         )
     source: Sampler[Any] | Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     try:
-        len(source)
+        len(source)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
         raise ConfigError(
             f"the sampler {type(source).__qualname__} has no length; the unicron strategy needs it: define __len__"

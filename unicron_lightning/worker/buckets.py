@@ -2,9 +2,9 @@
 
 torch DDP reduces in place and can be neither re-bound nor interrupted, so the reducer is our own. Each bucket has two
 buffers: ``local``, to which the parameters' ``.grad`` are views while micro-batches accumulate, and ``reduced``, a copy
-that is summed over the ranks and to which the ``.grad`` are views while the optimizer steps. ``local`` is untouched until
-the step is committed: whatever happens to the reduction, no finished micro-batch is lost. The price is one more buffer
-of the gradients' size.
+that is summed over the ranks and to which the ``.grad`` are views while the optimizer steps. ``local`` is untouched
+until the step is committed: whatever happens to the reduction, no finished micro-batch is lost. The price is one more
+buffer of the gradients' size.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from unicron_lightning.errors import ConfigError, UnicronError
+from unicron_lightning.errors import ConfigError
 
 
 class Bucket:
@@ -45,8 +45,8 @@ class GradientBuckets:
         self.parameters = [parameter for _, parameter in named]
         self.used = [False] * len(self.parameters)
         self._overlap = overlap
-        self._groups = _group([p for p in reversed(self.parameters)], bucket_bytes)
-        self.buckets = [Bucket(torch.zeros(sum(p.numel() for p in g), dtype=g[0].dtype, device=g[0].device)) for g in self._groups]
+        self._groups = _group(self.parameters[::-1], bucket_bytes)
+        self.buckets = [_bucket_of(group) for group in self._groups]
         self._bucket_of = {id(p): k for k, group in enumerate(self._groups) for p in group}
         self._index_of = {id(p): i for i, p in enumerate(self.parameters)}
         self._pending: list[int] = []
@@ -125,6 +125,11 @@ class GradientBuckets:
             self._next += 1
 
 
+def _bucket_of(group: Sequence[Parameter]) -> Bucket:
+    size = sum(parameter.numel() for parameter in group)
+    return Bucket(torch.zeros(size, dtype=group[0].dtype, device=group[0].device))
+
+
 def _group(parameters: Sequence[Parameter], bucket_bytes: int) -> list[list[Parameter]]:
     """Cuts the parameters into runs of one dtype and device, each closed at ``bucket_bytes``."""
     groups: list[list[Parameter]] = []
@@ -137,17 +142,3 @@ def _group(parameters: Sequence[Parameter], bucket_bytes: int) -> list[list[Para
         groups[-1].append(parameter)
         size += parameter.numel() * parameter.element_size()
     return groups
-
-
-def check_dense(parameters: Iterable[tuple[str, Parameter]]) -> None:
-    """Refuses gradients that are not dense.
-
-    Raises:
-        UnicronError: naming the first parameter whose gradient is sparse.
-    """
-    for name, parameter in parameters:
-        if parameter.grad is not None and parameter.grad.layout != torch.strided:
-            raise UnicronError(
-                f"parameter {name!r} has a {parameter.grad.layout} gradient; the unicron strategy needs dense gradients "
-                "(for torch.nn.Embedding: sparse=False)"
-            )

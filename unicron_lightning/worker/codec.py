@@ -1,12 +1,13 @@
 """Plain data as bytes, tensors included, without pickle.
 
-The form is ``8 bytes length | JSON tree | raw tensor data``. The tree holds None, bool, int, float and str as they are and
-everything else as a one-key object naming its kind. Decoding can create only these kinds: no code is ever run.
+The form is ``8 bytes length | JSON tree | raw tensor data``. The tree holds None, bool, int, float and str as they are
+and everything else as a one-key object naming its kind. Decoding can create only these kinds: no code is ever run.
 """
 
 from __future__ import annotations
 
 import datetime
+import math
 import pathlib
 from collections import OrderedDict, defaultdict
 from typing import Any
@@ -41,11 +42,14 @@ def decode(data: bytes) -> Any:
     """The value that `encode` was given; tensors on the CPU.
 
     Raises:
-        msgspec.DecodeError, ValueError, KeyError, TypeError: if the bytes do not come from `encode`.
+        ValueError: if the bytes do not come from `encode`.
     """
     size = int.from_bytes(data[:8], "little")
-    tree = msgspec.json.decode(data[8 : 8 + size])
-    return _unpack(tree, _Reader(data, 8 + size))
+    try:
+        tree = msgspec.json.decode(data[8 : 8 + size])
+        return _unpack(tree, _Reader(data, 8 + size))
+    except (msgspec.DecodeError, LookupError, TypeError, RuntimeError, OverflowError, ValueError) as error:
+        raise ValueError(f"not encoded plain data: {str(error).splitlines()[0][:200]}") from error
 
 
 class _Reader:
@@ -54,11 +58,11 @@ class _Reader:
         self._offset = offset
 
     def take(self, dtype: torch.dtype, shape: list[int]) -> Tensor:
-        tensor = torch.empty(shape, dtype=dtype)
-        size = tensor.numel() * tensor.element_size()
+        size = math.prod(shape) * dtype.itemsize
         part = self._data[self._offset : self._offset + size]
-        if len(part) != size:
+        if len(part) != size:  # before memory is taken
             raise ValueError(f"tensor of {size} bytes expected, {len(part)} left")
+        tensor = torch.empty(shape, dtype=dtype)
         self._offset += size
         if size:
             flat = torch.frombuffer(bytearray(part), dtype=torch.uint8)
@@ -94,7 +98,8 @@ def _pack_container(value: Any, tensors: list[Tensor], path: str) -> Any:
         case dict() if type(value) in (dict, OrderedDict, defaultdict):
             kind = "odict" if isinstance(value, OrderedDict) else "dict"
             return {
-                kind: [[_pack(k, tensors, f"{path} key"), _pack(v, tensors, f"{path}[{k!r}]")] for k, v in value.items()]
+                kind: [[_pack(k, tensors, f"{path} key"), _pack(v, tensors, f"{path}[{k!r}]")] for k, v in
+                value.items()]
             }
         case list():
             return {"list": each(value)}
@@ -115,13 +120,13 @@ def _pack_container(value: Any, tensors: list[Tensor], path: str) -> Any:
         case numpy.generic():
             return _pack(value.item(), tensors, path)
         case numpy.ndarray() if value.dtype.kind in "biuf":
-            tensors.append(torch.from_numpy(numpy.ascontiguousarray(value)))
+            tensors.append(torch.from_numpy(value.copy()))
             return {"array": [str(tensors[-1].dtype).removeprefix("torch."), list(value.shape)]}
         case str() | int() | float():  # enums and other subclasses: their plain value
             return _pack(value.value if hasattr(value, "value") else value.__class__.__mro__[-2](value), tensors, path)
     raise NotPlainData(
-        f"{path} is a {type(value).__module__}.{type(value).__qualname__}; state that is sent to another worker must be "
-        "plain data (numbers, strings, lists, dicts, tensors)"
+        f"{path} is a {type(value).__module__}.{type(value).__qualname__}; state that is sent to another worker must "
+        "be plain data (numbers, strings, lists, dicts, tensors)"
     )
 
 

@@ -3,7 +3,8 @@
 Collectives return a handle at once. `wait` blocks in Python, never inside a library, so that another thread's `abort`
 releases it within milliseconds; it then raises `CommunicatorAborted`. An aborted communicator is dead: the next epoch
 has a new one. Collectives must be started in the same order by all ranks. A tensor given to a collective belongs to it
-until the handle is waited for; after an abort the library may go on writing to it for a while, so it must not be reused.
+until the handle is waited for; after an abort the library may go on writing to it for a while, so it must not be
+reused.
 """
 
 from __future__ import annotations

@@ -156,7 +156,8 @@ class Control:
             if now >= next_beat:
                 next_beat = now + HEARTBEAT_SECONDS
                 self._beat()
-            readable, _, _ = select.select([self._socket, self._wake_read], [], [], max(0.0, next_beat - now))
+            sources: list[socket.socket | int] = [self._socket, self._wake_read]
+            readable, _, _ = select.select(sources, [], [], max(0.0, next_beat - now))
             if self._socket not in readable:
                 continue
             try:

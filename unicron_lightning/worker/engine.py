@@ -1,10 +1,10 @@
 """The worker's progress through a program of collective operations, and its way through epochs.
 
-All members run the same sequence of *operations*: agreements, optimizer steps, evaluations, joins. An operation completes
-on one rank only when every rank has taken part, so at any time the members' **positions** (operations completed) differ by
-at most one. Recovery rests on that: after a failure the members tell each other position and partial results; those that
-are behind take the last operation's result from those ahead, and the operation in progress is planned anew from all that
-its members have finished of it. Operations of one position share one epoch.
+All members run the same sequence of *operations*: agreements, optimizer steps, evaluations, joins. An operation
+completes on one rank only when every rank has taken part, so at any time the members' **positions** (operations
+completed) differ by at most one. Recovery rests on that: after a failure the members tell each other position and
+partial results; those that are behind take the last operation's result from those ahead, and the operation in progress
+is planned anew from all that its members have finished of it. Operations of one position share one epoch.
 """
 
 from __future__ import annotations
@@ -138,7 +138,9 @@ class Engine:
         return list(self._pending or [None] * self._world.size)
 
     def check(self) -> None:
-        """Raises `EpochChanged` if a failure has been heard of: called where work can be left, e.g. between micro-batches."""
+        """Raises `EpochChanged` if a failure has been heard of: called where work can be left, e.g. between
+        micro-batches.
+        """
         if self.control is not None and self.control.failed_since(self._world.epoch):
             raise EpochChanged(f"epoch {self._world.epoch} is over")
 
@@ -295,7 +297,7 @@ class _Connecting:
     """One attempt to build a communicator, in a thread that may have to be abandoned."""
 
     def __init__(self, connect: Connect, epoch: wire.Epoch, rank: int) -> None:
-        self._build = lambda: connect(epoch, rank, len(epoch.members))
+        self._build: Callable[[], Communicator] = lambda: connect(epoch, rank, len(epoch.members))
         self._communicator: Communicator | None = None
         self._error: Exception | None = None
         self._abandoned = False
@@ -321,7 +323,8 @@ class _Connecting:
         return self._communicator
 
     def _run(self) -> None:
-        communicator, error = None, None
+        communicator: Communicator | None = None
+        error: Exception | None = None
         try:
             communicator = self._build()
         except (RuntimeError, OSError) as caught:  # torch's store and gloo raise subclasses of RuntimeError

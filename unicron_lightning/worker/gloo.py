@@ -1,9 +1,9 @@
 """gloo behind the communicator seam.
 
 gloo has no abort: a rank whose ring neighbours live waits for a dead rank until the time-out, and a partly written send
-may never learn of its peer's death. So: waits are in Python; abort shuts down the group's own sockets, which releases the
-peers as well; and a group with a collective that gloo has not given back is buried: a thread drops it when the last of
-its works has ended, at the latest after the operation time-out.
+may never learn of its peer's death. So: waits are in Python; abort shuts down the group's own sockets, which releases
+the peers as well; and a group with a collective that gloo has not given back is buried: a thread drops it when the
+last of its works has ended, at the latest after the operation time-out.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class GlooCommunicator:
         self._gate = Gate()
         self._handles: list[Handle] = []
         before = _inet_sockets()
-        options = dist.ProcessGroupGloo._Options()
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
         options._timeout = timeout
         options._threads = 2

@@ -1,7 +1,7 @@
 """Who computes which micro-batches of a step: pure functions, the same answer on every rank.
 
-A step is the micro-batches ``0..M-1``. Shares are dealt round-robin, so a step's normal shares and the dealing of a lost
-rank's micro-batches (UNICRON section "resume from partial results") are one rule applied to different lists.
+A step is the micro-batches ``0..M-1``. Shares are dealt round-robin, so a step's normal shares and the dealing of a
+lost rank's micro-batches (UNICRON section "resume from partial results") are one rule applied to different lists.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def plan_step(
 ) -> StepPlan:
     """Plans the rest of a step from what each rank has of it (None: nothing yet).
 
-    A bucket that is complete anywhere is handed out from the lowest such rank and not reduced again. If every bucket is,
-    nothing is recomputed.
+    A bucket that is complete anywhere is handed out from the lowest such rank and not reduced again. If every bucket
+    is, nothing is recomputed.
 
     Args:
         micro_batches: all of the step.

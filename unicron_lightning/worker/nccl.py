@@ -50,12 +50,12 @@ class NcclCommunicator:
     def all_reduce(self, tensor: Tensor) -> Handle:
         if tensor.device.type != "cuda":
             return self._cpu.all_reduce(tensor)
-        return self._track(self._live().allreduce([tensor]))
+        return self._track(self._live().allreduce([tensor]))  # type: ignore[attr-defined]
 
     def broadcast(self, tensor: Tensor, root: int) -> Handle:
         if tensor.device.type != "cuda":
             return self._cpu.broadcast(tensor, root)
-        return self._track(self._live().broadcast(tensor, root))
+        return self._track(self._live().broadcast(tensor, root))  # type: ignore[attr-defined]
 
     def wait(self, handle: Handle) -> None:
         if handle.watched:

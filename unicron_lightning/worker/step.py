@@ -4,7 +4,8 @@ Protocol (docs/protocol.md):
 
 1. Each rank runs its share of the step's micro-batches; gradients accumulate in local buckets without communication.
 2. During the backward of its last micro-batch it launches the all-reduces on *copies* of the buckets.
-3. When all are complete, the **commit**: a tiny all-reduce. Nobody steps the optimizer before it. It also counts who has
+3. When all are complete, the **commit**: a tiny all-reduce. Nobody steps the optimizer before it. It also counts who
+has
    seen a pending epoch; if all have, all switch at this step's end.
 4. After a failure the survivors keep local buckets and completed reductions, and plan the rest (`ledger.plan_step`).
 

@@ -1,0 +1,81 @@
+"""The user's data loaders, wrapped for what they are used for."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+from torch.utils.data import DataLoader
+
+from unicron_lightning.data.loader import EvaluationLoader, TrainingLoader
+from unicron_lightning.data.order import DataOrder, StepShape, check_loader
+from unicron_lightning.errors import ConfigError
+from unicron_lightning.worker.ledger import share
+
+if TYPE_CHECKING:
+    from unicron_lightning.strategies.unicron import UnicronStrategy
+
+
+class Loaders:
+    """Wraps loaders as Lightning asks for it, and ends their worker processes.
+
+    Args:
+        strategy: whose world, passes and boundary they follow.
+    """
+
+    def __init__(self, strategy: UnicronStrategy) -> None:
+        self._strategy = strategy
+        self._made: list[TrainingLoader | EvaluationLoader] = []
+
+    def wrap(self, trainer: pl.Trainer, loader: object, shape: StepShape, seed: int) -> object:
+        """What the loop of the trainer's present stage iterates over instead of ``loader``.
+
+        Raises:
+            ConfigError: for loaders that can't be dealt out, and for prediction with more than one worker.
+        """
+        check_loader(loader)
+        assert isinstance(loader, DataLoader)
+        if trainer.predicting:
+            if self._strategy.engine.world.size > 1:
+                raise ConfigError(
+                    f"trainer.predict() under the unicron strategy needs a world of one worker; it has "
+                    f"{self._strategy.engine.world.size}"
+                )
+            return loader
+        made: TrainingLoader | EvaluationLoader
+        if trainer.training:
+            made = self._training(trainer, loader, shape, seed)
+        else:
+            made = EvaluationLoader(loader, shape.devices, seed, self._begin_pass, self._start_batch)
+        self._made.append(made)
+        return made
+
+    def close(self) -> None:
+        """The run is over."""
+        for loader in self._made:
+            loader.close()
+        self._made = []
+
+    def _training(self, trainer: pl.Trainer, loader: DataLoader[Any], shape: StepShape, seed: int) -> TrainingLoader:
+        limit = None
+        if isinstance(trainer.limit_train_batches, int):
+            limit = -(-trainer.limit_train_batches // shape.accumulation)
+        order = DataOrder(loader, shape, int(os.environ.get("PL_GLOBAL_SEED", "0")))  # as Lightning's ddp
+        loop = trainer.fit_loop
+
+        def position() -> tuple[int, int]:
+            epoch: Any = loop.epoch_progress.current
+            return epoch.processed, loop.epoch_loop.batch_progress.current.ready
+
+        def own(micro_batches: range) -> list[int]:
+            world = self._strategy.engine.world
+            return share(micro_batches, world.rank, world.size)
+
+        return TrainingLoader(loader, order, seed, limit, position, own, lambda: self._strategy.boundary(trainer))
+
+    def _begin_pass(self, loader: EvaluationLoader) -> list[int]:
+        return self._strategy.passes.begin(loader)
+
+    def _start_batch(self, number: int) -> None:
+        self._strategy.passes.start_batch(number)
