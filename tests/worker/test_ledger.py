@@ -1,0 +1,86 @@
+"""Shares and plans: each micro-batch of a step is computed once by those present, or is in a finished bucket."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unicron_lightning.worker.ledger import StepReport, plan_step, share
+
+
+@given(st.lists(st.integers(), max_size=40), st.integers(1, 8))
+def test_shares_partition_evenly(items: list[int], world: int) -> None:
+    shares = [share(items, rank, world) for rank in range(world)]
+    assert sorted(item for part in shares for item in part) == sorted(items)
+    sizes = [len(part) for part in shares]
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_a_share_keeps_the_order() -> None:
+    assert share(range(7), 1, 3) == [1, 4]
+
+
+@pytest.mark.parametrize("rank", [-1, 3])
+def test_a_rank_outside_the_world_is_refused(rank: int) -> None:
+    with pytest.raises(ValueError, match=r"not in 0\.\.2"):
+        share(range(4), rank, 3)
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> tuple[int, int, list[StepReport | None]]:
+    """Micro-batches, buckets, and reports in which no two ranks have finished the same micro-batch."""
+    micro_batches, buckets, world = draw(st.integers(1, 12)), draw(st.integers(0, 5)), draw(st.integers(1, 5))
+    # -1: lost with a dead rank
+    owner = draw(st.lists(st.integers(-1, world - 1), min_size=micro_batches, max_size=micro_batches))
+    reports: list[StepReport | None] = []
+    for rank in range(world):
+        reduced = draw(st.frozensets(st.integers(0, buckets - 1))) if buckets else frozenset()
+        finished = frozenset(m for m, who in enumerate(owner) if who == rank)
+        reports.append(draw(st.sampled_from([None, StepReport(finished=finished, reduced=reduced)])))
+    return micro_batches, buckets, reports
+
+
+@given(situations())
+def test_what_is_lost_is_computed_once_and_nothing_else(situation: tuple[int, int, list[StepReport | None]]) -> None:
+    number, buckets, reports = situation
+    plans = [plan_step(range(number), buckets, reports, rank) for rank in range(len(reports))]
+    finished = [m for report in reports if report is not None for m in report.finished]
+    todo = [m for plan in plans for m in plan.todo]
+    everywhere = {b for b in range(buckets) if any(r is not None and b in r.reduced for r in reports)}
+    if len(everywhere) == buckets:
+        assert todo == []
+    else:
+        assert sorted(todo + finished) == list(range(number))
+    assert all(sorted(plan.lost) == sorted(todo) for plan in plans)
+
+
+@given(situations())
+def test_a_bucket_finished_anywhere_is_handed_to_those_without(
+    situation: tuple[int, int, list[StepReport | None]],
+) -> None:
+    number, buckets, reports = situation
+    plans = [plan_step(range(number), buckets, reports, rank) for rank in range(len(reports))]
+    assert len({(plan.held, plan.reduced) for plan in plans}) == 1, "all ranks must start the same collectives"
+    held = dict(plans[0].held)
+    for bucket in range(buckets):
+        have = [r for r, report in enumerate(reports) if report is not None and bucket in report.reduced]
+        assert (bucket in plans[0].reduced) == bool(have)
+        if bucket in held:
+            assert held[bucket] == have[0] and len(have) < len(reports)
+        else:
+            assert len(have) in (0, len(reports))
+
+
+def test_the_first_plan_is_the_plain_share() -> None:
+    plan = plan_step(range(5), 2, [None, None], 1)
+    assert (plan.todo, plan.held, plan.reduced) == ((1, 3), (), frozenset())
+
+
+def test_the_papers_example_of_a_lost_rank() -> None:
+    """Three ranks of four micro-batches each; the third dies having finished anything: its four are dealt out."""
+    first = StepReport(finished=frozenset({0, 3, 6, 9}), reduced=frozenset())
+    second = StepReport(finished=frozenset({1, 4, 7, 10}), reduced=frozenset())
+    plans = [plan_step(range(12), 1, [first, second], rank) for rank in range(2)]
+    assert [plan.todo for plan in plans] == [(2, 8), (5, 11)]
