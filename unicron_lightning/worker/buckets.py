@@ -75,7 +75,7 @@ class GradientBuckets:
         ``launch`` must not raise: an exception inside backward would leave the micro-batch half summed.
         """
         self._pending = [len(group) for group in self._groups]
-        self._order, self._next, self._launch = order, 0, launch
+        self._order, self._next, self._launch, self._late = order, 0, launch, None
 
     def finish(self) -> list[int]:
         """Ends `arm`. Returns the buckets of its order that were not launched.
@@ -117,7 +117,7 @@ class GradientBuckets:
             return
         bucket = self._bucket_of[id(parameter)]
         self._pending[bucket] -= 1
-        if self._pending[bucket] < 0:
+        if self._pending[bucket] < 0 and bucket in self._order[: self._next]:
             self._late = self.names[self._index_of[id(parameter)]]
             return
         while self._overlap and self._next < len(self._order) and self._pending[self._order[self._next]] == 0:

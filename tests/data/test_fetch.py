@@ -1,0 +1,195 @@
+"""Fetching by number, with and without worker processes, while the share changes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from unicron_lightning.data.fetch import Fetcher
+from unicron_lightning.data.loader import EvaluationLoader, GlobalBatch, TrainingLoader
+from unicron_lightning.data.order import DataOrder, StepShape
+from unicron_lightning.worker.ledger import share
+
+SHAPE = StepShape(devices=2, accumulation=2)
+
+
+class Noisy(Dataset[Any]):
+    """Samples with random augmentation and the process that made them."""
+
+    def __init__(self, size: int = 48) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[int, float, int]:
+        return index, float(torch.rand(())), os.getpid()
+
+
+class World:
+    """The parts of strategy and engine that a loader asks."""
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size = rank, size
+        self.epoch, self.step = 0, 0
+        self.boundaries = 0
+
+    def share(self, micro_batches: range) -> list[int]:
+        return share(micro_batches, self.rank, self.size)
+
+    def boundary(self) -> None:
+        self.boundaries += 1
+
+    def loader(self, loader: DataLoader[Any], limit: int | None = None, seed: int = 1) -> TrainingLoader:
+        order = DataOrder(loader, SHAPE, 0)
+        return TrainingLoader(loader, order, seed, limit, lambda: (self.epoch, self.step), self.share, self.boundary)
+
+
+def run(world: World, loader: TrainingLoader) -> Iterator[tuple[GlobalBatch, list[Any]]]:
+    """An epoch as the training loop runs it."""
+    for batch in loader:
+        yield batch, [batch.fetch(m) for m in world.share(batch.micro_batches)]
+        world.step += 1
+    world.epoch, world.step = world.epoch + 1, 0
+
+
+def content(batches: list[Any]) -> list[tuple[list[int], list[float]]]:
+    return [(index.tolist(), noise.tolist()) for index, noise, _ in batches]
+
+
+def expected(size: int = 48) -> dict[tuple[int, int, int], tuple[list[int], list[float]]]:
+    world = World()
+    loader = world.loader(DataLoader(Noisy(size), batch_size=3, shuffle=True))
+    return {
+        (epoch, batch.step, m): content([data])[0]
+        for epoch in range(2)
+        for batch, parts in run(world, loader)
+        for m, data in enumerate(parts)
+    }
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_two_epochs_are_the_same_with_and_without_workers(workers: int, persistent: bool) -> None:
+    if persistent and not workers:
+        pytest.skip("needs workers")
+    reference, world = expected(), World(rank=1, size=2)
+    user = DataLoader(Noisy(), batch_size=3, shuffle=True, num_workers=workers, persistent_workers=persistent)
+    loader = world.loader(user)
+    processes: list[set[int]] = []
+    for epoch in range(2):
+        processes.append(set())
+        for batch, parts in run(world, loader):
+            assert content(parts) == [reference[epoch, batch.step, m] for m in (1, 3)]
+            processes[-1] |= {pid for part in parts for pid in part[2].tolist()}
+    loader.close()
+    assert world.boundaries == 2 * (4 + 1)
+    assert len(processes[0]) == max(1, workers) and (os.getpid() in processes[0]) == (workers == 0)
+    if workers:
+        assert (processes[0] == processes[1]) == persistent
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_share_that_changes_midway(workers: int) -> None:
+    """Rank 1 of 3 computes what rank 2 leaves behind, then is rank 0 of 1."""
+    reference, world = expected(96), World(rank=1, size=3)
+    loader = world.loader(
+        DataLoader(Noisy(96), batch_size=3, shuffle=True, num_workers=workers, prefetch_factor=4 if workers else None)
+    )
+    seen = []
+    for batch, parts in run(world, loader):
+        assert content(parts) == [reference[0, batch.step, m] for m in world.share(batch.micro_batches)]
+        seen += [index for part in parts for index in part[0].tolist()]
+        if batch.step == 2:
+            extra = batch.fetch(2)  # another rank's
+            assert content([extra]) == [reference[0, 2, 2]]
+            world.rank, world.size = 0, 2
+        if batch.step == 4:
+            world.rank, world.size = 0, 1
+    loader.close()
+    assert len(seen) == len(set(seen))
+
+
+def test_a_fetch_does_not_touch_the_random_state_of_training() -> None:
+    world = World()
+    loader = world.loader(DataLoader(Noisy(), batch_size=3))
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    for _ in run(world, loader):
+        pass
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_start_in_the_middle_of_an_epoch() -> None:
+    reference, world = expected(), World()
+    world.epoch, world.step = 1, 2
+    loader = world.loader(DataLoader(Noisy(), batch_size=3, shuffle=True, num_workers=1))
+    places = []
+    for batch, parts in run(world, loader):
+        places.append((batch.epoch, batch.step))
+        assert content(parts) == [reference[1, batch.step, m] for m in range(4)]
+    loader.close()
+    assert places == [(1, 2), (1, 3)]
+
+
+def test_limit() -> None:
+    loader = World().loader(DataLoader(Noisy(), batch_size=3), limit=2)
+    assert len(loader) == 2
+    assert len(World().loader(DataLoader(Noisy(), batch_size=3), limit=9)) == 4
+
+
+def test_leaving_an_epoch_early_ends_its_requests() -> None:
+    reference, world = expected(96), World()
+    loader = world.loader(DataLoader(Noisy(96), batch_size=3, shuffle=True, num_workers=1, persistent_workers=True))
+    next(iter(run(world, loader)))
+    world.epoch, world.step = 1, 0
+    batch, parts = next(iter(run(world, loader)))
+    assert content(parts) == [reference[1, 0, m] for m in range(4)] and (batch.epoch, batch.step) == (1, 0)
+    loader.close()
+
+
+class Wholesale(Noisy):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [index * 10 for index in indices]
+
+
+@pytest.mark.parametrize(
+    ("loader", "first"),
+    [
+        (DataLoader(Wholesale(), batch_size=3), [0, 20, 40]),
+        (
+            DataLoader(Noisy(), batch_size=3, collate_fn=lambda samples: torch.tensor([s[0] for s in samples])),
+            [0, 2, 4],
+        ),
+        (DataLoader(torch.arange(48), batch_size=None), 0),  # type: ignore[arg-type]
+    ],
+    ids=["getitems", "collate", "unbatched"],
+)
+def test_the_users_way_of_collating(loader: DataLoader[Any], first: Any) -> None:
+    order = DataOrder(loader, SHAPE, 0)
+    fetcher = Fetcher(loader, order, 1, lambda place: iter(()))
+    assert fetcher.get((0, 0, 0)).tolist() == first
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_evaluation_batches_by_number(workers: int) -> None:
+    started: list[int] = []
+    user = DataLoader(Noisy(20), batch_size=3, num_workers=workers)
+    loader = EvaluationLoader(user, 2, 1, lambda loader: [0, 2, 4], started.append)
+    assert len(loader) == 4  # a device's, as with ddp
+    loader.limit(2)
+    assert loader.num_batches == 4
+    loader.limit(100)
+    assert loader.num_batches == 7
+    for _ in range(2):
+        batches = [batch[0].tolist() for batch in loader]
+        assert batches == [[0, 1, 2], [6, 7, 8], [12, 13, 14]]
+        assert loader.fetch(6)[0].tolist() == [18, 19]
+    loader.end()
+    loader.close()
+    assert started == [0, 2, 4] * 2
