@@ -1,0 +1,80 @@
+"""The workload under ``Trainer(strategy="unicron")``."""
+
+from __future__ import annotations
+
+import workload
+
+log = workload.EventLog()
+log("started")
+
+from typing import Any  # noqa: E402
+
+import lightning.pytorch as pl  # noqa: E402
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+from torch.utils.data import DataLoader, Dataset  # noqa: E402
+
+
+class Samples(Dataset[Any]):
+    """One item is one micro-batch."""
+
+    def __len__(self) -> int:
+        return workload.STEPS * workload.MICRO_BATCHES * workload.WORKERS
+
+    def __getitem__(self, micro: int) -> tuple[int, Tensor, Tensor]:
+        return micro, *workload.samples(micro)
+
+
+class Job(pl.LightningModule):
+    """The perceptron; ``micro`` is the micro-batch run last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = workload.model()
+        self.micro = -1
+
+    def training_step(self, batch: tuple[int, Tensor, Tensor], index: int) -> Tensor:
+        self.micro = int(batch[0])
+        return workload.loss(self.network, batch[1], batch[2])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.network.parameters(), lr=1e-3)
+
+
+class Telling(pl.Callback):
+    """Writes the event log."""
+
+    def on_fit_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        assert isinstance(module, Job)
+
+        def reached(point: str, *where: int) -> None:
+            if point == "micro_batch":
+                log("micro", step=where[0], place=where[1], micro=module.micro)
+            elif point == "exchange":
+                log("reacted", epoch=where[0])
+
+        trainer.strategy.engine.fault = reached  # type: ignore[attr-defined]
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
+        log("step", step=trainer.global_step - 1, world=trainer.world_size)
+
+
+def main() -> None:
+    trainer = pl.Trainer(
+        strategy="unicron",
+        accelerator="cpu",
+        devices=1,
+        num_nodes=workload.WORKERS,
+        accumulate_grad_batches=workload.MICRO_BATCHES,
+        max_steps=workload.STEPS,
+        callbacks=[Telling()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Job(), DataLoader(Samples(), batch_size=None))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""From the events of a run to its figures: pure functions. All times are seconds after the kill."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import workload
+
+Event = dict[str, Any]
+Figures = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kill:
+    """What was killed: the worker ``pid`` of ``slot`` at wall time ``at``, in ``step``."""
+
+    at: float
+    slot: str
+    pid: int
+    step: int
+
+
+def recovery(events: Sequence[Event], kill: Kill) -> Figures:
+    """Detection, resumption, progress, rejoin, and what was lost; a figure that never came about is absent."""
+    before = [e for e in events if e["t"] <= kill.at]
+    after = [e for e in events if e["t"] > kill.at]
+    survivors = {e["slot"]: e["pid"] for e in before if e["event"] == "step" and e["slot"] != kill.slot}
+    figures: Figures = {"step_s": typical_step(before, survivors)}
+
+    def first(name: str, found: Iterable[Event]) -> None:
+        times = [e["t"] - kill.at for e in found]
+        if times:
+            figures[name] = min(times)
+
+    first("detect_s", (e for e in after if e["event"] in ("started", "reacted", "dropped")))
+    steps = [e for e in after if e["event"] == "step" and e["slot"] != kill.slot]
+    # A survivor may log the end of a step that it had committed before the kill; that is no recovery.
+    resumed = [e for e in steps if e["pid"] != survivors.get(e["slot"]) or e["step"] >= kill.step]
+    first("resume_s", resumed)
+    first("progress_s", (e for e in steps if e["step"] >= kill.step))
+    rejoined = [e for e in after if e["event"] == "step" and e["slot"] == kill.slot and e["pid"] != kill.pid]
+    rejoined = [e for e in rejoined if not e.get("zero")]
+    first("rejoin_s", rejoined)
+    if resumed:
+        figures["lost_steps"] = max(0, kill.step - min(e["step"] for e in resumed))
+    end = min((e["t"] for e in rejoined), default=math.inf)
+    degraded = [e for e in steps if e["t"] < end]
+    figures["worlds_degraded"] = sorted({e["world"] for e in degraded})
+    figures["steps_degraded"] = len({e["step"] for e in degraded})
+    figures["survivors_kept"] = all(
+        any(e["pid"] == pid for e in steps if e["slot"] == slot) for slot, pid in survivors.items()
+    ) and all(e["pid"] == survivors.get(e["slot"]) for e in steps)
+    figures["largest_gap_s"] = largest_gap(steps, min((e["t"] for e in resumed), default=kill.at), math.inf)
+    return figures | _waste(events, kill, figures["survivors_kept"])
+
+
+def _waste(events: Sequence[Event], kill: Kill, kept: bool) -> Figures:
+    """Finished micro-batches that did not reach the model in that pass, and samples that never did.
+
+    A micro-batch has reached it if the process that computed it finished that step and the model was not set back to an
+    older one afterwards.
+    """
+    steps = [e for e in events if e["event"] == "step"]
+    restored = [e["step"] for e in events if e["event"] == "restored" and e["t"] > kill.at]
+    set_back = math.inf if kept else min(restored, default=math.inf)
+    done = {(e["pid"], e["step"]) for e in steps if not e.get("zero") and (e["t"] > kill.at or e["step"] < set_back)}
+    alive = {e["pid"] for e in steps if e["t"] > kill.at}
+    last = min(max(e["step"] for e in steps if e["pid"] == pid) for pid in alive)
+    micros = [e for e in events if e["event"] == "micro" and e["step"] <= last]
+    used = [e for e in micros if (e["pid"], e["step"]) in done]
+    never = {e["micro"] for e in micros} - {e["micro"] for e in used}
+    declared = workload.WORKERS * workload.MICRO_BATCHES
+    by_step: dict[int, list[int]] = {}
+    for e in used:
+        by_step.setdefault(e["step"], []).append(e["micro"])
+    exact = all(sorted(numbers) == list(range(s * declared, (s + 1) * declared)) for s, numbers in by_step.items())
+    sizes = [len(numbers) * workload.MICRO_SIZE for s, numbers in by_step.items() if s >= kill.step]
+    return {
+        "lost_micro_batches": len(micros) - len(used),
+        "lost_samples": len(never) * workload.MICRO_SIZE,
+        "smallest_batch": min(sizes, default=0),
+        "every_sample_once": exact and sorted(by_step) == list(range(last + 1)),
+    }
+
+
+def steps_of(events: Iterable[Event]) -> list[float]:
+    """When each optimizer step was first finished by anyone, in order of time."""
+    first: dict[int, float] = {}
+    for e in events:
+        if e["event"] == "step":
+            first[e["step"]] = min(e["t"], first.get(e["step"], math.inf))
+    return sorted(first.values())
+
+
+def typical_step(events: Iterable[Event], survivors: dict[str, int], last: int = 10) -> float:
+    """Median time between the last steps."""
+    times = steps_of(e for e in events if e["slot"] in survivors)[-last:]
+    return statistics.median(b - a for a, b in itertools.pairwise(times))
+
+
+def largest_gap(events: Iterable[Event], start: float, end: float) -> float:
+    """Longest time without a finished step between two moments."""
+    times = [start, *(t for t in steps_of(events) if start < t < end)]
+    return max((b - a for a, b in itertools.pairwise(times)), default=math.nan)
+
+
+def summary(values: Sequence[float]) -> str:
+    """``median [smallest-largest]``."""
+    if not values:
+        return "-"
+    middle, low, high = statistics.median(values), min(values), max(values)
+    if all(isinstance(value, int) for value in values):
+        return f"{middle:g}" if low == high else f"{middle:g} [{low}-{high}]"
+    return f"{middle:.2f} [{low:.2f}-{high:.2f}]"
