@@ -1,0 +1,1 @@
+"""``make demo``: a small GPT trained straight through three failures, and the proof that nothing was lost."""

@@ -1,0 +1,155 @@
+"""Three torchrun agents on this machine, and the means to break them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+
+class Cluster:
+    """Agents of one task with an embedded coordinator. A context manager that leaves no process behind.
+
+    Args:
+        out: folder for logs, diaries and results.
+        nodes: number of agents.
+        arguments: of the training script.
+    """
+
+    def __init__(self, out: Path, nodes: int, arguments: Sequence[str] = ()) -> None:
+        out.mkdir(parents=True, exist_ok=True)
+        self.out = out
+        self._arguments = [*arguments, "--out", str(out), "--nodes", str(nodes)]
+        self._port = _free_port()
+        self._agents: dict[int, subprocess.Popen[bytes]] = {}
+        self._offsets: dict[Path, int] = {}
+        self.diary: list[dict[str, Any]] = []
+        for node in range(nodes):
+            self.start_agent(node)
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for agent in self._agents.values():
+            if agent.poll() is None:
+                agent.terminate()
+        for agent in self._agents.values():
+            try:
+                agent.wait(20)
+            except subprocess.TimeoutExpired:
+                agent.kill()
+                agent.wait()
+
+    def start_agent(self, node: int) -> None:
+        """Starts (again) the node's agent, as a user would by hand."""
+        command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "unicron"]
+        command += ["--rdzv-endpoint", f"127.0.0.1:{self._port}", "--rdzv-id", "demo"]
+        command += ["--rdzv-conf", f"node=node{node}"]
+        command += ["--nnodes", "1:3", "--nproc-per-node", "1", "--max-restarts", "1000"]
+        command += ["-m", "unicron_lightning.demo.train", *self._arguments]
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "UNICRON_STATE_DIR": str(self.out / "coordinator"),
+            "PYTHONWARNINGS": "ignore",
+        }
+        with (self.out / f"agent-node{node}.log").open("ab") as log:
+            self._agents[node] = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+
+    def wait(self, timeout: float) -> None:
+        """Waits until all agents have ended.
+
+        Raises:
+            RuntimeError: if one ends with an error; says where its log is.
+            TimeoutError: if they do not end in ``timeout`` seconds.
+        """
+        deadline = time.monotonic() + timeout
+        while any(agent.poll() is None for agent in self._agents.values()):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"training did not end within {timeout} s; logs are in {self.out}")
+            self.read_diary()
+            time.sleep(0.05)
+        self.read_diary()
+        for node, agent in self._agents.items():
+            if agent.returncode:
+                raise RuntimeError(f"agent {node} ended with {agent.returncode}; see {self.out}/agent-node{node}.log")
+
+    def until(self, condition: Callable[[], dict[str, Any] | None], timeout: float = 120.0) -> dict[str, Any]:
+        """Reads the diaries until ``condition`` gives a line, which is returned."""
+        deadline = time.monotonic() + timeout
+        while True:
+            self.read_diary()
+            line = condition()
+            if line is not None:
+                return line
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"nothing of the kind in {timeout} s; logs are in {self.out}")
+            time.sleep(0.001)
+
+    def read_diary(self) -> None:
+        """Adds the new complete lines of all workers' diaries to `diary`."""
+        for path in sorted(self.out.glob("worker-*.jsonl")):
+            with path.open() as file:
+                file.seek(self._offsets.get(path, 0))
+                text = file.read()
+            whole = text[: text.rfind("\n") + 1]
+            self._offsets[path] = self._offsets.get(path, 0) + len(whole.encode())
+            self.diary.extend(json.loads(line) for line in whole.splitlines())
+
+    def step(self) -> int:
+        """Last finished step."""
+        return max((line["step"] for line in self.diary if line["event"] == "step"), default=0)
+
+    def worker(self, node: int) -> int:
+        """Process of the node's present worker."""
+        return int([x for x in self.diary if x["event"] == "start" and x["node"] == f"node{node}"][-1]["pid"])
+
+    def kill_worker(self, node: int) -> float:
+        """SIGKILLs the node's worker; returns when."""
+        at = time.time()
+        os.kill(self.worker(node), signal.SIGKILL)
+        return at
+
+    def kill_agent(self, node: int) -> float:
+        """SIGKILLs the node's agent and worker, as a dying machine would; returns when."""
+        at = time.time()
+        os.kill(self.worker(node), signal.SIGKILL)
+        self._agents[node].kill()
+        self._agents[node].wait()
+        return at
+
+    def kill_coordinator(self) -> float:
+        """SIGKILLs the embedded coordinator; returns when."""
+        pid = self.get("/v1/status")["coordinator"]["pid"]
+        at = time.time()
+        os.kill(pid, signal.SIGKILL)
+        return at
+
+    def get(self, path: str) -> Any:
+        """Asks the coordinator."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._port}{path}", timeout=5) as answer:
+            return json.load(answer)
+
+    def events(self) -> list[dict[str, Any]]:
+        """The task's event log, from the coordinator's database: it is there whether a coordinator runs or not."""
+        (path,) = (self.out / "coordinator").rglob("coordinator.sqlite")
+        with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
+            rows = database.execute("SELECT at, name, incident, fields FROM events ORDER BY seq").fetchall()
+            return [{"at": row[0], "name": row[1], "incident": row[2], "fields": json.loads(row[3])} for row in rows]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,124 @@
+"""What the diaries and results prove: pure functions over their lines."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkProof:
+    """Micro-batches of a run.
+
+    Attributes:
+        needed: in all steps.
+        computed: forward passes run.
+        recomputed: computed by more than one worker, because the first died.
+        wasted: recomputed although the worker that had computed it lived on; must be 0.
+        lost_samples, repeated_samples: per epoch, of the data set; must be 0.
+    """
+
+    needed: int
+    computed: int
+    recomputed: int
+    wasted: int
+    lost_samples: int
+    repeated_samples: int
+
+
+def prove_work(diary: Sequence[Line], dead: set[int], steps_per_epoch: int) -> WorkProof:
+    """Accounts for every micro-batch and sample.
+
+    Args:
+        diary: all lines of all workers.
+        dead: processes that were killed.
+        steps_per_epoch: optimizer steps in an epoch.
+    """
+    workers: dict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)
+    computed = 0
+    for line in diary:
+        if line["event"] == "micro_batch":
+            computed += 1
+            workers[line["step"], tuple(line["samples"])].append(line["pid"])
+    repeated = [pids for pids in workers.values() if len(pids) > 1]
+    wasted = sum(1 for pids in repeated if any(pid not in dead for pid in pids[:-1]))
+    used: dict[int, Counter[int]] = defaultdict(Counter)
+    for step, samples in workers:
+        used[step // steps_per_epoch].update(samples)
+    every = set().union(*(set(counts) for counts in used.values()))
+    return WorkProof(
+        needed=len(workers),
+        computed=computed,
+        recomputed=len(repeated),
+        wasted=wasted,
+        lost_samples=sum(len(every - set(counts)) for counts in used.values()),
+        repeated_samples=sum(count - 1 for counts in used.values() for count in counts.values() if count > 1),
+    )
+
+
+def loss_curve(diary: Iterable[Line]) -> dict[int, float]:
+    """Loss by step; all workers log the same."""
+    return {line["step"]: line["loss"] for line in diary if line["event"] == "step"}
+
+
+def worlds(diary: Iterable[Line]) -> dict[int, int]:
+    """Workers by step."""
+    return {line["step"]: line["world"] for line in diary if line["event"] == "step"}
+
+
+def step_times(diary: Iterable[Line]) -> list[float]:
+    """When the steps were first known to be finished, in order."""
+    first: dict[int, float] = {}
+    for line in diary:
+        if line["event"] == "step":
+            first[line["step"]] = min(line["at"], first.get(line["step"], line["at"]))
+    return sorted(first.values())
+
+
+def longest_gap(times: Sequence[float], start: float, stop: float) -> float:
+    """Longest time without a finished step that overlaps [start, stop], in seconds."""
+    gaps = [b - a for a, b in pairwise(times) if b >= start and a <= stop]
+    return max(gaps, default=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exactness:
+    """Final parameters of a run against another's.
+
+    Attributes:
+        largest_difference: over all parameters.
+        identical: whether the run's own workers ended bitwise equal.
+        losses: largest difference of the loss curves.
+        val_losses: of the two runs.
+    """
+
+    largest_difference: float
+    identical: bool
+    losses: float
+    val_losses: tuple[float, float]
+
+
+def prove_exactness(run: Path, reference: Path, curves: tuple[dict[int, float], dict[int, float]]) -> Exactness:
+    """Compares the results that the workers of two runs have saved."""
+    mine = [torch.load(path) for path in sorted(run.glob("final-*.pt"))]
+    other = torch.load(min(reference.glob("final-*.pt")))
+    first = mine[0]["parameters"]
+    differences = [
+        float((first[name].double() - value.double()).abs().max()) for name, value in other["parameters"].items()
+    ]
+    identical = all(torch.equal(first[name], result["parameters"][name]) for result in mine for name in first)
+    assert curves[0].keys() == curves[1].keys(), "the runs have different steps"
+    return Exactness(
+        largest_difference=max(differences),
+        identical=identical,
+        losses=max(abs(curves[0][step] - curves[1][step]) for step in curves[0]),
+        val_losses=(mine[0]["val_loss"], other["val_loss"]),
+    )

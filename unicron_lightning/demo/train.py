@@ -1,0 +1,101 @@
+"""The training script of the demo: any Lightning script with ``strategy="unicron"``. Run by torchrun, once per worker.
+
+What is more than training is a diary, a JSON line per micro-batch and step, from which the demo proves its claims.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from unicron_lightning.demo.model import GPT
+from unicron_lightning.demo.text import Windows
+
+LENGTH = 64
+
+
+class Diary(Callback):
+    """Writes what this worker does, line by line, to a file of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = (folder / f"worker-{os.getpid()}.jsonl").open("a", buffering=1)
+        self._write(event="start", round=int(os.environ.get("UNICRON_ROUND", "1")), node=os.environ.get("UNICRON_NODE"))
+
+    def micro_batch(self, step: int, samples: list[int]) -> None:
+        """A micro-batch is being computed for the step after ``step`` finished ones."""
+        self._write(event="micro_batch", step=step, samples=samples)
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        loss = float(outputs["loss"])
+        world, step = trainer.world_size, trainer.global_step
+        self._write(event="step", step=step, epoch=trainer.current_epoch, world=world, loss=loss)
+
+    def _write(self, **fields: Any) -> None:
+        self._file.write(json.dumps({"at": time.time(), "pid": os.getpid(), **fields}) + "\n")
+
+
+class DemoGPT(GPT):
+    """The model, with each micro-batch noted in the diary when its forward is done."""
+
+    diary: Diary
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.diary.micro_batch(self.trainer.global_step, batch[0].tolist())
+        return loss
+
+
+def main() -> None:
+    """Trains, saves the final parameters and validation loss next to the diary."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--steps-per-epoch", type=int, default=130)
+    parser.add_argument("--nodes", type=int, default=3)
+    parser.add_argument("--accumulate", type=int, default=4)
+    parser.add_argument("--batch-size", type=int, default=4)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    pl.seed_everything(7, verbose=False)
+    windows = options.steps_per_epoch * options.nodes * options.accumulate * options.batch_size
+    train = DataLoader(Windows(0.0, 0.9, LENGTH, windows), batch_size=options.batch_size, shuffle=True)
+    validate = DataLoader(Windows(0.9, 1.0, LENGTH, 120), batch_size=8)
+    diary = Diary(options.out)
+    model = DemoGPT(length=LENGTH, steps=options.epochs * options.steps_per_epoch)
+    model.diary = diary
+    trainer = pl.Trainer(
+        strategy="unicron",
+        accelerator="cpu",
+        devices=1,
+        num_nodes=options.nodes,
+        accumulate_grad_batches=options.accumulate,
+        max_epochs=options.epochs,
+        gradient_clip_val=1.0,
+        callbacks=[diary, ModelCheckpoint(options.out / "checkpoints", save_last=True)],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model, train, validate)
+    result = {
+        "parameters": {name: parameter.detach() for name, parameter in model.named_parameters()},
+        "val_loss": float(trainer.callback_metrics["val_loss"]),
+        "steps": trainer.global_step,
+    }
+    torch.save(result, options.out / f"final-{os.getpid()}.pt")
+
+
+if __name__ == "__main__":
+    main()
