@@ -34,8 +34,10 @@ from unicron_lightning.strategies.collectives import Collectives
 from unicron_lightning.strategies.environment import UnicronEnvironment
 from unicron_lightning.strategies.evaluation import Passes
 from unicron_lightning.strategies.loading import Loaders
+from unicron_lightning.strategies.loggers import take_over
 from unicron_lightning.strategies.micro_batch import MicroBatches
 from unicron_lightning.strategies.recording import RecordingResults
+from unicron_lightning.strategies.reporting import report_step
 from unicron_lightning.strategies.session import Session
 from unicron_lightning.strategies.sums import Layout, NormStatistics, StepSums
 from unicron_lightning.worker import codec
@@ -47,13 +49,6 @@ from unicron_lightning.worker.step import GradientStep
 logger = logging.getLogger(__name__)
 
 _MIB = 1 << 20
-_FIRST_STEP: dict[wire.EpochKind, str] = {
-    "init": "started",
-    "restart": "started",
-    "fail": "recovered",
-    "join": "grown",
-}
-"""What the first step finished in an epoch means, as an event."""
 
 
 class UnicronStrategy(ParallelStrategy):
@@ -148,8 +143,11 @@ class UnicronStrategy(ParallelStrategy):
         return self._collectives
 
     def _on_world(self, world: World) -> None:
+        was_first = self.global_rank == 0
         self._environment.set_world_size(world.size)
         self._environment.set_global_rank(world.rank)
+        if world.rank == 0 and not was_first and self._trainer is not None:
+            take_over(self._trainer.loggers)
 
     # ---- start
 
@@ -299,7 +297,7 @@ class UnicronStrategy(ParallelStrategy):
             self._gather.inside = None
         loss, calls, self._used = sums.finish()
         norms.commit(len(batch.micro_batches))
-        self._report(operation, loss)
+        self._reported_epoch = report_step(self.engine, operation, float(loss), self._reported_epoch)
         results = trainer.fit_loop.epoch_loop._results
         assert isinstance(results, RecordingResults)
         for call in calls:
@@ -314,23 +312,6 @@ class UnicronStrategy(ParallelStrategy):
                 self._gradients.close()
             self._gradients = GradientBuckets(named, self._bucket_bytes, self._overlap)
         return self._gradients
-
-    def _report(self, operation: GradientStep, loss: Tensor) -> None:
-        """Tells the event log of the first step in an epoch, and leaves word of progress."""
-        engine, world = self.engine, self.engine.world
-        engine.step += 1
-        if engine.control is None:
-            return
-        if world.epoch != self._reported_epoch:
-            self._reported_epoch = world.epoch
-            engine.control.event(
-                _FIRST_STEP[world.kind],
-                epoch=world.epoch,
-                step=engine.step,
-                world=world.size,
-                recomputed=operation.recomputed,
-            )
-        engine.control.progress(engine.step, {"loss": float(loss)})
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:

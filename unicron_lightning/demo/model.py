@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
@@ -30,7 +32,8 @@ class Block(nn.Module):
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.dropout(self.out(mixed.transpose(1, 2).reshape(batch, length, width)))
-        return x + self.dropout(self.feed(self.norm2(x)))
+        fed: Tensor = x + self.dropout(self.feed(self.norm2(x)))
+        return fed
 
 
 class GPT(pl.LightningModule):
@@ -77,7 +80,7 @@ class GPT(pl.LightningModule):
         self.log("val_loss", self._loss(batch[1]), sync_dist=True)
 
     @override
-    def configure_optimizers(self) -> dict[str, object]:
+    def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3, eps=1e-5, weight_decay=0.01)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
