@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 from measure import Event, Figures, Kill, largest_gap, recovery, summary, typical_step
 from processes import Processes, free_port
 from workload import WORKERS

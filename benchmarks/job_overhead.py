@@ -1,0 +1,91 @@
+"""Trains the small GPT under a given strategy in segments: each begins when the harness says so.
+
+    torchrun ... job_overhead.py STRATEGY SIZE BUCKET_MIB ACCUMULATE SEGMENT_STEPS
+
+Rank 0 writes a JSON list of the moments at which the optimizer steps of segment k ended to ``segment_<k>.json``, and
+waits for the file ``go_<k + 1>``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+from models import GPT, SIZES, Walks
+from torch.utils.data import DataLoader
+
+NUM_SAMPLES = 65_536
+FOLDER = Path(os.environ["BENCH_LOG"])
+
+
+def strategy(name: str, bucket_mib: float) -> Strategy:
+    """Lightning's or ours, with the same bucket size."""
+    if name == "ddp":
+        return DDPStrategy(process_group_backend="gloo", bucket_cap_mb=bucket_mib)
+    from unicron_lightning.strategies.unicron import UnicronStrategy
+
+    return UnicronStrategy(bucket_mib=bucket_mib)
+
+
+class Segments(pl.Callback):
+    """Notes when steps end, and stops between segments."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._segment = 0
+        self._done = 0
+        self._ends: list[float] = []
+
+    def on_fit_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self._wait()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: object) -> None:
+        if trainer.global_step == self._done:
+            return  # with gradient accumulation ddp calls this for each micro-batch
+        self._done = trainer.global_step
+        self._ends.append(time.perf_counter())
+        if len(self._ends) < self._steps:
+            return
+        if trainer.global_rank == 0:
+            path = FOLDER / f"segment_{self._segment}.json"
+            path.with_suffix(".tmp").write_text(json.dumps(self._ends))
+            path.with_suffix(".tmp").rename(path)
+        self._segment += 1
+        self._wait()
+
+    def _wait(self) -> None:
+        while not (FOLDER / f"go_{self._segment}").exists():
+            if (FOLDER / "stop").exists():
+                os._exit(0)
+            time.sleep(0.002)
+        self._ends = []
+
+
+def main() -> None:
+    name, size, bucket_mib, accumulate, steps = sys.argv[1:]
+    torch.set_num_threads(1)
+    pl.seed_everything(1, verbose=False)
+    trainer = pl.Trainer(
+        strategy=strategy(name, float(bucket_mib)),
+        accelerator="cpu",
+        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+        accumulate_grad_batches=int(accumulate),
+        max_steps=1_000_000,
+        callbacks=[Segments(int(steps))],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    loader = DataLoader(Walks(NUM_SAMPLES, SIZES[size].context), batch_size=SIZES[size].sequences)
+    trainer.fit(GPT(SIZES[size]), loader)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""A small GPT, and token data made on the spot: what the benchmarks train where the model matters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+VOCABULARY = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """A model and how much of it is run per micro-batch."""
+
+    layers: int
+    heads: int
+    width: int
+    context: int = 64
+    sequences: int = 8
+    """In a micro-batch."""
+
+
+SIZES = {
+    "tiny": Size(layers=2, heads=2, width=64),
+    "1M": Size(layers=5, heads=4, width=128),
+    "10M": Size(layers=6, heads=6, width=384, sequences=4),
+}
+"""By name: the number of parameters, roughly."""
+
+
+class Block(nn.Module):
+    """Attention and perceptron, each after a layer norm and added to what came in."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.heads = size.heads
+        self.norms = nn.ModuleList([nn.LayerNorm(size.width), nn.LayerNorm(size.width)])
+        self.qkv = nn.Linear(size.width, 3 * size.width)
+        self.out = nn.Linear(size.width, size.width)
+        self.perceptron = nn.Sequential(
+            nn.Linear(size.width, 4 * size.width), nn.GELU(), nn.Linear(4 * size.width, size.width)
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        batch, length, width = hidden.shape
+        qkv = self.qkv(self.norms[0](hidden)).view(batch, length, 3, self.heads, width // self.heads)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        hidden = hidden + self.out(attended.transpose(1, 2).reshape(batch, length, width))
+        return hidden + self.perceptron(self.norms[1](hidden))
+
+
+class GPT(pl.LightningModule):
+    """Predicts the next token.
+
+    Args:
+        size: of the model.
+        learning_rate: of AdamW.
+    """
+
+    def __init__(self, size: Size, learning_rate: float = 3e-4) -> None:
+        super().__init__()
+        self.learning_rate = learning_rate
+        self.tokens = nn.Embedding(VOCABULARY, size.width)
+        self.places = nn.Embedding(size.context, size.width)
+        self.blocks = nn.Sequential(*(Block(size) for _ in range(size.layers)))
+        self.norm = nn.LayerNorm(size.width)
+        self.head = nn.Linear(size.width, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
+        return self.head(self.norm(self.blocks(hidden)))  # type: ignore[no-any-return]
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        logits = self(batch[:, :-1])
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        # eps: Adam turns the rounding noise of a gradient that is all but zero into whole steps; this keeps it noise
+        return torch.optim.AdamW(self.parameters(), lr=self.learning_rate, eps=1e-3)
+
+
+class Walks(Dataset[Tensor]):
+    """Random walks over the vocabulary: something that can be learned, made from the index alone."""
+
+    def __init__(self, number: int, context: int) -> None:
+        generator = torch.Generator().manual_seed(7)
+        moves = torch.randint(-3, 4, (number, context + 1), generator=generator)
+        starts = torch.randint(0, VOCABULARY, (number, 1), generator=generator)
+        self._walks = (starts + moves.cumsum(1)) % VOCABULARY
+
+    def __len__(self) -> int:
+        return len(self._walks)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self._walks[index]

@@ -1,0 +1,170 @@
+"""What the strategy costs where nothing fails: steps per second against Lightning's ``ddp``, in one run.
+
+    python benchmarks/overhead.py [--sizes 1M 10M] [--buckets 1 5 25] [--pairs 8]
+
+Both jobs are there at the same time, two workers each, but only one computes: they take turns in short segments
+(unicron, ddp, ddp, unicron, ...), so that whatever else the machine does hits both alike. The figure is the ratio of
+the two medians of the steps' times, with the 95 % interval of a bootstrap over pairs of segments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from measure import Figures
+from processes import Processes, free_port
+
+HERE = Path(__file__).resolve().parent
+WORKERS = 2
+WARM_UP = 2
+"""Steps at a segment's start that do not count."""
+STRATEGIES = ("unicron", "ddp")
+
+
+class Job:
+    """One of the two jobs; computes only inside `segment`."""
+
+    def __init__(self, name: str, folder: Path, arguments: Sequence[str]) -> None:
+        self.name = name
+        self._segments = 0
+        environment = {
+            "OMP_NUM_THREADS": "1",
+            "BENCH_LOG": str(folder.resolve()),
+            "PYTHONWARNINGS": "ignore",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "UNICRON_STATE_DIR": str(folder.resolve() / "coordinator"),
+        }
+        self.processes = Processes(folder, environment)
+        back_end = "unicron" if name == "unicron" else "c10d"
+        torchrun = [Path(sys.executable).parent / "torchrun", f"--nproc-per-node={WORKERS}", "--nnodes=1:1"]
+        torchrun += [f"--rdzv-backend={back_end}", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=bench"]
+        self.processes.start("agent", [*torchrun, HERE / "job_overhead.py", name, *arguments])
+
+    def segment(self, seconds: float = 120.0) -> list[float]:
+        """Lets the job compute one segment; the times of its steps, in seconds.
+
+        Raises:
+            TimeoutError: naming the folder of the logs.
+        """
+        folder, number = self.processes.folder, self._segments
+        (folder / f"go_{number}").touch()
+        result = folder / f"segment_{number}.json"
+        deadline = time.monotonic() + seconds
+        while not result.exists():
+            if time.monotonic() > deadline or self.processes.started["agent"].poll() is not None:
+                raise TimeoutError(f"{self.name}: no segment {number} within {seconds:g} s; logs in {folder}")
+            time.sleep(0.01)
+        self._segments += 1
+        ends = json.loads(result.read_text())[WARM_UP - 1 :]
+        return [b - a for a, b in itertools.pairwise(ends)]
+
+
+def compare(size: str, bucket_mib: float, accumulate: int, pairs: int, steps: int, folder: Path) -> Figures:
+    """One setting: both jobs in turns."""
+    shutil.rmtree(folder, ignore_errors=True)
+    words = [size, str(bucket_mib), str(accumulate), str(steps + WARM_UP)]
+    jobs: dict[str, Job] = {}
+    times: dict[str, list[list[float]]] = {name: [] for name in STRATEGIES}
+    load = os.getloadavg()[0]
+    try:
+        for name in STRATEGIES:
+            jobs[name] = Job(name, folder / name, words)
+        for job in jobs.values():
+            job.segment()
+        for pair in range(pairs):
+            for name in STRATEGIES if pair % 2 == 0 else STRATEGIES[::-1]:
+                times[name].append(jobs[name].segment())
+    finally:
+        for job in jobs.values():
+            (job.processes.folder / "stop").touch()
+        for job in jobs.values():
+            job.processes.stop()
+    ratio, low, high = ratio_of_speeds(times["unicron"], times["ddp"])
+    return {
+        "size": size,
+        "bucket_mib": bucket_mib,
+        "accumulate": accumulate,
+        "pairs": pairs,
+        "steps_per_segment": steps,
+        "load": round(load, 2),
+        "unicron_steps_per_s": round(1 / statistics.median(itertools.chain(*times["unicron"])), 3),
+        "ddp_steps_per_s": round(1 / statistics.median(itertools.chain(*times["ddp"])), 3),
+        "ratio": round(ratio, 4),
+        "low": round(low, 4),
+        "high": round(high, 4),
+    }
+
+
+def ratio_of_speeds(
+    ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]], draws: int = 2000
+) -> tuple[float, float, float]:
+    """Their median step time over ours, and the 95 % interval over resampled pairs of segments."""
+    generator, pairs = random.Random(0), list(zip(ours, theirs, strict=True))
+
+    def ratio(chosen: Sequence[tuple[Sequence[float], Sequence[float]]]) -> float:
+        mine = statistics.median(itertools.chain.from_iterable(pair[0] for pair in chosen))
+        return statistics.median(itertools.chain.from_iterable(pair[1] for pair in chosen)) / mine
+
+    drawn = sorted(ratio(generator.choices(pairs, k=len(pairs))) for _ in range(draws))
+    return ratio(pairs), drawn[int(0.025 * draws)], drawn[int(0.975 * draws)]
+
+
+def series(
+    sizes: Sequence[str], buckets: Sequence[float], accumulate: int, pairs: int, steps: int, output: Path
+) -> list[Figures]:
+    """Every size with every bucket size."""
+    results: list[Figures] = []
+    for size, bucket in itertools.product(sizes, buckets):
+        results.append(compare(size, bucket, accumulate, pairs, steps, output / f"{size}-{bucket:g}"))
+        print(json.dumps(results[-1]), flush=True)
+    return results
+
+
+def table(results: Sequence[Figures]) -> str:
+    """As Markdown."""
+    lines = ["| model | bucket MiB | micro-batches per worker | unicron steps/s | ddp steps/s | ratio [95 %] |"]
+    lines.append("|---|---|---|---|---|---|")
+    lines += [
+        f"| {r['size']} | {r['bucket_mib']:g} | {r['accumulate']} | {r['unicron_steps_per_s']:.2f} | "
+        f"{r['ddp_steps_per_s']:.2f} | {r['ratio']:.3f} [{r['low']:.3f}-{r['high']:.3f}] |"
+        for r in results
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run the series and print its table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", default=["1M", "10M"])
+    parser.add_argument("--buckets", nargs="+", type=float, default=[1.0, 5.0, 25.0])
+    parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--pairs", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=10, help="that count, per segment")
+    parser.add_argument("--output", type=Path, default=Path("bench-output/overhead"))
+    arguments = parser.parse_args()
+    print(
+        table(
+            series(
+                arguments.sizes,
+                arguments.buckets,
+                arguments.accumulate,
+                arguments.pairs,
+                arguments.steps,
+                arguments.output,
+            )
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
