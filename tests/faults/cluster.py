@@ -1,0 +1,293 @@
+"""A task of real torchrun agents with an embedded coordinator: start, watch, hurt, and judge what came of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import sqlite3
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import psutil
+
+T = TypeVar("T")
+Note = dict[str, Any]
+SCRIPT = Path(__file__).parent / "train.py"
+MARK = "UNICRON_TEST_CLUSTER"
+"""In the environment of everything a cluster starts, so that orphans are found."""
+SETTINGS = {
+    "devices": 1,
+    "nodes": 3,
+    "accumulation": 2,
+    "full": 3,  # workers of the whole world
+    "pace": 0.008,  # seconds of a micro-batch in it
+    "slow": 0.09,  # seconds of a micro-batch in a smaller one
+    "epochs": -1,
+    "dtype": "float64",
+}
+
+
+def until(what: str, probe: Callable[[], T | None], seconds: float = 60.0) -> T:
+    """Wait until ``probe`` returns something true."""
+    deadline = time.monotonic() + seconds
+    while not (found := probe()):
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.02)
+    return found
+
+
+def kill(pid: int, number: signal.Signals = signal.SIGKILL) -> bool:
+    """Send a signal; tell whether there was such a process."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+class Notes:
+    """What all workers of a folder have noted, read as it grows."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._read: dict[Path, int] = {}
+        self._lines: list[Note] = []
+
+    def __call__(self, what: str | None = None, **fields: Any) -> list[Note]:
+        """The notes of a kind, oldest first within a process."""
+        self._update()
+        wanted = fields if what is None else {"what": what, **fields}
+        return [line for line in self._lines if wanted.items() <= line.items()]
+
+    def _update(self) -> None:
+        for path in sorted(self._folder.glob("notes-*.jsonl")):
+            start = self._read.get(path, 0)
+            if path.stat().st_size <= start:
+                continue
+            with path.open("rb") as file:
+                file.seek(start)
+                data = file.read()
+            whole = data.rfind(b"\n") + 1
+            self._read[path] = start + whole
+            self._lines += [json.loads(line) for line in data[:whole].splitlines()]
+
+
+class Cluster:
+    """One task's agents on this machine, in a folder of their own.
+
+    Args:
+        folder: for everything it writes.
+        agents: how many to start at once.
+        nodes: of ``--nnodes``.
+        per_node: of ``--nproc-per-node``.
+        schedule: faults that the workers carry out themselves; see `train`.
+        conf: further ``--rdzv-conf``.
+        settings: what differs from `SETTINGS`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        agents: int = 3,
+        nodes: str = "1:3",
+        per_node: int = 1,
+        schedule: list[dict[str, Any]] | None = None,
+        conf: str = "",
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.folder = folder
+        self.settings = {**SETTINGS, **(settings or {})}
+        self.notes = Notes(folder)
+        self.state_dir = folder / "state"
+        self.agents: dict[str, subprocess.Popen[bytes]] = {}
+        self.replaced: list[int] = []
+        self._nodes, self._per_node, self._conf = nodes, per_node, conf
+        self._mark = uuid.uuid4().hex
+        self._temporary = Path(tempfile.mkdtemp(prefix="faults-"))  # short enough for UNIX sockets
+        self.port = free_port()
+        (folder / "settings.json").write_text(json.dumps(self.settings))
+        (folder / "schedule.json").write_text(json.dumps(schedule or []))
+        self.schedule = schedule or []
+        self._to_start = agents
+
+    def __enter__(self) -> Cluster:
+        for place in range(self._to_start):
+            self.start(f"n{place}")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.print_logs()
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        for agent in self.agents.values():
+            agent.wait()
+        until("the end of all processes", lambda: not self.processes(), 10)
+        shutil.rmtree(self._temporary)
+
+    # ---- what is done to it
+
+    def start(self, node: str) -> None:
+        """Start an agent; one that had this label must be gone."""
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "unicron"),
+            *("--rdzv-endpoint", f"127.0.0.1:{self.port}", "--rdzv-id", "task"),
+            *("--rdzv-conf", ",".join(filter(None, [self._conf, f"node={node},state_dir={self.state_dir}"]))),
+            *("--nnodes", self._nodes, "--nproc-per-node", str(self._per_node), "--max-restarts", "1000"),
+            *(str(SCRIPT), str(self.folder)),
+        ]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", MARK: self._mark, "TMPDIR": str(self._temporary)}
+        environment["COORDINATOR_FILE"] = str(self.state_dir / "coordinator.json")
+        with (self.folder / f"agent-{node}.log").open("ab") as log:
+            self.agents[node] = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+
+    def replace(self, node: str) -> None:
+        """Reap a killed agent and start another for its node."""
+        agent = self.agents[node]
+        assert agent.wait(10) == -signal.SIGKILL
+        self.replaced.append(agent.pid)
+        self.start(node)
+
+    def coordinator(self) -> int | None:
+        """Process of the coordinator if it lives."""
+        try:
+            pid = int(json.loads((self.state_dir / "coordinator.json").read_text())["pid"])
+        except FileNotFoundError:
+            return None
+        return pid if _lives(pid) else None
+
+    def finish(self, seconds: float = 90.0) -> None:
+        """Let the run end after an epoch in which nothing is left to happen; every agent must succeed."""
+        (self.folder / "finish").touch()
+        self.wait_end(seconds)
+
+    def wait_end(self, seconds: float = 90.0) -> None:
+        """Wait for the agents' end, and for everything else to go as well."""
+        self.watch(lambda: all(agent.poll() is not None for agent in self.agents.values()), "the agents' end", seconds)
+        codes = {node: agent.returncode for node, agent in self.agents.items()}
+        assert set(codes.values()) == {0}, f"exit statuses {codes}"
+        # Told to end instead of waiting for its linger, which is tested once, on its own.
+        with contextlib.suppress(ProcessLookupError):
+            pid = self.coordinator()
+            if pid is not None:
+                os.kill(pid, signal.SIGTERM)
+        until("the coordinator's end", lambda: self.coordinator() is None, 15)
+        until(f"the end of orphans: {self.processes()}", lambda: not self.processes(), 5)
+        self.check_left_nothing()
+
+    def watch(self, condition: Callable[[], Any], what: str, seconds: float, stalled: float = 30.0) -> Any:
+        """Wait for a condition; fail if no step is finished anywhere for ``stalled`` seconds before it holds."""
+        deadline = time.monotonic() + seconds
+        steps, since = 0, time.monotonic()
+        while not (found := condition()):
+            now, number = time.monotonic(), len(self.notes("step"))
+            if number > steps:
+                steps, since = number, now
+            assert now < deadline, f"not within {seconds} s: {what}"
+            assert now < since + stalled, f"no step finished for {stalled} s, waiting for {what}"
+            time.sleep(0.05)
+        return found
+
+    # ---- what is seen of it
+
+    def processes(self) -> list[psutil.Process]:
+        """Everything it has started, directly or not, that still runs."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get(MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def events(self, name: str | None = None) -> list[dict[str, Any]]:
+        """The coordinator's event log, from its database."""
+        path = self.state_dir / "coordinator.sqlite"
+        with contextlib.closing(sqlite3.connect(path, timeout=10)) as database:
+            rows = database.execute("SELECT at, name, incident, fields FROM events ORDER BY seq").fetchall()
+        return [
+            {"at": at, "name": of, "incident": incident, **json.loads(fields)}
+            for at, of, incident, fields in rows
+            if name in (None, of)
+        ]
+
+    def world(self) -> list[Note]:
+        """The newest finished step of each worker of the newest world."""
+        steps = self.notes("step")
+        if not steps:
+            return []
+        epoch = max(line["epoch"] for line in steps)
+        newest = {line["pid"]: line for line in steps if line["epoch"] == epoch}
+        return list(newest.values())
+
+    def wait_world(self, size: int, after: float = 0.0, seconds: float = 60.0) -> list[Note]:
+        """Wait for a finished step of a world of this size, later than ``after``."""
+
+        def there() -> list[Note] | None:
+            world = self.world()
+            settled = len(world) == size and all(line["world"] == size and line["at"] > after for line in world)
+            return world if settled and all(_lives(line["pid"]) for line in world) else None
+
+        return list(self.watch(there, f"a world of {size}", seconds))
+
+    def check_left_nothing(self) -> None:
+        """No port, no socket file."""
+        with socket.socket() as probe:
+            assert probe.connect_ex(("127.0.0.1", self.port)) != 0, "the coordinator's port is still open"
+        sockets = [path for path in self._temporary.rglob("*") if _is_socket(path)]
+        assert not sockets, f"left behind: {sockets}"
+
+    def print_logs(self) -> None:
+        """What is needed to understand a failed test."""
+        for log in sorted(self.folder.glob("agent-*.log")) + sorted(self.state_dir.glob("*.log")):
+            print(f"==== {log.name}\n{log.read_text()[-5000:]}")
+        with contextlib.suppress(sqlite3.Error):
+            print("==== events")
+            for event in self.events()[-60:]:
+                print(json.dumps(event))
+        for line in self.notes("fault"):
+            print(json.dumps(line))
+        for line in self.world():
+            print(json.dumps(line))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def _is_socket(path: Path) -> bool:
+    try:
+        return stat.S_ISSOCK(path.lstat().st_mode)
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def timed(what: str) -> Iterator[None]:
+    start = time.monotonic()
+    yield
+    print(f"{what}: {time.monotonic() - start:.1f} s")

@@ -1,0 +1,153 @@
+"""Judges a finished run against the failure-free one: samples, work done twice, losses, parameters, counters."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+from faults.cluster import SCRIPT, Note, Notes
+
+MOST_DIFFERENCE = 1e-6
+
+
+class Reference:
+    """The same script in a world of one without failures, kept at each epoch's end; grown when more is asked for."""
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], epochs: int) -> None:
+        self._folder, self._settings = folder, settings
+        self._epochs = 0
+        self._run(epochs)
+
+    def state(self, epochs: int) -> dict[str, numpy.ndarray]:
+        """Parameters, buffers, metrics and learning rate after so many epochs."""
+        self._grow(epochs)
+        with numpy.load(self._folder / f"epochs-{epochs}.npz") as file:
+            return dict(file)
+
+    def steps(self, epochs: int) -> list[Note]:
+        """The finished steps of so many epochs."""
+        self._grow(epochs)
+        return [line for line in Notes(self._folder)("step") if line["data_epoch"] < epochs]
+
+    def _grow(self, epochs: int) -> None:
+        if epochs > self._epochs:
+            self._run(2 * epochs)
+
+    def _run(self, epochs: int) -> None:
+        for path in [*self._folder.glob("notes-*"), *self._folder.glob("epochs-*")]:
+            path.unlink()
+        self._folder.mkdir(exist_ok=True)
+        (self._folder / "settings.json").write_text(json.dumps({**self._settings, "epochs": epochs}))
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, str(SCRIPT), str(self._folder)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        self._epochs = epochs
+
+
+def check_exact(folder: Path, reference: Reference, *, workers: int) -> dict[str, float]:
+    """Everything that must hold of a finished run. Returns the greatest differences found.
+
+    Args:
+        folder: of the run.
+        reference: with the same settings.
+        workers: how many must have come to the end.
+    """
+    notes = Notes(folder)
+    ends = notes("end")
+    assert len(ends) == workers, f"{len(ends)} workers came to the end: {ends}"
+    assert len({(end["step"], end["data_epoch"]) for end in ends}) == 1, ends
+    epochs = ends[0]["data_epoch"]
+    expected = reference.steps(epochs)
+    assert ends[0]["step"] == len(expected)
+    check_samples(notes(), expected)
+    check_no_work_twice(notes())
+    return {"loss": check_losses(notes("step"), expected), **_check_state(folder, ends, reference.state(epochs))}
+
+
+def last_life(lines: Iterable[Note]) -> dict[int, int]:
+    """For each step the life whose result counts: a new life goes on from a checkpoint and repeats what came after."""
+    lives: dict[int, int] = {}
+    for line in lines:
+        lives[line["step"]] = max(line["life"], lives.get(line["step"], 0))
+    return lives
+
+
+def check_samples(notes: list[Note], expected: list[Note]) -> None:
+    """Zero lost, zero repeated: each step used the samples that it should, each once.
+
+    What the ranks that finished a step had computed of it counts once each. What none of them had must have been
+    finished by a worker that died in the step, after its part had been reduced.
+    """
+    steps = [line for line in notes if line["what"] == "step"]
+    lives = last_life(steps)
+    used: dict[int, Counter[tuple[int, ...]]] = defaultdict(Counter)
+    finished: dict[int, set[tuple[int, ...]]] = defaultdict(set)
+    for line in steps:
+        if line["life"] == lives[line["step"]]:
+            used[line["step"]].update(tuple(ids) for ids in line["ids"])
+    for line in notes:
+        if line["what"] == "computed" and line["life"] == lives.get(line["step"]):
+            finished[line["step"]].add(tuple(line["ids"]))
+    for line in expected:
+        step, wanted = line["step"], {tuple(ids) for ids in line["ids"]}
+        repeated = {ids: n for ids, n in used[step].items() if n > 1}
+        assert not repeated, f"step {step} used {repeated} more than once"
+        assert set(used[step]) <= wanted, f"step {step} used {set(used[step]) - wanted}, which are not of it"
+        lost = wanted - set(used[step]) - finished[step]
+        assert not lost, f"step {step} never used {lost}"
+    for epoch in {line["data_epoch"] for line in expected}:
+        ids = sorted(i for line in expected if line["data_epoch"] == epoch for batch in line["ids"] for i in batch)
+        assert ids == list(range(len(ids))), f"the samples of epoch {epoch} are not each there once"
+
+
+def check_no_work_twice(notes: list[Note]) -> None:
+    """A micro-batch is computed again only if whoever had finished it was killed."""
+    killed = {line["pid"] for line in notes if line["what"] == "fault"}
+    by_place: dict[tuple[int, int, tuple[int, ...]], list[Note]] = defaultdict(list)
+    for line in notes:
+        if line["what"] == "computed":
+            by_place[line["life"], line["step"], tuple(line["ids"])].append(line)
+    for (_, step, ids), lines in by_place.items():
+        lines.sort(key=lambda line: float(line["at"]))
+        for line in lines[:-1]:
+            assert line["pid"] in killed, f"step {step}: {ids} finished by live {line['pid']} was computed again"
+
+
+def check_losses(steps: list[Note], expected: list[Note]) -> float:
+    """Every rank saw every step's loss as in the failure-free run."""
+    wanted = {line["step"]: line for line in expected}
+    lives = last_life(steps)
+    worst = 0.0
+    for line in steps:
+        if line["life"] == lives[line["step"]]:
+            for name in ("loss", "logged"):
+                worst = max(worst, abs(line[name] - wanted[line["step"]][name]))
+            assert line["data_epoch"] == wanted[line["step"]]["data_epoch"]
+    assert {line["step"] for line in steps} == set(wanted)
+    assert worst <= 10 * MOST_DIFFERENCE, f"losses differ by {worst}"
+    return worst
+
+
+def _check_state(folder: Path, ends: list[Note], wanted: dict[str, numpy.ndarray]) -> dict[str, float]:
+    states = []
+    for end in ends:
+        with numpy.load(folder / f"final-{end['pid']}.npz") as file:
+            states.append(dict(file))
+    worst = {"parameters": 0.0, "metrics": 0.0}
+    for state in states:
+        assert state.keys() == wanted.keys(), sorted(state.keys() ^ wanted.keys())
+        for name, value in state.items():
+            assert value.tobytes() == states[0][name].tobytes(), f"{name} differs between ranks"
+            kind = "metrics" if name.startswith("metric/") else "parameters"
+            worst[kind] = max(worst[kind], float(abs(value.astype("f8") - wanted[name].astype("f8")).max()))
+    assert worst["parameters"] <= MOST_DIFFERENCE, f"parameters differ by {worst['parameters']}"
+    assert worst["metrics"] <= 10 * MOST_DIFFERENCE, f"metrics differ by {worst['metrics']}"
+    return worst

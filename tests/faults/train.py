@@ -1,0 +1,317 @@
+"""A small but real training run that notes everything it does and kills itself where its schedule says so.
+
+Run by torchrun agents, or alone (`python train.py FOLDER`), which is the failure-free reference: the same global
+batches in a world of one. What it notes goes to a file of JSON lines per process, one `os.write` a line, so that a
+SIGKILL loses nothing. The pace is set by sleeping: slow while workers are missing, so that they come back within few
+steps. It computes in float64, where rounding can't hide a sample counted wrongly, unless the settings say otherwise.
+
+The schedule is a list of groups of faults in FOLDER/schedule.json. A group is armed at the start of a step in which
+all earlier groups are done and the world has the group's size; each of its faults then strikes where it fits, once.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, Dataset
+
+SAMPLES = 222
+"""Nine full steps of 24 and one of six: the last step of an epoch is smaller."""
+BATCH = 4
+VALIDATION_BATCHES = 5
+SETTLED_STEPS = 3
+"""Steps in a world before the next group of faults is armed: what came before has healed."""
+
+
+class Numbered(Dataset[Any]):
+    """Samples that carry their number."""
+
+    def __init__(self, number: int) -> None:
+        generator = torch.Generator().manual_seed(number)
+        self.x = torch.randn(number, 8, generator=generator)
+        self.y = torch.tanh(self.x.sum(1, keepdim=True)) + 0.1 * torch.randn(number, 1, generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.x[index], self.y[index], index
+
+
+class Notes:
+    """The file of JSON lines of this process."""
+
+    def __init__(self, folder: Path, node: str) -> None:
+        self._about = {"pid": os.getpid(), "node": node}
+        path = folder / f"notes-{node}-{os.getpid()}.jsonl"
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def write(self, what: str, **fields: Any) -> None:
+        line = json.dumps({"what": what, "at": time.time(), **self._about, **fields})
+        os.write(self._file, line.encode() + b"\n")
+
+
+class Faults:
+    """Carries out the schedule."""
+
+    def __init__(self, folder: Path, node: str, notes: Notes) -> None:
+        path = folder / "schedule.json"
+        self.groups: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
+        self._done = folder / "done"
+        self._armed = folder / "armed"
+        self._node = node
+        self._notes = notes
+        self._left = list(range(len(self.groups)))
+        self._world: Any = None
+        self.engine: Any = None
+
+    def step_begins(self, step: int, settled_steps: int) -> None:
+        world = self.engine.world
+        while self._left and self._is_done(self._left[0]):
+            self._left.pop(0)
+        if not self._left:
+            return
+        number = self._left[0]
+        group = self.groups[number]
+        if "step" in group:
+            due = step == group["step"] and world.size >= group.get("world", 1)
+        else:
+            due = world.size == group["world"] and settled_steps >= SETTLED_STEPS
+        if due:
+            self._mark(self._armed, f"{number}")
+
+    def point(self, name: str, *where: Any) -> None:
+        for number in self._left:
+            if not (self._armed / f"{number}").exists():
+                return
+            for place, fault in enumerate(self.groups[number]["faults"]):
+                if fault["point"] == name and self._fits(fault, where) and self._mark(self._done, f"{number}-{place}"):
+                    self._strike(number, fault, name, where)
+
+    def all_done(self) -> bool:
+        return all(self._is_done(number) for number in range(len(self.groups)))
+
+    def _is_done(self, number: int) -> bool:
+        return all((self._done / f"{number}-{place}").exists() for place in range(len(self.groups[number]["faults"])))
+
+    def _fits(self, fault: dict[str, Any], where: tuple[Any, ...]) -> bool:
+        world = self.engine.world
+        rank = fault.get("rank", world.rank)
+        return (
+            (rank if rank >= 0 else world.size + rank) == world.rank
+            and fault.get("node", self._node) == self._node
+            and fault.get("joiner", False) in (False, not self.engine.has_state)
+            and ("place" not in fault or (len(where) > 1 and fault["place"] == where[1]))
+        )
+
+    def _strike(self, number: int, fault: dict[str, Any], point: str, where: tuple[Any, ...]) -> None:
+        time.sleep(fault.get("delay", 0))
+        world, kind = self.engine.world, fault.get("signal", "KILL")
+        about = {"rank": world.rank, "world": world.size, "epoch": world.epoch, "where": where}
+        self._notes.write("fault", group=number, point=point, signal=kind, targets=fault.get("targets", []), **about)
+        for target in fault.get("targets", []):
+            if target == "agent":
+                os.kill(os.getppid(), signal.SIGKILL)
+            if target == "coordinator":
+                os.kill(json.loads(Path(os.environ["COORDINATOR_FILE"]).read_text())["pid"], signal.SIGKILL)
+        os.kill(os.getpid(), getattr(signal, f"SIG{kind}"))
+
+    @staticmethod
+    def _mark(folder: Path, name: str) -> bool:
+        """Whether this call made the mark."""
+        folder.mkdir(exist_ok=True)
+        try:
+            os.close(os.open(folder / name, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        return True
+
+
+class TwoHalves(TorchCheckpointIO):
+    """Writes a checkpoint in two halves, with a place to die between them."""
+
+    def __init__(self, faults: Faults) -> None:
+        super().__init__()
+        self._faults = faults
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        buffer = io.BytesIO()
+        torch.save(checkpoint, buffer)
+        data = buffer.getvalue()
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with Path(path).open("wb") as file:
+            file.write(data[: len(data) // 2])
+            file.flush()
+            self._faults.point("checkpoint_write")
+            file.write(data[len(data) // 2 :])
+
+
+class Model(pl.LightningModule):
+    """Dropout, batch norm, logged values, Adam, a schedule per step."""
+
+    def __init__(self, notes: Notes, faults: Faults, full: int, pace: float, slow: float) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(
+            *(torch.nn.Linear(8, 32, bias=False), torch.nn.BatchNorm1d(32), torch.nn.Tanh(), torch.nn.Dropout(0.1)),
+            *(torch.nn.Linear(32, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)),
+        )
+        self.notes, self.faults, self.full, self.pace, self.slow = notes, faults, full, pace, slow
+        self.last_ids: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y, ids = batch
+        self.last_ids = ids.tolist()
+        missing = self.faults.engine.world.size < self.full
+        time.sleep(self.slow if missing else self.pace)
+        self.faults.point("training_step")
+        loss = torch.nn.functional.mse_loss(self.net(x), y)
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.log("samples", float(len(ids)), on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y, _ = batch
+        self.faults.point("validation_step", 0, batch_idx)
+        self.log("val", torch.nn.functional.mse_loss(self.net(x), y), sync_dist=True)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        # The closure computes the gradients, to the commit; what follows it is the optimizer's own work.
+        closure = kwargs.pop("optimizer_closure", None) or args[3]
+
+        def then_point() -> Any:
+            result = closure()
+            self.faults.point("optimizer_step")
+            return result
+
+        super().optimizer_step(*args[:3], optimizer_closure=then_point)
+        self.faults.point("optimizer_stepped")
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=1e-2, eps=1e-3)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 40)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Watch(pl.Callback):
+    """Notes each finished step; ends the run where all agree that there is no more to do."""
+
+    def __init__(self, folder: Path, notes: Notes, faults: Faults, full: int, alone: bool) -> None:
+        self._folder, self._notes, self._faults = folder, notes, faults
+        self._full, self._alone = full, alone
+        self._computed: list[list[int]] = []
+        self._epoch = 0
+        self._since = 0
+
+    def _point(self, module: Model, name: str, *where: Any) -> None:
+        if name == "micro_batch":
+            world = self._faults.engine.world
+            self._computed.append(module.last_ids)
+            place = {"step": where[0], "place": where[1], "rank": world.rank, "world": world.size}
+            self._notes.write("computed", **place, life=self._life(), ids=module.last_ids)
+        self._faults.point(name, *where)
+
+    def _life(self) -> int:
+        control = self._faults.engine.control
+        return 1 if control is None else int(control.welcome.life)
+
+    def setup(self, trainer: pl.Trainer, module: Any, stage: str) -> None:
+        engine = self._faults.engine = trainer.strategy.engine  # type: ignore[attr-defined]
+        engine.fault = lambda *point: self._point(module, *point)
+        self._notes.write("begin", joiner=not engine.has_state, life=self._life())
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, module: Any) -> None:
+        if self._alone and trainer.current_epoch > 0:
+            self._keep(trainer, module, self._folder / f"epochs-{trainer.current_epoch}.npz")
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        world = self._faults.engine.world
+        self._computed = []
+        self._since = self._since + 1 if world.epoch == self._epoch else 0
+        self._epoch = world.epoch
+        self._faults.step_begins(trainer.global_step, self._since)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        world = self._faults.engine.world
+        about = {"rank": world.rank, "world": world.size, "epoch": world.epoch, "life": self._life()}
+        losses = {"loss": float(outputs["loss"]), "logged": float(trainer.callback_metrics["loss_step"])}
+        place = {"step": trainer.global_step - 1, "data_epoch": trainer.current_epoch}
+        self._notes.write("step", **place, **about, **losses, ids=self._computed)
+
+    def on_validation_end(self, trainer: pl.Trainer, module: Any) -> None:
+        self._notes.write("validated", step=trainer.global_step, val=float(trainer.callback_metrics["val"]))
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
+        if self._alone or self._full == 0 or trainer.max_epochs != -1:
+            return
+        world = self._faults.engine.world
+        enough = world.size == self._full and self._faults.all_done() and (self._folder / "finish").exists()
+        trainer.should_stop = bool(trainer.strategy.broadcast(enough, 0))
+
+    def on_fit_end(self, trainer: pl.Trainer, module: Any) -> None:
+        name = f"epochs-{trainer.current_epoch}.npz" if self._alone else f"final-{os.getpid()}.npz"
+        self._keep(trainer, module, self._folder / name)
+        self._notes.write("end", step=trainer.global_step, data_epoch=trainer.current_epoch, life=self._life())
+
+    @staticmethod
+    def _keep(trainer: pl.Trainer, module: Any, path: Path) -> None:
+        values = {name: value.numpy() for name, value in module.state_dict().items()}
+        metrics = {f"metric/{name}": numpy.asarray(float(v)) for name, v in trainer.callback_metrics.items()}
+        rates = {"rate": numpy.asarray(trainer.optimizers[0].param_groups[0]["lr"])}
+        numpy.savez(path, **values, **metrics, **rates)
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    settings = json.loads((folder / "settings.json").read_text())
+    alone = "UNICRON_AGENT" not in os.environ
+    node = os.environ.get("UNICRON_NODE", "alone")
+    torch.set_num_threads(1)
+    torch.set_default_dtype(getattr(torch, settings["dtype"]))
+    notes = Notes(folder, node)
+    notes.write("start", round=int(os.environ.get("UNICRON_ROUND", "0")))
+    faults = Faults(folder, node, notes)
+    pl.seed_everything(5, verbose=False)
+    full = settings["full"]
+    module = Model(notes, faults, full, 0.0 if alone else settings["pace"], 0.0 if alone else settings["slow"])
+    checkpoints = ModelCheckpoint(folder / "checkpoints", save_last=True, monitor="val", save_top_k=1)
+    trainer = pl.Trainer(
+        strategy=pl_strategy(),
+        accelerator="cpu",
+        devices=settings["devices"],
+        num_nodes=settings["nodes"],
+        accumulate_grad_batches=settings["accumulation"],
+        max_epochs=settings["epochs"],
+        gradient_clip_val=0.5,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        default_root_dir=folder,
+        plugins=[TwoHalves(faults)],
+        callbacks=[Watch(folder, notes, faults, full, alone), checkpoints],
+    )
+    training = DataLoader(Numbered(SAMPLES), batch_size=BATCH, shuffle=True)
+    validation = DataLoader(Numbered(VALIDATION_BATCHES * BATCH), batch_size=BATCH)
+    trainer.fit(module, training, validation)
+
+
+def pl_strategy() -> Any:
+    from unicron_lightning.strategies.unicron import UnicronStrategy
+
+    return UnicronStrategy(bucket_mib=0.001)  # several buckets, for faults between them
+
+
+if __name__ == "__main__":
+    main()
