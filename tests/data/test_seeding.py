@@ -43,3 +43,11 @@ def test_preserved_and_seeded_leave_the_state_as_it_was() -> None:
     assert draw() == expected
     with seeded(3, 0, 1):
         assert draw() == inside
+
+
+def test_torch_is_seeded_as_by_its_own_function() -> None:
+    with preserved():
+        torch.manual_seed(2**40 + 7)
+        expected = torch.rand(3)
+        seed_all(2**40 + 7)
+        assert torch.equal(torch.rand(3), expected)
