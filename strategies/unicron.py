@@ -256,18 +256,7 @@ class UnicronStrategy(ParallelStrategy):
         if trainer.received_sigterm:
             raise SIGTERMException
         engine.step = trainer.global_step
-        if engine.switch_agreed:
-            self._switch(trainer)
-        while engine.world.hold:
-            assert engine.control is not None
-            logger.warning("training_held world=%d reason=fewer nodes than the minimum", engine.world.size)
-            engine.control.wait_newer(engine.world.epoch)
-            self._switch(trainer)
-
-    def _switch(self, trainer: pl.Trainer) -> None:
-        self.engine.switch_agreed = False
-        self.engine.leave_epoch()
-        self.engine.run(Join(lambda: join_state.donate(trainer, self._layout, self._seed)))
+        engine.switch(Join(lambda: join_state.donate(trainer, self._layout, self._seed)))
 
     # ---- the step
 

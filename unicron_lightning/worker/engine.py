@@ -92,6 +92,9 @@ class Engine:
         connect: builds communicators.
         on_world: told each new world, on the training thread, before anything is done in it.
         is_joiner: whether this worker enters a task that is under way, and so has no state yet.
+
+    Attributes:
+        switch_from: the epoch that all members have agreed to leave at the next step boundary; 0 if none.
     """
 
     def __init__(
@@ -100,7 +103,7 @@ class Engine:
         self.control = control
         self.has_state = not is_joiner
         self.step = 0
-        self.switch_agreed = False
+        self.switch_from = 0
         self.fault: Callable[..., None] = lambda *point: None
         self._connect = connect
         self._on_world = on_world
@@ -172,12 +175,20 @@ class Engine:
         self._last_result = result
         return result
 
-    def leave_epoch(self) -> None:
-        """At a step boundary where all members agreed to switch: the next operation begins in the newest epoch."""
-        if self._communicator is not None:
+    def switch(self, join: Operation) -> None:
+        """At a step boundary: if all members have agreed to, ``join`` is run, in the newest epoch.
+
+        Some may have been driven from the agreed epoch by a failure meanwhile, and others may wait for them in ``join``
+        already: these run it where they are.
+        """
+        agreed, self.switch_from = self.switch_from, 0
+        if not agreed:
+            return
+        if agreed == self._world.epoch and not self._world.hold and self._communicator is not None:
             self._communicator.close()
             with self._lock:
                 self._communicator = None
+        self.run(join)
 
     def close(self) -> None:
         """Lets go of the communicator."""

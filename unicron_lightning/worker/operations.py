@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 import msgspec
 
 from unicron_lightning.worker.communicator import broadcast_bytes, gather_bytes
-from unicron_lightning.worker.engine import NEEDS_STATE, Engine, Report
+from unicron_lightning.worker.engine import NEEDS_STATE, Engine, EpochChanged, Report
+
+logger = logging.getLogger(__name__)
 
 _encode = msgspec.json.Encoder().encode
 _sizes = msgspec.json.Decoder(list[int]).decode
@@ -106,6 +109,10 @@ class Join:
 
     def attempt(self, engine: Engine) -> bytes:
         communicator = engine.communicator
+        if engine.world.hold and engine.control is not None:
+            logger.warning("training_held world=%d reason=fewer nodes than the minimum", engine.world.size)
+            engine.control.wait_newer(engine.world.epoch)
+            raise EpochChanged("the hold may be over")
         if self._root is not None:
             payload = None
             if self._rank == self._root:

@@ -169,11 +169,12 @@ class GradientStep:
         votes = torch.tensor([float(pending)], dtype=torch.float64)
         engine.fault("commit", engine.step)
         engine.communicator.wait(engine.communicator.all_reduce(votes))
-        result = b"switch" if int(votes.item()) == engine.world.size and pending else b"stay"
+        leave = int(votes.item()) == engine.world.size or engine.world.hold
+        result = b"%d" % (engine.world.epoch if leave else 0)
         self._read_commit(result)
         engine.fault("committed", engine.step)
         return result
 
     def _read_commit(self, result: bytes) -> None:
         assert self._engine is not None
-        self._engine.switch_agreed = result == b"switch"
+        self._engine.switch_from = int(result)
