@@ -2,8 +2,8 @@
 
     torchrun ... job_overhead.py STRATEGY SIZE BUCKET_MIB ACCUMULATE SEGMENT_STEPS
 
-Rank 0 writes a JSON list of the moments at which the optimizer steps of segment k ended to ``segment_<k>.json``, and
-waits for the file ``go_<k + 1>``.
+Rank 0 writes a JSON list of [moment, CPU time of this process so far] at the ends of the optimizer steps of segment k
+to ``segment_<k>.json``, and waits for the file ``go_<k + 1>``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Segments(pl.Callback):
         self._steps = steps
         self._segment = 0
         self._done = 0
-        self._ends: list[float] = []
+        self._ends: list[tuple[float, float]] = []
 
     def on_fit_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self._wait()
@@ -49,7 +49,7 @@ class Segments(pl.Callback):
         if trainer.global_step == self._done:
             return  # with gradient accumulation ddp calls this for each micro-batch
         self._done = trainer.global_step
-        self._ends.append(time.perf_counter())
+        self._ends.append((time.perf_counter(), time.process_time()))
         if len(self._ends) < self._steps:
             return
         if trainer.global_rank == 0:

@@ -39,7 +39,8 @@ class Block(nn.Module):
         super().__init__()
         self.heads = size.heads
         self.norms = nn.ModuleList([nn.LayerNorm(size.width), nn.LayerNorm(size.width)])
-        self.qkv = nn.Linear(size.width, 3 * size.width)
+        # No bias: that of the keys has no gradient but rounding noise, of which Adam makes whole steps.
+        self.qkv = nn.Linear(size.width, 3 * size.width, bias=False)
         self.out = nn.Linear(size.width, size.width)
         self.perceptron = nn.Sequential(
             nn.Linear(size.width, 4 * size.width), nn.GELU(), nn.Linear(4 * size.width, size.width)
@@ -59,12 +60,12 @@ class GPT(pl.LightningModule):
 
     Args:
         size: of the model.
-        learning_rate: of AdamW.
+        eps: of AdamW.
     """
 
-    def __init__(self, size: Size, learning_rate: float = 3e-4) -> None:
+    def __init__(self, size: Size, eps: float = 1e-8) -> None:
         super().__init__()
-        self.learning_rate = learning_rate
+        self.eps = eps
         self.tokens = nn.Embedding(VOCABULARY, size.width)
         self.places = nn.Embedding(size.context, size.width)
         self.blocks = nn.Sequential(*(Block(size) for _ in range(size.layers)))
@@ -82,8 +83,7 @@ class GPT(pl.LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        # eps: Adam turns the rounding noise of a gradient that is all but zero into whole steps; this keeps it noise
-        return torch.optim.AdamW(self.parameters(), lr=self.learning_rate, eps=1e-3)
+        return torch.optim.AdamW(self.parameters(), lr=1e-3, eps=self.eps)
 
 
 class Walks(Dataset[Tensor]):

@@ -50,8 +50,8 @@ class Job:
         torchrun += [f"--rdzv-backend={back_end}", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=bench"]
         self.processes.start("agent", [*torchrun, HERE / "job_overhead.py", name, *arguments])
 
-    def segment(self, seconds: float = 120.0) -> list[float]:
-        """Lets the job compute one segment; the times of its steps, in seconds.
+    def segment(self, seconds: float = 120.0) -> tuple[list[float], float]:
+        """Lets the job compute one segment; the times of its steps and rank 0's mean CPU time per step, in seconds.
 
         Raises:
             TimeoutError: naming the folder of the logs.
@@ -66,7 +66,8 @@ class Job:
             time.sleep(0.01)
         self._segments += 1
         ends = json.loads(result.read_text())[WARM_UP - 1 :]
-        return [b - a for a, b in itertools.pairwise(ends)]
+        times = [b[0] - a[0] for a, b in itertools.pairwise(ends)]
+        return times, (ends[-1][1] - ends[0][1]) / len(times)
 
 
 def compare(size: str, bucket_mib: float, accumulate: int, pairs: int, steps: int, folder: Path) -> Figures:
@@ -75,6 +76,7 @@ def compare(size: str, bucket_mib: float, accumulate: int, pairs: int, steps: in
     words = [size, str(bucket_mib), str(accumulate), str(steps + WARM_UP)]
     jobs: dict[str, Job] = {}
     times: dict[str, list[list[float]]] = {name: [] for name in STRATEGIES}
+    cpu: dict[str, list[float]] = {name: [] for name in STRATEGIES}
     load = os.getloadavg()[0]
     try:
         for name in STRATEGIES:
@@ -83,7 +85,9 @@ def compare(size: str, bucket_mib: float, accumulate: int, pairs: int, steps: in
             job.segment()
         for pair in range(pairs):
             for name in STRATEGIES if pair % 2 == 0 else STRATEGIES[::-1]:
-                times[name].append(jobs[name].segment())
+                wall, used = jobs[name].segment()
+                times[name].append(wall)
+                cpu[name].append(used)
     finally:
         for job in jobs.values():
             (job.processes.folder / "stop").touch()
@@ -99,6 +103,8 @@ def compare(size: str, bucket_mib: float, accumulate: int, pairs: int, steps: in
         "load": round(load, 2),
         "unicron_steps_per_s": round(1 / statistics.median(itertools.chain(*times["unicron"])), 3),
         "ddp_steps_per_s": round(1 / statistics.median(itertools.chain(*times["ddp"])), 3),
+        "unicron_cpu_ms": round(1e3 * statistics.median(cpu["unicron"]), 2),
+        "ddp_cpu_ms": round(1e3 * statistics.median(cpu["ddp"]), 2),
         "ratio": round(ratio, 4),
         "low": round(low, 4),
         "high": round(high, 4),
@@ -132,11 +138,13 @@ def series(
 
 def table(results: Sequence[Figures]) -> str:
     """As Markdown."""
-    lines = ["| model | bucket MiB | micro-batches per worker | unicron steps/s | ddp steps/s | ratio [95 %] |"]
-    lines.append("|---|---|---|---|---|---|")
+    titles = ["model", "bucket MiB", "micro-batches per worker", "unicron steps/s", "ddp steps/s", "ratio [95 %]"]
+    titles += ["unicron CPU ms per step", "ddp CPU ms per step"]
+    lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
     lines += [
         f"| {r['size']} | {r['bucket_mib']:g} | {r['accumulate']} | {r['unicron_steps_per_s']:.2f} | "
-        f"{r['ddp_steps_per_s']:.2f} | {r['ratio']:.3f} [{r['low']:.3f}-{r['high']:.3f}] |"
+        f"{r['ddp_steps_per_s']:.2f} | {r['ratio']:.3f} [{r['low']:.3f}-{r['high']:.3f}] | "
+        f"{r['unicron_cpu_ms']:.1f} | {r['ddp_cpu_ms']:.1f} |"
         for r in results
     ]
     return "\n".join(lines)

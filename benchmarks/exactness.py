@@ -1,0 +1,168 @@
+"""Five workers are killed in 50 steps, and the result is compared with that of a run without failures.
+
+    python benchmarks/exactness.py [--size tiny] [--steps 50] [--eps 1e-8]
+
+Both runs train the same small GPT in float32 with AdamW, three workers, six micro-batches per step. The workers are
+killed by SIGKILL at five points of the step: after a micro-batch, while gradients are being reduced, after the
+reduction, before the commit and after it. Writes the loss curves, one over the other, as a picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from measure import Figures
+from processes import Processes, free_port
+
+HERE = Path(__file__).resolve().parent
+NODES = 3
+POINTS = ("micro_batch", "launched", "reduced", "commit", "committed")
+SLOTS = ("2", "0", "1", "2", "0")
+"""Who is killed at which point; slot 0 is rank 0 at first."""
+RUN_SECONDS = 240.0
+
+
+def faults(steps: int) -> list[str]:
+    """Spread over the first three quarters of the run, as the job wants them."""
+    distance = steps * 3 // 4 // len(POINTS)
+    pairs = enumerate(zip(SLOTS, POINTS, strict=True), 1)
+    return [f"{slot}:{number * distance}:{point}" for number, (slot, point) in pairs]
+
+
+def train(folder: Path, size: str, steps: int, eps: float, kills: Sequence[str]) -> float:
+    """One run; its duration in seconds.
+
+    Raises:
+        TimeoutError: naming the folder of the logs.
+    """
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        "BENCH_LOG": str(folder.resolve()),
+        "PYTHONWARNINGS": "ignore",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "UNICRON_STATE_DIR": str(folder.resolve() / "coordinator"),
+    }
+    shutil.rmtree(folder, ignore_errors=True)
+    processes, port, started = Processes(folder, environment), free_port(), time.monotonic()
+    # Without faults the world is whole from the first step to the last; with faults two may go on alone.
+    least = 1 if kills else NODES
+    torchrun: list[str | Path] = [Path(sys.executable).parent / "torchrun", f"--nnodes={least}:{NODES}"]
+    torchrun += ["--nproc-per-node=1", "--rdzv-backend=unicron", f"--rdzv-endpoint=127.0.0.1:{port}"]
+    torchrun += ["--rdzv-id=exactness", "--max-restarts=100"]
+    job = [HERE / "job_exactness.py", size, str(eps), str(steps), *kills]
+    try:
+        for slot in range(NODES):
+            processes.start(f"agent{slot}", [*torchrun, f"--rdzv-conf=node=n{slot}", *job], BENCH_SLOT=str(slot))
+        while any(agent.poll() is None for agent in processes.started.values()):
+            if time.monotonic() > started + RUN_SECONDS:
+                raise TimeoutError(f"not finished after {RUN_SECONDS:g} s; logs in {folder}")
+            time.sleep(0.05)
+    finally:
+        processes.stop()
+    return time.monotonic() - started
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """By step.
+
+    Raises:
+        ValueError: if two workers tell different losses of a step.
+    """
+    found: dict[int, float] = {}
+    for path in folder.glob("losses_*.jsonl"):
+        for line in map(json.loads, path.read_text().splitlines()):
+            if found.setdefault(line["step"], line["loss"]) != line["loss"]:
+                raise ValueError(f"step {line['step']} has the losses {found[line['step']]} and {line['loss']}")
+    return dict(sorted(found.items()))
+
+
+def largest_difference(folder: Path, reference: Path) -> float:
+    """Between any worker's parameters and those of the reference."""
+    expected = torch.load(reference / "parameters_0.pt", weights_only=True)
+    return max(
+        float((mine.double() - other.double()).abs().max())
+        for path in folder.glob("parameters_*.pt")
+        for mine, other in zip(torch.load(path, weights_only=True), expected, strict=True)
+    )
+
+
+def compare(output: Path, size: str, steps: int, eps: float) -> Figures:
+    """Both runs and what tells them apart."""
+    calm, hit = output / "without", output / "with"
+    kills = faults(steps)
+    train(calm, size, steps, eps, [])
+    seconds = train(hit, size, steps, eps, kills)
+    ours, reference = losses(hit), losses(calm)
+    struck = [int((hit / f"fault_{k}").read_text()) for k in range(len(kills)) if (hit / f"fault_{k}").exists()]
+    plot(reference, ours, struck, output / "losses.png")
+    return {
+        "size": size,
+        "steps": steps,
+        "eps": eps,
+        "faults": len(struck),
+        "fault_steps": struck,
+        "seconds_with_faults": round(seconds, 1),
+        "every_step": list(ours) == list(reference) == list(range(1, steps + 1)),
+        "largest_parameter_difference": largest_difference(hit, calm),
+        "largest_loss_difference": max(abs(ours[step] - reference[step]) for step in reference if step in ours),
+        "between_workers": largest_difference(hit, hit),
+        "last_loss": reference[max(reference)],
+        "load": round(os.getloadavg()[0], 2),
+    }
+
+
+def plot(reference: dict[int, float], ours: dict[int, float], struck: Sequence[int], path: Path) -> None:
+    """Both curves in one picture, with the faults marked."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4))
+    axes.plot(list(reference), list(reference.values()), color="0.75", linewidth=5, label="without failures")
+    axes.plot(list(ours), list(ours.values()), color="C0", linewidth=1.2, label=f"with {len(struck)} workers killed")
+    for number, step in enumerate(struck):
+        axes.axvline(step + 1, color="C3", linewidth=0.8, linestyle=":", label=None if number else "a worker is killed")
+    axes.set(xlabel="optimizer step", ylabel="loss of the global batch")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def table(results: Sequence[Figures]) -> str:
+    """As Markdown."""
+    titles = ["model", "AdamW eps", "steps", "workers killed", "largest parameter difference"]
+    titles += ["largest loss difference", "all workers alike"]
+    lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
+    lines += [
+        f"| {r['size']} | {r['eps']:g} | {r['steps']}{'' if r['every_step'] else ' (some missing)'} | {r['faults']} | "
+        f"{r['largest_parameter_difference']:.1e} | {r['largest_loss_difference']:.1e} | "
+        f"{'yes' if r['between_workers'] == 0 else r['between_workers']} |"
+        for r in results
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Both runs, and their table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", default="tiny")
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--eps", type=float, default=1e-8)
+    parser.add_argument("--output", type=Path, default=Path("bench-output/exactness"))
+    arguments = parser.parse_args()
+    result = compare(arguments.output, arguments.size, arguments.steps, arguments.eps)
+    print(json.dumps(result), table([result]), sep="\n\n")
+
+
+if __name__ == "__main__":
+    main()
