@@ -70,10 +70,10 @@ class Session:
         """Ends the session; the process may end afterwards without waiting for anything."""
         atexit.unregister(self.close)
         self.engine.close()
-        if self.control is not None:
-            self.control.close()
         if not wait_buried(_BURIED_SECONDS):
             leave_buried()
+        if self.control is not None:  # last: until then the heartbeats go on
+            self.control.close()
 
     def _wait_founded(self, control: Control) -> wire.Welcome:
         """Waits for the first epoch, or for the word that it was formed without this worker, which then joins."""

@@ -202,6 +202,10 @@ def test_silence_counts_after_the_hello_and_before_the_end() -> None:
     assert roster(HELLO).silent(9.0, 10.0) == []
     assert roster(HELLO).silent(11.0, 10.0) == [WORKER]
     assert roster(HELLO, wire.WorkerDone(worker=WORKER)).silent(11.0, 10.0) == []
+    ending = roster(HELLO)
+    ending.leaves(WORKER)
+    assert ending.silent(29.0, 2.0) == []
+    assert ending.silent(31.0, 2.0) == [WORKER]
     excused = roster(HELLO)
     excused.excuse(5.0)
     assert excused.silent(11.0, 10.0) == []

@@ -35,6 +35,7 @@ SETTINGS = {
     "pace": 0.008,  # seconds of a micro-batch in it
     "slow": 0.09,  # seconds of a micro-batch in a smaller one
     "epochs": -1,
+    "keep": 1,  # best checkpoints; -1: all
     "dtype": "float64",
 }
 

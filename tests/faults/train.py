@@ -126,7 +126,8 @@ class Faults:
                 os.kill(os.getppid(), signal.SIGKILL)
             if target == "coordinator":
                 os.kill(json.loads(Path(os.environ["COORDINATOR_FILE"]).read_text())["pid"], signal.SIGKILL)
-        os.kill(os.getpid(), getattr(signal, f"SIG{kind}"))
+        if kind != "NONE":
+            os.kill(os.getpid(), getattr(signal, f"SIG{kind}"))
 
     @staticmethod
     def _mark(folder: Path, name: str) -> bool:
@@ -285,7 +286,7 @@ def main() -> None:
     pl.seed_everything(5, verbose=False)
     full = settings["full"]
     module = Model(notes, faults, full, 0.0 if alone else settings["pace"], 0.0 if alone else settings["slow"])
-    checkpoints = ModelCheckpoint(folder / "checkpoints", save_last=True, monitor="val", save_top_k=1)
+    checkpoints = ModelCheckpoint(folder / "checkpoints", save_last=True, monitor="val", save_top_k=settings["keep"])
     trainer = pl.Trainer(
         strategy=pl_strategy(),
         accelerator="cpu",

@@ -59,7 +59,7 @@ class Agent:
         self._supervisor = Supervisor(options.agent, self._on_found, self._on_exit)
         self._local = LocalServer(
             self.socket_path,
-            LocalHooks(accept=self._accept, received=self._from_worker, left=lambda _worker: None),
+            LocalHooks(accept=self._accept, received=self._from_worker, left=self._roster.leaves),
         )
         self._fenced: set[str] = set()
         self._leaving = False

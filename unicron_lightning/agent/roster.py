@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Final
 
 from unicron_lightning import wire
+
+
+ENDING_SECONDS: Final = 30.0
+"""How long the process of a worker that has closed its connection may take to end, however short the time-out is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +23,8 @@ class LocalWorker:
     done: bool = False
     heard_at: float = 0.0
     """When it last said anything; counts only after its hello."""
+    left: bool = False
+    """Whether it has closed its connection: it says no more because its process is ending."""
 
 
 class Roster:
@@ -56,7 +63,7 @@ class Roster:
         known = replace(self._workers[worker], heard_at=now)
         match message:
             case wire.WorkerHello():
-                known = replace(known, hello=message, ready=None)
+                known = replace(known, hello=message, ready=None, left=False)
             case wire.WorkerReady():
                 known = replace(known, ready=message)
             case wire.WorkerDone():
@@ -64,6 +71,11 @@ class Roster:
             case wire.Lookup():
                 self._lookups[worker, message.key] = message
         self._workers[worker] = known
+
+    def leaves(self, worker: str) -> None:
+        """A worker has closed its connection: its process is about to end."""
+        if worker in self._workers:
+            self._workers[worker] = replace(self._workers[worker], left=True)
 
     def saw_epoch(self, epoch: wire.Epoch) -> None:
         """A newer epoch makes out of date what its members said; who waits to become a member goes on waiting."""
@@ -79,11 +91,16 @@ class Roster:
         self._lookups.pop((reply.worker, reply.key), None)
 
     def silent(self, now: float, timeout: float) -> list[str]:
-        """Return the workers that have not been heard of for ``timeout`` seconds, though they speak the protocol."""
+        """Return the workers that have not been heard of for ``timeout`` seconds, though they speak the protocol.
+
+        Those that are ending (an interpreter with torch takes a second or more for it) are given `ENDING_SECONDS`.
+        """
         return [
             each.worker
             for each in self._workers.values()
-            if each.hello is not None and not each.done and now - each.heard_at > timeout
+            if each.hello is not None
+            and not each.done
+            and now - each.heard_at > (max(timeout, ENDING_SECONDS) if each.left else timeout)
         ]
 
     def excuse(self, seconds: float) -> None:

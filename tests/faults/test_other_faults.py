@@ -1,0 +1,201 @@
+"""Faults of agents, the coordinator and the whole task; silent workers; the ends of a run; more workers per agent."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults.cluster import Cluster, Note, kill, until
+from faults.judge import Reference, check_exact
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(200)]
+
+
+def fault(point: str, **where: Any) -> dict[str, Any]:
+    """What a worker does to itself, and to others, at a point."""
+    return {"point": point, **where}
+
+
+def group(*faults: dict[str, Any], world: int = 3, **when: Any) -> dict[str, Any]:
+    """Faults that strike together, in a world of this size."""
+    return {"world": world, "faults": list(faults), **when}
+
+
+def test_kills_in_the_first_and_the_last_step(tmp_path: Path, reference: Reference) -> None:
+    last = len(reference.steps(3)) - 1
+    schedule = [
+        group(fault("micro_batch", rank=0, place=0), world=2, step=0),
+        group(fault("micro_batch", rank=1, place=0), fault("committed", rank=0), world=3, step=last),
+    ]
+    slow = {"epochs": 3, "slow": 0.2, "pace": 0.05}
+    with Cluster(tmp_path, nodes="2:3", schedule=schedule, settings=slow) as cluster:
+        cluster.wait_end(120)
+        assert [line["where"][0] for line in cluster.notes("fault")] == [0, last, last]
+        assert len(cluster.notes("end")) == 1
+        check_exact(tmp_path, reference, workers=1)
+
+
+@pytest.mark.parametrize("point", ["commit", "optimizer_stepped", "validation_step", "evaluated", "checkpoint_write"])
+def test_rank_0_dies_in_the_last_step(point: str, tmp_path: Path, reference: Reference) -> None:
+    last = len(reference.steps(1)) - 1
+    schedule = [group(fault(point, rank=0), world=2, step=last)]
+    with Cluster(tmp_path, agents=2, nodes="2:3", schedule=schedule, settings={"epochs": 1}) as cluster:
+        cluster.wait_end(120)
+        assert len(cluster.notes("fault")) == 1
+        check_exact(tmp_path, reference, workers=1)
+
+
+def test_agents_die_with_their_workers_and_are_replaced(tmp_path: Path, reference: Reference) -> None:
+    schedule = [
+        group(fault("micro_batch", rank=0, place=0, targets=["agent"])),
+        group(fault("launched", rank=1, place=1, targets=["agent"])),
+        group(fault("training_step", rank=2, targets=["agent"]), fault("training_step", rank=0)),
+    ]
+    with Cluster(tmp_path, schedule=schedule) as cluster:
+        for number in range(len(schedule)):
+            struck = cluster.watch(lambda n=number: cluster.notes("fault", group=n), f"fault {number}", 60)[0]
+            dead = next(line for line in [struck, *cluster.notes("fault", group=number)] if line["targets"])
+            _wait_step_without(cluster, dead)
+            cluster.replace(dead["node"])
+        cluster.finish(120)
+        assert len(cluster.events("agent_lost")) == len(schedule)
+        check_exact(tmp_path, reference, workers=3)
+
+
+def test_coordinator_dies_while_nothing_else_happens(tmp_path: Path, reference: Reference) -> None:
+    with Cluster(tmp_path, schedule=[group(fault("micro_batch", rank=1, place=0))]) as cluster:
+        cluster.wait_world(3)
+        cluster.watch(lambda: len(cluster.notes("fault")), "the worker's fault", 60)
+        cluster.wait_world(3, after=time.time())
+        pid, killed_at = cluster.coordinator(), time.time()
+        assert pid is not None and kill(pid)
+        until("another coordinator", lambda: cluster.coordinator() not in (None, pid), 20)
+        cluster.watch(lambda: any(line["at"] > killed_at + 4 for line in cluster.notes("step")), "more steps", 30)
+        gap = _longest_gap(cluster, killed_at)
+        print(f"longest time between steps after the coordinator's death: {1e3 * gap:.0f} ms")
+        assert gap < 1.0
+        victim = cluster.world()[0]
+        kill(victim["pid"])
+        _wait_step_without(cluster, {**victim, "at": time.time()})
+        cluster.finish(120)
+        check_exact(tmp_path, reference, workers=3)
+
+
+def test_coordinator_dies_in_a_recovery(tmp_path: Path, reference: Reference) -> None:
+    schedule = [
+        group(fault("micro_batch", rank=1, place=0, targets=["coordinator"])),
+        group(
+            fault("micro_batch", rank=2, place=0),
+            fault("exchange", rank=0, targets=["coordinator"], signal="NONE"),
+        ),
+        group(
+            fault("micro_batch", rank=0, place=0),
+            fault("connect", rank=0, targets=["coordinator"], signal="NONE"),
+        ),
+        group(
+            fault("micro_batch", rank=1, place=0),
+            fault("join", rank=-1, joiner=True, targets=["coordinator"]),
+        ),
+    ]
+    with Cluster(tmp_path, schedule=schedule) as cluster:
+        cluster.finish(180)
+        assert len(cluster.notes("fault")) == 7
+        check_exact(tmp_path, reference, workers=3)
+
+
+def test_stopped_workers_are_declared_silent_killed_and_rejoin(tmp_path: Path, reference: Reference) -> None:
+    schedule = [
+        group(fault("micro_batch", rank=0, place=0, signal="STOP")),
+        group(fault("launched", rank=1, place=1, signal="STOP")),
+    ]
+    with Cluster(tmp_path, schedule=schedule, conf="worker_timeout=2") as cluster:
+        cluster.finish(180)
+        stopped = cluster.notes("fault")
+        assert len(stopped) == 2
+        silent = [event for event in cluster.events("worker_died") if event["cause"] == "silent"]
+        assert len(silent) == 2, cluster.events("worker_died")
+        for line, event in zip(stopped, silent, strict=True):
+            print(f"stopped; declared silent after {event['at'] - line['at']:.1f} s")
+            assert 1.5 < event["at"] - line["at"] < 8
+        check_exact(tmp_path, reference, workers=3)
+
+
+def test_down_to_one_survivor_and_back_up(tmp_path: Path, reference: Reference) -> None:
+    schedule = [
+        group(fault("micro_batch", rank=0, place=0), fault("reduced", rank=1)),
+        group(fault("launched", rank=0, place=2), fault("launched", rank=2, place=2)),
+    ]
+    with Cluster(tmp_path, schedule=schedule) as cluster:
+        cluster.finish(150)
+        assert {line["world"] for line in cluster.notes("step")} >= {1, 3}
+        check_exact(tmp_path, reference, workers=3)
+
+
+def test_a_task_that_nobody_survives_goes_on_from_its_last_checkpoint(tmp_path: Path, reference: Reference) -> None:
+    schedule = [
+        group(*(fault("micro_batch", rank=rank, place=0) for rank in range(3)), world=3, step=25),
+    ]
+    with Cluster(tmp_path, schedule=schedule, settings={"pace": 0.05, "epochs": 5, "keep": -1}) as cluster:
+        cluster.wait_end(150)
+        assert len(cluster.notes("fault")) == 3
+        (restart,) = cluster.events("task_restarts")
+        assert restart["step"] == 20 and restart["path"].startswith(str(tmp_path / "checkpoints")), restart
+        said = [(tmp_path / f"agent-n{place}.log").read_text() for place in range(3)]
+        assert any("task_resumes_from_checkpoint" in text for text in said)
+        second = cluster.notes("step", life=2)
+        assert min(line["step"] for line in second) == 20
+        check_exact(tmp_path, reference, workers=3)
+
+
+def test_agents_with_two_workers(tmp_path: Path, reference_for: Callable[..., Reference]) -> None:
+    shape = {"devices": 2, "nodes": 2, "full": 4}
+    schedule = [
+        group(fault("micro_batch", rank=0, place=0), world=4),
+        group(fault("launched", rank=3, place=0), world=4),
+    ]
+    reference = reference_for(20, **shape)
+    with Cluster(tmp_path, agents=2, nodes="1:2", per_node=2, schedule=schedule, settings=shape) as cluster:
+        cluster.finish(180)
+        assert len(cluster.notes("fault")) == 2
+        check_exact(tmp_path, reference, workers=4)
+
+
+def test_training_is_held_below_the_minimum(tmp_path: Path, reference: Reference) -> None:
+    schedule = [group(fault("micro_batch", rank=0, place=0), fault("micro_batch", rank=1, place=0))]
+    with Cluster(tmp_path, nodes="2:3", schedule=schedule) as cluster:
+        cluster.finish(150)
+        alone = {line["step"] for line in cluster.notes("step", world=1)}
+        assert len(alone) <= 1, f"only the step in progress may be finished by one of two: {alone}"
+        assert any(event["hold"] for event in cluster.events("epoch_published"))
+        check_exact(tmp_path, reference, workers=3)
+
+
+@pytest.mark.allow_leak("unix_sockets", reason="the harness's own folder is removed with all that is in it")
+def test_coordinator_ends_by_itself_after_its_last_task(tmp_path: Path) -> None:
+    with Cluster(tmp_path, agents=1, nodes="1:1", settings={"epochs": 1}) as cluster:
+        cluster.watch(lambda: cluster.agents["n0"].poll() is not None, "the agent's end", 60)
+        assert cluster.agents["n0"].returncode == 0
+        until("the coordinator's end", lambda: cluster.coordinator() is None, 15)
+        cluster.check_left_nothing()
+
+
+def _wait_step_without(cluster: Cluster, dead: Note) -> None:
+    """Wait until a worker finishes a step in a world that the dead one left."""
+
+    def there() -> bool:
+        return any(line["epoch"] > dead["epoch"] for line in cluster.notes("step") if line["at"] > dead["at"])
+
+    cluster.watch(there, f"a step without {dead['node']}", 30)
+
+
+def _longest_gap(cluster: Cluster, since: float) -> float:
+    """Seconds between the steps that the world as a whole finished."""
+    first: dict[int, float] = {}
+    for line in cluster.notes("step"):
+        first[line["step"]] = min(line["at"], first.get(line["step"], line["at"]))
+    times = sorted(at for at in first.values() if at > since - 1)
+    return max(b - a for a, b in itertools.pairwise(times))
