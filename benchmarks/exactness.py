@@ -57,7 +57,7 @@ def train(folder: Path, size: str, steps: int, eps: float, kills: Sequence[str])
     torchrun: list[str | Path] = [Path(sys.executable).parent / "torchrun", f"--nnodes={least}:{NODES}"]
     torchrun += ["--nproc-per-node=1", "--rdzv-backend=unicron", f"--rdzv-endpoint=127.0.0.1:{port}"]
     torchrun += ["--rdzv-id=exactness", "--max-restarts=100"]
-    job = [HERE / "job_exactness.py", size, str(eps), str(steps), *kills]
+    job: list[str | Path] = [HERE / "job_exactness.py", size, str(eps), str(steps), *kills]
     try:
         for slot in range(NODES):
             processes.start(f"agent{slot}", [*torchrun, f"--rdzv-conf=node=n{slot}", *job], BENCH_SLOT=str(slot))

@@ -52,7 +52,8 @@ class Block(nn.Module):
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         hidden = hidden + self.out(attended.transpose(1, 2).reshape(batch, length, width))
-        return hidden + self.perceptron(self.norms[1](hidden))
+        grown: Tensor = self.perceptron(self.norms[1](hidden))
+        return hidden + grown
 
 
 class GPT(pl.LightningModule):
@@ -74,7 +75,8 @@ class GPT(pl.LightningModule):
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
-        return self.head(self.norm(self.blocks(hidden)))  # type: ignore[no-any-return]
+        logits: Tensor = self.head(self.norm(self.blocks(hidden)))
+        return logits
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         logits = self(batch[:, :-1])

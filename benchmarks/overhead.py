@@ -46,7 +46,11 @@ class Job:
         }
         self.processes = Processes(folder, environment)
         back_end = "unicron" if name == "unicron" else "c10d"
-        torchrun = [Path(sys.executable).parent / "torchrun", f"--nproc-per-node={WORKERS}", "--nnodes=1:1"]
+        torchrun: list[str | Path] = [
+            Path(sys.executable).parent / "torchrun",
+            f"--nproc-per-node={WORKERS}",
+            "--nnodes=1:1",
+        ]
         torchrun += [f"--rdzv-backend={back_end}", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=bench"]
         self.processes.start("agent", [*torchrun, HERE / "job_overhead.py", name, *arguments])
 

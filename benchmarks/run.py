@@ -1,0 +1,171 @@
+"""All benchmarks, one after another: prints the tables and writes results.json, results.md and losses.png.
+
+    python benchmarks/run.py [--quick] [--torchft-venv FOLDER] [--output bench-output]
+
+Takes about a quarter of an hour on two cores; ``--quick`` three minutes, to see that everything works. The peers are
+measured in the same run: torchrun always, torchft-nightly if there is a virtual environment with it; see
+docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import exactness
+import overhead
+import psutil  # type: ignore[import-untyped]
+import recovery
+from measure import Figures, summary
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How much is measured."""
+
+    runs: int
+    faults: tuple[str, ...]
+    sizes: dict[str, int]
+    """Models, with steps per segment."""
+    buckets: tuple[float, ...]
+    pairs: int
+    accumulated_pairs: int
+
+
+FULL = Effort(
+    runs=5,
+    faults=("worker", "node", "coordinator"),
+    sizes={"1M": 10, "10M": 5},
+    buckets=(1.0, 5.0, 25.0),
+    pairs=8,
+    accumulated_pairs=6,
+)
+QUICK = Effort(
+    runs=1, faults=("worker", "coordinator"), sizes={"tiny": 10}, buckets=(25.0,), pairs=2, accumulated_pairs=0
+)
+
+
+def machine() -> Figures:
+    """Where it was measured."""
+    model = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return {
+        "cpu": model[0].split(":", 1)[1].strip() if model else platform.machine(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": metadata.version("torch"),
+        "lightning": metadata.version("lightning"),
+        "package": metadata.version("unicron-lightning"),
+        "at": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "load_before": os.getloadavg(),
+    }
+
+
+def targets(results: dict[str, Any]) -> str:
+    """What was aimed at, and what came of it."""
+
+    def of(fault: str, name: str) -> list[float]:
+        runs = [r for r in results["recovery"] if r["system"] == "unicron" and r["fault"] == fault]
+        return [r[name] for r in runs if name in r]
+
+    def row(name: str, aim: str, values: Sequence[float], met: bool) -> str:
+        return f"| {name} | {aim} | {summary(values)} | {'yes' if met else 'NO'} |"
+
+    lines = ["| figure | target | measured | met |", "|---|---|---|---|"]
+    for name, fault, key, aim in (
+        ("worker killed: next finished step", "worker", "resume_s", 0.5),
+        ("worker killed: progress", "worker", "progress_s", 0.5),
+        ("worker killed: rejoin, beyond its own start-up", "worker", "rejoin_after_startup_s", 0.5),
+        ("node lost: next finished step", "node", "resume_s", 1.0),
+    ):
+        if values := of(fault, key):
+            lines.append(row(f"{name}, s", f"< {aim}", values, statistics.median(values) < aim))
+    for key, aim in (("lost_micro_batches", 2), ("lost_samples", 0), ("lost_steps", 0)):
+        if values := of("worker", key):
+            name = key.replace("_", " ")
+            lines.append(row(f"worker killed: {name}", f"<= {aim}", values, max(values) <= aim))
+    gaps, before = of("coordinator", "largest_gap_s"), of("coordinator", "largest_gap_before_s")
+    if gaps:
+        aim_text = f"as before: {summary(before)}"
+        met = statistics.median(gaps) < 1.25 * statistics.median(before)
+        lines.append(row("coordinator killed: longest step, s", aim_text, gaps, met))
+    for r in results["exactness"]:
+        difference = r["largest_parameter_difference"]
+        lines.append(
+            f"| largest parameter difference after {r['steps']} steps with {r['faults']} workers killed | <= 1e-6 | "
+            f"{difference:.1e} | {'yes' if difference <= 1e-6 and r['every_step'] else 'NO'} |"
+        )
+    for r in results["overhead"]:
+        lines.append(
+            f"| steps/s against ddp: {r['size']}, {r['bucket_mib']:g} MiB, {r['accumulate']} per worker and step | "
+            f">= 0.98 | {r['ratio']:.3f} [{r['low']:.3f}-{r['high']:.3f}] | {'yes' if r['ratio'] >= 0.98 else 'NO'} |"
+        )
+    return "\n".join(lines)
+
+
+def report(results: dict[str, Any]) -> str:
+    """All tables, as Markdown."""
+    about = ", ".join(f"{key} {value}" for key, value in results["machine"].items())
+    failed = [f"- {r['system']}, {r['fault']}: {r['error']}" for r in results["recovery"] if "error" in r]
+    parts = [
+        "# Benchmarks",
+        about,
+        "## Targets",
+        targets(results),
+        "## Recovery",
+        recovery.table(results["recovery"]),
+        recovery.coordinator_table(results["recovery"]),
+        "\n".join(failed),
+        "## Exactness",
+        exactness.table(results["exactness"]),
+        "## Failure-free overhead",
+        overhead.table(results["overhead"]),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def measure(effort: Effort, output: Path, torchft: Path | None) -> dict[str, Any]:
+    """Everything."""
+    results: dict[str, Any] = {"machine": machine()}
+    results["exactness"] = [exactness.compare(output / "exactness", "tiny", 50, 1e-8)]
+    print(json.dumps(results["exactness"]), flush=True)
+    folder = output / "overhead"
+    results["overhead"] = []
+    for size, steps in effort.sizes.items():
+        results["overhead"] += overhead.series([size], effort.buckets, 1, effort.pairs, steps, folder)
+    if effort.accumulated_pairs:
+        results["overhead"] += overhead.series(["1M"], (25.0,), 4, effort.accumulated_pairs, 5, folder)
+    results["recovery"] = recovery.series(recovery.SYSTEMS, effort.faults, effort.runs, output / "recovery", torchft)
+    results["machine"]["load_after"] = os.getloadavg()
+    return results
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a smoke test: few runs, small models")
+    parser.add_argument("--torchft-venv", type=Path, help="virtual environment with torchft-nightly")
+    parser.add_argument("--output", type=Path, default=Path("bench-output"))
+    arguments = parser.parse_args()
+    output: Path = arguments.output
+    output.mkdir(parents=True, exist_ok=True)
+    results = measure(QUICK if arguments.quick else FULL, output, arguments.torchft_venv)
+    (output / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    text = report(results)
+    (output / "results.md").write_text(text)
+    (output / "exactness" / "losses.png").replace(output / "losses.png")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
