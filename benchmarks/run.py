@@ -1,4 +1,4 @@
-"""All benchmarks, one after another: prints the tables and writes results.json, results.md and losses.png.
+"""All benchmarks, one after another: prints the tables and writes results.json and results.md.
 
     python benchmarks/run.py [--quick] [--torchft-venv FOLDER] [--output bench-output]
 
@@ -26,6 +26,8 @@ import overhead
 import psutil  # type: ignore[import-untyped]
 import recovery
 from measure import Figures, summary
+
+PARTS = ("recovery", "exactness", "overhead")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +77,7 @@ def targets(results: dict[str, Any]) -> str:
     """What was aimed at, and what came of it."""
 
     def of(fault: str, name: str) -> list[float]:
-        runs = [r for r in results["recovery"] if r["system"] == "unicron" and r["fault"] == fault]
+        runs = [r for r in results.get("recovery", []) if r["system"] == "unicron" and r["fault"] == fault]
         return [r[name] for r in runs if name in r]
 
     def row(name: str, aim: str, values: Sequence[float], met: bool) -> str:
@@ -99,13 +101,13 @@ def targets(results: dict[str, Any]) -> str:
         aim_text = f"as before: {summary(before)}"
         met = statistics.median(gaps) < 1.25 * statistics.median(before)
         lines.append(row("coordinator killed: longest step, s", aim_text, gaps, met))
-    for r in results["exactness"]:
+    for r in results.get("exactness", []):
         difference = r["largest_parameter_difference"]
         lines.append(
             f"| largest parameter difference after {r['steps']} steps with {r['faults']} workers killed | <= 1e-6 | "
             f"{difference:.1e} | {'yes' if difference <= 1e-6 and r['every_step'] else 'NO'} |"
         )
-    for r in results["overhead"]:
+    for r in results.get("overhead", []):
         lines.append(
             f"| steps/s against ddp: {r['size']}, {r['bucket_mib']:g} MiB, {r['accumulate']} per worker and step | "
             f">= 0.98 | {r['ratio']:.3f} [{r['low']:.3f}-{r['high']:.3f}] | {'yes' if r['ratio'] >= 0.98 else 'NO'} |"
@@ -115,38 +117,50 @@ def targets(results: dict[str, Any]) -> str:
 
 def report(results: dict[str, Any]) -> str:
     """All tables, as Markdown."""
-    about = ", ".join(f"{key} {value}" for key, value in results["machine"].items())
-    failed = [f"- {r['system']}, {r['fault']}: {r['error']}" for r in results["recovery"] if "error" in r]
-    parts = [
-        "# Benchmarks",
-        about,
-        "## Targets",
-        targets(results),
-        "## Recovery",
-        recovery.table(results["recovery"]),
-        recovery.coordinator_table(results["recovery"]),
-        "\n".join(failed),
-        "## Exactness",
-        exactness.table(results["exactness"]),
-        "## Failure-free overhead",
-        overhead.table(results["overhead"]),
-    ]
+    parts = ["# Benchmarks", "## Targets", targets(results)]
+    for part in PARTS:
+        if part in results:
+            parts += [f"## {part.capitalize()}", about(results["machine"][part]), *_tables(part, results[part])]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def measure(effort: Effort, output: Path, torchft: Path | None) -> dict[str, Any]:
-    """Everything."""
-    results: dict[str, Any] = {"machine": machine()}
-    results["exactness"] = [exactness.compare(output / "exactness", "tiny", 50, 1e-8)]
-    print(json.dumps(results["exactness"]), flush=True)
-    folder = output / "overhead"
-    results["overhead"] = []
+def about(values: Figures) -> str:
+    """The machine in a line."""
+    loads = f"load {values['load_before'][0]:.1f} before, {values['load_after'][0]:.1f} after"
+    return f"{values['cpu']}, {values['cores']} cores, torch {values['torch']}, {values['at']}, {loads}"
+
+
+def _tables(part: str, results: list[Figures]) -> list[str]:
+    if part == "exactness":
+        return [exactness.table(results)]
+    if part == "overhead":
+        return [overhead.table(results)]
+    failed = [f"- {r['system']}, {r['fault']}: {r['error']}" for r in results if "error" in r]
+    return [recovery.table(results), recovery.coordinator_table(results), "\n".join(failed)]
+
+
+def measure(parts: Sequence[str], effort: Effort, output: Path, torchft: Path | None) -> dict[str, Any]:
+    """The chosen parts, each with the machine and its load before and after."""
+    results: dict[str, Any] = {}
+    for part in parts:
+        about = machine()
+        if part == "exactness":
+            results[part] = [exactness.compare(output / part, "tiny", 50, 1e-8)]
+        elif part == "recovery":
+            folder = output / part
+            results[part] = recovery.series(recovery.SYSTEMS, effort.faults, effort.runs, folder, torchft)
+        else:
+            results[part] = _overheads(effort, output / part)
+        results.setdefault("machine", {})[part] = {**about, "load_after": os.getloadavg()}
+    return results
+
+
+def _overheads(effort: Effort, output: Path) -> list[Figures]:
+    results: list[Figures] = []
     for size, steps in effort.sizes.items():
-        results["overhead"] += overhead.series([size], effort.buckets, 1, effort.pairs, steps, folder)
+        results += overhead.series([size], effort.buckets, 1, effort.pairs, steps, output)
     if effort.accumulated_pairs:
-        results["overhead"] += overhead.series(["1M"], (25.0,), 4, effort.accumulated_pairs, 5, folder)
-    results["recovery"] = recovery.series(recovery.SYSTEMS, effort.faults, effort.runs, output / "recovery", torchft)
-    results["machine"]["load_after"] = os.getloadavg()
+        results += overhead.series(["1M"], (25.0,), 4, effort.accumulated_pairs, 5, output / "accumulated")
     return results
 
 
@@ -154,16 +168,21 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a smoke test: few runs, small models")
+    parser.add_argument(
+        "--only", nargs="+", choices=PARTS, default=PARTS, help="the rest stays as it was in the output"
+    )
     parser.add_argument("--torchft-venv", type=Path, help="virtual environment with torchft-nightly")
     parser.add_argument("--output", type=Path, default=Path("bench-output"))
     arguments = parser.parse_args()
     output: Path = arguments.output
     output.mkdir(parents=True, exist_ok=True)
-    results = measure(QUICK if arguments.quick else FULL, output, arguments.torchft_venv)
-    (output / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    path = output / "results.json"
+    results = json.loads(path.read_text()) if path.exists() else {}
+    new = measure(arguments.only, QUICK if arguments.quick else FULL, output, arguments.torchft_venv)
+    results = {**results, **new, "machine": {**results.get("machine", {}), **new["machine"]}}
+    path.write_text(json.dumps(results, indent=1) + "\n")
     text = report(results)
     (output / "results.md").write_text(text)
-    (output / "exactness" / "losses.png").replace(output / "losses.png")
     print(text)
 
 
