@@ -54,8 +54,14 @@ class Passes:
         place = next(i for i, other in enumerate(loaders) if other is loader)
         loader.limit(int(loop.max_batches[place]))
         loader.set_epoch(self._trainer.current_epoch)
-        self._pass = _Pass(loop, loader, place if len(loaders) > 1 else None)
         planned = plan_evaluation(loader.num_batches, self._engine.reports, self._engine.world.rank)
+        results, sanity = self._results_of(loop), self._trainer.sanity_checking
+        if results.local and not sanity:
+            results.clear()  # logged with other options than from now on
+        results.local = sanity
+        if sanity:  # Lightning throws its results away: each rank keeps to its own
+            return planned
+        self._pass = _Pass(loop, loader, place if len(loaders) > 1 else None)
         if not planned and place > 0:
             # Lightning tells the loader's change by its first batch, which this rank doesn't have.
             loop._store_dataloader_outputs()
@@ -65,7 +71,9 @@ class Passes:
     def start_batch(self, number: int) -> None:
         """The loop is about to run this batch; what is logged from now on is the batch's."""
         current = self._pass
-        assert current is not None
+        if current is None:
+            assert self._trainer.sanity_checking
+            return
         if current.current is not None:
             current.finished.add(current.current)
         current.current = number
@@ -87,8 +95,6 @@ class Passes:
             current.finished.add(current.current)
         results.record_into(None)
         current.loader.end()
-        if self._trainer.sanity_checking:
-            return
         module = self._trainer.lightning_module
         operation = Evaluation(
             current.loader.num_batches,

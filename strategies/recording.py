@@ -58,12 +58,16 @@ class RecordingResults(_ResultCollection):
     Args:
         training: as upstream.
         on_epoch_metrics: called before epoch-level metrics are read: the place to finish an evaluation pass.
+
+    Attributes:
+        local: whether what is not recorded stays on this rank, whatever ``sync_dist`` says.
     """
 
     def __init__(self, training: bool, on_epoch_metrics: Callable[[], None] = lambda: None) -> None:
         super().__init__(training)
         self._calls: list[LogCall] | None = None
         self._on_epoch_metrics = on_epoch_metrics
+        self.local = False
 
     @contextmanager
     def recording(self, batch: Any) -> Iterator[list[LogCall]]:
@@ -83,6 +87,8 @@ class RecordingResults(_ResultCollection):
     @override
     def log(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         if self._calls is None or args:
+            if self.local:
+                kwargs["sync_dist"] = False
             super().log(fx, name, value, *args, **kwargs)
             return
         options: Options = (

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -17,20 +16,24 @@ from unicron_lightning.data.fetch import Fetcher, Place
 from unicron_lightning.data.order import DataOrder, StepShape
 
 
-@dataclass(frozen=True)
 class GlobalBatch:
     """One optimizer step's data, as Lightning's loop sees it: not the samples but where they are.
+
+    No dataclass: Lightning's precision plug-ins look for tensors in those, and refuse frozen ones.
 
     Attributes:
         epoch, step: place; ``step`` counts within the epoch.
         micro_batches: numbers of its micro-batches.
+        fetch: the collated samples of a micro-batch, by number, on the CPU.
     """
 
-    epoch: int
-    step: int
-    micro_batches: range
-    fetch: Callable[[int], Any]
-    """The collated samples of a micro-batch, by number, on the CPU."""
+    __slots__ = ("epoch", "fetch", "micro_batches", "step")
+
+    def __init__(self, epoch: int, step: int, micro_batches: range, fetch: Callable[[int], Any]) -> None:
+        self.epoch = epoch
+        self.step = step
+        self.micro_batches = micro_batches
+        self.fetch = fetch
 
 
 class TrainingLoader:

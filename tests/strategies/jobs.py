@@ -1,0 +1,218 @@
+"""Small trainings, each run under Lightning's ddp and under unicron, and what is compared of them.
+
+As a script, under torchrun: ``jobs.py STRATEGY OUT CASE...`` trains each case and writes what it gave, per rank.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torchmetrics
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+Job = dict[str, Any]
+"""``module``, ``trainer`` keyword arguments, ``loader`` keyword arguments."""
+
+DEVICES = 2
+SAMPLES = 96
+
+
+class Regression(pl.LightningModule):
+    """Logs every kind of value; the keyword arguments choose what else it does."""
+
+    def __init__(self, optimizer: str = "sgd", scheduler: str = "", branch: str = "", tied: bool = False) -> None:
+        super().__init__()
+        self.optimizer, self.scheduler, self.branch = optimizer, scheduler, branch
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+        if tied:
+            self.net[3] = nn.Sequential(nn.Tanh(), nn.Linear(16, 16), nn.Tanh())
+            self.net[3][1].weight = self.net[2].weight
+        self.extra = nn.Linear(6, 1) if branch else None
+        self.mean = torchmetrics.MeanMetric()
+        self.error = torchmetrics.MeanSquaredError()
+        self.concordance = torchmetrics.SpearmanCorrCoef()
+        self.history: list[tuple[Any, ...]] = []
+
+    def forward(self, x: Tensor, step: int = 0) -> Tensor:
+        out: Tensor = self.net(x)
+        if self.extra is not None and self.branch == "alternate" and self.trainer.global_step % 2:
+            out = out + self.extra(x)
+        return out
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = (self(x) - y).square().mean()
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True, prog_bar=True)
+        for name in ("sum", "min", "max"):
+            self.log(f"x_{name}", x.sum(), on_step=False, on_epoch=True, sync_dist=True, reduce_fx=name)
+        self.log("weighted", x.mean(), on_step=False, on_epoch=True, sync_dist=True, batch_size=7)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.branch == "freeze" and self.trainer.global_step == 3:
+            self.net[0].requires_grad_(False)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norm = torch.stack([p.grad.norm() for p in self.parameters() if p.grad is not None]).norm()
+        self.history.append(("step", self.trainer.global_step, float(norm), optimizer.param_groups[0]["lr"]))
+
+    def _evaluate(self, batch: Any, prefix: str) -> None:
+        x, y = batch
+        out = self(x)
+        self.log(f"{prefix}_loss", (out - y).square().mean(), sync_dist=True)
+        self.log(f"{prefix}_max", x.max(), sync_dist=True, reduce_fx="max")
+        self.log(f"{prefix}_sum", x.sum(), sync_dist=True, reduce_fx=torch.sum)
+        self.mean(out.mean(), weight=len(x))
+        self.error(out, y)
+        self.concordance.update(out.flatten(), y.flatten())
+        self.log(f"{prefix}_mean", self.mean)
+        self.log(f"{prefix}_error", self.error)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self._evaluate(batch, "val")
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self._evaluate(batch, "test")
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_concordance", self.concordance.compute(), sync_dist=True)
+        self.concordance.reset()
+
+    def on_validation_end(self) -> None:
+        metrics = {key: float(value) for key, value in self.trainer.callback_metrics.items()}
+        if not self.trainer.sanity_checking:
+            self.history.append(("validation", self.trainer.global_step, metrics))
+
+    def configure_optimizers(self) -> Any:
+        kinds: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+            "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+            "adamw": lambda p: torch.optim.AdamW(p, lr=0.02, eps=1e-3),
+        }
+        optimizer = kinds[self.optimizer](self.parameters())
+        match self.scheduler:
+            case "step":
+                scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+                return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+            case "epoch":
+                return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+            case "plateau":
+                plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.9)
+                return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
+        return optimizer
+
+
+def samples(number: int = SAMPLES, seed: int = 0) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(number, 6, generator=generator)
+    return TensorDataset(x, x.sum(1, keepdim=True).sin())
+
+
+def job(module: Job | None = None, loader: Job | None = None, val: int = 1, **trainer: Any) -> Job:
+    return {"module": module or {}, "loader": loader or {}, "val": val, "trainer": {"max_epochs": 3} | trainer}
+
+
+CASES: dict[str, Callable[[], Job]] = {
+    "sgd": job,
+    "sgd_accumulate": lambda: job(accumulate_grad_batches=3),
+    "adamw": lambda: job({"optimizer": "adamw"}),
+    "adamw_accumulate_clip_norm": lambda: job({"optimizer": "adamw"}, accumulate_grad_batches=3, gradient_clip_val=0.1),
+    "clip_value": lambda: job(gradient_clip_val=0.01, gradient_clip_algorithm="value"),
+    "scheduler_step": lambda: job({"scheduler": "step"}),
+    "scheduler_epoch": lambda: job({"scheduler": "epoch"}),
+    "scheduler_plateau": lambda: job({"scheduler": "plateau"}),
+    "bf16": lambda: job({"optimizer": "adamw"}, precision="bf16-mixed"),
+    "double": lambda: job({"optimizer": "adamw"}, precision="64-true"),
+    "unused": lambda: job({"branch": "never", "optimizer": "adamw"}),
+    "alternate": lambda: job({"branch": "alternate", "optimizer": "adamw"}),
+    "freeze": lambda: job({"branch": "freeze"}),
+    "tied": lambda: job({"tied": True}),
+    "workers": lambda: job(loader={"num_workers": 2}),
+    "limits": lambda: job(limit_train_batches=5, limit_val_batches=2),
+    "limits_float": lambda: job(limit_train_batches=0.5, limit_val_batches=0.5),
+    "val_interval": lambda: job(val_check_interval=4),
+    "val_interval_float": lambda: job(val_check_interval=0.5),
+    "val_every_2": lambda: job(check_val_every_n_epoch=2, max_epochs=4),
+    "max_steps": lambda: job(max_steps=17, max_epochs=-1),
+    "several_val": lambda: job(val=2),
+    "early_stopping": lambda: job(max_epochs=9, callbacks=[EarlyStopping("val_loss", min_delta=0.3, patience=1)]),
+    "fast_dev_run": lambda: job(fast_dev_run=True),
+    "overfit": lambda: job(overfit_batches=2),
+    "checkpoints": lambda: job(
+        callbacks=[
+            ModelCheckpoint("top", "{epoch}-{step}", monitor="val_loss", save_top_k=2, save_last=True),
+            ModelCheckpoint("every", "{epoch}-{step}", every_n_train_steps=5, save_top_k=-1),
+        ]
+    ),
+    "loggers": lambda: job(
+        {"scheduler": "step"}, callbacks=[LearningRateMonitor("step")], logger=CSVLogger("."), log_every_n_steps=2
+    ),
+}
+
+
+def loaders(made: Job) -> tuple[Any, Any]:
+    train = DataLoader(samples(), **{"batch_size": 4, "shuffle": True} | made["loader"])
+    val = [DataLoader(samples(36 + 8 * i, seed=1 + i), batch_size=4) for i in range(made["val"])]
+    return train, val[0] if len(val) == 1 else val
+
+
+def train(name: str, strategy: Any, folder: Path, **changes: Any) -> dict[str, Any]:
+    """Trains a case; returns what is compared."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made = CASES[name]()
+    module = Regression(**made["module"])
+    settings: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": DEVICES,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": any(isinstance(c, ModelCheckpoint) for c in made["trainer"].get("callbacks", [])),
+        "default_root_dir": folder,
+    } | made["trainer"]
+    for callback in settings.get("callbacks", []):
+        if isinstance(callback, ModelCheckpoint):
+            callback.dirpath = str(folder / str(callback.dirpath).rsplit("/", 1)[-1])
+    if settings["logger"]:
+        settings["logger"] = CSVLogger(folder, name="csv", version=0)
+    trainer = pl.Trainer(strategy=strategy, **settings | changes)
+    trainer.fit(module, *loaders(made))
+    result = {
+        "state": module.state_dict(),
+        "history": module.history,
+        "metrics": {key: float(value) for key, value in trainer.callback_metrics.items()},
+        "counters": (trainer.global_step, trainer.current_epoch, trainer.should_stop),
+    }
+    if not settings.get("fast_dev_run"):
+        tested = trainer.test(module, DataLoader(samples(40, 9), batch_size=4), verbose=False)
+        result["test"] = tested
+    trainer.strategy.barrier()
+    result["files"] = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.ckpt"))
+    csv = folder / "csv/version_0/metrics.csv"
+    result["csv"] = csv.read_text().splitlines() if csv.exists() else []
+    return result
+
+
+def main() -> None:
+    strategy, out, *names = sys.argv[1:]
+    for name in names:
+        chosen = strategy
+        if strategy == "ddp" and CASES[name]()["module"].get("branch"):
+            chosen = "ddp_find_unused_parameters_true"
+        result = train(name, chosen, Path(out) / name)
+        rank = int(os.environ["RANK"])
+        torch.save(result, Path(out) / f"{name}-{rank}.pt")
+        print("DONE", name, rank, flush=True)
+
+
+if __name__ == "__main__":
+    main()

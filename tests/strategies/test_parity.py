@@ -1,0 +1,148 @@
+"""unicron gives what Lightning's ddp gives: parameters, gradients, metrics, counters, files.
+
+All cases train once under ddp (two processes, gloo) and once under unicron in a world of one, which runs the same
+global batch; a few also in a world of two.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+import jobs  # noqa: E402 - a script as well
+
+sys.path.remove(str(HERE))
+sys.path.insert(0, str(HERE.parent / "agent"))
+
+from torchrun import free_port  # noqa: E402 - test helper of the agent
+
+sys.path.remove(str(HERE.parent / "agent"))
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Metric `SpearmanCorrcoef` will save:UserWarning"),
+    pytest.mark.filterwarnings("ignore:You are using `torch.load` with `weights_only=False`:UserWarning"),
+    pytest.mark.filterwarnings("ignore:You requested to overfit but enabled:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning"),
+]
+
+STEP_VALUES = ("loss_step", "loss")
+"""Under ddp with accumulation these are the last micro-batches' only; unicron logs the whole step's."""
+
+
+def launch(arguments: list[str], folder: Path, seconds: float = 100, **environment: str) -> None:
+    """Runs torchrun to its end."""
+    command = [sys.executable, "-m", "torch.distributed.run", *arguments]
+    settings = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    with (folder / "torchrun.log").open("w") as log:
+        process = subprocess.Popen(command, cwd=folder, env=settings, stdout=log, stderr=log)
+        try:
+            code = process.wait(seconds)
+        finally:
+            process.terminate()
+            process.wait(30)
+    assert code == 0, (folder / "torchrun.log").read_text()[-4000:]
+
+
+@pytest.fixture(scope="module")
+def ddp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What each case gives under ddp."""
+    folder = tmp_path_factory.mktemp("ddp")
+    out = folder / "out"
+    port = ["--nproc-per-node", "2", "--master-port", str(free_port())]
+    launch([*port, str(HERE / "jobs.py"), "ddp", str(out), *jobs.CASES], folder)
+    return out
+
+
+WORLD_OF_TWO = (
+    "adamw_accumulate_clip_norm",
+    "alternate",
+    "several_val",
+    "loggers",
+    "early_stopping",
+    "checkpoints",
+    "bf16",
+)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What some cases give in a world of two, one after the other in the same processes."""
+    folder = tmp_path_factory.mktemp("two")
+    out = folder / "out"
+    agent = ["--nnodes", "1", "--nproc-per-node", "2", "--rdzv-backend", "unicron", "--rdzv-id", "parity"]
+    endpoint = ["--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+    launch(
+        [*agent, *endpoint, str(HERE / "jobs.py"), "unicron", str(out), *WORLD_OF_TWO],
+        folder,
+        UNICRON_STATE_DIR=str(folder / "state"),
+    )
+    return out
+
+
+def load(folder: Path, name: str, rank: int = 0) -> dict[str, Any]:
+    result: dict[str, Any] = torch.load(folder / f"{name}-{rank}.pt", weights_only=False)
+    return result
+
+
+def close(mine: dict[str, float], theirs: dict[str, float], tolerance: float, accumulated: bool, where: Any) -> None:
+    assert mine.keys() == theirs.keys(), where
+    for key, value in theirs.items():
+        if not (accumulated and key in STEP_VALUES):
+            assert mine[key] == pytest.approx(value, rel=tolerance, abs=tolerance), (where, key)
+
+
+def compare(name: str, mine: dict[str, Any], theirs: dict[str, Any]) -> None:
+    accumulated = "accumulate" in name
+    tolerance = 2e-3 if name == "bf16" else 1e-5  # evaluation batches are rounded one by one in half precision
+    assert mine["state"].keys() == theirs["state"].keys()
+    for key, value in theirs["state"].items():
+        assert torch.allclose(mine["state"][key], value, rtol=1e-6, atol=1e-6), key
+    assert mine["counters"] == theirs["counters"]
+    assert mine["files"] == theirs["files"]
+    close(mine["metrics"], theirs["metrics"], tolerance, accumulated, "end")
+    for ours, other in zip(mine.get("test", []), theirs.get("test", []), strict=True):
+        close(ours, other, tolerance, accumulated, "test")
+    assert [entry[:2] for entry in mine["history"]] == [entry[:2] for entry in theirs["history"]]
+    for ours, other in zip(mine["history"], theirs["history"], strict=True):
+        if ours[0] == "step":
+            assert ours[2:] == pytest.approx(other[2:], rel=1e-5, abs=1e-6), ours
+        else:
+            close(ours[2], other[2], tolerance, accumulated, ours[:2])
+    compare_tables(mine["csv"], theirs["csv"])
+
+
+def compare_tables(mine: list[str], theirs: list[str]) -> None:
+    assert len(mine) == len(theirs) and mine[:1] == theirs[:1]
+    for ours, other in zip(mine[1:], theirs[1:], strict=True):
+        for a, b in zip(ours.split(","), other.split(","), strict=True):
+            assert a == b or float(a) == pytest.approx(float(b), rel=1e-5), (ours, other)
+
+
+@pytest.mark.parametrize("name", jobs.CASES)
+def test_a_world_of_one_is_like_ddp(name: str, ddp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    compare(name, jobs.train(name, "unicron", tmp_path), load(ddp, name))
+
+
+@pytest.mark.parametrize("name", WORLD_OF_TWO)
+def test_a_world_of_two_is_like_ddp(name: str, ddp: Path, two: Path) -> None:
+    for rank in range(2):
+        mine, theirs = load(two, name, rank), load(ddp, name)
+        compare(name, mine, theirs)
+
+
+def test_the_hooks_see_what_ddp_users_see(ddp: Path) -> None:
+    """A case that would pass with nothing trained or evaluated proves nothing."""
+    for name in jobs.CASES:
+        history = load(ddp, name)["history"]
+        assert {entry[0] for entry in history} == {"step", "validation"}
+        assert all(entry[2] > 0 for entry in history if entry[0] == "step")
