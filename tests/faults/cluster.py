@@ -15,7 +15,8 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -64,13 +65,27 @@ class Notes:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._read: dict[Path, int] = {}
-        self._lines: list[Note] = []
+        self._lines: dict[str, list[Note]] = defaultdict(list)
 
-    def __call__(self, what: str | None = None, **fields: Any) -> list[Note]:
+    def __call__(self, what: str, **fields: Any) -> list[Note]:
         """The notes of a kind, oldest first within a process."""
         self._update()
-        wanted = fields if what is None else {"what": what, **fields}
-        return [line for line in self._lines if wanted.items() <= line.items()]
+        return [line for line in self._lines[what] if fields.items() <= line.items()]
+
+    def count(self, what: str) -> int:
+        """How many notes of a kind there are."""
+        self._update()
+        return len(self._lines[what])
+
+    def newest(self, what: str, number: int) -> list[Note]:
+        """The notes of a kind that were read last."""
+        self._update()
+        return self._lines[what][-number:]
+
+    def all(self) -> list[Note]:
+        """All notes."""
+        self._update()
+        return [line for lines in self._lines.values() for line in lines]
 
     def _update(self) -> None:
         for path in sorted(self._folder.glob("notes-*.jsonl")):
@@ -82,7 +97,8 @@ class Notes:
                 data = file.read()
             whole = data.rfind(b"\n") + 1
             self._read[path] = start + whole
-            self._lines += [json.loads(line) for line in data[:whole].splitlines()]
+            for line in map(json.loads, data[:whole].splitlines()):
+                self._lines[line["what"]].append(line)
 
 
 class Cluster:
@@ -171,23 +187,25 @@ class Cluster:
             pid = int(json.loads((self.state_dir / "coordinator.json").read_text())["pid"])
         except FileNotFoundError:
             return None
-        return pid if _lives(pid) else None
+        return pid if lives(pid) else None
 
     def finish(self, seconds: float = 90.0) -> None:
         """Let the run end after an epoch in which nothing is left to happen; every agent must succeed."""
         (self.folder / "finish").touch()
         self.wait_end(seconds)
 
-    def wait_end(self, seconds: float = 90.0) -> None:
-        """Wait for the agents' end, and for everything else to go as well."""
+    def wait_end(self, seconds: float = 90.0, *, linger: bool = False) -> None:
+        """Wait for the agents' end, and for everything else to go as well.
+
+        Args:
+            seconds: for the agents.
+            linger: let the coordinator end by itself, as it does some seconds later, instead of telling it to.
+        """
         self.watch(lambda: all(agent.poll() is not None for agent in self.agents.values()), "the agents' end", seconds)
         codes = {node: agent.returncode for node, agent in self.agents.items()}
         assert set(codes.values()) == {0}, f"exit statuses {codes}"
-        # Told to end instead of waiting for its linger, which is tested once, on its own.
-        with contextlib.suppress(ProcessLookupError):
-            pid = self.coordinator()
-            if pid is not None:
-                os.kill(pid, signal.SIGTERM)
+        if not linger and (pid := self.coordinator()) is not None:
+            kill(pid, signal.SIGTERM)
         until("the coordinator's end", lambda: self.coordinator() is None, 15)
         until(f"the end of orphans: {self.processes()}", lambda: not self.processes(), 5)
         self.check_left_nothing()
@@ -197,8 +215,8 @@ class Cluster:
         deadline = time.monotonic() + seconds
         steps, since = 0, time.monotonic()
         while not (found := condition()):
-            now, number = time.monotonic(), len(self.notes("step"))
-            if number > steps:
+            now, number = time.monotonic(), self.notes.count("step")
+            if number > steps or number == 0:  # the start takes what imports take on a busy machine
                 steps, since = number, now
             assert now < deadline, f"not within {seconds} s: {what}"
             assert now < since + stalled, f"no step finished for {stalled} s, waiting for {what}"
@@ -229,12 +247,16 @@ class Cluster:
 
     def world(self) -> list[Note]:
         """The newest finished step of each worker of the newest world."""
-        steps = self.notes("step")
+        steps = self.newest_steps()
         if not steps:
             return []
         epoch = max(line["epoch"] for line in steps)
         newest = {line["pid"]: line for line in steps if line["epoch"] == epoch}
         return list(newest.values())
+
+    def newest_steps(self) -> list[Note]:
+        """Enough of the last finished steps, of all workers, to judge the present by."""
+        return self.notes.newest("step", 1000)
 
     def wait_world(self, size: int, after: float = 0.0, seconds: float = 60.0) -> list[Note]:
         """Wait for a finished step of a world of this size, later than ``after``."""
@@ -242,7 +264,7 @@ class Cluster:
         def there() -> list[Note] | None:
             world = self.world()
             settled = len(world) == size and all(line["world"] == size and line["at"] > after for line in world)
-            return world if settled and all(_lives(line["pid"]) for line in world) else None
+            return world if settled and all(lives(line["pid"]) for line in world) else None
 
         return list(self.watch(there, f"a world of {size}", seconds))
 
@@ -273,7 +295,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _lives(pid: int) -> bool:
+def lives(pid: int) -> bool:
+    """Whether there is such a process; one that waits to be reaped does not live."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
@@ -285,10 +308,3 @@ def _is_socket(path: Path) -> bool:
         return stat.S_ISSOCK(path.lstat().st_mode)
     except OSError:
         return False
-
-
-@contextlib.contextmanager
-def timed(what: str) -> Iterator[None]:
-    start = time.monotonic()
-    yield
-    print(f"{what}: {time.monotonic() - start:.1f} s")

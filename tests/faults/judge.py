@@ -70,8 +70,8 @@ def check_exact(folder: Path, reference: Reference, *, workers: int) -> dict[str
     epochs = ends[0]["data_epoch"]
     expected = reference.steps(epochs)
     assert ends[0]["step"] == len(expected)
-    check_samples(notes(), expected)
-    check_no_work_twice(notes())
+    check_samples(notes.all(), expected)
+    check_no_work_twice(notes.all())
     worst = {"loss": _check_losses(notes("step"), expected), **_check_state(folder, ends, reference.state(epochs))}
     for kind, difference in worst.items():
         most = reference.most_difference * (1 if kind == "parameters" else 10)

@@ -263,6 +263,7 @@ class Watch(pl.Callback):
     def on_fit_end(self, trainer: pl.Trainer, module: Any) -> None:
         name = f"epochs-{trainer.current_epoch}.npz" if self._alone else f"final-{os.getpid()}.npz"
         self._keep(trainer, module, self._folder / name)
+        self._faults.point("fit_end")
         self._notes.write("end", step=trainer.global_step, data_epoch=trainer.current_epoch, life=self._life())
 
     @staticmethod
