@@ -31,6 +31,7 @@ class Collectives:
     Attributes:
         starting: whether the program is before its first training step, where results are recorded or looked up.
         inside: the name of the step that is running, in which collectives are refused.
+        records: whether results are recorded and looked up at all; not for a script's second trainer.
         scope: tells parts of the start apart, some of which joiners leave out.
     """
 
@@ -38,6 +39,7 @@ class Collectives:
         self._session = session
         self._counts: Counter[str] = Counter()
         self.starting = True
+        self.records = True
         self.inside: str | None = None
         self.scope = ""
 
@@ -52,7 +54,7 @@ class Collectives:
                 f"{name}() was called inside {self.inside}; under the unicron strategy ranks run different numbers of "
                 "micro-batches, so collectives belong in epoch-level hooks (self.log(sync_dist=True) works anywhere)"
             )
-        if not self.starting:
+        if not self.starting or not self.records:
             return unpack_parts(self._session.engine.run(Agreement(name, payload)))
         key = f"{self.scope}/{name}/{self._counts[self.scope + name]}"
         self._counts[self.scope + name] += 1

@@ -29,7 +29,7 @@ _LEFT_OUT = (
 """A joiner's script has made its own hyperparameters; they may hold objects that are no plain data."""
 
 
-def donate(trainer: pl.Trainer, layout: Layout, seed: int) -> bytes:
+def donate(trainer: pl.Trainer, layout: Layout, seed: int, fit: int) -> bytes:
     """The state of this worker, which must be at a step boundary.
 
     Raises:
@@ -51,6 +51,7 @@ def donate(trainer: pl.Trainer, layout: Layout, seed: int) -> bytes:
             "layout": layout.state(),
             "random": random_states(),
             "seed": seed,
+            "fit": fit,
         }
     )
 

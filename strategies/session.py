@@ -41,6 +41,7 @@ class Session:
         self.control: Control | None = None
         self.is_joiner = False
         self.resume: str | None = None
+        self.fits = 0
         self._ready_to_abort = threading.Event()
         if environ.under_agent():
             own = environ.read()
@@ -61,6 +62,16 @@ class Session:
         self._ready_to_abort.set()
         atexit.register(self.close)
 
+    @classmethod
+    def of_process(cls, device: torch.device, capacity: int, on_world: Callable[[World], None]) -> tuple[Session, bool]:
+        """This process's part in its task, which several trainers one after the other share; and whether it is new."""
+        global _shared
+        if _shared is None or _shared.control is None:
+            _shared = cls(device, capacity, on_world)
+            return _shared, True
+        _shared.engine.follow(on_world)
+        return _shared, False
+
     def wait_admission(self) -> None:
         """Says that this joiner is built and may be admitted; `Engine.run` then waits for its first epoch."""
         assert self.control is not None
@@ -75,6 +86,18 @@ class Session:
         if self.control is not None:  # last: until then the heartbeats go on
             self.control.close()
 
+    def check_fit(self, donors: int) -> None:
+        """Refuses a state that belongs to another ``fit`` of the script.
+
+        Raises:
+            ConfigError: quoting both.
+        """
+        if donors != self.fits:
+            raise ConfigError(
+                f"this worker wants to join in its script's fit number {self.fits}, but the task is in number {donors}; "
+                "it can join only in the first: run one fit per task"
+            )
+
     def _wait_founded(self, control: Control) -> wire.Welcome:
         """Waits for the first epoch, or for the word that it was formed without this worker, which then joins."""
         control.ready(0, {"step": 0, "has_state": True, "founder": True})
@@ -85,3 +108,6 @@ class Session:
     def _on_failure(self, epoch: wire.Epoch) -> None:
         if self._ready_to_abort.is_set():
             self.engine.abort(epoch)
+
+
+_shared: Session | None = None

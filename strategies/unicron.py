@@ -142,6 +142,11 @@ class UnicronStrategy(ParallelStrategy):
         assert self._collectives is not None, "collectives need a run"
         return self._collectives
 
+    @property
+    def _fits(self) -> int:
+        assert self._session is not None
+        return self._session.fits
+
     def _on_world(self, world: World) -> None:
         was_first = self.global_rank == 0
         self._environment.set_world_size(world.size)
@@ -161,8 +166,9 @@ class UnicronStrategy(ParallelStrategy):
             self._shape = self._declare(trainer)
         self._runs += 1
         if self._session is None:
-            self._session = Session(self.root_device, self._shape.micro_batches, self._on_world)
+            self._session, is_new = Session.of_process(self.root_device, self._shape.micro_batches, self._on_world)
             self._collectives = Collectives(self._session)
+            self._collectives.records = is_new
             self._collectives.scope = f"{self._runs}"
             seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed() & 0xFFFFFFFF))
             self._seed = self._collectives.broadcast(seed, 0)
@@ -198,6 +204,7 @@ class UnicronStrategy(ParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             check_optimizers(self.optimizers)
             self._norms = NormStatistics(module)
+            self._session.fits += 1
         if self._session.is_joiner and not self.engine.has_state:
             if trainer.state.fn == TrainerFn.FITTING:
                 self._join(trainer)
@@ -234,6 +241,7 @@ class UnicronStrategy(ParallelStrategy):
         self.engine.run(join)
         assert join.received is not None
         state = codec.decode(join.received)
+        self._session.check_fit(state["fit"])
         self._seed = state["seed"]
         join_state.receive(trainer, state)
         self._arrival = state
@@ -256,7 +264,7 @@ class UnicronStrategy(ParallelStrategy):
         if trainer.received_sigterm:
             raise SIGTERMException
         engine.step = trainer.global_step
-        engine.switch(Join(lambda: join_state.donate(trainer, self._layout, self._seed)))
+        engine.switch(Join(lambda: join_state.donate(trainer, self._layout, self._seed, self._fits)))
 
     # ---- the step
 

@@ -38,8 +38,8 @@ class Regression(pl.LightningModule):
             self.net[3] = nn.Sequential(nn.Tanh(), nn.Linear(16, 16), nn.Tanh())
             self.net[3][1].weight = self.net[2].weight
         self.extra = nn.Linear(6, 1) if branch else None
-        self.mean = torchmetrics.MeanMetric()
-        self.error = torchmetrics.MeanSquaredError()
+        self.mean = nn.ModuleList(torchmetrics.MeanMetric() for _ in range(2))
+        self.error = nn.ModuleList(torchmetrics.MeanSquaredError() for _ in range(2))
         self.concordance = torchmetrics.SpearmanCorrCoef()
         self.history: list[tuple[Any, ...]] = []
 
@@ -66,20 +66,21 @@ class Regression(pl.LightningModule):
         norm = torch.stack([p.grad.norm() for p in self.parameters() if p.grad is not None]).norm()
         self.history.append(("step", self.trainer.global_step, float(norm), optimizer.param_groups[0]["lr"]))
 
-    def _evaluate(self, batch: Any, prefix: str) -> None:
+    def _evaluate(self, batch: Any, prefix: str, loader: int = 0) -> None:
         x, y = batch
         out = self(x)
         self.log(f"{prefix}_loss", (out - y).square().mean(), sync_dist=True)
         self.log(f"{prefix}_max", x.max(), sync_dist=True, reduce_fx="max")
         self.log(f"{prefix}_sum", x.sum(), sync_dist=True, reduce_fx=torch.sum)
-        self.mean(out.mean(), weight=len(x))
-        self.error(out, y)
-        self.concordance.update(out.flatten(), y.flatten())
-        self.log(f"{prefix}_mean", self.mean)
-        self.log(f"{prefix}_error", self.error)
+        self.mean[loader](out.mean(), weight=len(x))
+        self.error[loader](out, y)
+        if loader == 0:
+            self.concordance.update(out.flatten(), y.flatten())
+        self.log(f"{prefix}_mean", self.mean[loader])
+        self.log(f"{prefix}_error", self.error[loader])
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self._evaluate(batch, "val")
+        self._evaluate(batch, "val", dataloader_idx)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self._evaluate(batch, "test")

@@ -140,6 +140,11 @@ class Engine:
         """What each rank is known to have of the operation that comes next; None where nothing is."""
         return list(self._pending or [None] * self._world.size)
 
+    def follow(self, on_world: Callable[[World], None]) -> None:
+        """From now on another is told each new world, and the present one at once."""
+        self._on_world = on_world
+        on_world(self._world)
+
     def check(self) -> None:
         """Raises `EpochChanged` if a failure has been heard of: called where work can be left, e.g. between
         micro-batches.
