@@ -1,0 +1,50 @@
+"""The judge of the fault tests must see what is wrong: samples lost or repeated, a survivor's work done again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from faults.judge import check_no_work_twice, check_samples
+
+EXPECTED = [{"step": 0, "data_epoch": 0, "ids": [[0, 1], [2, 3]]}]
+
+
+def step(pid: int, *ids: list[int], life: int = 1, at: float = 10.0) -> dict[str, Any]:
+    return {"what": "step", "pid": pid, "step": 0, "life": life, "at": at, "ids": list(ids)}
+
+
+def computed(pid: int, ids: list[int], life: int = 1, at: float = 1.0) -> dict[str, Any]:
+    return {"what": "computed", "pid": pid, "step": 0, "life": life, "at": at, "ids": ids}
+
+
+def test_all_used_once() -> None:
+    check_samples([step(1, [0, 1]), step(2, [2, 3])], EXPECTED)
+
+
+def test_a_dead_worker_s_part_that_was_reduced() -> None:
+    check_samples([step(1, [0, 1]), computed(2, [2, 3])], EXPECTED)
+
+
+def test_a_step_repeated_in_a_new_life() -> None:
+    check_samples([step(1, [0, 1], [2, 3]), step(3, [0, 1], [2, 3], life=2)], EXPECTED)
+
+
+@pytest.mark.parametrize(
+    ("notes", "message"),
+    [
+        ([step(1, [0, 1])], "never used"),
+        ([step(1, [0, 1], [2, 3]), step(2, [2, 3])], "more than once"),
+        ([step(1, [0, 1], [2, 3], [4, 5])], "not of it"),
+        ([step(3, [0, 1], life=2), computed(2, [2, 3], life=1)], "never used"),
+    ],
+)
+def test_wrong_use_of_samples(notes: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        check_samples(notes, EXPECTED)
+
+
+def test_work_is_done_again_only_for_the_dead() -> None:
+    check_no_work_twice([computed(1, [0, 1], at=1.0), computed(2, [0, 1], at=2.0), step(2, [0, 1])])
+    with pytest.raises(AssertionError, match="finished by live 1"):
+        check_no_work_twice([computed(1, [0, 1], at=1.0), computed(2, [0, 1], at=2.0), step(1, [0, 1])])
