@@ -94,8 +94,8 @@ class Session:
         """
         if donors != self.fits:
             raise ConfigError(
-                f"this worker wants to join in its script's fit number {self.fits}, but the task is in number {donors}; "
-                "it can join only in the first: run one fit per task"
+                f"this worker is in its script's fit number {self.fits}, but the task is in number {donors}; a worker "
+                "can join only in the first: run one fit per task"
             )
 
     def _wait_founded(self, control: Control) -> wire.Welcome:

@@ -1,0 +1,184 @@
+"""What can't be done exactly is refused: one error, quoting the value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from unicron_lightning.errors import ConfigError
+from unicron_lightning.strategies.collectives import CollectiveInStep
+from unicron_lightning.strategies.unicron import UnicronStrategy
+
+
+class Small(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.layer(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def data(number: int = 8) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.ones(number, 2)), batch_size=2)
+
+
+def fit(module: Any, loader: Any = None, strategy: Any = "unicron", **settings: Any) -> pl.Trainer:
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
+    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", max_epochs=1, **{"devices": 1} | quiet | settings)
+    trainer.fit(module, loader if loader is not None else data())
+    return trainer
+
+
+def test_what_is_not_refused() -> None:
+    assert fit(Small()).global_step == 4
+
+
+class Manual(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class TwoOptimizers(Small):
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.Adam(self.parameters())]
+
+
+class Newton(Small):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class Skipping(Small):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None
+
+
+class Talking(Small):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.trainer.strategy.barrier("here")
+        return super().training_step(batch, batch_idx)
+
+
+class Gathering(Small):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.all_gather(batch[0])
+        return super().training_step(batch, batch_idx)
+
+
+class Product(Small):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("x", 1.0, reduce_fx=torch.prod)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("module", "error", "message"),
+    [
+        (Manual, ConfigError, r"Manual\.automatic_optimization is False"),
+        (TwoOptimizers, RuntimeError, "multiple optimizers is only supported with manual optimization"),  # Lightning's
+        (Newton, ConfigError, "LBFGS evaluates the loss several times"),
+        (Skipping, ConfigError, "training_step returned None"),
+        (Talking, CollectiveInStep, r"barrier\(\) was called inside training_step"),
+        (Gathering, CollectiveInStep, r"all_gather\(\) was called inside training_step"),
+        (Product, ValueError, r"reduce_fx=<\S+ method prod.*is not supported; expected mean, sum, min or max"),
+    ],
+)
+def test_modules(module: type[Small], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        fit(module())
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter([[torch.ones(2)]])
+
+
+class Batches:
+    def __iter__(self) -> Iterator[Any]:
+        return iter([[torch.ones(1, 2)]])
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        (lambda: DataLoader(Stream(), batch_size=2), "Stream is an iterable data set.*map-style"),
+        (Batches, "found Batches"),
+        (lambda: {"a": data(), "b": Batches()}, "found Batches"),
+    ],
+)
+def test_data(loader: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        fit(Small(), loader())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"sync_batchnorm": True}, r"sync_batchnorm=True"),
+        ({"callbacks": [GradientAccumulationScheduler({0: 1, 4: 2})]}, r"scheduling=\{0: 1, 4: 2\}"),
+        (
+            {"strategy": UnicronStrategy(num_micro_batches=5), "devices": 2},
+            "num_micro_batches=5 does not divide.* 2 x 1 = 2",
+        ),
+        ({"strategy": UnicronStrategy(num_micro_batches=0), "devices": 2}, "num_micro_batches=0"),
+    ],
+)
+def test_settings(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        fit(Small(), **settings)
+
+
+@pytest.mark.parametrize("value", [0, -1.5])
+def test_bucket_size(value: float) -> None:
+    with pytest.raises(ConfigError, match=rf"bucket_mib={value}"):
+        UnicronStrategy(bucket_mib=value)
+
+
+def test_num_micro_batches() -> None:
+    assert fit(Small(), strategy=UnicronStrategy(num_micro_batches=4), devices=2).global_step == 1
+
+
+def test_another_rendezvous_back_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"one of WORLD_SIZE=2 but has no Unicron agent; .*--rdzv-backend unicron"):
+        fit(Small(), devices=2)
+
+
+def test_gradients_that_sum_over_ranks() -> None:
+    trainer = fit(Small())
+    with pytest.raises(ConfigError, match="sync_grads=True"):
+        trainer.strategy.all_gather(torch.ones(1), sync_grads=True)
+
+
+def test_an_unknown_reduction() -> None:
+    trainer = fit(Small())
+    with pytest.raises(ValueError, match="reduce_op='product' is not supported"):
+        trainer.strategy.reduce(torch.ones(1), reduce_op="product")
+
+
+def test_prediction_in_a_world_of_one(tmp_path: Path) -> None:
+    class Predicting(Small):
+        def predict_step(self, batch: Any) -> Any:
+            return self.layer(batch[0])
+
+    module = Predicting()
+    trainer = fit(module)
+    assert sum(len(part) for part in trainer.predict(module, data()) or []) == 8
