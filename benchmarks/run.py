@@ -46,7 +46,7 @@ class Effort:
 FULL = Effort(
     runs=5,
     faults=("worker", "node", "coordinator"),
-    sizes={"1M": 10, "10M": 5},
+    sizes={"1M": 10, "10M": 4},
     buckets=(1.0, 5.0, 25.0),
     pairs=8,
     accumulated_pairs=6,
