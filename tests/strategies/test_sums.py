@@ -1,0 +1,205 @@
+"""What is summed besides gradients: loss, logged values, unused parameters, norm statistics, metric states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from worker.simulation import Coordinator, run_threads
+
+from unicron_lightning.strategies.recording import LogCall, Options, RecordingResults, merge_calls
+from unicron_lightning.strategies.sums import Layout, NormStatistics, StepSums
+from unicron_lightning.strategies.torch_metrics import merge_metric_states, metric_states
+from unicron_lightning.worker import codec
+from unicron_lightning.worker.buckets import GradientBuckets
+from unicron_lightning.worker.engine import Engine
+from unicron_lightning.worker.operations import Agreement
+from unicron_lightning.worker.step import GradientStep
+
+
+def options(name: str, reduce: str = "mean") -> Options:
+    return ("training_step", name, False, True, True, True, reduce, True)
+
+
+def call(name: str, value: float, weight: float = 1.0, reduce: str = "mean") -> LogCall:
+    return LogCall(options=options(name, reduce), value=torch.tensor(value, dtype=torch.float64), weight=weight)
+
+
+parts = st.lists(
+    st.lists(st.tuples(st.sampled_from(["a", "b"]), st.floats(-100, 100), st.integers(1, 9)), max_size=4), max_size=4
+)
+
+
+@given(parts, st.sampled_from(["mean", "sum", "min", "max"]))
+def test_merging_in_parts_or_at_once_is_the_same(ranks: list[list[tuple[str, float, int]]], reduce: str) -> None:
+    """However the micro-batches fall to the ranks."""
+    calls = [[call(name, value, weight, reduce) for name, value, weight in rank] for rank in ranks]
+    once = {c.options: c for c in merge_calls([c for rank in calls for c in rank])}
+    twice = {c.options: c for c in merge_calls([c for rank in calls for c in merge_calls(rank)])}
+    assert once.keys() == twice.keys()
+    for key, merged in once.items():
+        assert merged.value is not None and twice[key].value is not None
+        assert float(merged.value) == pytest.approx(float(twice[key].value), abs=1e-9)  # type: ignore[arg-type]
+        assert merged.weight == twice[key].weight
+
+
+def test_means_are_weighted_by_batch_size() -> None:
+    (merged,) = merge_calls([call("x", 1.0, 3), call("x", 5.0, 1)])
+    assert merged.value == 2.0 and merged.weight == 4
+
+
+def test_a_call_as_plain_data() -> None:
+    again = LogCall.from_plain(codec.decode(codec.encode(call("x", 0.1, 2).plain())))
+    assert again.options == options("x") and again.value == 0.1 and again.weight == 2
+
+
+def recorded(**settings: Any) -> LogCall:
+    results = RecordingResults(True)
+    with results.recording([torch.ones(6, 2)]) as calls:
+        results.log("training_step", "x", torch.tensor(2.0), **settings)
+    assert not results, "nothing goes to Lightning's own results yet"
+    return calls[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "reduce", "weight"),
+    [
+        ({}, "mean", 6),
+        ({"batch_size": 3}, "mean", 3),
+        ({"reduce_fx": torch.sum}, "sum", 1),
+        ({"reduce_fx": "max"}, "max", 1),
+        ({"reduce_fx": min}, "min", 1),
+        ({"on_step": True, "on_epoch": False}, "mean", 1),
+    ],
+)
+def test_recording(settings: dict[str, Any], reduce: str, weight: float) -> None:
+    logged = recorded(**settings)
+    assert (logged.options[6], logged.weight) == (reduce, weight)
+
+
+def test_accumulated_results_pass_to_a_joiner() -> None:
+    donor, joiner = RecordingResults(True), RecordingResults(True)
+    module = nn.Module()
+    for value in (1.0, 4.0):
+        donor.replay(call("x", value, 2), module, torch.device("cpu"))
+        donor.replay(call("y", value, 1, "sum"), module, torch.device("cpu"))
+    joiner.load_state(codec.decode(codec.encode(donor.state())), torch.device("cpu"))
+    for results in (donor, joiner):
+        results.replay(call("x", 10.0, 4), module, torch.device("cpu"))
+        results.replay(call("y", 10.0, 1, "sum"), module, torch.device("cpu"))
+    first, second = donor.metrics(False)["callback"], joiner.metrics(False)["callback"]
+    assert {k: float(v) for k, v in first.items()} == {k: float(v) for k, v in second.items()}
+    assert float(first["x"]) == pytest.approx((2 * 1 + 2 * 4 + 4 * 10) / 8) and float(first["y"]) == 15
+
+
+class Rank:
+    """One rank's steps with `StepSums`."""
+
+    def __init__(self, engine: Engine, steps: Sequence[dict[int, list[LogCall]]]) -> None:
+        self.engine, self.steps = engine, steps
+        self.module = nn.Linear(1, 1)
+        self.seen: list[tuple[float, dict[str, float], list[bool]]] = []
+
+    def __call__(self) -> Rank:
+        self.engine.run(Agreement("start", lambda rank: b""))
+        buckets = GradientBuckets(self.module.named_parameters(), 1, True)
+        layout, norms = Layout(), NormStatistics(self.module)
+        for calls in self.steps:
+            buckets.begin()
+            sums = StepSums(layout, norms, buckets)
+
+            def run(micro_batch: int, sums: StepSums = sums, calls: dict[int, list[LogCall]] = calls) -> None:
+                out = self.module.weight.sum() if micro_batch else self.module(torch.ones(1, 1)).sum()
+                out.backward()
+                sums.add(torch.tensor(float(micro_batch)), calls[micro_batch])
+
+            self.engine.run(GradientStep(sorted(calls), buckets, sums, run))
+            loss, merged, used = sums.finish()
+            values = {c.options[1]: float(c.value) for c in merged if c.value is not None}
+            self.seen.append((float(loss), values, used))
+        buckets.close()
+        self.engine.close()
+        return self
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_steps_log_the_same_in_any_world(world: int) -> None:
+    """Also when only one micro-batch logs something, something new, or nothing."""
+    steps: list[dict[int, list[LogCall]]] = [
+        {0: [call("a", 1.0, 2)], 1: [call("a", 3.0, 2)], 2: [call("a", 5.0, 4), call("low", 7.0, 1, "min")]},
+        {0: [call("a", 1.0)], 1: [call("a", 2.0)], 2: [call("a", 3.0)]},
+        {0: [], 1: [call("a", 2.0)], 2: [call("new", 3.0, 1, "sum"), call("low", 1.0, 1, "min")]},
+        {0: [], 1: [], 2: []},
+    ]
+    coordinator = Coordinator()
+    ranks = [(f"w{r}", Rank(coordinator.worker(f"w{r}"), steps)) for r in range(world)]
+    coordinator.start()
+    for rank in run_threads(coordinator, ranks).values():
+        losses, values, used = zip(*rank.seen, strict=True)
+        assert losses == (1.0,) * 4
+        assert values == ({"a": 3.5, "low": 7.0}, {"a": 2.0}, {"a": 2.0, "new": 3.0, "low": 1.0}, {})
+        assert used == ([True, True],) * 4
+
+
+def test_norm_statistics_do_not_depend_on_who_computes() -> None:
+    torch.manual_seed(0)
+    data, layer = torch.randn(6, 4, 3), nn.BatchNorm1d(3)
+    norms = NormStatistics(layer)
+    assert norms.bucket is not None
+    norms.begin()
+    for micro_batch in data:
+        layer(micro_batch)
+        norms.finish_micro_batch()
+        assert layer.running_mean is not None and layer.running_mean.eq(0).all(), "each starts from the step's"
+    norms.bucket.reduced.copy_(norms.bucket.local)
+    norms.commit(6)
+    assert layer.running_mean is not None and torch.allclose(layer.running_mean, 0.1 * data.mean((0, 1)), atol=1e-6)
+    assert layer.num_batches_tracked == 1
+
+
+class Metrics(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.error = torchmetrics.MeanSquaredError()
+        self.mean = torchmetrics.MeanMetric()
+        self.largest = torchmetrics.MaxMetric()
+        self.kept = torchmetrics.CatMetric()
+        self.correlation = torchmetrics.PearsonCorrCoef()
+        self.unused = torchmetrics.SumMetric()
+
+    def update(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.error.update(x, y)
+        self.mean.update(x)
+        self.largest.update(x)
+        self.kept.update(x)
+        self.correlation.update(x, y)
+
+    def values(self) -> list[Any]:
+        return [float(m.compute()) for m in (self.error, self.mean, self.largest, self.correlation)] + [
+            sorted(self.kept.compute().tolist())
+        ]
+
+
+@pytest.mark.parametrize(
+    "shares", [[range(3), range(3, 6)], [range(6), range(0)], [range(2), range(2, 3), range(3, 6)]]
+)
+def test_metric_objects_have_the_whole_datas_value(shares: list[range]) -> None:
+    x, y = torch.randn(6, 5), torch.randn(6, 5)
+    whole, ranks = Metrics(), [Metrics() for _ in shares]
+    for number in range(6):
+        whole.update(x[number], y[number])
+    for rank, own in zip(ranks, shares, strict=True):
+        for number in own:
+            rank.update(x[number], y[number])
+    states = [codec.decode(codec.encode(metric_states(rank))) for rank in ranks]
+    for rank in ranks:
+        merge_metric_states(rank, states)
+        assert rank.values()[:-1] == pytest.approx(whole.values()[:-1], rel=1e-5)
+        assert rank.values()[-1] == pytest.approx(whole.values()[-1])
+        assert not rank.unused.update_called
