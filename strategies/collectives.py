@@ -7,9 +7,10 @@ whose script runs the same lines alone, finds them there instead of asking membe
 from __future__ import annotations
 
 import base64
+import logging
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -19,6 +20,11 @@ from unicron_lightning.errors import UnicronError
 from unicron_lightning.strategies.session import Session
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.operations import Agreement, unpack_parts
+
+logger = logging.getLogger(__name__)
+
+RECORD_BYTES: Final = 4 << 20
+"""Larger results are not recorded for joiners, which then take their own values for it."""
 
 
 class CollectiveInStep(UnicronError):
@@ -32,6 +38,8 @@ class Collectives:
         starting: whether the program is before its first training step, where results are recorded or looked up.
         inside: the name of the step that is running, in which collectives are refused.
         records: whether results are recorded and looked up at all; not for a script's second trainer.
+        interrupted: tells whether this worker's run is ending by an error of its own: the others know nothing of it, so
+            each collective is answered with the own value.
         scope: tells parts of the start apart, some of which joiners leave out.
     """
 
@@ -42,6 +50,7 @@ class Collectives:
         self.records = True
         self.inside: str | None = None
         self.scope = ""
+        self.interrupted: Callable[[], bool] = lambda: False
 
     def gather(self, name: str, payload: Callable[[int], bytes]) -> list[bytes]:
         """Each rank's payload in rank order; ``payload`` is called with this worker's rank.
@@ -54,6 +63,8 @@ class Collectives:
                 f"{name}() was called inside {self.inside}; under the unicron strategy ranks run different numbers of "
                 "micro-batches, so collectives belong in epoch-level hooks (self.log(sync_dist=True) works anywhere)"
             )
+        if self.interrupted():
+            return [payload(0)]
         if not self.starting or not self.records:
             return unpack_parts(self._session.engine.run(Agreement(name, payload)))
         key = f"{self.scope}/{name}/{self._counts[self.scope + name]}"
@@ -64,7 +75,9 @@ class Collectives:
             value = control.lookup(key)
             return [payload(0)] if value is None else unpack_parts(base64.b64decode(value))
         result = self._session.engine.run(Agreement(name, payload))
-        if control is not None and self._session.engine.world.rank == 0:
+        if len(result) > RECORD_BYTES:
+            logger.warning("start_result_not_recorded name=%s bytes=%d", name, len(result))
+        elif control is not None and self._session.engine.world.rank == 0:
             control.send(wire.Record(key=key, value=base64.b64encode(result).decode()))
         return unpack_parts(result)
 
@@ -74,8 +87,15 @@ class Collectives:
 
     def broadcast(self, value: Any, source: int) -> Any:
         """Rank ``source``'s value, which must be plain data."""
+        if self.interrupted():
+            return value
         parts = self.gather("broadcast", lambda rank: codec.encode(value) if rank == source else b"")
         return codec.decode(parts[min(source, len(parts) - 1)])
+
+    def decide(self, decision: bool, *, every: bool) -> bool:
+        """Whether every rank (or any) says so."""
+        votes = [part == b"1" for part in self.gather("decide", lambda rank: b"1" if decision else b"0")]
+        return all(votes) if every else any(votes)
 
     def stack(self, name: str, tensor: Tensor) -> Tensor:
         """All ranks' tensors of one shape, stacked in rank order, on the tensor's device."""

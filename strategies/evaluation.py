@@ -12,7 +12,7 @@ from lightning.pytorch.loops import _EvaluationLoop
 
 from unicron_lightning.data.loader import EvaluationLoader
 from unicron_lightning.strategies.recording import LogCall, RecordingResults
-from unicron_lightning.strategies.torch_metrics import merge_metric_states, metric_states
+from unicron_lightning.strategies.torch_metrics import merge_metric_states, metric_states, restore_own_states
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.evaluation import Evaluation, plan_evaluation
@@ -68,6 +68,10 @@ class Passes:
             self._results.dataloader_idx = place
         return planned
 
+    def start_step(self) -> None:
+        """An evaluation step begins: metric objects go on from this rank's own state."""
+        restore_own_states(self._trainer.lightning_module)
+
     def start_batch(self, number: int) -> None:
         """The loop is about to run this batch; what is logged from now on is the batch's."""
         current = self._pass
@@ -102,7 +106,9 @@ class Passes:
             current.finished,
             lambda: _encode(current, module),
         )
-        parts = [codec.decode(part) for part in unpack_parts(engine.run(operation))]
+        # A joiner evaluates alone before its first fit, where it gets its state.
+        encoded = unpack_parts(engine.run(operation)) if engine.has_state else [_encode(current, module)]
+        parts = [codec.decode(part) for part in encoded]
         merge_metric_states(module, [part["metrics"] for part in parts])
         calls: dict[int, list[Any]] = {}
         for part in parts:

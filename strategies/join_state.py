@@ -51,9 +51,21 @@ def donate(trainer: pl.Trainer, layout: Layout, seed: int, fit: int) -> bytes:
             "layout": layout.state(),
             "random": random_states(),
             "seed": seed,
+            "requires_grad": [p.requires_grad for p in trainer.lightning_module.parameters()],
+            "groups": _group_names(trainer),
             "fit": fit,
         }
     )
+
+
+def check(trainer: pl.Trainer) -> None:
+    """Refuses, before training, state that could not be handed to a joiner later.
+
+    Raises:
+        NotPlainData: as `donate`.
+    """
+    checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    codec.check({key: value for key, value in checkpoint.items() if key not in _LEFT_OUT})
 
 
 def receive(trainer: pl.Trainer, state: dict[str, Any]) -> None:
@@ -63,6 +75,7 @@ def receive(trainer: pl.Trainer, state: dict[str, Any]) -> None:
     connector.restore_model()
     connector.restore_datamodule()
     connector.restore_callbacks()
+    _regroup(trainer, state["requires_grad"], state["groups"])
     connector.restore_precision_plugin_state()
     connector.restore_optimizers_and_schedulers()
     connector._loaded_checkpoint = {}  # Lightning's later restore_training_state finds nothing left to do
@@ -113,3 +126,23 @@ def set_counters(fit_loop: _FitLoop, saved: dict[str, Any]) -> None:
     epoch_loop.automatic_optimization.optim_progress.load_state_dict(saved["optimizer"])
     epoch_loop.val_loop.batch_progress.load_state_dict(saved["validation"])
     epoch_loop._batches_that_stepped = saved["stepped"]
+
+
+def _group_names(trainer: pl.Trainer) -> list[list[list[str]]]:
+    """For each optimizer and parameter group, the names of its parameters."""
+    names = {id(parameter): name for name, parameter in trainer.lightning_module.named_parameters()}
+    return [[[names[id(p)] for p in g["params"] if id(p) in names] for g in o.param_groups] for o in trainer.optimizers]
+
+
+def _regroup(trainer: pl.Trainer, requires_grad: list[bool], groups: list[list[list[str]]]) -> None:
+    """Frees and freezes parameters, and forms the optimizers' groups, as callbacks have done on the donor meanwhile."""
+    module = trainer.lightning_module
+    for parameter, needed in zip(module.parameters(), requires_grad, strict=True):
+        parameter.requires_grad_(needed)
+    if groups == _group_names(trainer):
+        return
+    parameters = dict(module.named_parameters())
+    for optimizer, named in zip(trainer.optimizers, groups, strict=True):
+        optimizer.param_groups.clear()
+        for names in named:
+            optimizer.add_param_group({"params": [parameters[name] for name in names]})

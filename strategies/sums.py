@@ -51,7 +51,7 @@ class NormStatistics:
         self._counts = [m.num_batches_tracked for m in layers if m.num_batches_tracked is not None]
         self._base: list[Tensor] = []
         self._base_counts: list[Tensor] = []
-        size = sum(b.numel() for b in self._floats)
+        size = sum(b.numel() for b in self._floats) + len(self._counts)  # a slot per count: whether it has moved
         self.bucket = Bucket(torch.zeros(size, device=self._floats[0].device)) if self._floats else None
 
     def begin(self) -> None:
@@ -69,6 +69,9 @@ class NormStatistics:
             self.bucket.local[offset : offset + buffer.numel()] += (buffer - base).reshape(-1)
             offset += buffer.numel()
             buffer.copy_(base)
+        for slot, (count, base) in enumerate(zip(self._counts, self._base_counts, strict=True)):
+            self.bucket.local[offset + slot] += (count - base).to(self.bucket.local.dtype)
+            count.copy_(base)
 
     def commit(self, num_micro_batches: int) -> None:
         """Sets the mean over the global batch; a step counts as one batch."""
@@ -79,8 +82,8 @@ class NormStatistics:
             change = self.bucket.reduced[offset : offset + buffer.numel()].view_as(buffer)
             buffer.copy_(base + change / num_micro_batches)
             offset += buffer.numel()
-        for count, base in zip(self._counts, self._base_counts, strict=True):
-            count.copy_(torch.where(count > base, base + 1, base))
+        for slot, (count, base) in enumerate(zip(self._counts, self._base_counts, strict=True)):
+            count.copy_(base + (self.bucket.reduced[offset + slot] > 0).to(base.dtype))
 
 
 class StepSums:
@@ -125,6 +128,9 @@ class StepSums:
         changed = any(options not in known for options in merged)
         vector[_CHANGED] = float(bool(self._losses) and (changed or self._unused() != self._layout.unused))
 
+    def unsettled(self) -> list[int]:
+        return [0] if self._agreed is None and bool(self._vector.reduced[_CHANGED] != 0) else []
+
     def settle(self, engine: Engine) -> None:
         self._agreed = None
         if self._vector.reduced[_CHANGED] == 0:
@@ -133,7 +139,8 @@ class StepSums:
             "calls": [call.plain() for call in merge_calls(self._calls)],
             "unused": self._unused() if self._losses else None,
         }
-        parts = [codec.decode(part) for part in gather_bytes(engine.communicator, codec.encode(mine))]
+        gathered = gather_bytes(engine.communicator, codec.encode(mine), engine.tag("sums"))
+        parts = [codec.decode(part) for part in gathered]
         calls = merge_calls([LogCall.from_plain(call) for part in parts for call in part["calls"]])
         sets = [set(part["unused"]) for part in parts if part["unused"] is not None]
         self._agreed = calls, sorted(set.intersection(*sets)) if sets else []

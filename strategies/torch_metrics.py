@@ -14,46 +14,52 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat
 
-_MARK = "_unicron_merged"
+_OWN = "_unicron_own_state"
+"""Where a merged metric keeps its own rank's state, to go on from it."""
 
 
 def _metrics(module: nn.Module) -> list[tuple[str, Metric]]:
     return [(name, child) for name, child in module.named_modules() if isinstance(child, Metric)]
 
 
+def _state(metric: Metric) -> dict[str, Any]:
+    states = {key: getattr(metric, key) for key in metric._reductions}
+    copied = {key: list(value) if isinstance(value, list) else value for key, value in states.items()}
+    return {**copied, "_update_count": metric._update_count}
+
+
 def metric_states(module: nn.Module) -> dict[str, dict[str, Any]]:
     """This rank's state of every updated metric in ``module``, by name."""
-    states = {}
-    for name, metric in _metrics(module):
-        restore_sync(metric)
-        if metric.update_called and not metric._is_synced:
-            states[name] = {key: getattr(metric, key) for key in metric._reductions} | {
-                "_update_count": metric._update_count
-            }
-    return states
+    restore_own_states(module)
+    return {name: _state(metric) for name, metric in _metrics(module) if metric.update_called}
 
 
 def merge_metric_states(module: nn.Module, by_rank: Sequence[dict[str, dict[str, Any]]]) -> None:
-    """Sets every metric that any rank has updated to the state over all ranks; `Metric.compute` then gives its
-    value.
-    """
+    """Sets every metric that any rank has updated to the state over all ranks, which `Metric.compute` then takes."""
     for name, metric in _metrics(module):
         states = [part[name] for part in by_rank if name in part]
         if not states:
             continue
+        setattr(metric, _OWN, _state(metric))
         for key, reduction in metric._reductions.items():
             setattr(metric, key, _merge([state[key] for state in states], reduction, metric.device))
         metric._update_count = sum(state["_update_count"] for state in states)
         metric._computed = None
         metric._to_sync = False  # it is the whole already
-        setattr(metric, _MARK, True)
 
 
-def restore_sync(metric: Metric) -> None:
-    """Undoes what `merge_metric_states` set for the last pass."""
-    if getattr(metric, _MARK, False) and metric._update_count == 0:
+def restore_own_states(module: nn.Module) -> None:
+    """Undoes `merge_metric_states`: a metric that was not reset meanwhile goes on from its own rank's state."""
+    for _, metric in _metrics(module):
+        own = getattr(metric, _OWN, None)
+        if own is None:
+            continue
+        if metric._update_count:
+            for key, value in own.items():
+                setattr(metric, key, value)
+            metric._computed = None
         metric._to_sync = metric.sync_on_compute
-        setattr(metric, _MARK, False)
+        setattr(metric, _OWN, None)
 
 
 def _merge(values: Sequence[Any], reduction: Any, device: torch.device) -> Any:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,8 @@ import torch
 from lightning.fabric.strategies import _StrategyRegistry
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.data import has_len_all_ranks
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from typing_extensions import override
@@ -33,6 +36,7 @@ from unicron_lightning.strategies.checks import check_module, check_optimizers, 
 from unicron_lightning.strategies.collectives import Collectives
 from unicron_lightning.strategies.environment import UnicronEnvironment
 from unicron_lightning.strategies.evaluation import Passes
+from unicron_lightning.strategies.global_batch import declare
 from unicron_lightning.strategies.loading import Loaders
 from unicron_lightning.strategies.loggers import take_over
 from unicron_lightning.strategies.micro_batch import MicroBatches
@@ -103,6 +107,7 @@ class UnicronStrategy(ParallelStrategy):
         self._used: list[bool] = []
         self._last_batch: GlobalBatch | None = None
         self._reported_epoch = 0
+        self._checked = False
         self._seed = 0
         self._loaders = Loaders(self)
         self._runs = 0
@@ -142,11 +147,6 @@ class UnicronStrategy(ParallelStrategy):
         assert self._collectives is not None, "collectives need a run"
         return self._collectives
 
-    @property
-    def _fits(self) -> int:
-        assert self._session is not None
-        return self._session.fits
-
     def _on_world(self, world: World) -> None:
         was_first = self.global_rank == 0
         self._environment.set_world_size(world.size)
@@ -163,7 +163,7 @@ class UnicronStrategy(ParallelStrategy):
         trainer = self.lightning_module.trainer
         check_trainer(trainer)
         if self._shape is None:
-            self._shape = self._declare(trainer)
+            self._shape = declare(trainer, self._num_micro_batches)
         self._runs += 1
         if self._session is None:
             self._session, is_new = Session.of_process(self.root_device, self._shape.micro_batches, self._on_world)
@@ -174,28 +174,13 @@ class UnicronStrategy(ParallelStrategy):
             self._seed = self._collectives.broadcast(seed, 0)
         self._gather.scope = f"{self._runs}"
 
-    def _declare(self, trainer: pl.Trainer) -> StepShape:
-        """Takes the global batch from the trainer; from then on Lightning counts whole steps."""
-        devices = trainer.num_devices * trainer.num_nodes
-        rounds = trainer.accumulate_grad_batches
-        if self._num_micro_batches is not None:
-            rounds, rest = divmod(self._num_micro_batches, devices)
-            if rest or rounds < 1:
-                raise ConfigError(
-                    f"num_micro_batches={self._num_micro_batches} does not divide among devices x num_nodes = "
-                    f"{trainer.num_devices} x {trainer.num_nodes} = {devices}; expected a multiple of {devices}"
-                )
-        trainer.accumulate_grad_batches = 1
-        if isinstance(trainer.val_check_interval, int):
-            trainer.val_check_interval = -(-trainer.val_check_interval // rounds)
-        return StepShape(devices=devices, accumulation=rounds)
-
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
         module = self.lightning_module
         assert module is not None and self._session is not None
         check_module(module)
+        self._gather.interrupted = lambda: trainer.state.status == TrainerStatus.INTERRUPTED
         self._passes = Passes(trainer, self.engine)
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.fit_loop.epoch_loop.val_loop):
             loop._results = RecordingResults(False, self._passes.epoch_metrics)
@@ -209,7 +194,8 @@ class UnicronStrategy(ParallelStrategy):
             if trainer.state.fn == TrainerFn.FITTING:
                 self._join(trainer)
         elif self._session.resume is not None and trainer.state.fn == TrainerFn.FITTING:
-            self._resume(trainer, self._session.resume)
+            path, self._session.resume = self._session.resume, None
+            self._resume(trainer, path)
         elif self.engine.world.size > 1 and self._gather.starting:
             self._share_initial_state(module)
 
@@ -226,7 +212,7 @@ class UnicronStrategy(ParallelStrategy):
         """No member of the task survived: go on from its last checkpoint."""
         logger.warning("task_resumes_from_checkpoint path=%s", path)
         connector = trainer._checkpoint_connector
-        connector.resume_start(path, weights_only=False)
+        connector.resume_start(path, weights_only=True)  # the path came over the network: nothing in it is run
         connector.restore_model()
         connector.restore_datamodule()
         connector.restore_callbacks()
@@ -262,17 +248,28 @@ class UnicronStrategy(ParallelStrategy):
             state, self._arrival = self._arrival, None
             join_state.arrive(trainer, state, self._layout, self.root_device)
         if trainer.received_sigterm:
-            raise SIGTERMException
+            # With a status: to the coordinator, a worker that ends with 0 has finished the task.
+            raise SIGTERMException(128 + signal.SIGTERM)
         engine.step = trainer.global_step
-        engine.switch(Join(lambda: join_state.donate(trainer, self._layout, self._seed, self._fits)))
+        if engine.control is not None and not self._checked:
+            self._checked = True
+            join_state.check(trainer)
+        session = self._session
+        assert session is not None
+        engine.switch(Join(lambda: join_state.donate(trainer, self._layout, self._seed, session.fits)))
 
     # ---- the step
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         batch = args[0]
+        if not isinstance(batch, GlobalBatch):
+            raise ConfigError(
+                f"the training data is a {type(batch).__qualname__} of several loaders; the unicron strategy takes one "
+                "DataLoader: combine the data sets into one"
+            )
         trainer, module, shape, norms = self._trainer, self.lightning_module, self._shape, self._norms
-        assert isinstance(batch, GlobalBatch) and trainer is not None and module is not None
+        assert trainer is not None and module is not None
         assert shape is not None and norms is not None
         if batch is self._last_batch:
             raise ConfigError(
@@ -320,11 +317,22 @@ class UnicronStrategy(ParallelStrategy):
         self._gradients.install(self._used)
         return plugin.post_backward(closure_loss, module)
 
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.passes.start_step()
+        return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.passes.start_step()
+        return super().test_step(*args, **kwargs)
+
     # ---- Lightning's collectives
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        if self._collectives is not None:
+        loads = name is not None and name.endswith("_dataloader()")  # nothing to wait for: see `reduce`
+        if self._collectives is not None and not loads:
             self._collectives.barrier()
 
     @override
@@ -335,8 +343,17 @@ class UnicronStrategy(ParallelStrategy):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         if not isinstance(tensor, Tensor) or self._collectives is None:
             return tensor
+        if sys._getframe(1).f_code is has_len_all_ranks.__code__:
+            # Lightning asks whether all ranks' loaders have a length. They are equal; and as ranks set up loaders at
+            # different places of the program (a joiner at its start), that must not communicate.
+            return tensor * self.world_size
         name = reduce_op if isinstance(reduce_op, str) else str(reduce_op).rsplit(".", 1)[-1]
         return self._collectives.reduce(tensor, name.lower())
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Decided from the votes themselves: the world may be another one by the time they are all there."""
+        return decision if self._collectives is None else self._collectives.decide(decision, every=all)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
@@ -354,8 +371,12 @@ class UnicronStrategy(ParallelStrategy):
             self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
         engine = self.engine
+        if self._gather.interrupted():
+            if self.is_global_zero:
+                write()
+            return
         engine.run(LeaderAction("save_checkpoint", write))
-        if engine.control is not None and engine.world.rank == 0 and "optimizer_states" in checkpoint:
+        if engine.control is not None and "optimizer_states" in checkpoint:  # from all: the first may die right now
             step = int(checkpoint["global_step"])
             path = str(Path(str(filepath)).absolute())
             engine.control.send(wire.CheckpointSaved(worker=engine.control.worker, path=path, step=step))

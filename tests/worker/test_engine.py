@@ -38,6 +38,9 @@ class CountSum:
     def fill(self) -> None:
         self.bucket.local.fill_(self.count)
 
+    def unsettled(self) -> list[int]:
+        return []
+
     def settle(self, engine: Engine) -> None:
         pass
 

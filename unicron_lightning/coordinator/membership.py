@@ -66,8 +66,12 @@ def expel(task: Task, turn: Turn, worker: Worker, reason: str) -> None:
 def comm_error_due(task: Task, turn: Turn) -> None:
     """No death explained the communication error in time: try again with the same members (SEV3, in place)."""
     number, task.comm_error_epoch = task.comm_error_epoch, 0
-    if task.over is None and task.settled and number == task.number and not task.rebuilding:
+    if task.over is not None or number != task.number or task.rebuilding or task.epoch is None:
+        return
+    if task.settled:
         _publish(task, turn, "fail", task.live_members())
+    elif task.epoch.kind == "join":
+        _publish(task, turn, "fail", [m for m in task.live_members() if m.worker in task.established])
 
 
 def rebuild_due(task: Task, turn: Turn) -> None:
@@ -138,6 +142,9 @@ def _settle(task: Task, turn: Turn) -> None:
     assert task.epoch is not None
     # A member that finished while the epoch was pending has led to a new epoch: all members live here.
     states = {member.worker: task.workers[member.worker].state for member in task.epoch.members}
+    if not any(state.get("has_state", True) for state in states.values()):
+        _nobody_left(task, turn)  # joiners whose donors died before they gave
+        return
     task.go = wire.Go(epoch=task.number, states=states)
     task.established = list(states)
     send_go(task, turn)

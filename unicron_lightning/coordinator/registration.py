@@ -225,6 +225,8 @@ def _reconcile_workers(task: Task, turn: Turn, agent: Agent, message: wire.Regis
         known = task.workers.get(info.worker)
         if info.ready is not None and known is not None:
             workers.ready(task, turn, known, info.ready)
+            if not known.built and known.id in task.workers:
+                workers.welcome(task, turn, agent, known)  # it may not have heard that it is no founder
     agent.missing = [worker.id for worker in task.workers_of(agent.id) if worker.id not in named]
     if agent.missing:
         turn.timer("missing", turn.limits.reconnect_grace, task=task.id, agent=agent.id)

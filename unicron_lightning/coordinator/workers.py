@@ -165,8 +165,13 @@ def _log_death(task: Task, turn: Turn, worker: str, cause: str, code: int | None
 
 
 def _comm_error(task: Task, turn: Turn, worker: Worker, message: wire.CommError) -> None:
-    member = any(m.worker == worker.id for m in task.members())
-    if not (member and task.settled and message.epoch == task.number) or task.comm_error_epoch == task.number:
+    if task.settled:
+        concerns = message.epoch == task.number and any(m.worker == worker.id for m in task.members())
+    else:
+        # A join waits for a step boundary that will not come: the epoch before it is broken.
+        pending = task.epoch is not None and task.epoch.kind == "join"
+        concerns = pending and message.epoch < task.number and worker.id in task.established
+    if not concerns or task.comm_error_epoch == task.number:
         return
     task.comm_error_epoch = task.number
     open_incident(task)

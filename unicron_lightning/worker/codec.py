@@ -38,6 +38,11 @@ def encode(value: Any) -> bytes:
     return b"".join([len(tree).to_bytes(8, "little"), tree, *blobs])
 
 
+def check(value: Any) -> None:
+    """Raises what `encode` would, without the cost of copying tensors."""
+    _pack(value, [], "value")
+
+
 def decode(data: bytes) -> Any:
     """The value that `encode` was given; tensors on the CPU.
 
@@ -82,7 +87,7 @@ def _pack(value: Any, tensors: list[Tensor], path: str) -> Any:
         tensors.append(value)
         return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape)]}
     if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
-        return {"float": repr(value)}
+        return {"float": repr(float(value))}
     if isinstance(value, int) and not isinstance(value, bool) and not -(2**63) <= value < 2**63:
         return {"int": str(value)}
     if isinstance(value, _SCALARS) and type(value) in _SCALARS:

@@ -10,6 +10,7 @@ reused.
 from __future__ import annotations
 
 import threading
+import zlib
 from collections.abc import Callable
 from typing import Protocol
 
@@ -122,15 +123,27 @@ class SoloCommunicator:
             raise CommunicatorAborted(self._reason)
 
 
-def gather_bytes(communicator: Communicator, payload: bytes) -> list[bytes]:
+class ProgramsDiffer(UnicronError):
+    """The members are not at the same operation: their scripts have taken different paths."""
+
+
+def gather_bytes(communicator: Communicator, payload: bytes, tag: str = "") -> list[bytes]:
     """Each rank's payload, in rank order, on every rank.
 
     Two all-reduces: of the sizes, and (unless all are empty) of one zero-filled buffer in which each rank owns a part.
+
+    Raises:
+        ProgramsDiffer: if the ranks have different tags, i.e. mean different exchanges.
     """
-    sizes = torch.zeros(communicator.world, dtype=torch.int64)
-    sizes[communicator.rank] = len(payload)
-    communicator.wait(communicator.all_reduce(sizes))
-    lengths: list[int] = sizes.tolist()
+    header = torch.zeros(2, communicator.world, dtype=torch.int64)
+    header[0, communicator.rank] = len(payload)
+    header[1, communicator.rank] = zlib.crc32(tag.encode())
+    communicator.wait(communicator.all_reduce(header))
+    if len(set(header[1].tolist())) > 1:
+        raise ProgramsDiffer(
+            f"this worker is in {tag!r}, and not all others are: the members' scripts have taken different paths"
+        )
+    lengths: list[int] = header[0].tolist()
     total = sum(lengths)
     if total == 0:
         return [b""] * communicator.world

@@ -14,13 +14,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from unicron_lightning import wire
 from unicron_lightning.errors import UnicronError
 from unicron_lightning.worker.communicator import (
     Communicator,
     CommunicatorAborted,
+    ProgramsDiffer,
     SoloCommunicator,
     broadcast_bytes,
 )
@@ -29,6 +30,8 @@ from unicron_lightning.worker.control import Control
 logger = logging.getLogger(__name__)
 
 Report = dict[str, Any]
+JOIN: Final = "join"
+"""Name of the operation in which worlds grow."""
 NEEDS_STATE: Report = {"needs_state": True}
 """Stands for the report of a member that has no state yet."""
 Connect = Callable[[wire.Epoch, int, int], Communicator]
@@ -37,10 +40,6 @@ Connect = Callable[[wire.Epoch, int, int], Communicator]
 
 class EpochChanged(UnicronError):
     """The present epoch is over; what is being done must stop and the newest epoch be entered."""
-
-
-class ProgramsDiffer(UnicronError):
-    """The members are not at the same operation: their scripts have taken different paths."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +144,10 @@ class Engine:
         self._on_world = on_world
         on_world(self._world)
 
+    def tag(self, name: str) -> str:
+        """Names an exchange, so that members which mean different ones notice."""
+        return f"{name} {self._position}"
+
     def check(self) -> None:
         """Raises `EpochChanged` if a failure has been heard of: called where work can be left, e.g. between
         micro-batches.
@@ -208,22 +211,27 @@ class Engine:
         assert self.control is not None, "a world of one has no failures"
         while True:
             started = time.monotonic()
-            epoch = self._newest_epoch()
+            epoch = self._newest_epoch(operation)
             try:
                 return self._enter(epoch, operation, started)
             except (CommunicatorAborted, EpochChanged) as error:
                 logger.debug("recovery_interrupted epoch=%d reason=%s", epoch.number, error)
 
-    def _newest_epoch(self) -> wire.Epoch:
-        assert self.control is not None
-        epoch = self.control.newer_than(self._world.epoch)
-        if epoch is None and self._world.epoch > 0:
+    def _newest_epoch(self, operation: Operation) -> wire.Epoch:
+        """The epoch to enter; a pending join is entered only at a step boundary, by the operation made for it."""
+        control, number = self.control, self._world.epoch
+        assert control is not None
+
+        def due() -> bool:
+            at_boundary = number == 0 or operation.name == JOIN
+            return control.newer_than(number) is not None if at_boundary else control.failed_since(number)
+
+        if not due() and number > 0:
             # Sockets broke and nobody has told why yet: the coordinator is the only authority on failure.
-            self.control.send(
-                wire.CommError(worker=self.control.worker, epoch=self._world.epoch, error="collective failed")
-            )
-        if epoch is None:
-            epoch = self.control.wait_newer(self._world.epoch)
+            control.send(wire.CommError(worker=control.worker, epoch=number, error="collective failed"))
+        with control.condition:
+            control.condition.wait_for(due)
+            epoch = control.newer_than(number)
         assert epoch is not None
         return epoch
 

@@ -56,7 +56,7 @@ class Evaluation:
             engine.check()
             self._run(number)
         engine.fault("evaluated", engine.step)
-        return pack_parts(gather_bytes(engine.communicator, self._results()))
+        return pack_parts(gather_bytes(engine.communicator, self._results(), engine.tag(self.name)))
 
     def suspend(self) -> None:
         pass

@@ -8,6 +8,7 @@ last of its works has ended, at the latest after the operation time-out.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import socket
@@ -76,6 +77,9 @@ class GlooCommunicator:
         if group is None:
             return
         for connection in self._sockets:
+            # Again, for those that an abort in another thread has not come to yet.
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
             connection.close()
         # The destructor joins gloo's threads, which may be stuck: never on the training thread.
         _GRAVEYARD.bury(group, self._handles)

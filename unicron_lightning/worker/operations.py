@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from unicron_lightning.worker.communicator import broadcast_bytes, gather_bytes
-from unicron_lightning.worker.engine import NEEDS_STATE, Engine, EpochChanged, Report
+from unicron_lightning.worker.engine import JOIN, NEEDS_STATE, Engine, EpochChanged, Report
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Agreement:
 
     def attempt(self, engine: Engine) -> bytes:
         engine.fault("agree", self.name)
-        return pack_parts(gather_bytes(engine.communicator, self._payload(self._rank)))
+        return pack_parts(gather_bytes(engine.communicator, self._payload(self._rank), engine.tag(self.name)))
 
     def suspend(self) -> None:
         pass
@@ -93,7 +93,7 @@ class Join:
         received: the state as received, None on workers that had it.
     """
 
-    name = "join"
+    name = JOIN
 
     def __init__(self, donate: Callable[[], bytes]) -> None:
         self.received: bytes | None = None
@@ -109,10 +109,6 @@ class Join:
 
     def attempt(self, engine: Engine) -> bytes:
         communicator = engine.communicator
-        if engine.world.hold and engine.control is not None:
-            logger.warning("training_held world=%d reason=fewer nodes than the minimum", engine.world.size)
-            engine.control.wait_newer(engine.world.epoch)
-            raise EpochChanged("the hold may be over")
         if self._root is not None:
             payload = None
             if self._rank == self._root:
@@ -125,7 +121,11 @@ class Join:
                 engine.position, engine.step = _sizes(position)
                 self.received = state
                 engine.has_state = True
-        gather_bytes(communicator, b"")
+        gather_bytes(communicator, b"", engine.tag(self.name))
+        if engine.world.hold and engine.control is not None:
+            logger.warning("training_held world=%d reason=fewer nodes than the minimum", engine.world.size)
+            engine.control.wait_newer(engine.world.epoch)
+            raise EpochChanged("the hold may be over")
         return b""
 
     def suspend(self) -> None:

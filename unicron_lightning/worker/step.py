@@ -37,6 +37,12 @@ class Sums(Protocol):
         """Writes the sums over this rank's micro-batches to the local buffers."""
         ...
 
+    def unsettled(self) -> Sequence[int]:
+        """Places, among `buckets`, of those whose sums say that `settle` must communicate, while it has not: what a
+        dead rank would have said there can only be had by computing its micro-batches again.
+        """
+        ...
+
     def settle(self, engine: Engine) -> None:
         """After all reductions, before the commit: may communicate; must be repeatable."""
         ...
@@ -79,6 +85,7 @@ class GradientStep:
             for report in reports
         ]
         self._plan = plan_step(self.micro_batches, len(self._buckets), parsed, rank)
+        self._reduced &= self._plan.reduced
         self._attempts += 1
         if self._attempts > 1:
             self.recomputed = list(self._plan.lost)
@@ -104,7 +111,9 @@ class GradientStep:
         self._in_flight.clear()
 
     def report(self) -> Report:
-        return {"finished": sorted(self._finished), "reduced": sorted(self._reduced)}
+        first = len(self._gradients.buckets)
+        unsettled = {first + place for place in self._sums.unsettled()} & self._reduced
+        return {"finished": sorted(self._finished), "reduced": sorted(self._reduced - unsettled)}
 
     def adopt(self, result: bytes) -> None:
         # A peer committed, so every rank was in the commit: all reductions are complete here too.

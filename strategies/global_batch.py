@@ -1,0 +1,34 @@
+"""What a trainer's settings declare: the global batch, which no failure changes."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+
+from unicron_lightning.data.order import StepShape
+from unicron_lightning.errors import ConfigError
+
+
+def declare(trainer: pl.Trainer, num_micro_batches: int | None) -> StepShape:
+    """Takes the global batch from the trainer; from then on Lightning counts whole steps.
+
+    Args:
+        trainer: its ``accumulate_grad_batches`` becomes 1, as one of its batches is a whole step; an integer
+            ``val_check_interval`` is turned from batches per device into steps.
+        num_micro_batches: M, if not accumulate_grad_batches x devices x num_nodes.
+
+    Raises:
+        ConfigError: if M can't be divided among the declared devices.
+    """
+    devices = trainer.num_devices * trainer.num_nodes
+    rounds = trainer.accumulate_grad_batches
+    if num_micro_batches is not None:
+        rounds, rest = divmod(num_micro_batches, devices)
+        if rest or rounds < 1:
+            raise ConfigError(
+                f"num_micro_batches={num_micro_batches} does not divide among devices x num_nodes = "
+                f"{trainer.num_devices} x {trainer.num_nodes} = {devices}; expected a multiple of {devices}"
+            )
+    trainer.accumulate_grad_batches = 1
+    if isinstance(trainer.val_check_interval, int):
+        trainer.val_check_interval = -(-trainer.val_check_interval // rounds)
+    return StepShape(devices=devices, accumulation=rounds)
