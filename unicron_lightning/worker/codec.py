@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import math
 import pathlib
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from typing import Any
 
 import msgspec
@@ -100,8 +100,8 @@ def _pack_container(value: Any, tensors: list[Tensor], path: str) -> Any:
         return [_pack(item, tensors, f"{path}[{index}]") for index, item in enumerate(items)]
 
     match value:
-        case dict() if type(value) in (dict, OrderedDict, defaultdict):
-            kind = "odict" if isinstance(value, OrderedDict) else "dict"
+        case dict() if type(value) in (dict, OrderedDict, defaultdict, Counter):
+            kind = {OrderedDict: "odict", Counter: "counter"}.get(type(value), "dict")
             return {
                 kind: [[_pack(k, tensors, f"{path} key"), _pack(v, tensors, f"{path}[{k!r}]")] for k, v in
                 value.items()]
@@ -144,10 +144,10 @@ def _unpack(tree: Any, reader: _Reader) -> Any:
             return reader.take(_dtype(body[0]), body[1])
         case "array":
             return reader.take(_dtype(body[0]), body[1]).numpy()
-        case "dict" | "odict":
+        case "dict" | "odict" | "counter":
             # one comprehension, so that tensors are read in the order in which they were written
             pairs = [(_unpack(k, reader), _unpack(v, reader)) for k, v in body]
-            return OrderedDict(pairs) if kind == "odict" else dict(pairs)
+            return {"dict": dict, "odict": OrderedDict, "counter": Counter}[kind](dict(pairs))
         case "list":
             return [_unpack(item, reader) for item in body]
         case "tuple":
