@@ -139,20 +139,13 @@ def _tables(part: str, results: list[Figures]) -> list[str]:
     return [recovery.table(results), recovery.coordinator_table(results), "\n".join(failed)]
 
 
-def measure(parts: Sequence[str], effort: Effort, output: Path, torchft: Path | None) -> dict[str, Any]:
-    """The chosen parts, each with the machine and its load before and after."""
-    results: dict[str, Any] = {}
-    for part in parts:
-        about = machine()
-        if part == "exactness":
-            results[part] = [exactness.compare(output / part, "tiny", 50, 1e-8)]
-        elif part == "recovery":
-            folder = output / part
-            results[part] = recovery.series(recovery.SYSTEMS, effort.faults, effort.runs, folder, torchft)
-        else:
-            results[part] = _overheads(effort, output / part)
-        results.setdefault("machine", {})[part] = {**about, "load_after": os.getloadavg()}
-    return results
+def measure(part: str, effort: Effort, output: Path, torchft: Path | None) -> list[Figures]:
+    """One part."""
+    if part == "exactness":
+        return [exactness.compare(output, "tiny", 50, 1e-8)]
+    if part == "recovery":
+        return recovery.series(recovery.SYSTEMS, effort.faults, effort.runs, output, torchft)
+    return _overheads(effort, output)
 
 
 def _overheads(effort: Effort, output: Path) -> list[Figures]:
@@ -177,13 +170,14 @@ def main() -> None:
     output: Path = arguments.output
     output.mkdir(parents=True, exist_ok=True)
     path = output / "results.json"
-    results = json.loads(path.read_text()) if path.exists() else {}
-    new = measure(arguments.only, QUICK if arguments.quick else FULL, output, arguments.torchft_venv)
-    results = {**results, **new, "machine": {**results.get("machine", {}), **new["machine"]}}
-    path.write_text(json.dumps(results, indent=1) + "\n")
-    text = report(results)
-    (output / "results.md").write_text(text)
-    print(text)
+    results = json.loads(path.read_text()) if path.exists() else {"machine": {}}
+    for part in arguments.only:  # kept after each: the whole takes long
+        before = machine()
+        results[part] = measure(part, QUICK if arguments.quick else FULL, output / part, arguments.torchft_venv)
+        results["machine"][part] = {**before, "load_after": os.getloadavg()}
+        path.write_text(json.dumps(results, indent=1) + "\n")
+        (output / "results.md").write_text(report(results))
+    print(report(results))
 
 
 if __name__ == "__main__":
