@@ -32,8 +32,8 @@ SCHEDULES = {
     "micro_batches": groups(
         kill("micro_batch", 0, place=0),
         kill("micro_batch", 1, place=0),
-        kill("training_step", 0),
-        kill("micro_batch", 2, place=1),
+        kill("training_step", 0, place=0),
+        kill("training_step", 2, place=1),  # before any reduction
         kill("micro_batch", 0, place=1),
     ),
     "reduction": groups(

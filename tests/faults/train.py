@@ -170,13 +170,15 @@ class Model(pl.LightningModule):
         )
         self.notes, self.faults, self.full, self.pace, self.slow = notes, faults, full, pace, slow
         self.last_ids: list[int] = []
+        self.place = 0
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y, ids = batch
         self.last_ids = ids.tolist()
         missing = self.faults.engine.world.size < self.full
         time.sleep(self.slow if missing else self.pace)
-        self.faults.point("training_step")
+        self.faults.point("training_step", batch_idx, self.place)
+        self.place += 1
         loss = torch.nn.functional.mse_loss(self.net(x), y)
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
         self.log("samples", float(len(ids)), on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)
@@ -239,6 +241,7 @@ class Watch(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         world = self._faults.engine.world
         self._computed = []
+        module.place = 0
         self._since = self._since + 1 if world.epoch == self._epoch else 0
         self._epoch = world.epoch
         self._faults.step_begins(trainer.global_step, self._since)
