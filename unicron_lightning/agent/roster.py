@@ -7,7 +7,6 @@ from typing import Final
 
 from unicron_lightning import wire
 
-
 ENDING_SECONDS: Final = 30.0
 """How long the process of a worker that has closed its connection may take to end, however short the time-out is."""
 
