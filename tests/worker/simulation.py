@@ -140,7 +140,11 @@ class FakeControl:
         self._coordinator = coordinator
 
     def newer_than(self, number: int) -> wire.Epoch | None:
-        return self.latest if self.latest is not None and self.latest.number > number else None
+        if self.latest is not None and self.latest.number > number:
+            return self.latest
+        if self._coordinator.over and not self.is_member:
+            raise TaskIsOver  # the real one ends the process
+        return None
 
     def failed_since(self, number: int) -> bool:
         newer = self.newer_than(number)
