@@ -49,6 +49,7 @@ class GradientBuckets:
         self.buckets = [_bucket_of(group) for group in self._groups]
         self._bucket_of = {id(p): k for k, group in enumerate(self._groups) for p in group}
         self._index_of = {id(p): i for i, p in enumerate(self.parameters)}
+        self._views: dict[tuple[int, bool], tuple[Tensor, list[Tensor]]] = {}
         self._pending: list[int] = []
         self._launch: Callable[[int], None] | None = None
         self._order: Sequence[int] = ()
@@ -105,11 +106,13 @@ class GradientBuckets:
         self._handles = []
 
     def _bind(self, local: bool) -> None:
-        for group, bucket in zip(self._groups, self.buckets, strict=True):
-            flat, offset = bucket.local if local else bucket.reduced, 0
-            for parameter in group:
-                parameter.grad = flat[offset : offset + parameter.numel()].view_as(parameter)
-                offset += parameter.numel()
+        for index, (group, bucket) in enumerate(zip(self._groups, self.buckets, strict=True)):
+            flat = bucket.local if local else bucket.reduced
+            cached = self._views.get((index, local))
+            if cached is None or cached[0] is not flat:  # a buffer is renewed after an abort
+                cached = self._views[index, local] = (flat, _views_of(flat, group))
+            for parameter, view in zip(group, cached[1], strict=True):
+                parameter.grad = view
 
     def _accumulated(self, parameter: Tensor) -> None:
         self.used[self._index_of[id(parameter)]] = True
@@ -128,6 +131,14 @@ class GradientBuckets:
 def _bucket_of(group: Sequence[Parameter]) -> Bucket:
     size = sum(parameter.numel() for parameter in group)
     return Bucket(torch.zeros(size, dtype=group[0].dtype, device=group[0].device))
+
+
+def _views_of(flat: Tensor, group: Sequence[Parameter]) -> list[Tensor]:
+    views, offset = [], 0
+    for parameter in group:
+        views.append(flat[offset : offset + parameter.numel()].view_as(parameter))
+        offset += parameter.numel()
+    return views
 
 
 def _group(parameters: Sequence[Parameter], bucket_bytes: int) -> list[list[Parameter]]:
