@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 
 import torch
@@ -19,6 +20,10 @@ from unicron_lightning.worker.gloo import leave_buried, wait_buried
 
 logger = logging.getLogger(__name__)
 
+_LINGER_SECONDS = 0.1
+"""How long a worker that is through keeps its sockets open: others may still be reading what it sent last. If that is
+too short they are told by the coordinator and finish among themselves.
+"""
 _BURIED_SECONDS = 2.0
 """How long the end of the process waits for closed communicators: one in the middle of its destructor would abort
 it.
@@ -80,6 +85,8 @@ class Session:
     def close(self) -> None:
         """Ends the session; the process may end afterwards without waiting for anything."""
         atexit.unregister(self.close)
+        if self.engine.world.size > 1:
+            time.sleep(_LINGER_SECONDS)
         self.engine.close()
         if not wait_buried(_BURIED_SECONDS):
             leave_buried()
