@@ -119,6 +119,21 @@ def test_unused_parameters_get_no_gradient() -> None:
     buckets.close()
 
 
+def test_a_step_begins_with_nothing_of_the_last_one() -> None:
+    module = net()
+    buckets = buckets_of(module)
+    for _ in range(2):
+        buckets.begin()
+        for _ in range(3):
+            module(torch.ones(1, 4)).sum().backward()
+        reduce_alone(buckets)
+    single = net()
+    (3 * single(torch.ones(1, 4)).sum()).backward()
+    expected = torch.cat([p.grad.reshape(-1) for p in single.parameters() if p.grad is not None]).sum()
+    torch.testing.assert_close(torch.stack([bucket.reduced.sum() for bucket in buckets.buckets]).sum(), expected)
+    buckets.close()
+
+
 def test_a_parameter_used_by_another_rank_keeps_its_gradient() -> None:
     module = net()
     buckets = buckets_of(module)

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 import numpy
 import torch
 
+_preserving = False
+
 
 def place_seed(seed: int, *place: int) -> int:
     """A 63-bit seed for a place such as (epoch, step, micro-batch): well mixed, the same on every machine."""
@@ -29,11 +31,19 @@ def seed_all(value: int) -> None:
 
 @contextmanager
 def preserved() -> Iterator[None]:
-    """Leaves the random state of Python, NumPy and torch (CPU and the present CUDA device) as it was before."""
-    states = random_states()
+    """Leaves the random state of Python, NumPy and torch (CPU and the present CUDA device) as it was before.
+
+    Inside another one it does nothing: the outer one restores, once per step instead of once per micro-batch.
+    """
+    global _preserving
+    if _preserving:  # what is around restores it
+        yield
+        return
+    states, _preserving = random_states(), True
     try:
         yield
     finally:
+        _preserving = False
         restore_random_states(states)
 
 
