@@ -64,7 +64,8 @@ class Chaos:
         least = AGENTS if self.random.random() < 0.5 else AGENTS - 1
         self.cluster.watch(lambda: len(self._alive()) >= least, f"a world of {least}", 120, STALLED_SECONDS)
         time.sleep(self.random.uniform(0.0, 0.3))
-        world = self._alive()
+        # A join may have settled meanwhile, whose world has not finished a step yet.
+        world = self.cluster.watch(self._alive, "a whole world", 60, STALLED_SECONDS)
         self.random.shuffle(world)
         started = time.time()
         victims = world[:2] if kind in ("two workers", "second in recovery") else world[:1]
