@@ -32,7 +32,20 @@ def unpack_parts(data: bytes) -> list[bytes]:
     return parts
 
 
-class Agreement:
+class Indivisible:
+    """The part of an operation that is done again as a whole: there is nothing to keep of an attempt that failed."""
+
+    def suspend(self) -> None:
+        pass
+
+    def report(self) -> Report:
+        return {}
+
+    def adopt(self, result: bytes) -> None:
+        pass
+
+
+class Agreement(Indivisible):
     """Every rank learns every rank's payload; the result is `pack_parts` of them in rank order.
 
     Args:
@@ -51,15 +64,6 @@ class Agreement:
     def attempt(self, engine: Engine) -> bytes:
         engine.fault("agree", self.name)
         return pack_parts(gather_bytes(engine.communicator, self._payload(self._rank), engine.tag(self.name)))
-
-    def suspend(self) -> None:
-        pass
-
-    def report(self) -> Report:
-        return {}
-
-    def adopt(self, result: bytes) -> None:
-        pass
 
 
 class LeaderAction(Agreement):
@@ -82,7 +86,7 @@ class LeaderAction(Agreement):
         return super().attempt(engine)
 
 
-class Join:
+class Join(Indivisible):
     """At a step boundary: members that have no state get it from the first that has.
 
     It completes when all members have the state in hand, so a donor that has left the boundary proves that no joiner
@@ -127,15 +131,6 @@ class Join:
             engine.control.wait_newer(engine.world.epoch)
             raise EpochChanged("the hold may be over")
         return b""
-
-    def suspend(self) -> None:
-        pass
-
-    def report(self) -> Report:
-        return {}
-
-    def adopt(self, result: bytes) -> None:
-        pass
 
     def _give(self) -> bytes:
         if self.received is not None:
