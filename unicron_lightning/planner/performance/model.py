@@ -1,13 +1,13 @@
 """The seam between the planner and whatever knows how fast a task runs.
 
-A performance model says T(t,x) of "Unicron", arXiv 2401.00134: the achieved aggregate FLOP/s of task t on x workers in the
-best parallel configuration for that x. The planner asks nothing else of a task's speed.
+A performance model says T(t,x) of "Unicron", arXiv 2401.00134: the achieved aggregate FLOP/s of task t on x workers in
+the best parallel configuration for that x. The planner asks nothing else of a task's speed.
 
 What every model guarantees:
 
 * ``throughput`` is finite and never negative; it is 0.0 at 0 workers and wherever the task cannot run;
-* the same question has the same answer as long as nothing was measured in between: a model is asked many times while a plan
-  is made.
+* the same question has the same answer as long as nothing was measured in between: a model is asked many times while a
+  plan is made.
 
 What no model promises is that more workers are faster: a task that can use 8 or 16 but not 12 has T(12) = 0, unless the
 model was told that the task may leave workers idle.
@@ -91,7 +91,7 @@ class PerformanceModel(Protocol):
         ...
 
     def uncertainty(self, num_workers: int) -> float:
-        """Relative standard error of ``throughput(num_workers)``: 0.0 for a table taken as given, inf if nothing is known."""
+        """Relative standard error of ``throughput(num_workers)``: 0.0 for a table taken as given, inf: nothing known."""
         ...
 
 
