@@ -77,11 +77,11 @@ class MicroBatches:
         self._norms.finish_micro_batch()
         self._last_output = apply_to_collection(output, Tensor, Tensor.detach)
 
-    def output(self, loss: Tensor) -> Any:
+    def output(self, loss: float) -> Any:
         """What Lightning's hooks get as the step's output: the last micro-batch's, with the global batch's mean
         loss.
         """
-        mean = loss.to(device=self._strategy.root_device, dtype=torch.get_default_dtype())
+        mean = torch.tensor(loss, device=self._strategy.root_device, dtype=torch.get_default_dtype())
         if isinstance(self._last_output, dict):
             return {**self._last_output, "loss": mean}
         return mean

@@ -199,7 +199,7 @@ def merge_calls(calls: Sequence[LogCall]) -> list[LogCall]:
 
 
 def _merge(options: Options, calls: Sequence[LogCall]) -> LogCall:
-    if calls[0].value is None:
+    if len(calls) == 1 or calls[0].value is None:
         return calls[0]
     values = torch.stack([call.value.double().cpu().reshape(()) for call in calls if call.value is not None])
     weights = torch.tensor([call.weight for call in calls], dtype=torch.float64)

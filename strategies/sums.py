@@ -1,9 +1,9 @@
 """What is summed over a step's micro-batches besides the gradients: loss, logged values, batch-norm statistics.
 
-One float64 vector per step carries the loss and the logged means and sums; its layout is the set of values logged in
-the step before, which all ranks know. When a step logs something new (or a minimum or maximum), or leaves other
-parameters unused than before, the ranks exchange their records as bytes before the commit and agree on the new layout;
-in a steady program that happens once.
+One float64 vector per step, which goes with the commit, carries the loss and the logged means and sums; its layout is
+the set of values logged in the step before, which all ranks know. When a step logs something new (or a minimum or
+maximum), or leaves other parameters unused than before, the ranks then exchange their records as bytes, agree on the new
+layout and commit once more; in a steady program that happens once.
 """
 
 from __future__ import annotations
@@ -99,42 +99,41 @@ class StepSums:
         self._layout = layout
         self._norms = norms
         self._gradients = gradients
-        self._vector = Bucket(torch.zeros(_HEADER + 2 * len(layout.options), dtype=torch.float64))
+        self._totals: Sequence[float] = ()
         self._losses: list[Tensor] = []
         self._calls: list[LogCall] = []
         self._agreed: tuple[list[LogCall], list[int]] | None = None
 
     @property
     def buckets(self) -> Sequence[Bucket]:
-        return [self._vector] if self._norms.bucket is None else [self._vector, self._norms.bucket]
+        return [] if self._norms.bucket is None else [self._norms.bucket]
 
     def add(self, loss: Tensor, calls: Sequence[LogCall]) -> None:
         """Adds what one micro-batch gave."""
         self._losses.append(loss.detach().reshape(()).double())
         self._calls.extend(calls)
 
-    def fill(self) -> None:
-        vector = self._vector.local.zero_()
+    def totals(self) -> list[float]:
+        totals = [0.0] * (_HEADER + 2 * len(self._layout.options))
+        totals[_COUNT] = len(self._losses)
         if self._losses:
-            vector[_LOSS] = torch.stack(self._losses).sum().cpu()
-        vector[_COUNT] = len(self._losses)
+            totals[_LOSS] = float(torch.stack(self._losses).sum())
         merged = {call.options: call for call in merge_calls(self._calls)}
         for place, options in enumerate(self._layout.options):
             if (call := merged.get(options)) is not None and call.value is not None:
                 factor = call.weight if options[6] == "mean" else 1.0
-                vector[_HEADER + 2 * place] = call.value * factor
-                vector[_HEADER + 2 * place + 1] = call.weight
+                totals[_HEADER + 2 * place] = float(call.value) * factor
+                totals[_HEADER + 2 * place + 1] = call.weight
         known = set(self._layout.options)
         changed = any(options not in known for options in merged)
-        vector[_CHANGED] = float(bool(self._losses) and (changed or self._unused() != self._layout.unused))
+        totals[_CHANGED] = float(bool(self._losses) and (changed or self._unused() != self._layout.unused))
+        return totals
 
-    def unsettled(self) -> list[int]:
-        return [0] if self._agreed is None and bool(self._vector.reduced[_CHANGED] != 0) else []
+    def read(self, totals: Sequence[float]) -> bool:
+        self._totals = totals
+        return totals[_CHANGED] != 0
 
     def settle(self, engine: Engine) -> None:
-        self._agreed = None
-        if self._vector.reduced[_CHANGED] == 0:
-            return
         mine = {
             "calls": [call.plain() for call in merge_calls(self._calls)],
             "unused": self._unused() if self._losses else None,
@@ -145,10 +144,10 @@ class StepSums:
         sets = [set(part["unused"]) for part in parts if part["unused"] is not None]
         self._agreed = calls, sorted(set.intersection(*sets)) if sets else []
 
-    def finish(self) -> tuple[Tensor, list[LogCall], list[bool]]:
+    def finish(self) -> tuple[float, list[LogCall], list[bool]]:
         """After the commit: mean loss, the global logged values, and for each parameter whether it was used."""
-        vector = self._vector.reduced
-        if self._agreed is not None:
+        if self._totals[_CHANGED] != 0:
+            assert self._agreed is not None, "a step was committed unsettled"
             calls, self._layout.unused = self._agreed
             summable = {call.options for call in calls if call.value is not None and call.options[6] in ("mean", "sum")}
             self._layout.options = sorted({*self._layout.options, *summable})
@@ -156,14 +155,15 @@ class StepSums:
             calls = [call for call in map(self._call, range(len(self._layout.options))) if call is not None]
         unused = set(self._layout.unused)
         used = [index not in unused for index in range(len(self._gradients.parameters))]
-        return vector[_LOSS] / vector[_COUNT], calls, used
+        return self._totals[_LOSS] / self._totals[_COUNT], calls, used
 
     def _call(self, place: int) -> LogCall | None:
-        total, weight = self._vector.reduced[_HEADER + 2 * place : _HEADER + 2 * place + 2]
+        total, weight = self._totals[_HEADER + 2 * place : _HEADER + 2 * place + 2]
         options = self._layout.options[place]
         if weight == 0:
             return None
-        return LogCall(options=options, value=total / weight if options[6] == "mean" else total, weight=float(weight))
+        value = torch.tensor(total / weight if options[6] == "mean" else total, dtype=torch.float64)
+        return LogCall(options=options, value=value, weight=weight)
 
     def _unused(self) -> list[int]:
         return [index for index, used in enumerate(self._gradients.used) if not used]

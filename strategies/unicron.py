@@ -291,7 +291,7 @@ class UnicronStrategy(ParallelStrategy):
             self._gather.inside = None
         loss, calls, self._used = sums.finish()
         norms.commit(len(batch.micro_batches))
-        self._reported_epoch = report_step(self.engine, operation, float(loss), self._reported_epoch)
+        self._reported_epoch = report_step(self.engine, operation, loss, self._reported_epoch)
         results = trainer.fit_loop.epoch_loop._results
         assert isinstance(results, RecordingResults)
         for call in calls:

@@ -15,6 +15,7 @@ from torch import nn
 from worker.simulation import Coordinator, Fault, Killed, TaskIsOver, run_threads
 
 from unicron_lightning.worker.buckets import Bucket, GradientBuckets
+from unicron_lightning.worker.communicator import gather_bytes
 from unicron_lightning.worker.engine import Engine, ProgramsDiffer
 from unicron_lightning.worker.evaluation import Evaluation
 from unicron_lightning.worker.operations import Agreement, Join, LeaderAction, unpack_parts
@@ -25,24 +26,40 @@ STEPS = 3
 
 
 class CountSum:
-    """A `Sums` that counts the micro-batches of the step."""
+    """A `Sums` that counts the micro-batches of the step, in a bucket and in the commit."""
 
     def __init__(self) -> None:
-        self.count = 0
         self.bucket = Bucket(torch.zeros(1, dtype=torch.float64))
+        self.total = 0.0
+        self.settled = 0
+
+    def count(self) -> None:
+        self.bucket.local += 1
 
     @property
     def buckets(self) -> Sequence[Bucket]:
         return [self.bucket]
 
-    def fill(self) -> None:
-        self.bucket.local.fill_(self.count)
+    def totals(self) -> list[float]:
+        return [self.bucket.local.item()]
 
-    def unsettled(self) -> list[int]:
-        return []
+    def read(self, totals: Sequence[float]) -> bool:
+        (self.total,) = totals
+        return False
 
     def settle(self, engine: Engine) -> None:
-        pass
+        raise AssertionError("nothing to settle")
+
+
+class UnsettledSum(CountSum):
+    """One that must be settled in every step: the ranks' counts are gathered."""
+
+    def read(self, totals: Sequence[float]) -> bool:
+        return not super().read(totals)
+
+    def settle(self, engine: Engine) -> None:
+        own = b"%d" % int(self.bucket.local.item())
+        self.settled = sum(map(int, gather_bytes(engine.communicator, own, engine.tag("settle"))))
 
 
 def net() -> nn.Sequential:
@@ -111,17 +128,18 @@ class Program:
         return int(state["step"])
 
     def _step(self, step: int, gradients: GradientBuckets) -> None:
-        sums = CountSum()
+        sums = CountSum() if step % 2 == 0 else UnsettledSum()
 
         def run(micro_batch: int) -> None:
             self.net(data(step, micro_batch)).square().sum().backward()
-            sums.count += 1
+            sums.count()
             self.ran.append((step, micro_batch))
 
         gradients.begin()
         operation = GradientStep(range(MICRO_BATCHES), gradients, sums, run)
         self.engine.run(operation)
-        assert sums.bucket.reduced.item() == MICRO_BATCHES
+        assert sums.bucket.reduced.item() == sums.total == MICRO_BATCHES
+        assert sums.settled == (MICRO_BATCHES if step % 2 else 0)
         gradients.install([True] * 4)
         with torch.no_grad():
             for parameter in self.net.parameters():

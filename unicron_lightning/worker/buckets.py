@@ -47,15 +47,17 @@ class GradientBuckets:
         self._overlap = overlap
         self._groups = _group(self.parameters[::-1], bucket_bytes)
         self.buckets = [_bucket_of(group) for group in self._groups]
-        self._bucket_of = {id(p): k for k, group in enumerate(self._groups) for p in group}
-        self._index_of = {id(p): i for i, p in enumerate(self.parameters)}
         self._views: dict[tuple[int, bool], tuple[Tensor, list[Tensor]]] = {}
         self._pending: list[int] = []
         self._launch: Callable[[int], None] | None = None
         self._order: Sequence[int] = ()
         self._next = 0
         self._late: str | None = None
-        self._handles = [p.register_post_accumulate_grad_hook(self._accumulated) for p in self.parameters]
+        bucket_of = {id(p): k for k, group in enumerate(self._groups) for p in group}
+        self._handles = [
+            p.register_post_accumulate_grad_hook(self._hook(index, bucket_of[id(p)]))
+            for index, p in enumerate(self.parameters)
+        ]
 
     def matches(self, parameters: Sequence[Parameter]) -> bool:
         """Whether these are the parameters the buckets were made for."""
@@ -114,17 +116,22 @@ class GradientBuckets:
             for parameter, view in zip(group, cached[1], strict=True):
                 parameter.grad = view
 
-    def _accumulated(self, parameter: Tensor) -> None:
-        self.used[self._index_of[id(parameter)]] = True
-        if self._launch is None:
-            return
-        bucket = self._bucket_of[id(parameter)]
+    def _hook(self, index: int, bucket: int) -> Callable[[Tensor], None]:
+        def accumulated(_: Tensor) -> None:
+            self.used[index] = True
+            if self._launch is not None:
+                self._complete(index, bucket, self._launch)
+
+        return accumulated
+
+    def _complete(self, index: int, bucket: int, launch: Callable[[int], None]) -> None:
+        """A parameter has its gradient: launches the buckets that are whole and next in order."""
         self._pending[bucket] -= 1
         if self._pending[bucket] < 0 and bucket in self._order[: self._next]:
-            self._late = self.names[self._index_of[id(parameter)]]
+            self._late = self.names[index]
             return
         while self._overlap and self._next < len(self._order) and self._pending[self._order[self._next]] == 0:
-            self._launch(self._order[self._next])
+            launch(self._order[self._next])
             self._next += 1
 
 

@@ -38,7 +38,7 @@ class StepPlan:
         todo: micro-batches to compute, in order.
         held: buckets that some ranks have reduced and others have not, with the rank that hands each out.
         reduced: buckets that need no reduction any more, ``held`` included.
-        lost: micro-batches that nobody present has finished and some unfinished bucket needs, over all ranks.
+        lost: micro-batches that nobody present has finished, over all ranks.
     """
 
     todo: tuple[int, ...]
@@ -52,8 +52,9 @@ def plan_step(
 ) -> StepPlan:
     """Plans the rest of a step from what each rank has of it (None: nothing yet).
 
-    A bucket that is complete anywhere is handed out from the lowest such rank and not reduced again. If every bucket
-    is, nothing is recomputed.
+    A bucket that is complete anywhere is handed out from the lowest such rank and not reduced again. What a dead rank
+    would have said in the commit (its loss, what it logged) is in no bucket, so its micro-batches are computed again even
+    if every bucket is complete.
 
     Args:
         micro_batches: all of the step.
@@ -70,10 +71,8 @@ def plan_step(
             reduced.add(bucket)
             if len(holders) < world:
                 held.append((bucket, holders[0]))
-    lost: list[int] = []
-    if len(reduced) < num_buckets:
-        finished = set(_union(report.finished for report in reports if report is not None))
-        lost = [m for m in micro_batches if m not in finished]
+    finished = _union(report.finished for report in reports if report is not None)
+    lost = [m for m in micro_batches if m not in finished]
     return StepPlan(
         todo=tuple(share(lost, rank, world)), held=tuple(held), reduced=frozenset(reduced), lost=tuple(lost)
     )

@@ -4,9 +4,9 @@ Protocol (docs/protocol.md):
 
 1. Each rank runs its share of the step's micro-batches; gradients accumulate in local buckets without communication.
 2. During the backward of its last micro-batch it launches the all-reduces on *copies* of the buckets.
-3. When all are complete, the **commit**: a tiny all-reduce. Nobody steps the optimizer before it. It also counts who
-has
-   seen a pending epoch; if all have, all switch at this step's end.
+3. When all are complete, the **commit**: one small all-reduce, in which the ranks sum what else the step has given (loss,
+   logged values) and count who has seen a pending epoch; if all have, all switch at this step's end. Nobody steps the
+   optimizer before it, so whoever has its result knows that every rank has every reduction.
 4. After a failure the survivors keep local buckets and completed reductions, and plan the rest (`ledger.plan_step`).
 
 A micro-batch is atomic: nothing is raised inside its backward, and a failure is looked at only between micro-batches.
@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import msgspec
 import torch
 
 from unicron_lightning.worker.buckets import Bucket, GradientBuckets
@@ -24,27 +25,30 @@ from unicron_lightning.worker.communicator import CommunicatorAborted, Handle
 from unicron_lightning.worker.engine import Engine, Report
 from unicron_lightning.worker.ledger import StepPlan, StepReport, plan_step
 
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(tuple[int, list[float]]).decode
+
 
 class Sums(Protocol):
     """Anything else that is summed over a step's micro-batches: metrics, buffers, the loss."""
 
     @property
     def buckets(self) -> Sequence[Bucket]:
-        """Reduced after the gradients; the same number and sizes on all ranks."""
-        ...
-
-    def fill(self) -> None:
-        """Writes the sums over this rank's micro-batches to the local buffers."""
-        ...
-
-    def unsettled(self) -> Sequence[int]:
-        """Places, among `buckets`, of those whose sums say that `settle` must communicate, while it has not: what a
-        dead rank would have said there can only be had by computing its micro-batches again.
+        """Large sums, whose local buffers hold those over this rank's micro-batches; reduced after the gradients. The
+        same number and sizes on all ranks.
         """
         ...
 
+    def totals(self) -> Sequence[float]:
+        """Small sums over this rank's micro-batches, which go with the commit; as many on all ranks."""
+        ...
+
+    def read(self, totals: Sequence[float]) -> bool:
+        """Takes `totals` summed over the ranks; whether they say that `settle` must follow."""
+        ...
+
     def settle(self, engine: Engine) -> None:
-        """After all reductions, before the commit: may communicate; must be repeatable."""
+        """Before a second commit: communicates; must be repeatable."""
         ...
 
 
@@ -98,8 +102,13 @@ class GradientStep:
         self._compute(engine, plan)
         self._await_reductions(engine)
         engine.fault("reduced", engine.step)
-        self._sums.settle(engine)
-        return self._commit(engine)
+        leave, totals = self._commit(engine, self._sums.totals())
+        if self._sums.read(totals):
+            self._sums.settle(engine)
+            leave, _ = self._commit(engine, ())
+        engine.switch_from = leave
+        engine.fault("committed", engine.step)
+        return _encode((leave, totals))
 
     def suspend(self) -> None:
         # What completed is sampled now: once the communicator is aborted, ended and completed look the same.
@@ -111,14 +120,14 @@ class GradientStep:
         self._in_flight.clear()
 
     def report(self) -> Report:
-        first = len(self._gradients.buckets)
-        unsettled = {first + place for place in self._sums.unsettled()} & self._reduced
-        return {"finished": sorted(self._finished), "reduced": sorted(self._reduced - unsettled)}
+        return {"finished": sorted(self._finished), "reduced": sorted(self._reduced)}
 
     def adopt(self, result: bytes) -> None:
         # A peer committed, so every rank was in the commit: all reductions are complete here too.
         assert len(self._reduced) == len(self._buckets), "a step was committed with reductions missing here"
-        self._read_commit(result)
+        assert self._engine is not None
+        self._engine.switch_from, totals = _decode(result)
+        self._sums.read(totals)
 
     def _take_held(self, engine: Engine, plan: StepPlan) -> None:
         """Buckets that are complete on some ranks are copied from there: they hold the dead rank's part."""
@@ -147,7 +156,6 @@ class GradientStep:
             raise CommunicatorAborted("a reduction could not be started")
         for index in left:
             self._launch(index)
-        self._sums.fill()
         for index in range(number, len(self._buckets)):
             if index not in self._reduced:
                 self._launch(index)
@@ -173,17 +181,12 @@ class GradientStep:
             self._reduced.add(index)
             del self._in_flight[index]
 
-    def _commit(self, engine: Engine) -> bytes:
+    def _commit(self, engine: Engine, totals: Sequence[float]) -> tuple[int, list[float]]:
+        """The epoch that all members agree to leave (0: none), and the sums of ``totals`` over the ranks."""
         pending = engine.control is not None and engine.control.newer_than(engine.world.epoch) is not None
-        votes = torch.tensor([float(pending)], dtype=torch.float64)
+        ballot = torch.tensor([float(pending), *totals], dtype=torch.float64)
         engine.fault("commit", engine.step)
-        engine.communicator.wait(engine.communicator.all_reduce(votes))
-        leave = int(votes.item()) == engine.world.size or engine.world.hold
-        result = b"%d" % (engine.world.epoch if leave else 0)
-        self._read_commit(result)
-        engine.fault("committed", engine.step)
-        return result
-
-    def _read_commit(self, result: bytes) -> None:
-        assert self._engine is not None
-        self._engine.switch_from = int(result)
+        engine.communicator.wait(engine.communicator.all_reduce(ballot))
+        votes, *sums = ballot.tolist()
+        leave = int(votes) == engine.world.size or engine.world.hold
+        return (engine.world.epoch if leave else 0), sums
