@@ -2,8 +2,8 @@
 
 One float64 vector per step, which goes with the commit, carries the loss and the logged means and sums; its layout is
 the set of values logged in the step before, which all ranks know. When a step logs something new (or a minimum or
-maximum), or leaves other parameters unused than before, the ranks then exchange their records as bytes, agree on the new
-layout and commit once more; in a steady program that happens once.
+maximum), or leaves other parameters unused than before, the ranks then exchange their records as bytes, agree on the
+new layout and commit once more; in a steady program that happens once.
 """
 
 from __future__ import annotations

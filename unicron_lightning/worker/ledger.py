@@ -53,8 +53,8 @@ def plan_step(
     """Plans the rest of a step from what each rank has of it (None: nothing yet).
 
     A bucket that is complete anywhere is handed out from the lowest such rank and not reduced again. What a dead rank
-    would have said in the commit (its loss, what it logged) is in no bucket, so its micro-batches are computed again even
-    if every bucket is complete.
+    would have said in the commit (its loss, what it logged) is in no bucket, so its micro-batches are computed again
+    even if every bucket is complete.
 
     Args:
         micro_batches: all of the step.
