@@ -65,7 +65,7 @@ class World:
         self.nodes = (1, 4)
         self.start()
 
-    def start(self, *, dead_agents: tuple[str, ...] = ()) -> None:
+    def start(self) -> None:
         """(Re)start the coordinator from what is on disk; all connections are gone."""
         tasks = {task_id: state.decode_task(blob) for task_id, blob in self.disk.items()}
         self.machine = Machine(self.limits, state.Cluster(tasks=tasks))
@@ -74,7 +74,7 @@ class World:
         for agent in self.agents.values():
             agent.conn = None
         self.agents = {}
-        self.do(ev.Started(dead_agents=dead_agents))
+        self.do(ev.Started())
 
     def lose_disk(self) -> None:
         """Nothing is remembered but by the agents; epoch numbers may come again if no agent that knows them returns."""

@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from unicron_lightning import wire
+from unicron_lightning.coordinator import events as ev
 
 FAULTS = (
     "kill_agent",
+    "end_agent",
     "leave",
     "cut",
     "worker_fails",
@@ -96,11 +98,13 @@ class Histories(RuleBasedStateMachine):
                 if pick == 7:
                     self.world.lose_disk()
                 self.world.start()
-            case "kill_agent" | "cut":
+            case "kill_agent" | "end_agent" | "cut":
                 if agent.conn is not None:
                     agent.drop()
-                if fault == "kill_agent":
+                if fault in ("kill_agent", "end_agent"):
                     self.agents.remove(agent)
+                if fault == "end_agent":
+                    self.world.do(ev.AgentsEnded(agents=(agent.name,)))
             case "leave" if agent.conn is not None and len(agent.workers) < agent.size:
                 # Success means that torchrun saw all its workers end well.
                 self.agents.remove(agent)

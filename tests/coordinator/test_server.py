@@ -224,6 +224,24 @@ async def test_a_stale_task_of_dead_agents_is_not_resurrected(tmp_path):
             await n.hear(wire.Grant)
 
 
+async def test_an_agent_that_dies_before_it_is_back_is_noticed(tmp_path):
+    with Coordinator(tmp_path / "state", "server.exit_when_idle=true", "membership.restart_grace=600") as coordinator:
+        agent = await asyncio.create_subprocess_exec(sys.executable, "-c", "input()", stdin=asyncio.subprocess.PIPE)
+        async with connected(coordinator.url, "a") as (a,):
+            await a.register(pid=agent.pid)
+            await a.hear(wire.Grant)
+            coordinator.kill()
+        coordinator.start()
+        assert list((await get(f"{coordinator.url}/v1/status"))["tasks"]) == ["t"]
+        agent.kill()
+        await agent.wait()
+        for _ in range(200):
+            if not (await get(f"{coordinator.url}/v1/status"))["tasks"]:
+                return
+            await asyncio.sleep(0.05)
+        raise AssertionError("the agent's death is not noticed")
+
+
 def test_the_process_starts_fast_without_torch():
     code = (
         "import sys, unicron_lightning.cli\n"

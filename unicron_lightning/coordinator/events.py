@@ -40,8 +40,6 @@ class Limits:
 class Started:
     """The coordinator begins, with the tasks it was restored with if any. Must be the first input."""
 
-    dead_agents: tuple[str, ...] = ()
-    """Restored agents known to have ended (same machine, no such process)."""
     about: dict[str, Any] = field(default_factory=dict)
     """Goes into the event log."""
 
@@ -62,13 +60,20 @@ class Disconnected:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AgentsEnded:
+    """Agents known to have ended: no such process on the coordinator's machine. Those connected are left out."""
+
+    agents: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class TimerFired:
     """A timer set by `SetTimer` has run out."""
 
     key: TimerKey
 
 
-Input = Union[Started, Received, Disconnected, TimerFired]
+Input = Union[Started, Received, Disconnected, AgentsEnded, TimerFired]
 
 # ---- actions -------------------------------------------------------------------------------------------------------
 

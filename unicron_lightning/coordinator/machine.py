@@ -53,6 +53,8 @@ class Machine:
                 self._received(turn, event.conn, event.message)
             case ev.Disconnected():
                 self._disconnected(turn, event.conn)
+            case ev.AgentsEnded():
+                self._ended(turn, event.agents)
             case ev.TimerFired():
                 self._timer(turn, event.key)
         self._replay_pending(turn)
@@ -73,7 +75,7 @@ class Machine:
             fields = {"tasks": sorted(cluster.tasks)}
             turn.actions.append(ev.Emit(name="coordinator_restored", task=None, incident=None, fields=fields))
         for task in list(cluster.tasks.values()):
-            registration.restore(task, turn, event.dead_agents)
+            registration.restore(task, turn)
             self._review(turn, task)
         if self._limits.exit_when_idle:
             turn.timer("idle", self._limits.startup_linger)
@@ -159,6 +161,13 @@ class Machine:
         agent = task.agents.get(agent_id) if task else None
         if task is not None and agent is not None and agent.conn == conn:
             registration.disconnected(task, turn, agent)
+
+    def _ended(self, turn: Turn, agents: tuple[str, ...]) -> None:
+        for task in list(self._cluster.tasks.values()):
+            ended = [a for a in task.agents.values() if a.conn is None and a.id in agents]
+            if ended:
+                registration.ended(task, turn, ended)
+                self._review(turn, task)
 
     def _timer(self, turn: Turn, key: ev.TimerKey) -> None:
         if key.kind == "idle":

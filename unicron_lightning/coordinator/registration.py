@@ -14,6 +14,8 @@ What an agent says in `wire.Register` decides between four cases:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from unicron_lightning import wire
 from unicron_lightning.coordinator import slots, workers
 from unicron_lightning.coordinator.membership import finish, open_incident, send_go
@@ -66,7 +68,11 @@ def register(task: Task, turn: Turn, conn: int, message: wire.Register, *, creat
         _adopt(task, turn, agent, message)
     else:
         _take_new(task, turn, agent, message)
-    if task.restoring and all(other.conn is not None for other in task.agents.values()):
+    _review_restoring(task, turn)
+
+
+def _review_restoring(task: Task, turn: Turn) -> None:
+    if task.restoring and all(agent.conn is not None for agent in task.agents.values()):
         task.restoring = False
         turn.cancel("restore", task=task.id)
 
@@ -95,13 +101,22 @@ def restore_due(task: Task, turn: Turn) -> None:
     turn.save(task)
 
 
+def ended(task: Task, turn: Turn, agents: Sequence[Agent]) -> None:
+    """These agents will not come back."""
+    for agent in agents:
+        turn.cancel("lost", task=task.id, agent=agent.id)
+        _declare_lost(task, turn, agent)
+    _review_restoring(task, turn)
+    turn.save(task)
+
+
 def missing_due(task: Task, turn: Turn, agent: Agent) -> None:
     """The agent has not explained what became of workers that it no longer names."""
     gone, agent.missing = agent.missing, []
     workers.died(task, turn, [task.workers[worker] for worker in gone if worker in task.workers], "lost")
 
 
-def restore(task: Task, turn: Turn, dead_agents: tuple[str, ...]) -> None:
+def restore(task: Task, turn: Turn) -> None:
     """Go on with a task of an earlier coordinator process: nobody is connected, timers are gone."""
     task.restoring = True
     task.join_timer = False
@@ -109,8 +124,6 @@ def restore(task: Task, turn: Turn, dead_agents: tuple[str, ...]) -> None:
     for agent in list(task.agents.values()):
         agent.conn = None
         agent.missing = []
-        if agent.id in dead_agents:
-            _declare_lost(task, turn, agent)
     turn.timer("restore", turn.limits.restart_grace, task=task.id)
     if task.rebuilding:
         turn.timer("rebuild", turn.limits.restart_grace, task=task.id)

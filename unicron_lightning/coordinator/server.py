@@ -37,6 +37,7 @@ from unicron_lightning.errors import ConfigError, PortInUse
 logger = logging.getLogger(__name__)
 
 _REGISTER_TIMEOUT = 10.0
+_LOOK_SECONDS = 0.25
 """Seconds in which a new connection must say who it is."""
 
 
@@ -78,6 +79,7 @@ class Server:
         self._sessions: dict[int, Session] = {}
         self._conn_ids = itertools.count(1)
         self._timers: dict[ev.TimerKey, asyncio.TimerHandle] = {}
+        self._looking: list[asyncio.TimerHandle] = []
         self._stop = asyncio.Event()
         self._failed = False
         self._store_error: str | None = None
@@ -97,11 +99,12 @@ class Server:
         try:
             await web.SockSite(runner, self._socket).start()
             self._announce()
-            self._apply(ev.Started(dead_agents=self._dead_agents(), about=self._about()))
+            self._apply(ev.Started(about=self._about()))
+            self._look_for_ended()
             await self._stop.wait()
         finally:
             self._stop.set()
-            for timer in self._timers.values():
+            for timer in (*self._timers.values(), *self._looking):
                 timer.cancel()
             for session in list(self._sessions.values()):
                 await session.close(WSCloseCode.GOING_AWAY, "the coordinator ends")
@@ -271,16 +274,20 @@ class Server:
         host = self._config.server.host
         logger.info("coordinator_listens host=%s port=%d state_dir=%s", host, self.port, self.state_dir)
 
-    def _dead_agents(self) -> tuple[str, ...]:
-        """Restored agents of this machine whose process is gone, so that nobody waits for them.
+    def _look_for_ended(self) -> None:
+        """While restored agents of this machine are awaited: tells of those whose process is gone.
 
         Only for a coordinator started by an agent: that one is known to share the process ids with it.
         """
         if not self._config.server.exit_when_idle:
-            return ()
+            return
         here = {"127.0.0.1", "::1", "localhost", socket.gethostname()}
-        agents = [agent for task in self._machine.tasks.values() for agent in task.agents.values()]
-        return tuple(agent.id for agent in agents if agent.host in here and not _exists(agent.pid))
+        awaited = [agent for task in self._machine.tasks.values() if task.restoring for agent in task.agents.values()]
+        ended = tuple(a.id for a in awaited if a.conn is None and a.host in here and not _exists(a.pid))
+        if ended:
+            self._apply(ev.AgentsEnded(agents=ended))
+        if any(task.restoring for task in self._machine.tasks.values()) and not self._stop.is_set():
+            self._looking = [asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._look_for_ended)]
 
 
 def serve(config: CoordinatorConfig) -> int:

@@ -5,8 +5,8 @@ Protocol (docs/protocol.md):
 1. Each rank runs its share of the step's micro-batches; gradients accumulate in local buckets without communication.
 2. During the backward of its last micro-batch it launches the all-reduces on *copies* of the buckets.
 3. When all are complete, the **commit**: one small all-reduce, in which the ranks sum what else the step has given
-   (loss, logged values) and count who has seen a pending epoch; if all have, all switch at this step's end. Nobody steps
-   the optimizer before it, so whoever has its result knows that every rank has every reduction.
+   (loss, logged values) and count who has seen a pending epoch; if all have, all switch at the end of the step. Nobody
+   steps the optimizer before it, so whoever has its result knows that every rank has every reduction.
 4. After a failure the survivors keep local buckets and completed reductions, and plan the rest (`ledger.plan_step`).
 
 A micro-batch is atomic: nothing is raised inside its backward, and a failure is looked at only between micro-batches.
