@@ -1,0 +1,138 @@
+"""D_running(n'): how long a cluster of n' workers is expected to run until its next failure.
+
+The paper's reward weighs a plan's WAF by this time ("Unicron", arXiv 2401.00134, the section on plan generation). Two
+kinds of component fail here, each with a hazard of its own: a *worker* (its process, its accelerator) and a *node*,
+which takes all its workers along. With H(t) [failures] the cumulative hazard of one component over the next t seconds,
+components failing independently of each other, and g workers on a node,
+
+    S(t)          = exp(-( n' H_worker(t) + ceil(n'/g) H_node(t) ))          no failure within t
+    D_running(n') = integral over t from 0 to infinity of S(t)  dt           [s]
+
+With constant hazards, H(t) = lambda t, this is the paper's 1/n':
+
+    D_running(n') = 1 / ( n' lambda_worker + ceil(n'/g) lambda_node )
+
+Limits. The n' workers are taken to be packed: ceil(n'/g) nodes. A failure that strikes several nodes at once, as of a
+switch, is one event: count it as one node failure. Hazards are estimated from what was seen in `failure_rate`
+(constant) and `weibull_posterior` (depending on age).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.float64]
+
+SECONDS_PER_HOUR: Final = 3600.0
+
+# The integral is taken over y = ln t by the trapezoidal rule: the integrand S(e^y) e^y is smooth and dies away at both
+# ends, where that rule converges geometrically. In units of the shortest mean lifetime the range is from e^-75, below
+# D_running of a million workers with a Weibull shape of 0.25, to e^20, where S has died away for a single one.
+_LOG_TIME_LOW: Final = -75.0
+_LOG_TIME_HIGH: Final = 20.0
+_LOG_TIME_STEP: Final = 0.05
+
+
+class Hazard(Protocol):
+    """How likely a component is to fail, as time goes on from now."""
+
+    @property
+    def mean_lifetime_seconds(self) -> float:
+        """Mean time from new to failure."""
+        ...
+
+    def accumulated(self, times_seconds: FloatArray) -> FloatArray:
+        """The cumulative hazard H(t) of one component that is alive now, over the next t seconds; same shape as t."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConstantHazard:
+    """Failures at a constant rate: lifetimes are exponential, age does not matter.
+
+    Attributes:
+        per_second: failures of one component per second of its running time, > 0.
+    """
+
+    per_second: float
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.per_second) and self.per_second > 0):
+            raise ValueError(f"per_second={self.per_second}: expected failures per second, a finite number > 0")
+
+    @classmethod
+    def from_mtbf(cls, mtbf_seconds: float) -> ConstantHazard:
+        """From the mean time between failures of one component, in seconds."""
+        if not (math.isfinite(mtbf_seconds) and mtbf_seconds > 0):
+            raise ValueError(f"mtbf_seconds={mtbf_seconds}: expected a finite number of seconds > 0")
+        return cls(per_second=1 / mtbf_seconds)
+
+    @classmethod
+    def from_failures_per_hour(cls, failures_per_hour: float) -> ConstantHazard:
+        """From failures per hour of one component (per worker-hour, per node-hour)."""
+        if not (math.isfinite(failures_per_hour) and failures_per_hour > 0):
+            raise ValueError(f"failures_per_hour={failures_per_hour}: expected a finite number > 0")
+        return cls(per_second=failures_per_hour / SECONDS_PER_HOUR)
+
+    @property
+    def mean_lifetime_seconds(self) -> float:
+        return 1 / self.per_second
+
+    def accumulated(self, times_seconds: FloatArray) -> FloatArray:
+        return self.per_second * times_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailureModel:
+    """What fails in the cluster, and how often. At least one of the two kinds is given.
+
+    Attributes:
+        worker: hazard of a single worker; None if workers fail only with their node.
+        node: hazard of a node; None if nodes are not counted apart.
+        workers_per_node: workers that a node takes along.
+    """
+
+    worker: Hazard | None = None
+    node: Hazard | None = None
+    workers_per_node: int = 1
+
+    def __post_init__(self) -> None:
+        if self.worker is None and self.node is None:
+            raise ValueError("worker=None, node=None: expected the hazard of at least one of them")
+        if self.workers_per_node < 1:
+            raise ValueError(f"workers_per_node={self.workers_per_node}: expected an integer >= 1")
+
+    def running_seconds(self, num_workers: int) -> float:
+        """D_running(n'), in seconds; infinite for no workers.
+
+        Args:
+            num_workers: n', healthy workers of the cluster.
+        """
+        if num_workers < 0:
+            raise ValueError(f"num_workers={num_workers}: expected an integer >= 0")
+        if num_workers == 0:
+            return math.inf
+        num_nodes = -(-num_workers // self.workers_per_node)
+        terms = [(num, hazard) for num, hazard in ((num_workers, self.worker), (num_nodes, self.node)) if hazard]
+        if all(isinstance(hazard, ConstantHazard) for _, hazard in terms):
+            return 1 / sum(num / hazard.mean_lifetime_seconds for num, hazard in terms)
+        times, accumulated_worker, accumulated_node = self._table
+        survival = np.exp(-(num_workers * accumulated_worker + num_nodes * accumulated_node))
+        return float(_LOG_TIME_STEP * np.sum(survival * times))
+
+    @cached_property
+    def _table(self) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Times [s] on the logarithmic grid, and H_worker and H_node there: made once, used for every n'."""
+        lifetimes = [hazard.mean_lifetime_seconds for hazard in (self.worker, self.node) if hazard]
+        grid = np.arange(_LOG_TIME_LOW, _LOG_TIME_HIGH, _LOG_TIME_STEP)
+        times = min(lifetimes) * np.exp(grid)
+        nothing = np.zeros_like(times)
+        worker = self.worker.accumulated(times) if self.worker else nothing
+        node = self.node.accumulated(times) if self.node else nothing
+        return times, worker, node
