@@ -91,7 +91,7 @@ class PerformanceModel(Protocol):
         ...
 
     def uncertainty(self, num_workers: int) -> float:
-        """Relative standard error of ``throughput(num_workers)``: 0.0 for a table taken as given, inf: nothing known."""
+        """Relative standard error of ``throughput(num_workers)``: 0.0 if taken as given, inf if nothing is known."""
         ...
 
 
