@@ -1,0 +1,93 @@
+"""Many parallel configurations at once, as arrays: the formulas of memory and time take them all together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+
+from unicron_lightning.planner.performance.model import ParallelConfiguration
+from unicron_lightning.planner.performance.shape import Recompute
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+BoolArray = npt.NDArray[np.bool_]
+
+RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layouts:
+    """Parallel configurations; all arrays are of one length, and of integers.
+
+    Attributes:
+        tensor: TP, t.
+        pipeline: PP, p.
+        data: DP, d.
+        micro_batch: samples in a micro-batch, b.
+        num_micro_batches: per copy and step, of the copy that has the most, m.
+        interleave: groups of layers per stage, v.
+        recompute: index into `RECOMPUTE`.
+    """
+
+    tensor: IntArray
+    pipeline: IntArray
+    data: IntArray
+    micro_batch: IntArray
+    num_micro_batches: IntArray
+    interleave: IntArray
+    recompute: IntArray
+
+    @property
+    def num_workers(self) -> IntArray:
+        """TP x PP x DP."""
+        return self.tensor * self.pipeline * self.data
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    def at(self, index: IntArray | BoolArray | slice) -> Layouts:
+        """Some of them."""
+        return Layouts(**{field.name: getattr(self, field.name)[index] for field in fields(self)})
+
+    def configuration(self, index: int, memory_bytes: int) -> ParallelConfiguration:
+        """One of them, as the planner's answer."""
+        return ParallelConfiguration(
+            tensor_parallel=int(self.tensor[index]),
+            pipeline_parallel=int(self.pipeline[index]),
+            data_parallel=int(self.data[index]),
+            micro_batch_size=int(self.micro_batch[index]),
+            num_micro_batches=int(self.num_micro_batches[index]),
+            interleave=int(self.interleave[index]),
+            recompute=RECOMPUTE[int(self.recompute[index])],
+            memory_bytes=memory_bytes,
+        )
+
+    @staticmethod
+    def of(*configurations: ParallelConfiguration) -> Layouts:
+        """Arrays from configurations, in their order."""
+        rows = [
+            (
+                c.tensor_parallel,
+                c.pipeline_parallel,
+                c.data_parallel,
+                c.micro_batch_size,
+                c.num_micro_batches,
+                c.interleave,
+                RECOMPUTE.index(c.recompute),
+            )
+            for c in configurations
+        ]
+        columns = np.array(rows, dtype=np.int64).reshape(len(rows), 7).T
+        return Layouts(**{field.name: column for field, column in zip(fields(Layouts), columns, strict=True)})
+
+    @staticmethod
+    def concatenate(parts: list[Layouts]) -> Layouts:
+        """All of the parts' configurations, in order."""
+        return Layouts(
+            **{
+                field.name: np.concatenate([getattr(part, field.name) for part in parts], dtype=np.int64)
+                for field in fields(Layouts)
+            }
+        )

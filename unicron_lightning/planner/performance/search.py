@@ -1,0 +1,175 @@
+"""Finds the best parallel configuration for every number of workers at once.
+
+All combinations of TP, PP, interleaving, micro-batch, recomputation and DP that divide evenly are laid out as arrays;
+those that do not fit in memory are dropped; of the rest the fastest is kept for each number of workers. The number of
+combinations depends on the divisors of the model's sizes and of the global batch, not on the size of the cluster.
+
+What is a candidate:
+
+* TP divides the heads, the groups of keys and values (or they divide it), the feed-forward width, and the accelerators
+  of a node: it never leaves a node.
+* PP divides the layers; v groups per stage divide its layers again, and p divides m then (Narayanan et al. 2021, 2.2).
+* DP x b divides the global batch. With ``uneven_shares`` it need not: some copies have one micro-batch less, as with
+  this package's strategy, and the step takes as long as theirs that have the most.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from unicron_lightning.planner.performance.cluster import Cluster
+from unicron_lightning.planner.performance.layouts import RECOMPUTE, FloatArray, IntArray, Layouts
+from unicron_lightning.planner.performance.memory import worker_bytes
+from unicron_lightning.planner.performance.recipe import Recipe
+from unicron_lightning.planner.performance.shape import ModelShape
+from unicron_lightning.planner.performance.timing import step_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchSpace:
+    """What to try. Empty tuples mean everything that divides.
+
+    Attributes:
+        micro_batch_sizes: samples in a micro-batch.
+        tensor_parallel: degrees.
+        pipeline_parallel: degrees.
+        interleave: groups per stage.
+        recompute: some of ``none``, ``selective``, ``full``.
+        uneven_shares: whether DP need not divide the global batch.
+
+    Raises:
+        ValueError: a degree below 1, no micro-batch size, or an unknown recomputation.
+    """
+
+    micro_batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16)
+    tensor_parallel: tuple[int, ...] = ()
+    pipeline_parallel: tuple[int, ...] = ()
+    interleave: tuple[int, ...] = ()
+    recompute: tuple[str, ...] = RECOMPUTE
+    uneven_shares: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("micro_batch_sizes", "tensor_parallel", "pipeline_parallel", "interleave"):
+            if any(value < 1 for value in getattr(self, name)):
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected whole numbers of at least 1")
+        if not self.micro_batch_sizes:
+            raise ValueError("micro_batch_sizes=(): expected at least one")
+        if not self.recompute or any(choice not in RECOMPUTE for choice in self.recompute):
+            raise ValueError(f"recompute={self.recompute!r}: expected some of {', '.join(RECOMPUTE)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """The best configuration for each number of workers that has one.
+
+    Attributes:
+        num_workers: rising, each once.
+        step_seconds: of the best configuration with exactly that many.
+        memory_bytes: of its fullest worker.
+        layouts: the configurations.
+    """
+
+    num_workers: IntArray
+    step_seconds: FloatArray
+    memory_bytes: FloatArray
+    layouts: Layouts
+
+
+def search(shape: ModelShape, cluster: Cluster, recipe: Recipe, space: SearchSpace, global_batch_size: int) -> Found:
+    """The best configurations of a task, over all numbers of workers.
+
+    Equally fast ones are told apart in the order of the search: less PP, then less TP, then less interleaving.
+    """
+    parts: list[tuple[Layouts, FloatArray, FloatArray]] = []
+    for layouts in _candidates(shape, cluster, recipe, space, global_batch_size):
+        memory = worker_bytes(shape, recipe, layouts)
+        fits = memory <= cluster.usable_bytes
+        layouts, memory = layouts.at(fits), memory[fits]
+        seconds = step_seconds(shape, cluster, recipe, layouts).total
+        best = _best_per_count(layouts.num_workers, seconds)
+        parts.append((layouts.at(best), seconds[best], memory[best]))
+    layouts = Layouts.concatenate([part[0] for part in parts])
+    seconds = np.concatenate([part[1] for part in parts])
+    memory = np.concatenate([part[2] for part in parts])
+    best = _best_per_count(layouts.num_workers, seconds)
+    layouts = layouts.at(best)
+    return Found(
+        num_workers=layouts.num_workers, step_seconds=seconds[best], memory_bytes=memory[best], layouts=layouts
+    )
+
+
+def _best_per_count(num_workers: IntArray, seconds: FloatArray) -> IntArray:
+    """Indices of the fastest of each count, by rising count; of equally fast ones the first."""
+    order = np.lexsort((seconds, num_workers))  # stable: the search's order decides among equals
+    _, first = np.unique(num_workers[order], return_index=True)
+    return order[first].astype(np.int64)
+
+
+def _candidates(
+    shape: ModelShape, cluster: Cluster, recipe: Recipe, space: SearchSpace, global_batch_size: int
+) -> Iterator[Layouts]:
+    """Candidates, one PP at a time to bound the memory of the arrays."""
+    batches = np.array(list(_batches(space, global_batch_size)), dtype=np.int64).reshape(-1, 3)
+    # Fused attention never keeps what `selective` would compute again: there it is the same as `none`.
+    choices = [
+        c for c in space.recompute if c != "selective" or not recipe.fused_attention or "none" not in space.recompute
+    ]
+    recompute = np.array([RECOMPUTE.index(choice) for choice in choices], dtype=np.int64)
+    tensor = np.array(_tensor_degrees(shape, cluster, space), dtype=np.int64)
+    for p in space.pipeline_parallel or _divisors(shape.num_layers):
+        if shape.num_layers % p:
+            continue
+        groups = [v for v in _divisors(shape.num_layers // p) if not space.interleave or v in space.interleave]
+        interleave = np.array([v for v in groups if p > 1 or v == 1], dtype=np.int64)
+        grid = np.meshgrid(tensor, interleave, recompute, np.arange(len(batches)), indexing="ij")
+        t, v, again, batch = (axis.ravel() for axis in grid)
+        b, d, m = batches[batch].T
+        allowed = (v == 1) | (m % p == 0)
+        yield Layouts(
+            tensor=t,
+            pipeline=np.full_like(t, p),
+            data=d,
+            micro_batch=b,
+            num_micro_batches=m,
+            interleave=v,
+            recompute=again,
+        ).at(allowed)
+
+
+def _tensor_degrees(shape: ModelShape, cluster: Cluster, space: SearchSpace) -> list[int]:
+    kv = shape.kv_heads
+    return [
+        t
+        for t in space.tensor_parallel or _divisors(cluster.accelerators_per_node)
+        if cluster.accelerators_per_node % t == 0
+        and shape.num_heads % t == 0
+        and shape.ffn % t == 0
+        and (kv % t == 0 or t % kv == 0)
+    ]
+
+
+def _batches(space: SearchSpace, global_batch_size: int) -> Iterator[tuple[int, int, int]]:
+    """(b, d, m): micro-batch size, copies, and micro-batches of the copy that has the most."""
+    for b in space.micro_batch_sizes:
+        if global_batch_size % b:
+            continue
+        micro_batches = global_batch_size // b
+        if not space.uneven_shares:
+            yield from ((b, d, micro_batches // d) for d in _divisors(micro_batches))
+            continue
+        previous = 0
+        for d in range(1, micro_batches + 1):
+            m = -(-micro_batches // d)
+            # More copies with as many micro-batches each take as long: leaving them idle is better.
+            if m != previous:
+                yield b, d, m
+            previous = m
+
+
+def _divisors(number: int) -> list[int]:
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})

@@ -1,0 +1,111 @@
+"""T(t,x) of a transformer on a described cluster, from formulas: the model for a task that nobody has measured."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from unicron_lightning.planner.performance.cluster import Cluster
+from unicron_lightning.planner.performance.layouts import FloatArray
+from unicron_lightning.planner.performance.model import ParallelConfiguration, check_num_workers
+from unicron_lightning.planner.performance.recipe import MEGATRON_CORE, Recipe
+from unicron_lightning.planner.performance.search import Found, SearchSpace, search
+from unicron_lightning.planner.performance.shape import ModelShape
+
+# Root mean square of the relative errors against published runs, rounded up (benchmarks/planner_model.py prints them).
+RELATIVE_ERROR = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerModel:
+    """The best that a task can do with x workers, by search over its parallel configurations.
+
+    The search is done when the first question is asked, once, for all x.
+
+    Attributes:
+        shape: the model that is trained.
+        cluster: the machines.
+        global_batch_size: B, samples per optimizer step; it stays the same whatever x is.
+        recipe: how the training program works, and how well.
+        space: which configurations to try.
+        may_idle: whether the task may leave some of its x workers idle. Then T never falls with x; if not, T is 0
+            where no configuration takes exactly x workers.
+        relative_error: relative standard error of the prediction, the same for all x.
+
+    Raises:
+        ValueError: a wrong batch or error, or a precision that the cluster has no figure for.
+    """
+
+    shape: ModelShape
+    cluster: Cluster
+    global_batch_size: int
+    recipe: Recipe = MEGATRON_CORE
+    space: SearchSpace = field(default_factory=SearchSpace)
+    may_idle: bool = True
+    relative_error: float = RELATIVE_ERROR
+
+    def __post_init__(self) -> None:
+        if self.global_batch_size < 1:
+            raise ValueError(f"global_batch_size={self.global_batch_size!r}: expected a whole number of at least 1")
+        if not (math.isfinite(self.relative_error) and self.relative_error >= 0):
+            raise ValueError(f"relative_error={self.relative_error!r}: expected a finite number, 0 or more")
+        for precision in (self.recipe.precision, self.recipe.attention_precision):
+            self.cluster.peak(precision)
+
+    @property
+    def step_flops(self) -> int:
+        """The model's FLOPs of one optimizer step; T x duration of a step."""
+        return self.shape.step_flops(self.global_batch_size)
+
+    def throughput(self, num_workers: int) -> float:
+        index = self._index(num_workers)
+        return 0.0 if index is None else float(self._throughput[index])
+
+    def configuration(self, num_workers: int) -> ParallelConfiguration | None:
+        index = self._index(num_workers)
+        return None if index is None else self._best.layouts.configuration(index, int(self._best.memory_bytes[index]))
+
+    def step_seconds(self, num_workers: int) -> float:
+        """Duration of an optimizer step on ``num_workers``; inf where the task cannot run."""
+        index = self._index(num_workers)
+        return math.inf if index is None else float(self._best.step_seconds[index])
+
+    def uncertainty(self, num_workers: int) -> float:
+        check_num_workers(num_workers)
+        return self.relative_error
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The numbers of workers at which T changes, rising."""
+        return tuple(int(count) for count in self._best.num_workers)
+
+    @cached_property
+    def _best(self) -> Found:
+        """What is best for each count; if workers may idle, only counts that beat all smaller ones."""
+        found = search(self.shape, self.cluster, self.recipe, self.space, self.global_batch_size)
+        if not self.may_idle or not len(found.num_workers):
+            return found
+        record = np.minimum.accumulate(found.step_seconds)
+        better = np.concatenate([[True], found.step_seconds[1:] < record[:-1]])
+        return Found(
+            num_workers=found.num_workers[better],
+            step_seconds=found.step_seconds[better],
+            memory_bytes=found.memory_bytes[better],
+            layouts=found.layouts.at(better),
+        )
+
+    @cached_property
+    def _throughput(self) -> FloatArray:
+        return self.step_flops / self._best.step_seconds
+
+    def _index(self, num_workers: int) -> int | None:
+        """Where in `_best` the answer for ``num_workers`` is."""
+        check_num_workers(num_workers)
+        counts = self._best.num_workers
+        index = int(np.searchsorted(counts, num_workers, side="right")) - 1
+        if index < 0 or (not self.may_idle and counts[index] != num_workers):
+            return None
+        return index
