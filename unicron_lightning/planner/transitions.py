@@ -1,0 +1,197 @@
+"""D_transition: how long a task stands still when its workers change, estimated from the transitions that were
+measured.
+
+The paper's reward charges a plan F(t,x) * D_transition for each task that it touches ("Unicron", arXiv 2401.00134, the
+section on plan generation). Durations differ by kind more than by anything else, so each kind is estimated apart.
+Durations of a kind are taken to be log-normal: with m and d their log-median and log-deviation,
+
+    E[duration] = exp(m + d^2 / 2)   [s]
+
+A few transitions went wrong and took hours: m comes from the median of the logarithms, and d from their median absolute
+deviation (times 1.4826, which makes it consistent for a normal distribution; Rousseeuw and Croux, JASA 88, 1993). Few
+were measured at first, so both are drawn towards what was expected, by weights in numbers of transitions:
+
+    m = (n0 m0 + n median) / (n0 + n)            d^2 = (n0 d0^2 + n d_mad^2) / (n0 + n)
+
+first the kind over all other tasks towards the prior, then the task towards its kind. Only a task's newest transitions
+of a kind count: scripts, machines and storage change.
+
+Limits. Up to half of a task's transitions may be outliers without moving m at all; then again a task of which one
+transition in three really takes hours is underestimated. One number is used for each kind: that a transition takes
+longer in a larger world is not modelled.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+NEWEST: Final = 64
+"""Transitions of a task and kind that count, by default."""
+_MAD_TO_DEVIATION: Final = 1.4826
+
+
+class TransitionKind(enum.Enum):
+    """What happens to a task's workers."""
+
+    SHRINK_IN_PLACE = "shrink_in_place"
+    """Workers leave; those that stay keep their processes and state."""
+    GROW_IN_PLACE = "grow_in_place"
+    """Workers join; those that were there keep their processes and state."""
+    RESTART = "restart"
+    """Processes are started anew on the same workers, in the same configuration."""
+    RECONFIGURE_COLD = "reconfigure_cold"
+    """The task starts from a checkpoint in another parallel configuration, or for the first time."""
+
+
+def kind_of_change(num_workers: int, next_num_workers: int, *, same_replicas: bool = True) -> TransitionKind:
+    """The kind of transition that a change of a task's allocation needs.
+
+    Args:
+        num_workers: x, workers now.
+        next_num_workers: x', workers planned; equal to x if workers failed and are replaced.
+        same_replicas: whether a replica (TP x PP) stays what it is; False means another parallel configuration.
+    """
+    for name, value in (("num_workers", num_workers), ("next_num_workers", next_num_workers)):
+        if value < 0:
+            raise ValueError(f"{name}={value}: expected an integer >= 0")
+    if next_num_workers < num_workers and (same_replicas or next_num_workers == 0):
+        return TransitionKind.SHRINK_IN_PLACE
+    if num_workers == 0 or not same_replicas:
+        return TransitionKind.RECONFIGURE_COLD
+    return TransitionKind.GROW_IN_PLACE if next_num_workers > num_workers else TransitionKind.RESTART
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transition:
+    """One measured transition.
+
+    Attributes:
+        task: whose.
+        kind: what happened.
+        seconds: from the last step that was finished before it to the first one after it, > 0.
+    """
+
+    task: str
+    kind: TransitionKind
+    seconds: float
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.seconds) and self.seconds > 0):
+            raise ValueError(f"seconds={self.seconds}: expected a finite number > 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransitionTime:
+    """A log-normal distribution of durations; as a prior, what is expected before any was measured.
+
+    Attributes:
+        median_seconds: exp(m).
+        log_deviation: d; with 0.7 two thirds of all transitions take between half and twice the median.
+        num_transitions: how firmly it is known, in transitions (n0 of a prior), > 0.
+    """
+
+    median_seconds: float
+    log_deviation: float = 0.7
+    num_transitions: float = 3.0
+
+    def __post_init__(self) -> None:
+        for name in ("median_seconds", "num_transitions"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name}={value}: expected a finite number > 0")
+        if not (math.isfinite(self.log_deviation) and self.log_deviation >= 0):
+            raise ValueError(f"log_deviation={self.log_deviation}: expected a finite number >= 0")
+
+    @property
+    def expected_seconds(self) -> float:
+        """D_transition: the mean duration."""
+        return self.median_seconds * math.exp(self.log_deviation**2 / 2)
+
+    def quantile_seconds(self, probability: float) -> float:
+        """The duration that this fraction of transitions stays below.
+
+        Args:
+            probability: between 0 and 1.
+        """
+        if not 0 < probability < 1:
+            raise ValueError(f"probability={probability}: expected a number between 0 and 1, both excluded")
+        return self.median_seconds * math.exp(self.log_deviation * statistics.NormalDist().inv_cdf(probability))
+
+    def observed(self, seconds: Sequence[float]) -> TransitionTime:
+        """What is known after durations were measured, this being what was known before."""
+        if not seconds:
+            return self
+        logs = [math.log(value) for value in seconds]
+        median = statistics.median(logs)
+        # The spread of a single value is unknown, not zero.
+        spread = _MAD_TO_DEVIATION * statistics.median(abs(log - median) for log in logs)
+        num_before, num = self.num_transitions, len(logs)
+        log_median = (num_before * math.log(self.median_seconds) + num * median) / (num_before + num)
+        variance = self.log_deviation**2
+        if num > 1:
+            variance = (num_before * variance + num * spread**2) / (num_before + num)
+        return TransitionTime(
+            median_seconds=math.exp(log_median),
+            log_deviation=math.sqrt(variance),
+            num_transitions=num_before + num,
+        )
+
+
+class TransitionTimes:
+    """Durations of each task's transitions, by kind.
+
+    Args:
+        measured: all measured transitions, oldest first.
+        priors: what was expected of each kind; all four are needed.
+        newest: how many of a task's transitions of a kind count, the newest.
+    """
+
+    def __init__(
+        self,
+        measured: Iterable[Transition],
+        priors: Mapping[TransitionKind, TransitionTime],
+        *,
+        newest: int = NEWEST,
+    ) -> None:
+        missing = [kind.value for kind in TransitionKind if kind not in priors]
+        if missing:
+            raise ValueError(f"priors without {', '.join(missing)}: expected one for each kind of transition")
+        if newest < 1:
+            raise ValueError(f"newest={newest}: expected an integer >= 1")
+        self._priors = dict(priors)
+        self._seconds: dict[TransitionKind, dict[str, list[float]]] = {kind: {} for kind in TransitionKind}
+        for transition in measured:
+            of_task = self._seconds[transition.kind].setdefault(transition.task, [])
+            of_task.append(transition.seconds)
+            del of_task[:-newest]
+
+    def of_kind(self, task: str, kind: TransitionKind) -> TransitionTime:
+        """What is known of one kind of transition of a task, whether or not any was measured."""
+        tasks = self._seconds[kind]
+        others = [value for other, seconds in tasks.items() if other != task for value in seconds]
+        prior = self._priors[kind]
+        pooled = prior.observed(others)
+        # However much is known of the others, of this task it says no more than the prior's weight.
+        towards = TransitionTime(
+            median_seconds=pooled.median_seconds,
+            log_deviation=pooled.log_deviation,
+            num_transitions=prior.num_transitions,
+        )
+        return towards.observed(tasks.get(task, []))
+
+    def expected_seconds(self, task: str) -> float:
+        """D_transition of a task as one number: its kinds in the proportions in which they were measured.
+
+        Each kind's prior counts with its ``num_transitions``.
+        """
+        total = weights = 0.0
+        for kind, prior in self._priors.items():
+            weight = prior.num_transitions + len(self._seconds[kind].get(task, []))
+            total += weight * self.of_kind(task, kind).expected_seconds
+            weights += weight
+        return total / weights
