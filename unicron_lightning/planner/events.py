@@ -1,0 +1,71 @@
+"""What may happen next to a cluster: the situations that are planned for one step ahead.
+
+* `Loss`: workers fail, of one or several tasks, or idle ones.
+* `Join`: workers come, new or repaired.
+* `Finish`: a task ends.
+* `Launch`: a task that was queued is to run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """Workers fail.
+
+    Attributes:
+        num_workers: how many, idle ones included.
+        by_task: which tasks lose how many, by name; given as a mapping or as pairs.
+
+    Raises:
+        ValueError: a number is not positive, or the tasks lose more than there are.
+    """
+
+    num_workers: int
+    by_task: tuple[tuple[str, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        pairs = self.by_task.items() if isinstance(self.by_task, Mapping) else self.by_task
+        object.__setattr__(self, "by_task", tuple(sorted(pairs)))
+        lost = [number for _, number in self.by_task]
+        if self.num_workers < 1 or any(number < 1 for number in lost):
+            raise ValueError(f"{self!r}: expected at least one worker lost, by each task that is named too")
+        if sum(lost) > self.num_workers:
+            raise ValueError(f"{self!r}: the tasks lose {sum(lost)} workers, expected at most {self.num_workers}")
+        if len(dict(self.by_task)) != len(self.by_task):
+            raise ValueError(f"{self!r}: expected each task once")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Join:
+    """``num_workers`` workers come.
+
+    Raises:
+        ValueError: less than one.
+    """
+
+    num_workers: int
+
+    def __post_init__(self) -> None:
+        if self.num_workers < 1:
+            raise ValueError(f"num_workers={self.num_workers!r}: expected at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finish:
+    """The running task ``task`` ends and frees its workers."""
+
+    task: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """The queued task ``task`` is to run."""
+
+    task: str
+
+
+Event = Loss | Join | Finish | Launch

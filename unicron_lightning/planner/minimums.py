@@ -1,0 +1,49 @@
+"""Which tasks run when the minimums of those that may not be paused do not fit together.
+
+Then the tasks that may not be paused come first, by weighted value: those run whose F(t, minimum) sum to the most,
+among all subsets whose minimums fit; of equally good ones those that run already. The others of them are paused. What
+is left goes by reward to all tasks that run or may be paused.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from unicron_lightning.planner.columns import NOTHING, Column
+from unicron_lightning.planner.problem import Problem, Variant
+from unicron_lightning.planner.search import best_choices
+
+if TYPE_CHECKING:
+    from unicron_lightning.planner.reward import Curve
+    from unicron_lightning.planner.state import ClusterState
+
+_VALUE_BITS = 44
+"""F is rounded to 2^-44 of the sum of all."""
+
+
+def must_pause(state: ClusterState) -> tuple[str, ...]:
+    """Names of the tasks that may not be paused and have to be, in order; none if the minimums fit."""
+    bound = [curve for curve in state.tasks if not curve.task.may_pause]
+    able = [curve for curve in bound if len(curve.workers) and curve.workers[0] <= state.num_workers]
+    num_units = state.num_workers // state.unit
+    if sum(int(curve.workers[0]) // state.unit for curve in able) > num_units:
+        able = _best_subset(state, able, num_units)
+    kept = {curve.task.name for curve in able}
+    return tuple(curve.task.name for curve in bound if curve.task.name not in kept)
+
+
+def _best_subset(state: ClusterState, curves: list[Curve], num_units: int) -> list[Curve]:
+    """A knapsack: those curves whose F at the minimum sum to the most."""
+    total = math.fsum(float(curve.waf[0]) for curve in curves)
+    columns = []
+    for curve in curves:
+        value = round(math.ldexp(float(curve.waf[0]) / total, _VALUE_BITS)) * (len(curves) + 1)
+        key = value + (state.allocation.get(curve.task.name, 0) > 0)
+        units = np.array([0, int(curve.workers[0]) // state.unit], dtype=np.int64)
+        columns.append(Column(units=units, keys=np.array([0, key], dtype=np.int64)))
+    end = Variant(position=len(columns), replaces=False, column=NOTHING)
+    (choice,) = best_choices(Problem.of(columns, num_units, [end]))
+    return [curve for curve, units in zip(curves, choice.units, strict=True) if units]

@@ -1,0 +1,151 @@
+"""A plan: who gets how many workers, what that is worth, and what a little more or less would be."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from unicron_lightning.planner.reward import reward
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from unicron_lightning.planner.performance.model import ParallelConfiguration
+    from unicron_lightning.planner.reward import Curve
+    from unicron_lightning.planner.state import ClusterState
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskPlan:
+    """One task's part of a plan.
+
+    Attributes:
+        name: the task's.
+        num_workers: x', what it gets; 0: it is paused.
+        num_workers_before: x, what it had, lost workers included.
+        num_workers_lost: how many of them failed.
+        changed: whether it has to go through a transition: it is affected, or x' differs from x.
+        waf: F(t,x') [FLOP/s].
+        reward: G(t,x') [FLOP].
+        configuration: how it is spread over its workers; None where the performance model does not know.
+        gain_of_last: what its last units bring: G less that of the next smaller size [FLOP]. None: there is none.
+        gain_of_next: what the next larger size would bring the task alone [FLOP]. None: there is none.
+    """
+
+    name: str
+    num_workers: int
+    num_workers_before: int
+    num_workers_lost: int
+    changed: bool
+    waf: float
+    reward: float
+    configuration: ParallelConfiguration | None
+    gain_of_last: float | None
+    gain_of_next: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The best allocation in a state.
+
+    Attributes:
+        state: the situation that it is for; plans are equal if they say the same, whatever it is.
+        names: the tasks, sorted.
+        workers: x' of each.
+        infeasible: tasks that may not be paused and are, because the minimums of all such tasks do not fit.
+    """
+
+    state: ClusterState = field(compare=False, repr=False)
+    names: tuple[str, ...]
+    workers: tuple[int, ...]
+    infeasible: tuple[str, ...] = ()
+
+    @cached_property
+    def allocation(self) -> Mapping[str, int]:
+        """Workers by task, x', 0 for those that are paused."""
+        return MappingProxyType(dict(zip(self.names, self.workers, strict=True)))
+
+    @property
+    def paused(self) -> tuple[str, ...]:
+        """Tasks without workers."""
+        return tuple(name for name, x in zip(self.names, self.workers, strict=True) if not x)
+
+    @cached_property
+    def value(self) -> float:
+        """The sum of G(t,x') [FLOP]: what is maximised."""
+        return math.fsum(reward_of(self.state, *pair) for pair in zip(self.state.tasks, self.workers, strict=True))
+
+    @cached_property
+    def waf(self) -> float:
+        """The sum of F(t,x') [FLOP/s]."""
+        return math.fsum(curve.waf_at(x) for curve, x in zip(self.state.tasks, self.workers, strict=True))
+
+    @property
+    def num_spare_workers(self) -> int:
+        """Healthy workers that no task gets."""
+        return self.state.num_workers - sum(self.workers)
+
+    @cached_property
+    def num_moved_workers(self) -> int:
+        """Workers that a task gets or gives up: the sum of abs(x' - what it still has)."""
+        allocation, lost = self.state.allocation, self.state.lost
+        left = (allocation.get(name, 0) - lost.get(name, 0) for name in self.names)
+        return sum(abs(x - has) for x, has in zip(self.workers, left, strict=True))
+
+    @cached_property
+    def tasks(self) -> tuple[TaskPlan, ...]:
+        """Everything about each task."""
+        return tuple(self._task(curve, x) for curve, x in zip(self.state.tasks, self.workers, strict=True))
+
+    def _task(self, curve: Curve, num_workers: int) -> TaskPlan:
+        state, name = self.state, curve.task.name
+        here = reward_of(state, curve, num_workers)
+        smaller, larger = neighbours(state, curve, num_workers)
+        return TaskPlan(
+            name=name,
+            num_workers=num_workers,
+            num_workers_before=state.allocation.get(name, 0),
+            num_workers_lost=state.lost.get(name, 0),
+            changed=is_changed(state, curve, num_workers),
+            waf=curve.waf_at(num_workers),
+            reward=here,
+            configuration=curve.task.performance.configuration(num_workers) if num_workers else None,
+            gain_of_last=None if smaller is None else here - reward_of(state, curve, smaller),
+            gain_of_next=None if larger is None else reward_of(state, curve, larger) - here,
+        )
+
+
+def is_changed(state: ClusterState, curve: Curve, num_workers: int) -> bool:
+    """Whether a task with ``num_workers`` goes through a transition: [t is affected, or x' != x]."""
+    name = curve.task.name
+    return name in state.lost or num_workers != state.allocation.get(name, 0)
+
+
+def reward_of(state: ClusterState, curve: Curve, num_workers: int) -> float:
+    """G(t,x') [FLOP] in a state."""
+    return reward(
+        curve.waf_at(num_workers),
+        curve.waf_at(state.allocation.get(curve.task.name, 0)),
+        changed=is_changed(state, curve, num_workers),
+        running_seconds=state.duration_seconds,
+        transition_seconds=curve.task.transition_seconds,
+    )
+
+
+def neighbours(state: ClusterState, curve: Curve, num_workers: int) -> tuple[int | None, int | None]:
+    """The next smaller and the next larger number of workers that the task could have, None where there is none.
+
+    To be paused is the smallest for a task that may be.
+    """
+    below = int(np.searchsorted(curve.workers, num_workers))
+    above = int(np.searchsorted(curve.workers, num_workers, side="right"))
+    smaller = int(curve.workers[below - 1]) if below else None
+    if smaller is None and num_workers and curve.task.may_pause:
+        smaller = 0
+    larger = int(curve.workers[above]) if above < len(curve.workers) else None
+    return smaller, larger if larger is not None and larger <= state.num_workers else None

@@ -1,0 +1,54 @@
+"""How finely rewards are told apart.
+
+Rewards are rounded to whole multiples of a quantum, so that sums are exact, whatever their order: ties are ties, the
+order of tasks changes nothing, and a plan made ahead is the very plan that would be made afresh. Rewards and moved
+workers are one 64-bit integer, a *key*,
+
+    key = round(G / quantum) * W  -  moved units,      W > any sum of moved units,
+
+so that among plans of equal reward the one that moves fewer workers is greater. F * D_running is rounded by its
+*increments* from size to size (`unicron_lightning.planner.kernels.keys_of`), by at most 0.75 quanta each: so a concave
+stretch stays concave. A plan of n' units on m tasks is hence rounded by less than 0.75 n' + 0.5 m quanta, and the plan
+found is at most twice as much below the best one. The quantum is a power of two, and small: with the default, this
+bound, as a share of the largest reward that n' units can bring, is below 2e-13 for 6 tasks on 128 units and below 2e-9
+for 256 tasks on 12,500 units.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from unicron_lightning.planner.state import ClusterState
+
+KEY_BITS = 60
+"""No sum of keys reaches 2^60: differences and the bounds of the solver stay within 64 bits."""
+
+
+def moves_factor(state: ClusterState) -> int:
+    """W: a power of two above what any plan can move, in units.
+
+    A task moves at most as many units as it has or gets, rounded up.
+    """
+    num_units = -(-max(state.num_workers, sum(state.allocation.values())) // state.unit)
+    return 1 << (2 * num_units + 2 * (len(state.tasks) + len(state.queued)) + 2).bit_length()
+
+
+def choose(state: ClusterState) -> float:
+    """The quantum [FLOP]: the one given if it is large enough, else the smallest that leaves room for a doubling.
+
+    A state that follows from another keeps its quantum, so that their plans can be compared.
+    """
+    curves = (*state.tasks, *state.queued)
+    per_unit = max((curve.waf_per_unit for curve in curves), default=0.0)
+    waf = min(per_unit * (state.num_workers / state.unit), math.fsum(curve.waf_peak for curve in curves))
+    had = {curve.task.name: curve.waf_at(state.allocation.get(curve.task.name, 0)) for curve in state.tasks}
+    lost = math.fsum(had[curve.task.name] * curve.task.transition_seconds for curve in state.tasks)
+    largest = waf * state.duration_seconds + lost
+    if largest <= 0.0:
+        return state.quantum_flop or 1.0
+    # What rounding adds, up to 0.75 quanta per unit, is kept free as well.
+    room = (1 << KEY_BITS) // moves_factor(state) - 2 * (state.num_workers // state.unit) - 2 * len(curves)
+    needed = math.ldexp(1.0, math.frexp(largest / room)[1])
+    return state.quantum_flop if state.quantum_flop >= needed else 2 * needed

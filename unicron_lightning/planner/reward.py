@@ -1,0 +1,111 @@
+"""F(t,x), weighted achieved FLOP/s, and G(t,x'), the reward of a plan, in the notation of "Unicron", arXiv 2401.00134.
+
+    F(t,x)  = w(t) * T(t,x)   if x satisfies the task's minimum, else 0                                       [FLOP/s]
+    G(t,x') = F(t,x') * D_running(n')  -  [t is affected, or x' != x] * F(t,x) * D_transition                 [FLOP]
+
+T is the achieved aggregate FLOP/s, D_running(n') the expected seconds to the next failure with n' workers, D_transition
+the expected seconds of a change, x the task's workers before and x' those of the plan.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from unicron_lightning.planner.task import PlanTask
+
+
+def reward(
+    waf_planned: float, waf_before: float, *, changed: bool, running_seconds: float, transition_seconds: float
+) -> float:
+    """G(t,x') in FLOP.
+
+    Args:
+        waf_planned: F(t,x') [FLOP/s].
+        waf_before: F(t,x) [FLOP/s].
+        changed: whether t is affected by the failure, or x' != x.
+        running_seconds: D_running(n').
+        transition_seconds: D_transition.
+    """
+    return waf_planned * running_seconds - (waf_before * transition_seconds if changed else 0.0)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Curve:
+    """F(t,x) of a task at every number of workers that a plan may give it: what was known when this was made.
+
+    Make it with `Curve.of`, and anew when the performance model has learned more; plans are made from curves, so that
+    a model that learns meanwhile cannot change half of a plan.
+
+    Attributes:
+        task: whose it is.
+        unit: workers per unit of the plan.
+        num_workers: up to how many workers it is known.
+        workers: int64, rising: the numbers of workers with which the task can run (where F > 0).
+        waf: float64 [FLOP/s], F at each of them.
+    """
+
+    task: PlanTask
+    unit: int
+    num_workers: int
+    workers: NDArray[np.int64] = field(repr=False)
+    waf: NDArray[np.float64] = field(repr=False)
+
+    @classmethod
+    def of(cls, task: PlanTask, unit: int, num_workers: int) -> Curve:
+        """Ask the performance model for every size that the task may have on up to ``num_workers`` workers.
+
+        Raises:
+            ValueError: the model answers with something that is no number of FLOP/s.
+        """
+        sizes = np.array(task.sizes(unit, num_workers), dtype=np.int64)
+        flops = np.array([task.performance.throughput(int(x)) for x in sizes], dtype=np.float64)
+        wrong = np.flatnonzero(~np.isfinite(flops) | (flops < 0))
+        if wrong.size:
+            x, value = sizes[wrong[0]], float(flops[wrong[0]])
+            raise ValueError(f"task {task.name!r}: throughput({x}) is {value!r}: expected FLOP/s, finite, 0 or more")
+        runs = flops > 0
+        return cls(
+            task=task, unit=unit, num_workers=num_workers, workers=sizes[runs], waf=task.weight * flops[runs]
+        )
+
+    def waf_at(self, num_workers: int) -> float:
+        """F(t,x) [FLOP/s] for any x, also one that no plan would give: a task may have such a size before."""
+        if num_workers < self.task.min_workers:
+            return 0.0
+        index = int(np.searchsorted(self.workers, num_workers))
+        if index < len(self.workers) and self.workers[index] == num_workers:
+            return float(self.waf[index])
+        flops = self.task.performance.throughput(num_workers)
+        if not (math.isfinite(flops) and flops >= 0):
+            given = f"throughput({num_workers}) is {flops!r}"
+            raise ValueError(f"task {self.task.name!r}: {given}: expected FLOP/s, finite, 0 or more")
+        return self.task.weight * flops
+
+    @cached_property
+    def waf_peak(self) -> float:
+        """The largest F [FLOP/s], 0 if the task cannot run at all."""
+        return float(self.waf.max(initial=0.0))
+
+    @cached_property
+    def waf_per_unit(self) -> float:
+        """The largest F per unit of workers [FLOP/s]."""
+        return float((self.waf * self.unit / self.workers).max(initial=0.0))
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Names the contents: equal for curves from which the same plans follow."""
+        task = self.task
+        terms = (task.name, task.weight, task.transition_seconds, task.min_workers, task.may_pause, self.unit)
+        content = hashlib.blake2b(repr((*terms, self.num_workers)).encode(), digest_size=16)
+        content.update(self.workers.tobytes())
+        content.update(self.waf.tobytes())
+        return content.digest()

@@ -1,0 +1,114 @@
+"""The exact search: the best choice of one option per task, for several variants of one problem at once.
+
+A *variant* changes one column: it replaces a task's options, takes a task away or puts one in. All variants share the
+prefix and the suffix table of the other columns; each then takes one combination of a prefix row, its own column and a
+suffix row, instead of a solution of its own.
+
+Only options that can be in a best plan of some variant enter the tables (`unicron_lightning.planner.kernels`): first
+those within a guess of the distance between bound and optimum; the plans found bound that distance, and if they do not
+prove the guess right, those within that distance. Ties are never removed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from unicron_lightning.planner import kernels
+from unicron_lightning.planner.rows import Rows
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from unicron_lightning.planner.problem import Choice, Problem
+
+EVERYTHING = 1 << 61
+"""A reduced cost that no option exceeds."""
+
+FEW_OPTIONS = 24
+"""Options per task that the first, guessing tables may have."""
+
+
+def best_choices(problem: Problem) -> list[Choice]:
+    """The best plan of each variant; ties as `unicron_lightning.planner.solver` says."""
+    prices, distances = _bounds(problem)
+    limits, mask = _guess(problem, prices, distances)
+    while True:
+        rows = Rows.fill(problem.columns.chosen(mask), problem)
+        found = [rows.best(index) for index in range(len(problem.variants))]
+        worst = [bound - top for (_, bound), (top, _, _) in zip(prices, found, strict=True)]
+        distances = [min(known, new) for known, new in zip(distances, worst, strict=True)]
+        if all(limit >= distance for limit, distance in zip(limits, distances, strict=True)):
+            return [rows.choice(index, *best) for index, best in enumerate(found)]
+        limits = distances
+        marked = _mark(problem, prices, limits, EVERYTHING)
+        assert marked is not None
+        mask = marked
+
+
+def _bounds(problem: Problem) -> tuple[list[tuple[int, int]], list[int]]:
+    """Of each variant: its price and upper bound; and how far a plan that is known is below the bound, at most."""
+    most = (1 << 62) // (problem.free_units + 1)
+    prices, distances = [], []
+    for index in range(len(problem.variants)):
+        price, bound, value = kernels.find_price(
+            problem.hull_starts,
+            problem.vertices,
+            problem.columns.units,
+            problem.columns.keys,
+            problem.num_tasks,
+            problem.skipped(index),
+            problem.num_tasks + index,
+            problem.num_units,
+            most,
+        )
+        # Without a price that 64 bits can hold nothing is ruled out.
+        prices.append((price, bound) if price >= 0 else (0, EVERYTHING))
+        distances.append(bound - value if price >= 0 else EVERYTHING)
+    return prices, distances
+
+
+def _guess(
+    problem: Problem, prices: list[tuple[int, int]], distances: list[int]
+) -> tuple[list[int], NDArray[np.bool_]]:
+    """Limits on reduced costs that leave few options, and the options that are left."""
+    few = FEW_OPTIONS * (problem.num_tasks + len(problem.variants)) + 64
+    for shift in range(0, 64, 2):
+        limits = [distance >> shift for distance in distances]
+        mask = _mark(problem, prices, limits, few)
+        if mask is not None:
+            return limits, mask
+    mask = _mark(problem, prices, limits, EVERYTHING)  # so many options are best ones
+    assert mask is not None
+    return limits, mask
+
+
+def _mark(
+    problem: Problem, prices: list[tuple[int, int]], limits: list[int], most_marked: int
+) -> NDArray[np.bool_] | None:
+    """The options within the limit of some variant; None if there are more than ``most_marked``."""
+    columns = problem.columns
+    mask = np.zeros(len(columns.units), dtype=np.bool_)
+    marked = 0
+    for index, ((price, bound), limit) in enumerate(zip(prices, limits, strict=True)):
+        if bound == EVERYTHING:
+            mask[:] = True
+            return mask
+        marked = kernels.mark(
+            problem.hull_starts,
+            problem.vertices,
+            columns.units,
+            columns.keys,
+            problem.num_tasks,
+            problem.skipped(index),
+            problem.num_tasks + index,
+            price,
+            limit,
+            mask,
+            marked,
+            most_marked,
+        )
+        if marked > most_marked:
+            return None
+    return mask

@@ -1,0 +1,68 @@
+"""The best plan: exact, for curves of any shape.
+
+    maximise  sum_i G(t_i, x'_i)   subject to   sum_i x'_i <= n'              "Unicron", arXiv 2401.00134
+
+Of plans of equal reward (`unicron_lightning.planner.quantum` says how equal) the one that moves fewest workers is
+taken: the sum of abs(x' - x) where x counts the workers that a task still has, in units, rounded up for each task. Of
+those that are still equal, one that depends on names only, never on the order in which tasks are given: the task that
+the last event was about (the state's ``pivot``) takes the fewest workers, then the tasks whose names come after it
+the fewest together, and then each task in turn takes the fewest, those before the pivot by descending name first, then
+those after it by ascending name. Without a pivot all tasks come before it.
+
+Workers that would bring nothing stay spare. When minimums do not fit see `unicron_lightning.planner.minimums`.
+"""
+
+from __future__ import annotations
+
+import bisect
+from typing import TYPE_CHECKING
+
+from unicron_lightning.planner.columns import NOTHING, Column, column
+from unicron_lightning.planner.minimums import must_pause
+from unicron_lightning.planner.plan import Plan
+from unicron_lightning.planner.problem import Problem, Variant
+from unicron_lightning.planner.quantum import moves_factor
+from unicron_lightning.planner.search import best_choices
+
+if TYPE_CHECKING:
+    from unicron_lightning.planner.state import ClusterState
+
+
+def solve(state: ClusterState) -> Plan:
+    """The best plan in ``state``."""
+    paused = must_pause(state)
+    columns = columns_of(state, paused, moves_factor(state))
+    problem = Problem.of(columns, state.num_workers // state.unit, [_around_pivot(state, columns)])
+    (choice,) = best_choices(problem)
+    workers = tuple((choice.units * state.unit).tolist())
+    return Plan(state=state, names=state.names, workers=workers, infeasible=paused)
+
+
+def columns_of(state: ClusterState, paused: tuple[str, ...], factor: int) -> list[Column]:
+    """The options of each task of ``state``.
+
+    Args:
+        state: the situation.
+        paused: tasks that have to be paused.
+        factor: W, see `unicron_lightning.planner.quantum`.
+    """
+    return [
+        column(
+            state,
+            curve,
+            factor=factor,
+            may_pause=curve.task.may_pause or curve.task.name in paused,
+            may_run=curve.task.name not in paused,
+        )
+        for curve in state.tasks
+    ]
+
+
+def _around_pivot(state: ClusterState, columns: list[Column]) -> Variant:
+    """The problem itself as a variant, with its tables meeting at the pivot."""
+    if state.pivot is None:
+        return Variant(position=len(columns), replaces=False, column=NOTHING)
+    position = bisect.bisect_left(state.names, state.pivot)
+    if position < len(columns) and state.names[position] == state.pivot:
+        return Variant(position=position, replaces=True, column=columns[position])
+    return Variant(position=position, replaces=False, column=NOTHING)

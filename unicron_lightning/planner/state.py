@@ -1,0 +1,193 @@
+"""The situation that a plan is made for: tasks, workers, and who has which now."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+
+from unicron_lightning.planner import quantum
+from unicron_lightning.planner.events import Event, Finish, Join, Launch, Loss
+from unicron_lightning.planner.reward import Curve
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ClusterState:
+    """n' healthy workers, the tasks that compete for them, and how they stand.
+
+    The order in which tasks are given does not matter. Equal contents have equal fingerprints, and a plan depends on
+    nothing else.
+
+    Attributes:
+        tasks: F(t,x) of each task that is to run.
+        num_workers: n', the workers there are, healthy.
+        running_seconds: D_running(n'), the expected seconds to the next failure with n' workers; a number if it does
+            not depend on n'.
+        allocation: x_i, the workers that each task had by its last plan; none if it is not named.
+        lost: how many of them failed since then, by task. A task that is named is *affected*, also with 0.
+        queued: F(t,x) of tasks that are not to run yet. They matter only to the plans made ahead.
+        unit: workers per unit of the plan: it gives each task a multiple of this.
+        node_workers: how many workers a node has: so many fail, or join, in the plans made ahead. Default: the unit.
+        pivot: the task that the last event was about. It decides between plans that are equally good and move equally
+            many workers, see `unicron_lightning.planner.solver`.
+        quantum_flop: rewards are rounded to multiples of this [FLOP]; default: see `unicron_lightning.planner.quantum`.
+
+    Raises:
+        ValueError: names are not unique or unknown, a number is out of range, or a curve is for another unit or for
+            fewer workers than there are.
+    """
+
+    tasks: tuple[Curve, ...]
+    num_workers: int
+    running_seconds: Callable[[int], float] | float
+    allocation: Mapping[str, int] = field(default_factory=dict)
+    lost: Mapping[str, int] = field(default_factory=dict)
+    queued: tuple[Curve, ...] = ()
+    unit: int = 1
+    node_workers: int = 0
+    pivot: str | None = None
+    quantum_flop: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tasks", tuple(sorted(self.tasks, key=_name)))
+        object.__setattr__(self, "queued", tuple(sorted(self.queued, key=_name)))
+        running = {name: x for name, x in sorted(self.allocation.items()) if x}
+        object.__setattr__(self, "allocation", MappingProxyType(running))
+        object.__setattr__(self, "lost", MappingProxyType(dict(sorted(self.lost.items()))))
+        if not self.node_workers:
+            object.__setattr__(self, "node_workers", self.unit)
+        self._check_numbers()
+        self._check_names()
+        if not 0 < self.duration_seconds < math.inf:
+            given = f"running_seconds({self.num_workers}) is {self.duration_seconds!r}"
+            raise ValueError(f"{given}: expected seconds, positive and finite")
+        object.__setattr__(self, "quantum_flop", quantum.choose(self))
+
+    def _check_numbers(self) -> None:
+        for name, value, least in (
+            ("num_workers", self.num_workers, 0),
+            ("unit", self.unit, 1),
+            ("node_workers", self.node_workers, 1),
+            ("quantum_flop", self.quantum_flop, 0),
+        ):
+            if value < least:
+                raise ValueError(f"{name}={value!r}: expected at least {least}")
+        for curve in (*self.tasks, *self.queued):
+            most = curve.task.max_workers
+            wanted = self.num_workers if most is None else min(self.num_workers, most)
+            if curve.unit != self.unit or curve.num_workers < wanted:
+                given = f"the curve of {curve.task.name!r} is for units of {curve.unit} and {curve.num_workers} workers"
+                raise ValueError(f"{given}: expected units of {self.unit} and at least {wanted} workers")
+
+    def _check_names(self) -> None:
+        names = [curve.task.name for curve in (*self.tasks, *self.queued)]
+        if len(set(names)) < len(names):
+            raise ValueError(f"tasks {sorted(names)}: expected different names")
+        known = {curve.task.name for curve in self.tasks}
+        for what, given in (("allocation", self.allocation), ("lost", self.lost)):
+            if not given.keys() <= known:
+                raise ValueError(f"{what} names {sorted(given.keys() - known)}: expected only tasks {sorted(known)}")
+            if any(number < 0 for number in given.values()):
+                raise ValueError(f"{what}={dict(given)!r}: expected numbers of workers, 0 or more")
+        for name, number in self.lost.items():
+            if number > self.allocation.get(name, 0):
+                raise ValueError(f"{name!r} lost {number} workers: expected at most {self.allocation.get(name, 0)}")
+        if (used := sum(self.allocation.values()) - sum(self.lost.values())) > self.num_workers:
+            raise ValueError(f"num_workers={self.num_workers}: expected at least the {used} that tasks have")
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The tasks' names, in the order in which everything is computed."""
+        return tuple(curve.task.name for curve in self.tasks)
+
+    @cached_property
+    def duration_seconds(self) -> float:
+        """D_running(n')."""
+        return self.running_seconds_with(self.num_workers)
+
+    def running_seconds_with(self, num_workers: int) -> float:
+        """D_running of another number of workers; that of one if there is none."""
+        if callable(self.running_seconds):
+            return float(self.running_seconds(max(1, num_workers)))
+        return float(self.running_seconds)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Names the contents, those that matter to the plans made ahead included: equal only for equal states."""
+        sizes = (self.num_workers, self.num_workers - self.node_workers, self.num_workers + self.node_workers)
+        durations = [self.running_seconds_with(n) for n in sizes]
+        numbers = (self.num_workers, self.unit, self.node_workers, self.pivot, self.quantum_flop, durations)
+        standing = (tuple(self.allocation.items()), tuple(self.lost.items()), len(self.tasks))
+        content = hashlib.blake2b(repr((numbers, standing)).encode(), digest_size=16)
+        for curve in (*self.tasks, *self.queued):
+            content.update(curve.digest)
+        for curve in self.tasks:
+            content.update(repr(curve.waf_at(self.allocation.get(curve.task.name, 0))).encode())
+        return content.hexdigest()
+
+    def after(self, event: Event) -> ClusterState:
+        """The state in which the next plan is made if ``event`` happens now.
+
+        Raises:
+            ValueError: it cannot happen here.
+        """
+        change = dataclasses.replace
+        match event:
+            case Loss():
+                lost = {name: number + self.lost.get(name, 0) for name, number in event.by_task}
+                left = self.num_workers - event.num_workers
+                pivot = event.by_task[0][0] if event.by_task else None
+                return change(self, num_workers=left, lost={**self.lost, **lost}, pivot=pivot)
+            case Join():
+                return change(self, num_workers=self.num_workers + event.num_workers, pivot=None)
+            case Finish():
+                return self._without(event.task)
+            case Launch():
+                coming = [curve for curve in self.queued if curve.task.name == event.task]
+                if not coming:
+                    raise ValueError(f"{event!r}: expected a queued task, one of {[c.task.name for c in self.queued]}")
+                queued = tuple(curve for curve in self.queued if curve not in coming)
+                return change(self, tasks=(*self.tasks, *coming), queued=queued, pivot=event.task)
+
+    def _without(self, name: str) -> ClusterState:
+        if name not in self.names:
+            raise ValueError(f"{Finish(task=name)!r}: expected one of the tasks {list(self.names)}")
+        return dataclasses.replace(
+            self,
+            tasks=tuple(curve for curve in self.tasks if curve.task.name != name),
+            allocation={task: x for task, x in self.allocation.items() if task != name},
+            lost={task: x for task, x in self.lost.items() if task != name},
+            pivot=name,
+        )
+
+    def adopt(self, allocation: Mapping[str, int]) -> ClusterState:
+        """The state once a plan's ``allocation`` is in force."""
+        return dataclasses.replace(self, allocation=allocation, lost={}, pivot=None)
+
+    @cached_property
+    def num_idle(self) -> int:
+        """Healthy workers that no task has."""
+        return self.num_workers - sum(self.allocation.values()) + sum(self.lost.values())
+
+    def loss_of(self, name: str | None) -> Loss | None:
+        """The event, as planned for ahead, that a node of ``name`` fails (None: one with idle workers only).
+
+        A task that has fewer workers than a node loses all it has, and idle workers, if there are, fail with them.
+
+        Returns:
+            None if there is nothing to lose.
+        """
+        if name is None:
+            return Loss(num_workers=min(self.node_workers, self.num_idle)) if self.num_idle else None
+        has = self.allocation.get(name, 0) - self.lost.get(name, 0)
+        lost = min(has, self.node_workers)
+        idle = min(self.num_idle, self.node_workers - lost)
+        return Loss(num_workers=lost + idle, by_task=((name, lost),)) if lost else None
+
+
+def _name(curve: Curve) -> str:
+    return curve.task.name

@@ -1,0 +1,69 @@
+"""What the planner knows of a task."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from unicron_lightning.planner.performance.model import PerformanceModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanTask:
+    """A task t that competes for workers.
+
+    Attributes:
+        name: unique among the tasks planned together.
+        performance: T(t,x), its achieved aggregate FLOP/s on x workers.
+        transition_seconds: D_transition, the expected time that a change of its workers costs it.
+        weight: w(t), what a FLOP of this task is worth.
+        min_workers: fewest workers with which it may run.
+        max_workers: most workers it may have, None for as many as there are.
+        granularity: its number of workers is a multiple of this, e.g. TP x PP, or the workers of a node.
+        may_pause: whether the planner may give it no workers for the good of others. A task that may not is paused only
+            if the minimums of all such tasks do not fit together.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    name: str
+    performance: PerformanceModel
+    transition_seconds: float
+    weight: float = 1.0
+    min_workers: int = 1
+    max_workers: int | None = None
+    granularity: int = 1
+    may_pause: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ValueError("name='': expected the task's name")
+        if not (math.isfinite(self.weight) and self.weight > 0):
+            raise ValueError(f"task {self.name!r}: weight={self.weight!r}: expected a positive number")
+        if not (math.isfinite(self.transition_seconds) and self.transition_seconds >= 0):
+            given = f"transition_seconds={self.transition_seconds!r}"
+            raise ValueError(f"task {self.name!r}: {given}: expected seconds, 0 or more")
+        if self.min_workers < 1 or self.granularity < 1:
+            given = f"min_workers={self.min_workers!r}, granularity={self.granularity!r}"
+            raise ValueError(f"task {self.name!r}: {given}: expected whole numbers of at least 1")
+        if self.max_workers is not None and self.max_workers < self.min_workers:
+            given = f"max_workers={self.max_workers!r}"
+            raise ValueError(f"task {self.name!r}: {given}: expected at least min_workers={self.min_workers}")
+
+    def sizes(self, unit: int, num_workers: int) -> range:
+        """The numbers of workers, other than none, that a plan in units may give it.
+
+        Args:
+            unit: workers per unit of the plan.
+            num_workers: workers there are.
+
+        Returns:
+            Multiples of both granularity and unit from the minimum to the maximum; perhaps empty.
+        """
+        step = math.lcm(self.granularity, unit)
+        first = -(-self.min_workers // step) * step
+        last = num_workers if self.max_workers is None else min(self.max_workers, num_workers)
+        return range(first, last + 1, step)
