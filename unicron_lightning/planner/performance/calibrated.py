@@ -1,0 +1,101 @@
+"""A prior for T(t,x), such as the analytic model, set right by what was measured.
+
+The measured ratios r(x) = measured / prior are taken as samples of a smooth curve. Its logarithm is a Gaussian process:
+
+    log r ~ GP(0, k),   k(x, y) = e(x) e(y) (c + (1 - c) exp(-|log2(x/y)| / l))
+
+e(x): the prior's relative error; c: the part of its error that is the same for all x (a wrong efficiency moves the
+whole curve); l: after how many doublings of x the rest is forgotten. The samples' errors are those of the means
+measured. At a well measured x the answer is the measurement; far from all of them it is the prior scaled by what they
+share; with none it is the prior. The error follows: small where measured, never more than the prior's.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from unicron_lightning.planner.performance.layouts import FloatArray
+from unicron_lightning.planner.performance.model import ParallelConfiguration, PerformanceModel, check_num_workers
+from unicron_lightning.planner.performance.online import OnlineModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibratedModel:
+    """A performance model from a prior and measurements.
+
+    Attributes:
+        prior: any model; where it says 0, the task runs only at counts where it was measured running.
+        online: the measurements.
+        prior_error: relative standard error of the prior; None takes the prior's own, which must be above 0 somewhere
+            to leave the measurements any say.
+        common: c, the part of the prior's error that all x share.
+        doublings: l, doublings of x after which the rest of the error is independent.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    prior: PerformanceModel
+    online: OnlineModel
+    prior_error: float | None = None
+    common: float = 0.7
+    doublings: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.prior_error is not None and not (math.isfinite(self.prior_error) and self.prior_error >= 0):
+            raise ValueError(f"prior_error={self.prior_error!r}: expected a finite number, 0 or more, or None")
+        if not 0 <= self.common <= 1:
+            raise ValueError(f"common={self.common!r}: expected 0 to 1")
+        if not (math.isfinite(self.doublings) and self.doublings > 0):
+            raise ValueError(f"doublings={self.doublings!r}: expected a finite number above 0")
+
+    def throughput(self, num_workers: int) -> float:
+        check_num_workers(num_workers)
+        guess = self.prior.throughput(num_workers)
+        if guess == 0:
+            return self.online.throughput(num_workers) if num_workers in self.online.statistics else 0.0
+        return guess * math.exp(self._log_ratio(num_workers)[0])
+
+    def configuration(self, num_workers: int) -> ParallelConfiguration | None:
+        return self.online.configuration(num_workers) or self.prior.configuration(num_workers)
+
+    def uncertainty(self, num_workers: int) -> float:
+        check_num_workers(num_workers)
+        if self.prior.throughput(num_workers) == 0 and num_workers in self.online.statistics:
+            return self.online.uncertainty(num_workers)
+        return self._log_ratio(num_workers)[1]
+
+    def _error(self, num_workers: int) -> float:
+        return self.prior.uncertainty(num_workers) if self.prior_error is None else self.prior_error
+
+    @cached_property
+    def _samples(self) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
+        """Of the measured counts where the prior is above 0: log2 x, e(x), K^-1 log r, K^-1."""
+        rows = [
+            (math.log2(count), self._error(count), math.log(mean / self.prior.throughput(count)), error)
+            for count, mean, error in self.online.measured
+            if self.prior.throughput(count) > 0 and math.isfinite(self._error(count))
+        ]
+        places, errors, ratios, noise = np.array(rows, dtype=np.float64).reshape(len(rows), 4).T
+        covariance = self._kernel(places, errors, places, errors) + np.diag(np.maximum(noise, 1e-9) ** 2)
+        inverse: FloatArray = np.linalg.inv(covariance).astype(np.float64)
+        return places, errors, inverse @ ratios, inverse
+
+    def _kernel(self, places: FloatArray, errors: FloatArray, others: FloatArray, their: FloatArray) -> FloatArray:
+        distance = np.abs(places[:, None] - others[None, :]) / self.doublings
+        shared: FloatArray = self.common + (1 - self.common) * np.exp(-distance)
+        return errors[:, None] * their[None, :] * shared
+
+    def _log_ratio(self, num_workers: int) -> tuple[float, float]:
+        """Mean and standard deviation of log r(x) after the measurements."""
+        places, errors, solved, inverse = self._samples
+        error = self._error(num_workers)
+        if num_workers == 0 or not math.isfinite(error) or not len(places):
+            return 0.0, error
+        here = self._kernel(np.array([math.log2(num_workers)]), np.array([error]), places, errors)[0]
+        variance = error**2 - float(here @ inverse @ here)
+        return float(here @ solved), math.sqrt(max(variance, 0.0))
