@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from unicron_lightning.planner import tables
+from unicron_lightning.planner import recursion
 from unicron_lightning.planner.columns import Columns
 from unicron_lightning.planner.problem import Choice, Problem
 
@@ -59,16 +59,16 @@ class Rows:
         windows = _Windows.of(problem, least, most)
         arrays = (core.starts, core.units, core.keys)
         prefix = _table(*windows.prefix(last), row=0)
-        tables.fill(*arrays, 0, last, prefix.lows, prefix.row_starts, prefix.values)
+        recursion.fill(*arrays, 0, last, prefix.lows, prefix.row_starts, prefix.values)
         suffix = _table(*windows.suffix(first), row=count)
-        tables.fill(*arrays, count, first, suffix.lows, suffix.row_starts, suffix.values)
+        recursion.fill(*arrays, count, first, suffix.lows, suffix.row_starts, suffix.values)
         return cls(problem=problem, core=core, prefix=prefix, suffix=suffix)
 
     def best(self, index: int) -> tuple[int, int, int]:
         """Of variant ``index``: the best sum of keys, its own option, and the budget of the tasks before it."""
         variant = self.problem.variants[index]
         units, keys = self._own(index)
-        found: tuple[int, int, int] = tables.combine(
+        found: tuple[int, int, int] = recursion.combine(
             *self.prefix.row(variant.position), *self.suffix.row(variant.after), units, keys, self.problem.num_units
         )
         assert found[1] >= 0, "no plan is feasible"
@@ -82,12 +82,12 @@ class Rows:
         arrays = (self.core.starts, self.core.units, self.core.keys)
         table = self.prefix
         rows = (table.lows, table.row_starts, table.values)
-        used = tables.trace(*arrays, variant.position, 0, budget, *rows, chosen)
+        used = recursion.trace(*arrays, variant.position, 0, budget, *rows, chosen)
         assert used >= 0, "the prefix table does not hold its own plan"
         table = self.suffix
         rows = (table.lows, table.row_starts, table.values)
         left = self.problem.num_units - own - used
-        assert tables.trace(*arrays, variant.after, count, left, *rows, chosen) >= 0, "nor does the suffix table"
+        assert recursion.trace(*arrays, variant.after, count, left, *rows, chosen) >= 0, "nor does the suffix table"
         if variant.replaces:
             chosen[variant.position] = own
         return Choice(key=key, units=chosen, own_units=own)

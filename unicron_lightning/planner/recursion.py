@@ -3,8 +3,8 @@
     S(i,j) = max over k <= j of  S(i-1, j-k) + key_i(k)             the paper's recursion, at most j units in all
 
 Row i of the *prefix* table is of the tasks before i, row i of the *suffix* table of the tasks from i on. A row is kept
-for a window of j only, ``low`` to ``high``: below are budgets with which nothing is feasible, or that leave more than the
-other tasks can use; above, the value is that at ``high``.
+for a window of j only, ``low`` to ``high``: below are budgets with which nothing is feasible, or that leave more than
+the other tasks can use; above, the value is that at ``high``.
 """
 
 from __future__ import annotations
