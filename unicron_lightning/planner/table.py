@@ -1,9 +1,9 @@
 """The plans for everything that may happen next, made before it happens.
 
 Foreseen are: the loss of a node by each task that has workers, and of an idle one; a node that joins; the end of each
-task; the launch of each queued task. Cases with the same number of healthy workers differ in one task only, so they are
-variants of one problem and share its prefix and suffix tables (`unicron_lightning.planner.search`). Each plan is the one
-that `unicron_lightning.planner.solver.solve` makes of the state after the event, ties included.
+task; the launch of each queued task. Cases with the same number of healthy workers differ in one task only, so they
+are variants of one problem and share its prefix and suffix tables (`unicron_lightning.planner.search`). Each plan is
+the one that `unicron_lightning.planner.solver.solve` makes of the state after the event, ties included.
 
 A table answers only for the very state it was made for: a state has a fingerprint of all that plans depend on (tasks,
 weights, F(t,x), transition times, allocation, losses, queue, n', D_running at n' and at n' with a node more or less).
@@ -20,7 +20,7 @@ from types import MappingProxyType
 
 from unicron_lightning.errors import UnicronError
 from unicron_lightning.planner.columns import NOTHING, Column, column
-from unicron_lightning.planner.events import Event, Finish, Join, Launch, Loss
+from unicron_lightning.planner.events import Event, Finish, Join, Launch
 from unicron_lightning.planner.minimums import must_pause
 from unicron_lightning.planner.plan import Plan
 from unicron_lightning.planner.problem import Choice, Problem, Variant
