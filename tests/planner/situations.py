@@ -1,0 +1,165 @@
+"""Situations to plan for, and slow, plain ways to find what the best plan is."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from hypothesis import strategies as st
+
+from unicron_lightning.planner.performance.model import ParallelConfiguration
+from unicron_lightning.planner.plan import Plan, reward_of
+from unicron_lightning.planner.reward import Curve
+from unicron_lightning.planner.state import ClusterState
+from unicron_lightning.planner.task import PlanTask
+
+NAMES = ("ada", "bo", "cy", "dee", "eve", "flo", "gus", "hal")
+
+
+@dataclass(frozen=True)
+class Given:
+    """T(t,x) given number by number; the last one holds beyond."""
+
+    flops: tuple[float, ...]
+
+    def throughput(self, num_workers: int) -> float:
+        return self.flops[min(num_workers, len(self.flops) - 1)] if num_workers else 0.0
+
+    def configuration(self, num_workers: int) -> ParallelConfiguration | None:
+        if not self.throughput(num_workers):
+            return None
+        return ParallelConfiguration(
+            tensor_parallel=1, pipeline_parallel=1, data_parallel=num_workers, micro_batch_size=1
+        )
+
+    def uncertainty(self, num_workers: int) -> float:
+        return 0.0
+
+
+def task(name: str, flops: Sequence[float], **rest: object) -> PlanTask:
+    """A task that achieves ``flops[x]`` on x workers."""
+    return PlanTask(**{"name": name, "performance": Given(tuple(flops)), "transition_seconds": 1.0} | rest)
+
+
+def cluster(tasks: Sequence[PlanTask], num_workers: int, reach: int = 0, **rest: object) -> ClusterState:
+    """A state in which ``tasks`` compete for workers; curves reach ``reach`` workers further than needed."""
+    unit = rest.get("unit", 1)
+    queued = tuple(Curve.of(each, unit, num_workers + reach) for each in rest.pop("queued", ()))
+    curves = tuple(Curve.of(each, unit, num_workers + reach) for each in tasks)
+    return ClusterState(**{"running_seconds": 10.0} | rest, tasks=curves, queued=queued, num_workers=num_workers)
+
+
+def options(state: ClusterState, curve: Curve) -> list[int]:
+    """Every number of workers that a task may have."""
+    sizes = [int(x) for x in curve.workers if x <= state.num_workers]
+    return [0, *sizes] if curve.task.may_pause else sizes
+
+
+def every_plan(state: ClusterState) -> Iterator[Plan]:
+    """All plans that fit, one by one."""
+    for workers in itertools.product(*(options(state, curve) for curve in state.tasks)):
+        if sum(workers) <= state.num_workers:
+            yield Plan(state=state, names=state.names, workers=workers)
+
+
+def merit(plan: Plan) -> tuple[float, int]:
+    """What the best plan has most of; values of plans in these tests are exact in binary, or far apart."""
+    return plan.value, -plan.num_moved_workers
+
+
+def plain_best(state: ClusterState) -> float:
+    """The value of the best plan by the paper's recursion, in floating point."""
+    best = np.zeros(state.num_workers + 1)
+    for curve in state.tasks:
+        new = np.full(state.num_workers + 1, -np.inf)
+        for k in options(state, curve):
+            np.maximum(new[k:], best[: len(best) - k] + reward_of(state, curve, k), out=new[k:])
+        best = new
+    return float(best[-1])
+
+
+@st.composite
+def states(draw: st.DrawFn, *, most_tasks: int = 4, most_workers: int = 9, queued: int = 0) -> ClusterState:
+    """Small states full of ties: few different values, stairs, holes, limits, and an allocation to start from."""
+    total = draw(st.integers(1, most_workers))
+    unit = draw(st.sampled_from([1, 1, 1, 2]))
+    names = draw(st.permutations(NAMES))[: draw(st.integers(1, most_tasks)) + queued]
+    flops = st.lists(st.sampled_from([0.0, 1.0, 2.0, 3.0, 5.0, 8.0]), min_size=1, max_size=total + 5)
+    tasks = []
+    for name in names:
+        least = draw(st.integers(1, 3))
+        tasks.append(
+            task(
+                name,
+                (0.0, *draw(flops)),
+                weight=draw(st.sampled_from([0.5, 1.0, 2.0])),
+                transition_seconds=draw(st.sampled_from([0.0, 1.0, 2.0])),
+                min_workers=least,
+                max_workers=draw(st.sampled_from([None, None, least + 2])),
+                granularity=draw(st.sampled_from([1, 1, 2])),
+                may_pause=draw(st.booleans()),
+            )
+        )
+    allocation, left = {}, total
+    for name in names[queued:]:
+        allocation[name] = draw(st.integers(0, left))
+        left -= allocation[name]
+    return cluster(
+        tasks[queued:],
+        total,
+        reach=4,
+        queued=tasks[:queued],
+        allocation=allocation,
+        unit=unit,
+        node_workers=draw(st.sampled_from([1, 2, 4])),
+        running_seconds=draw(st.sampled_from([3.0, 16.0, _falling])),
+    )
+
+
+def _falling(num_workers: int) -> float:
+    """D_running as the paper has it: it falls as 1/n'; a power of two, so that sums are exact."""
+    return 2.0 ** (5 - num_workers.bit_length())
+
+
+def shape(kind: str, num_workers: int, random: np.random.Generator) -> np.ndarray:
+    """A T(t,x) of a kind for x = 0 to ``num_workers``: what measured or modelled curves look like, and worse."""
+    x = np.arange(num_workers + 1, dtype=float)
+    scale = random.uniform(0.5, 2.0) * 2e14
+    bend = num_workers * random.uniform(0.02, 0.5)
+    step = int(random.choice([1, 2, 4, 8, 16]))
+    match kind:
+        case "concave":
+            return scale * x / (1 + x / bend)
+        case "linear":  # the same for all tasks: any allocation is as good as any other
+            return 2e14 * x
+        case "stairs":
+            bumps = random.uniform(0.9, 1.0, len(x))
+            return scale * (x // step * step) / (1 + x / bend) * bumps
+        case "holes":  # linear, where it can run at all
+            return 2e14 * x * (random.random(len(x)) < 0.5)
+        case "rising":
+            return scale * num_workers * np.sort(np.append(0.0, random.random(num_workers)))
+        case "wild":
+            return scale * num_workers * np.append(0.0, random.random(num_workers))
+    raise AssertionError(kind)
+
+
+SHAPES = ("concave", "linear", "stairs", "holes", "rising", "wild")
+
+
+def shaped(kind: str, num_tasks: int, num_workers: int, seed: int, reach: int = 1, **rest: object) -> ClusterState:
+    """A cold start of tasks with curves of a kind."""
+    random = np.random.default_rng(seed)
+    tasks = [
+        task(
+            f"t{number:03}",
+            shape(kind, num_workers + reach, random).tolist(),
+            weight=1.0 if kind in ("linear", "holes") else float(random.choice([0.5, 1.0, 2.0, 3.0])),
+            transition_seconds=float(random.choice([30.0, 60.0, 120.0])),
+            may_pause=bool(random.random() < 0.7),
+        )
+        for number in range(num_tasks)
+    ]
+    return cluster(tasks, num_workers, reach=reach, running_seconds=lambda n: 3.6e6 / n, **rest)
