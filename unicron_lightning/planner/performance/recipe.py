@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from unicron_lightning.planner.performance.shape import Recompute
-
 _ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp8": 2, "tf32": 4, "fp32": 4}
 
 
@@ -100,11 +98,6 @@ class Recipe:
     def attention_precision(self) -> str:
         """Precision of the s x s part and of the output layer, which stay at 16 bits when the rest has 8."""
         return "bf16" if self.precision == "fp8" else self.precision
-
-    @property
-    def recompute_choices(self) -> tuple[Recompute, ...]:
-        """What can be computed again. Fused attention never keeps what ``selective`` would compute again."""
-        return ("none", "full") if self.fused_attention else ("none", "selective", "full")
 
 
 # Fitted to the seven forward and backward times of one layer of a 22-billion model on 8 A100 (Korthikanti et al. 2022,

@@ -82,9 +82,10 @@ class Found:
 def search(shape: ModelShape, cluster: Cluster, recipe: Recipe, space: SearchSpace, global_batch_size: int) -> Found:
     """The best configurations of a task, over all numbers of workers.
 
-    Equally fast ones are told apart in the order of the search: less PP, then less TP, then less interleaving.
+    Equally fast ones are told apart by the order of the search: less PP, less TP, less interleaving, less to compute
+    again, larger micro-batches (fewer kernels, which the formulas do not charge for).
     """
-    parts: list[tuple[Layouts, FloatArray, FloatArray]] = []
+    parts: list[tuple[Layouts, FloatArray, FloatArray]] = [(Layouts.of(), np.zeros(0), np.zeros(0))]
     for layouts in _candidates(shape, cluster, recipe, space, global_batch_size):
         memory = worker_bytes(shape, recipe, layouts)
         fits = memory <= cluster.usable_bytes
@@ -104,7 +105,8 @@ def search(shape: ModelShape, cluster: Cluster, recipe: Recipe, space: SearchSpa
 
 def _best_per_count(num_workers: IntArray, seconds: FloatArray) -> IntArray:
     """Indices of the fastest of each count, by rising count; of equally fast ones the first."""
-    order = np.lexsort((seconds, num_workers))  # stable: the search's order decides among equals
+    # Stable, so that the search's order decides among equals; single precision, so that rounding makes no difference.
+    order = np.lexsort((seconds.astype(np.float32), num_workers))
     _, first = np.unique(num_workers[order], return_index=True)
     return order[first].astype(np.int64)
 
@@ -115,12 +117,11 @@ def _candidates(
     """Candidates, one PP at a time to bound the memory of the arrays."""
     batches = np.array(list(_batches(space, global_batch_size)), dtype=np.int64).reshape(-1, 3)
     # Fused attention never keeps what `selective` would compute again: there it is the same as `none`.
-    choices = [
-        c for c in space.recompute if c != "selective" or not recipe.fused_attention or "none" not in space.recompute
-    ]
+    skipped = "selective" if recipe.fused_attention and "none" in space.recompute else ""
+    choices = [choice for choice in RECOMPUTE if choice in space.recompute and choice != skipped]
     recompute = np.array([RECOMPUTE.index(choice) for choice in choices], dtype=np.int64)
     tensor = np.array(_tensor_degrees(shape, cluster, space), dtype=np.int64)
-    for p in space.pipeline_parallel or _divisors(shape.num_layers):
+    for p in sorted(space.pipeline_parallel) or _divisors(shape.num_layers):
         if shape.num_layers % p:
             continue
         groups = [v for v in _divisors(shape.num_layers // p) if not space.interleave or v in space.interleave]
@@ -144,7 +145,7 @@ def _tensor_degrees(shape: ModelShape, cluster: Cluster, space: SearchSpace) -> 
     kv = shape.kv_heads
     return [
         t
-        for t in space.tensor_parallel or _divisors(cluster.accelerators_per_node)
+        for t in sorted(space.tensor_parallel) or _divisors(cluster.accelerators_per_node)
         if cluster.accelerators_per_node % t == 0
         and shape.num_heads % t == 0
         and shape.ffn % t == 0
@@ -154,7 +155,7 @@ def _tensor_degrees(shape: ModelShape, cluster: Cluster, space: SearchSpace) -> 
 
 def _batches(space: SearchSpace, global_batch_size: int) -> Iterator[tuple[int, int, int]]:
     """(b, d, m): micro-batch size, copies, and micro-batches of the copy that has the most."""
-    for b in space.micro_batch_sizes:
+    for b in sorted(space.micro_batch_sizes, reverse=True):
         if global_batch_size % b:
             continue
         micro_batches = global_batch_size // b

@@ -10,7 +10,8 @@ feed-forward part, and to gated ones; with its shapes they are equal to
 
 B: global batch (samples), s: sequence length (tokens), l: layers, h: hidden size, V: vocabulary. A multiply-add is two
 operations; only matrix products are counted; attention counts the whole s x s square, masked or not. T(t,x) is in the
-model's FLOPs: computing a layer twice is no achievement.
+model's FLOPs: computing a layer twice is no achievement. For selective recomputation 4 B s^2 h per layer are added,
+what is computed again; the formula of Korthikanti et al. 2022 (s/(3 h) for s/(6 h)) books three times that.
 """
 
 from __future__ import annotations

@@ -1,0 +1,106 @@
+"""Predictions against published runs. `benchmarks/planner_model.py` prints the whole table."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from unicron_lightning.planner.performance.cluster import H100
+from unicron_lightning.planner.performance.published import LAYER_TIMES, RUNS, PublishedRun, predict, predict_layer
+from unicron_lightning.planner.performance.search import SearchSpace, search
+from unicron_lightning.planner.performance.shape import ModelShape
+from unicron_lightning.planner.performance.transformer import RELATIVE_ERROR, TransformerModel
+
+
+def errors(*words: str) -> list[float]:
+    """Relative errors of the predictions for runs whose source or name has all the words."""
+    runs = [run for run in RUNS if all(word in f"{run.source} {run.name}" for word in words)]
+    return [predict(run).seconds / run.seconds - 1 for run in runs]
+
+
+def rms(values: list[float]) -> float:
+    return math.sqrt(sum(value**2 for value in values) / len(values))
+
+
+def test_the_constants_meet_the_times_they_were_fitted_to() -> None:
+    misses = [predict_layer(recipe, again)[which] / measured - 1 for recipe, again, which, measured in LAYER_TIMES]
+    assert rms(misses) < 0.02
+    assert max(abs(miss) for miss in misses) < 0.03
+
+
+@pytest.mark.parametrize(
+    ("words", "count", "worst"),
+    [
+        (("2104.04473",), 10, 0.065),
+        (("2205.05198",), 8, 0.095),
+        (("dgxc", "GPT-3", "bf16"), 5, 0.02),
+        (("dgxc", "Nemotron", "bf16"), 5, 0.06),
+        (("dgxc", "GPT-3", "fp8"), 5, 0.125),
+        (("dgxc", "Nemotron", "fp8"), 5, 0.075),
+        (("2407.21783",), 2, 0.165),
+    ],
+)
+def test_predictions_are_as_far_off_as_the_documentation_says(words, count, worst) -> None:
+    found = errors(*words)
+    assert len(found) == count
+    assert max(abs(error) for error in found) < worst
+
+
+def test_the_stated_error_is_the_one_over_all_runs_rounded_up() -> None:
+    assert 0.05 < rms(errors()) < 0.07 <= RELATIVE_ERROR
+
+
+@pytest.mark.parametrize(
+    ("name", "percent"),
+    [
+        # Korthikanti et al. 2022, table 5: model FLOPs utilization with selective recomputation.
+        ("GPT 22B, selective", 41.5),
+        ("GPT 175B, selective", 51.4),
+        ("GPT 530B, selective", 56.0),
+        ("GPT 1T, selective", 56.3),
+    ],
+)
+def test_utilization_is_what_is_published_with_the_times(name, percent) -> None:
+    (run,) = [run for run in RUNS if run.name.startswith(name)]
+    assert 100 * run.utilization == pytest.approx(percent, abs=0.2)
+
+
+@pytest.mark.parametrize("run", RUNS[:10], ids=lambda run: run.name)
+def test_the_search_does_at_least_as_well_as_the_authors(run: PublishedRun) -> None:
+    space = SearchSpace(recompute=("full",))
+    found = search(run.shape, run.cluster, run.recipe, space, run.global_batch_size)
+    (index,) = (found.num_workers == run.num_workers).nonzero()[0]
+    assert found.step_seconds[index] <= predict(run).seconds * (1 + 1e-6)
+
+
+def test_the_largest_model_is_divided_as_its_authors_did() -> None:
+    run = next(run for run in RUNS if run.name == "GPT 1008B")
+    model = TransformerModel(
+        shape=run.shape,
+        cluster=run.cluster,
+        recipe=run.recipe,
+        global_batch_size=run.global_batch_size,
+        space=SearchSpace(recompute=("full",)),
+    )
+    best = model.configuration(run.num_workers)
+    assert best is not None
+    assert best.tensor_parallel == 8
+    # The authors' configuration is within a few per cent of the one the model likes best.
+    assert predict(run).seconds / model.step_seconds(run.num_workers) < 1.1
+
+
+def test_strong_scaling_falls_as_published() -> None:
+    # NVIDIA/Megatron-LM, README of core 0.7: GPT-3 on 96 to 4,608 H100 with 1,152 sequences of 4,096 tokens and a
+    # vocabulary of 131,072: utilization falls from 47 % to 42 %. Configurations are not given.
+    shape = ModelShape(
+        num_layers=96,
+        hidden_size=12288,
+        num_heads=96,
+        sequence_length=4096,
+        vocabulary_size=131072,
+        tied_embeddings=False,
+    )
+    model = TransformerModel(shape=shape, cluster=H100, global_batch_size=1152)
+    few, many = (model.throughput(x) / x for x in (96, 4608))
+    assert many / few == pytest.approx(42 / 47, abs=0.04)

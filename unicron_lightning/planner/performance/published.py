@@ -1,0 +1,281 @@
+"""Published runs, and how far the analytic model is off them.
+
+The model's three constants (`recipe.FITTED`) were fitted to `LAYER_TIMES` and to nothing else; every run in `RUNS` is a
+prediction. `predict` takes what is published of the configuration and, where the micro-batch or the interleaving is
+not, the fastest that divides and fits.
+
+NVIDIA's runs on H100 hide most of their tensor-parallel communication, and the model hides none. That their times are
+met all the same means that two errors cancel: their products reach less of the peak than the A100's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from unicron_lightning.planner.performance.cluster import A100, H100, Cluster
+from unicron_lightning.planner.performance.layouts import Layouts
+from unicron_lightning.planner.performance.memory import worker_bytes
+from unicron_lightning.planner.performance.model import ParallelConfiguration
+from unicron_lightning.planner.performance.recipe import MEGATRON_2021, MEGATRON_2022, MEGATRON_CORE, Recipe
+from unicron_lightning.planner.performance.shape import ModelShape, Recompute
+from unicron_lightning.planner.performance.timing import layer_seconds, step_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedRun:
+    """A run that somebody measured and described.
+
+    Attributes:
+        source: where, with the table.
+        name: of the model and of what is special.
+        shape, cluster, recipe, global_batch_size: what ran, on what, and how.
+        tensor_parallel, pipeline_parallel, data_parallel: as published.
+        micro_batch_size, interleave: as published, 0 where not.
+        recompute: as published.
+        seconds: duration of an optimizer step, or what follows from the FLOP/s published.
+        fits: whether the memory formulas say that it fits; runs known to have run where they do not are marked.
+    """
+
+    source: str
+    name: str
+    shape: ModelShape
+    cluster: Cluster
+    recipe: Recipe
+    global_batch_size: int
+    tensor_parallel: int
+    pipeline_parallel: int
+    data_parallel: int
+    micro_batch_size: int
+    interleave: int
+    recompute: Recompute
+    seconds: float
+    fits: bool = True
+
+    @property
+    def num_workers(self) -> int:
+        """Accelerators."""
+        return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
+
+    @property
+    def utilization(self) -> float:
+        """Model FLOPs utilization: the model's FLOPs per second, of the peak."""
+        flops = self.shape.step_flops(self.global_batch_size)
+        return flops / self.seconds / self.num_workers / self.cluster.peak(self.recipe.precision)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What the model says of a run.
+
+    Attributes:
+        seconds: duration of a step.
+        configuration: with the micro-batch and the interleaving that were taken.
+    """
+
+    seconds: float
+    configuration: ParallelConfiguration
+
+
+def predict(run: PublishedRun) -> Prediction:
+    """The model's answer for a published run."""
+    layouts = Layouts.of(*_configurations(run))
+    memory = worker_bytes(run.shape, run.recipe, layouts)
+    seconds = step_seconds(run.shape, run.cluster, run.recipe, layouts).total
+    if run.fits:
+        seconds = np.where(memory <= run.cluster.usable_bytes, seconds, math.inf)
+    best = int(np.argmin(seconds))
+    return Prediction(seconds=float(seconds[best]), configuration=layouts.configuration(best, int(memory[best])))
+
+
+def _configurations(run: PublishedRun) -> Iterator[ParallelConfiguration]:
+    """What is published, with all that divides where nothing is."""
+    p, layers = run.pipeline_parallel, -(-run.shape.num_layers // run.pipeline_parallel)
+    for b in [run.micro_batch_size] if run.micro_batch_size else [1, 2, 4, 8, 16]:
+        m, rest = divmod(run.global_batch_size, run.data_parallel * b)
+        for v in [run.interleave] if run.interleave else range(1, layers + 1):
+            if rest or layers % v or (v > 1 and (p == 1 or m % p)):
+                continue
+            yield ParallelConfiguration(
+                tensor_parallel=run.tensor_parallel,
+                pipeline_parallel=p,
+                data_parallel=run.data_parallel,
+                micro_batch_size=b,
+                num_micro_batches=m,
+                interleave=v,
+                recompute=run.recompute,
+            )
+
+
+def gpt(layers: int, hidden: int, heads: int) -> ModelShape:
+    """A GPT of the two Megatron papers: s = 2048, V = 51,200."""
+    return ModelShape(
+        num_layers=layers, hidden_size=hidden, num_heads=heads, sequence_length=2048, vocabulary_size=51200
+    )
+
+
+LLAMA_405B = ModelShape(
+    num_layers=126,
+    hidden_size=16384,
+    num_heads=128,
+    num_kv_heads=8,
+    ffn_size=53248,
+    gated=True,
+    biases=False,
+    learned_positions=False,
+    tied_embeddings=False,
+    sequence_length=8192,
+    vocabulary_size=128256,
+)
+NEMOTRON_340B = ModelShape(
+    num_layers=96,
+    hidden_size=18432,
+    num_heads=96,
+    num_kv_heads=8,
+    biases=False,
+    learned_positions=False,
+    tied_embeddings=False,
+    sequence_length=4096,
+    vocabulary_size=256000,
+)
+
+
+def _weak_scaling() -> Iterator[PublishedRun]:
+    """Narayanan et al. 2021, table 1: 16-bit TFLOP/s per GPU of the hardware, all layers computed again."""
+    for billions, heads, hidden, layers, t, p, workers, batch, teraflops in (
+        (1.7, 24, 2304, 24, 1, 1, 32, 512, 137),
+        (3.6, 32, 3072, 30, 2, 1, 64, 512, 138),
+        (7.5, 32, 4096, 36, 4, 1, 128, 512, 142),
+        (18.4, 48, 6144, 40, 8, 1, 256, 1024, 135),
+        (39.1, 64, 8192, 48, 8, 2, 512, 1536, 138),
+        (76.1, 80, 10240, 60, 8, 4, 1024, 1792, 140),
+        (145.6, 96, 12288, 80, 8, 8, 1536, 2304, 148),
+        (310.1, 128, 16384, 96, 8, 16, 1920, 2160, 155),
+        (529.6, 128, 20480, 105, 8, 35, 2520, 2520, 163),
+        (1008.0, 160, 25600, 128, 8, 64, 3072, 3072, 163),
+    ):
+        shape = gpt(layers, hidden, heads)
+        yield PublishedRun(
+            source="arXiv 2104.04473, table 1",
+            name=f"GPT {billions:g}B",
+            shape=shape,
+            cluster=A100,
+            recipe=MEGATRON_2021,
+            global_batch_size=batch,
+            tensor_parallel=t,
+            pipeline_parallel=p,
+            data_parallel=workers // (t * p),
+            micro_batch_size=0,
+            interleave=0,
+            recompute="full",
+            seconds=shape.step_flops(batch, "full") / (teraflops * 1e12 * workers),
+        )
+
+
+def _recomputation() -> Iterator[PublishedRun]:
+    """Korthikanti et al. 2022, tables 3 and 5: seconds per iteration, one copy of the model."""
+    for name, shape, p, batch, b, v, full, selective in (
+        ("22B", gpt(48, 6144, 64), 1, 4, 4, 1, 1.42, 1.10),
+        ("175B", gpt(96, 12288, 96), 8, 64, 1, 3, 18.13, 13.75),
+        ("530B", gpt(105, 20480, 128), 35, 280, 1, 3, 49.05, 37.83),
+        ("1T", gpt(128, 25600, 160), 64, 512, 1, 1, 94.42, 71.49),
+    ):
+        base = PublishedRun(
+            source="arXiv 2205.05198, table 5",
+            name=f"GPT {name}, full recomputation",
+            shape=shape,
+            cluster=A100,
+            recipe=MEGATRON_2021,
+            global_batch_size=batch,
+            tensor_parallel=8,
+            pipeline_parallel=p,
+            data_parallel=1,
+            micro_batch_size=b,
+            interleave=v,
+            recompute="full",
+            seconds=full,
+        )
+        yield base
+        selectively = f"GPT {name}, selective recomputation"
+        yield replace(base, name=selectively, recipe=MEGATRON_2022, recompute="selective", seconds=selective)
+
+
+def _nemo() -> Iterator[PublishedRun]:
+    """NVIDIA/dgxc-benchmarking: README_175b.md and README_340b.md of version 24.11; seconds per step."""
+    gpt3 = {"bf16": (8.309, 8.408, 8.42, 8.453, 8.49), "fp8": (5.626, 5.725, 5.774, 5.82, 5.96)}
+    nemotron = {"bf16": (4.61, 4.67, 4.7, 4.73, 4.84), "fp8": (3.16, 3.21, 3.26, 3.34, 3.49)}
+    for name, shape, t, m, fits, times in (
+        ("GPT-3 175B", gpt(96, 12288, 96), 4, 64, True, gpt3),
+        # Ran with 16-bit gradients and less optimizer state than the recipe here has.
+        ("Nemotron-4 340B", NEMOTRON_340B, 8, 16, False, nemotron),
+    ):
+        for precision, measured in times.items():
+            for workers, seconds in zip((128, 256, 512, 1024, 2048), measured, strict=True):
+                d = workers // (t * 8)
+                yield PublishedRun(
+                    source="NVIDIA/dgxc-benchmarking",
+                    name=f"{name}, {precision}",
+                    shape=shape,
+                    cluster=H100,
+                    recipe=replace(MEGATRON_CORE, precision=precision),
+                    global_batch_size=d * m,
+                    tensor_parallel=t,
+                    pipeline_parallel=8,
+                    data_parallel=d,
+                    micro_batch_size=1,
+                    interleave=12,
+                    recompute="none",
+                    seconds=seconds,
+                    fits=fits,
+                )
+
+
+def _llama() -> Iterator[PublishedRun]:
+    """The Llama 3 Herd of Models, table 4, rows without context parallelism: TFLOP/s per GPU."""
+    for d, teraflops in ((64, 430), (128, 400)):
+        workers = 8 * 16 * d
+        yield PublishedRun(
+            source="arXiv 2407.21783, table 4",
+            name="Llama 3 405B",
+            shape=LLAMA_405B,
+            cluster=H100,
+            recipe=MEGATRON_CORE,
+            global_batch_size=2048,
+            tensor_parallel=8,
+            pipeline_parallel=16,
+            data_parallel=d,
+            micro_batch_size=1,
+            interleave=0,
+            recompute="none",
+            seconds=LLAMA_405B.step_flops(2048) / (teraflops * 1e12 * workers),
+            fits=False,  # it ran without recomputation, by freeing tensors early
+        )
+
+
+RUNS: tuple[PublishedRun, ...] = (*_weak_scaling(), *_recomputation(), *_nemo(), *_llama())
+
+# Korthikanti et al. 2022, table 4: milliseconds of one layer of the 22B model, b = 4, t = 8: (recipe, recomputation,
+# pass, milliseconds). Sequence parallelism is MEGATRON_2022.
+LAYER_TIMES: tuple[tuple[Recipe, Recompute, str, float], ...] = (
+    (MEGATRON_2021, "none", "forward", 7.7),
+    (MEGATRON_2021, "none", "backward", 11.9),
+    (MEGATRON_2022, "none", "forward", 7.2),
+    (MEGATRON_2022, "none", "backward", 11.8),
+    (MEGATRON_2021, "full", "backward", 19.5),
+    (MEGATRON_2021, "selective", "backward", 13.2),
+    (MEGATRON_2022, "selective", "backward", 13.1),
+)
+
+
+def predict_layer(recipe: Recipe, recompute: Recompute) -> dict[str, float]:
+    """The model's milliseconds for `LAYER_TIMES`, by pass."""
+    layouts = Layouts.of(
+        ParallelConfiguration(
+            tensor_parallel=8, pipeline_parallel=1, data_parallel=1, micro_batch_size=4, recompute=recompute
+        )
+    )
+    seconds = layer_seconds(gpt(48, 6144, 64), A100, recipe, layouts)
+    return {"forward": 1e3 * float(seconds.forward[0]), "backward": 1e3 * float(seconds.backward[0])}
