@@ -27,6 +27,17 @@ def free_port() -> int:
         return first
 
 
+def started_at(pid: int) -> float:
+    """When a process was started, by this process's clock (``time.time()``), to 10 ms.
+
+    Not psutil's `create_time`, which adds to the kernel's boot time: that one is off by up to a second where the clock
+    was set since.
+    """
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    since_boot = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot)
+
+
 class Processes:
     """Starts processes whose working directory is ``folder``; `stop` ends whatever still runs there.
 

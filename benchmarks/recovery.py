@@ -31,7 +31,7 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 from measure import Event, Figures, Kill, largest_gap, recovery, summary, typical_step
-from processes import Processes, free_port
+from processes import Processes, free_port, started_at
 from workload import WORKERS
 
 HERE = Path(__file__).resolve().parent
@@ -112,7 +112,7 @@ class Run:
             new += [json.loads(line) for line in data[:end].splitlines()]
         for event in new:
             if event["event"] == "started" and psutil.pid_exists(event["pid"]):
-                self._born[event["pid"]] = psutil.Process(event["pid"]).create_time()
+                self._born[event["pid"]] = started_at(event["pid"])
         new.sort(key=lambda event: event["t"])
         self.events += new
         return new

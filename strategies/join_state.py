@@ -7,6 +7,8 @@ the very place where the donor's was: before the first batch is handed out.
 
 from __future__ import annotations
 
+import importlib
+import logging
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,6 +19,8 @@ from unicron_lightning.data.seeding import random_states, restore_random_states
 from unicron_lightning.strategies.recording import RecordingResults
 from unicron_lightning.strategies.sums import Layout
 from unicron_lightning.worker import codec
+
+logger = logging.getLogger(__name__)
 
 _LEFT_OUT = (
     "hyper_parameters",
@@ -56,6 +60,21 @@ def donate(trainer: pl.Trainer, layout: Layout, seed: int, fit: int) -> bytes:
             "fit": fit,
         }
     )
+
+
+def warm_up() -> None:
+    """What a first checkpoint would spend on imports (0.1 s), while the members train on."""
+    importlib.import_module("omegaconf")
+
+
+def resume(trainer: pl.Trainer, path: str) -> None:
+    """No member of the task survived: go on from its last checkpoint."""
+    logger.warning("task_resumes_from_checkpoint path=%s", path)
+    connector = trainer._checkpoint_connector
+    connector.resume_start(path, weights_only=True)  # the path came over the network: nothing in it is run
+    connector.restore_model()
+    connector.restore_datamodule()
+    connector.restore_callbacks()
 
 
 def check(trainer: pl.Trainer) -> None:

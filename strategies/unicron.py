@@ -8,7 +8,6 @@ Failures are healed inside `UnicronStrategy.training_step` and the other operati
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import sys
@@ -49,8 +48,6 @@ from unicron_lightning.worker.buckets import GradientBuckets
 from unicron_lightning.worker.engine import Engine, World
 from unicron_lightning.worker.operations import Agreement, Join, LeaderAction, unpack_parts
 from unicron_lightning.worker.step import GradientStep
-
-logger = logging.getLogger(__name__)
 
 _MIB = 1 << 20
 
@@ -195,7 +192,7 @@ class UnicronStrategy(ParallelStrategy):
                 self._join(trainer)
         elif self._session.resume is not None and trainer.state.fn == TrainerFn.FITTING:
             path, self._session.resume = self._session.resume, None
-            self._resume(trainer, path)
+            join_state.resume(trainer, path)
         elif self.engine.world.size > 1 and self._gather.starting:
             self._share_initial_state(module)
 
@@ -208,20 +205,13 @@ class UnicronStrategy(ParallelStrategy):
             for tensor, value in zip(tensors, values, strict=True):
                 tensor.copy_(value)
 
-    def _resume(self, trainer: pl.Trainer, path: str) -> None:
-        """No member of the task survived: go on from its last checkpoint."""
-        logger.warning("task_resumes_from_checkpoint path=%s", path)
-        connector = trainer._checkpoint_connector
-        connector.resume_start(path, weights_only=True)  # the path came over the network: nothing in it is run
-        connector.restore_model()
-        connector.restore_datamodule()
-        connector.restore_callbacks()
-
     def _join(self, trainer: pl.Trainer) -> None:
         """Everything that needs no state is done before the members are asked to wait for this worker."""
         assert self._session is not None
         trainer.num_sanity_val_steps = 0
         trainer.fit_loop.setup_data()
+        join_state.warm_up()
+        self._checked = True  # by the members, when they began
         self._session.wait_admission()
         join = Join(lambda: b"")
         self.engine.run(join)
