@@ -66,7 +66,9 @@ def every_plan(state: ClusterState) -> Iterator[Plan]:
 
 def merit(plan: Plan) -> tuple[float, int]:
     """What the best plan has most of; values of plans in these tests are exact in binary, or far apart."""
-    return plan.value, -plan.num_moved_workers
+    state = plan.state
+    moved = (abs(x - state.allocation.get(name, 0) + state.lost.get(name, 0)) for name, x in plan.allocation.items())
+    return plan.value, -sum(-(-workers // state.unit) for workers in moved)
 
 
 def plain_best(state: ClusterState) -> float:

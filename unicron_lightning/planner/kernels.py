@@ -56,7 +56,7 @@ def keys_of(
     units = np.zeros(first + len(workers), dtype=np.int64)
     keys = np.zeros(first + len(workers), dtype=np.int64)
     if may_pause:
-        keys[0] = -(left + unit - 1) // unit - (cost * factor if before != 0 else 0)
+        keys[0] = -((left + unit - 1) // unit) - (cost * factor if before != 0 else 0)
     value = 0
     increment = 0
     reached = 0.0
