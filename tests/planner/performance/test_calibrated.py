@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unicron_lightning.planner.performance.calibrated import CalibratedModel
@@ -48,6 +48,7 @@ def test_elsewhere_the_common_part_of_the_ratio_is_taken_over() -> None:
     assert errors[-1] == pytest.approx(0.2 * math.sqrt(1 - 0.7**2), rel=0.02)
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.integers(1, 4096), st.floats(0.3, 3.0), max_size=6), st.integers(0, 5000))
 def test_the_error_is_at_most_the_priors(ratios, num_workers) -> None:
     points = [(x, ratio * 1e14 * x) for x, ratio in ratios.items()]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner.performance.shapes import GPT_1T, GPT_22B, GPT_175B, GPT_530B, LLAMA_70B
 
@@ -99,6 +99,7 @@ def test_state_is_megatrons(d: int, per_parameter: float) -> None:
     assert undivided == pytest.approx(GPT_22B.num_parameters * 18)
 
 
+@settings(deadline=None)
 @given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 5, 8, 10, 16, 20, 40, 80]))
 def test_stages_hold_the_whole_model(t: int, p: int) -> None:
     lay = layout(tensor_parallel=t, pipeline_parallel=p)
@@ -110,6 +111,7 @@ def test_stages_hold_the_whole_model(t: int, p: int) -> None:
         assert (first + last) * t + inner == pytest.approx(LLAMA_70B.num_parameters)
 
 
+@settings(deadline=None)
 @given(
     st.sampled_from([*SHAPES, LLAMA_70B]),
     st.sampled_from([MEGATRON_2021, MEGATRON_2022, MEGATRON_CORE]),
@@ -130,6 +132,7 @@ def test_memory_falls_with_tensor_and_data_parallelism_and_rises_with_the_micro_
     assert needed(micro_batch_size=b + 1) > needed()
 
 
+@settings(deadline=None)
 @given(st.sampled_from([*SHAPES, LLAMA_70B]), st.sampled_from([MEGATRON_2021, MEGATRON_2022, MEGATRON_CORE]))
 def test_recomputation_saves_memory(shape, recipe) -> None:
     none, selective, full = (

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import isotonic_regression
 
@@ -31,6 +31,7 @@ def learn(model: OnlineModel, *points: tuple[int, float, float]) -> OnlineModel:
     return model
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(-1e6, 1e6), st.floats(1e-3, 1e3)), min_size=1))
 def test_isotonic_is_scipys(pairs) -> None:
     values, weights = zip(*pairs, strict=True)
@@ -65,6 +66,7 @@ def test_the_four_regions() -> None:
     assert model.uncertainty(16) < model.uncertainty(24) < model.uncertainty(32)
 
 
+@settings(deadline=None)
 @given(POINTS, st.integers(0, 80))
 def test_the_curve_never_falls(points, num_workers) -> None:
     model = OnlineModel()
@@ -76,6 +78,7 @@ def test_the_curve_never_falls(points, num_workers) -> None:
     assert model.uncertainty(num_workers) > 0
 
 
+@settings(deadline=None)
 @given(POINTS, st.permutations(range(8)))
 def test_the_order_of_arrival_does_not_matter(points, order) -> None:
     points = (points * 8)[:8]

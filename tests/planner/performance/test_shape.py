@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner.performance.shapes import GPT_175B, GPT_530B, LLAMA_8B, LLAMA_70B, LLAMA_405B, gpt, llama
 
@@ -36,12 +36,14 @@ def test_parameters_are_those_of_the_published_table(billions, heads, hidden, la
     assert gpt(layers, hidden, heads).num_parameters / 1e9 == pytest.approx(billions, abs=0.06)
 
 
+@settings(deadline=None)
 @given(GPTS)
 def test_parameters_are_the_papers_formula(shape) -> None:
     l, h, s, v = shape.num_layers, shape.hidden_size, shape.sequence_length, shape.vocabulary_size  # noqa: E741
     assert shape.num_parameters == 12 * l * h**2 + 13 * l * h + (v + s) * h
 
 
+@settings(deadline=None)
 @given(GPTS, st.integers(1, 4096))
 def test_flops_are_the_papers_formula(shape, batch) -> None:
     l, h, s, v = shape.num_layers, shape.hidden_size, shape.sequence_length, shape.vocabulary_size  # noqa: E741
@@ -51,6 +53,7 @@ def test_flops_are_the_papers_formula(shape, batch) -> None:
     assert shape.step_flops(batch) == pytest.approx(none, rel=1e-12)
 
 
+@settings(deadline=None)
 @given(GPTS)
 def test_recomputation_costs_what_it_repeats(shape) -> None:
     none, selective, full = (shape.step_flops(8, choice) for choice in ("none", "selective", "full"))

@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unicron_lightning.planner.performance.model import ParallelConfiguration, PerformanceModel
@@ -49,6 +49,7 @@ def test_configuration_is_that_of_the_workers_in_use() -> None:
     assert MeasuredTable(points=(point, SIXTEEN), between="linear").configuration(12) is None
 
 
+@settings(deadline=None)
 @given(
     st.dictionaries(st.integers(1, 500), st.floats(0, 1e18), min_size=1),
     st.sampled_from(["stair", "linear"]),

@@ -40,6 +40,7 @@ class SearchSpace:
         interleave: groups per stage.
         recompute: some of ``none``, ``selective``, ``full``.
         uneven_shares: whether DP need not divide the global batch.
+        max_workers: larger configurations are not tried, 0 for no bound; saves time with uneven shares of many samples.
 
     Raises:
         ValueError: a degree below 1, no micro-batch size, or an unknown recomputation.
@@ -51,11 +52,14 @@ class SearchSpace:
     interleave: tuple[int, ...] = ()
     recompute: tuple[str, ...] = RECOMPUTE
     uneven_shares: bool = False
+    max_workers: int = 0
 
     def __post_init__(self) -> None:
         for name in ("micro_batch_sizes", "tensor_parallel", "pipeline_parallel", "interleave"):
             if any(value < 1 for value in getattr(self, name)):
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected whole numbers of at least 1")
+        if self.max_workers < 0:
+            raise ValueError(f"max_workers={self.max_workers!r}: expected 0 (no bound) or more")
         if not self.micro_batch_sizes:
             raise ValueError("micro_batch_sizes=(): expected at least one")
         if not self.recompute or any(choice not in RECOMPUTE for choice in self.recompute):
@@ -130,6 +134,8 @@ def _candidates(
         t, v, again, batch = (axis.ravel() for axis in grid)
         b, d, m = batches[batch].T
         allowed = (v == 1) | (m % p == 0)
+        if space.max_workers:
+            allowed &= t * p * d <= space.max_workers
         yield Layouts(
             tensor=t,
             pipeline=np.full_like(t, p),
@@ -159,16 +165,9 @@ def _batches(space: SearchSpace, global_batch_size: int) -> Iterator[tuple[int, 
         if global_batch_size % b:
             continue
         micro_batches = global_batch_size // b
-        if not space.uneven_shares:
-            yield from ((b, d, micro_batches // d) for d in _divisors(micro_batches))
-            continue
-        previous = 0
-        for d in range(1, micro_batches + 1):
-            m = -(-micro_batches // d)
-            # More copies with as many micro-batches each take as long: leaving them idle is better.
-            if m != previous:
-                yield b, d, m
-            previous = m
+        copies = range(1, micro_batches + 1) if space.uneven_shares else _divisors(micro_batches)
+        # More copies with as many micro-batches each are no faster, but divide the optimizer's state further.
+        yield from ((b, d, -(-micro_batches // d)) for d in copies)
 
 
 def _divisors(number: int) -> list[int]:

@@ -1,0 +1,181 @@
+"""The search and the model on top of it: always a configuration that divides and fits, always the best one."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planner.performance.shapes import GPT_22B, GPT_175B, LLAMA_8B, LLAMA_70B
+
+from unicron_lightning.planner.performance.cluster import A100, H100, H200, PRESETS
+from unicron_lightning.planner.performance.layouts import Layouts
+from unicron_lightning.planner.performance.memory import worker_bytes
+from unicron_lightning.planner.performance.model import PerformanceModel
+from unicron_lightning.planner.performance.recipe import MEGATRON_2022, MEGATRON_CORE, RECIPES
+from unicron_lightning.planner.performance.search import SearchSpace
+from unicron_lightning.planner.performance.shape import ModelShape
+from unicron_lightning.planner.performance.timing import step_seconds
+from unicron_lightning.planner.performance.transformer import TransformerModel
+
+TINY = ModelShape(num_layers=6, hidden_size=1024, num_heads=4, sequence_length=512, vocabulary_size=1000)
+MODELS = st.builds(
+    TransformerModel,
+    shape=st.sampled_from([TINY, GPT_22B, LLAMA_8B, LLAMA_70B, GPT_175B]),
+    cluster=st.sampled_from(list(PRESETS.values())),
+    recipe=st.sampled_from(list(RECIPES.values())),
+    global_batch_size=st.sampled_from([1, 6, 48, 64, 100, 192]),
+    space=st.builds(
+        SearchSpace, uneven_shares=st.booleans(), micro_batch_sizes=st.sampled_from([(1,), (1, 2, 4), (3, 5)])
+    ),
+    may_idle=st.booleans(),
+)
+
+
+@settings(deadline=None)
+@given(MODELS, st.integers(0, 5000))
+def test_an_answer_is_possible_and_consistent(model: TransformerModel, num_workers: int) -> None:
+    assert isinstance(model, PerformanceModel)
+    best, value = model.configuration(num_workers), model.throughput(num_workers)
+    if best is None:
+        assert value == 0 and model.step_seconds(num_workers) == math.inf
+        return
+    shape, layouts = model.shape, Layouts.of(best)
+    assert best.num_workers <= num_workers if model.may_idle else best.num_workers == num_workers
+    assert shape.num_layers % (best.pipeline_parallel * best.interleave) == 0
+    assert shape.num_heads % best.tensor_parallel == 0
+    assert best.tensor_parallel <= model.cluster.accelerators_per_node
+    assert best.interleave == 1 or best.num_micro_batches % best.pipeline_parallel == 0
+    samples = best.data_parallel * best.num_micro_batches * best.micro_batch_size
+    assert samples >= model.global_batch_size
+    assert samples == model.global_batch_size or model.space.uneven_shares
+    memory = worker_bytes(shape, model.recipe, layouts)[0]
+    assert best.memory_bytes == int(memory) <= model.cluster.memory_bytes - model.cluster.reserved_bytes
+    took = step_seconds(shape, model.cluster, model.recipe, layouts).total[0]
+    assert value == pytest.approx(shape.step_flops(model.global_batch_size) / took)
+    assert 0 < value < num_workers * model.cluster.peak(model.recipe.precision)
+
+
+@settings(deadline=None, max_examples=50)
+@given(MODELS)
+def test_more_workers_are_never_worse_if_some_may_idle(model: TransformerModel) -> None:
+    model = replace(model, may_idle=True)
+    counts = sorted({0, 1, 7, 8, 64, 333, 4096, *model.counts, *(count - 1 for count in model.counts)})
+    curve = [model.throughput(count) for count in counts]
+    assert curve == sorted(curve)
+
+
+@settings(deadline=None, max_examples=50)
+@given(MODELS)
+def test_idling_is_the_running_maximum(model: TransformerModel) -> None:
+    strict, idle = replace(model, may_idle=False), replace(model, may_idle=True)
+    best = 0.0
+    for count in strict.counts:
+        best = max(best, strict.throughput(count))
+        assert idle.throughput(count) == best
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.parametrize("recipe", [MEGATRON_2022, MEGATRON_CORE])
+def test_it_is_the_best_of_all_tried_one_by_one(recipe, uneven: bool) -> None:
+    shape, batch, cluster = replace(GPT_22B, num_layers=12), 24, replace(A100, memory_bytes=40 * 10**9)
+    space = SearchSpace(micro_batch_sizes=(1, 2), uneven_shares=uneven)
+    model = TransformerModel(
+        shape=shape, cluster=cluster, recipe=recipe, global_batch_size=batch, space=space, may_idle=uneven
+    )
+    ranges = ((1, 2, 4, 8), (1, 2, 3, 4, 6, 12), range(1, 25), (1, 2), range(1, 13), range(3))
+    rows = []
+    for t, p, d, b, v, again in itertools.product(*ranges):
+        m = -(-batch // (d * b))
+        divides = d * b <= batch if uneven else batch % (d * b) == 0
+        if divides and 12 % (p * v) == 0 and (v == 1 or (p > 1 and m % p == 0)):
+            rows.append((t, p, d, b, m, v, again))
+    layouts = Layouts(**dict(zip((field.name for field in fields(Layouts)), np.array(rows).T, strict=True)))
+    fit = worker_bytes(shape, recipe, layouts) <= cluster.usable_bytes
+    times = step_seconds(shape, cluster, recipe, layouts).total
+    best: dict[int, float] = {}
+    for count, took in zip(layouts.num_workers[fit].tolist(), times[fit].tolist(), strict=True):
+        best[count] = min(best.get(count, math.inf), took)
+    expected = math.inf
+    for count in range(1, 2400):
+        expected = min(expected, best.get(count, math.inf)) if uneven else best.get(count, math.inf)
+        assert model.step_seconds(count) == pytest.approx(expected, rel=1e-6), count
+
+
+def test_nothing_fits_on_too_few() -> None:
+    model = TransformerModel(shape=GPT_175B, cluster=H100, global_batch_size=1536)
+    smallest = model.counts[0]
+    assert model.throughput(smallest - 1) == 0
+    assert model.configuration(smallest - 1) is None
+    assert model.throughput(smallest) > 0
+    # 18 bytes for each of 175 billion parameters do not fit into fewer.
+    assert smallest * H100.usable_bytes > GPT_175B.num_parameters * 18 / 1.5
+    assert TransformerModel(shape=GPT_175B, cluster=H200, global_batch_size=1536).counts[0] < smallest
+
+
+def test_a_model_that_never_fits() -> None:
+    small = replace(A100, memory_bytes=5 * 2**30)
+    model = TransformerModel(
+        shape=GPT_175B, cluster=small, global_batch_size=1, space=SearchSpace(tensor_parallel=(1,))
+    )
+    assert model.counts == ()
+    assert model.throughput(10**6) == 0
+    assert model.uncertainty(10**6) == model.relative_error
+
+
+def test_a_pipeline_that_does_not_divide_is_not_taken() -> None:
+    space = SearchSpace(pipeline_parallel=(5,))
+    assert TransformerModel(shape=TINY, cluster=A100, global_batch_size=8, space=space).counts == ()
+
+
+def test_uneven_shares_use_counts_that_even_ones_cannot() -> None:
+    even = TransformerModel(shape=LLAMA_8B, cluster=H100, global_batch_size=64)
+    uneven = replace(even, space=SearchSpace(uneven_shares=True))
+    assert len(uneven.counts) > len(even.counts)
+    for count in range(0, 300, 7):
+        assert uneven.throughput(count) >= even.throughput(count)
+
+
+def test_a_bounded_search_finds_the_same_within_its_bound() -> None:
+    space = SearchSpace(uneven_shares=True)
+    whole = TransformerModel(shape=LLAMA_8B, cluster=H100, global_batch_size=192, space=space)
+    bounded = replace(whole, space=replace(space, max_workers=256))
+    assert bounded.counts == tuple(count for count in whole.counts if count <= 256)
+    assert all(bounded.configuration(count) == whole.configuration(count) for count in bounded.counts)
+    assert bounded.throughput(1000) == whole.throughput(256)
+
+
+def test_the_restrictions_of_the_search_are_kept() -> None:
+    space = SearchSpace(tensor_parallel=(4,), pipeline_parallel=(2, 1), interleave=(1,), recompute=("full",))
+    model = TransformerModel(shape=LLAMA_8B, cluster=H100, global_batch_size=64, space=space)
+    for count in model.counts:
+        best = model.configuration(count)
+        assert best is not None
+        assert (best.tensor_parallel, best.interleave, best.recompute) == (4, 1, "full")
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: SearchSpace(micro_batch_sizes=()), "micro_batch_sizes"),
+        (lambda: SearchSpace(tensor_parallel=(0,)), "tensor_parallel"),
+        (lambda: SearchSpace(recompute=("some",)), "recompute"),
+        (lambda: SearchSpace(max_workers=-1), "max_workers=-1"),
+        (lambda: TransformerModel(shape=TINY, cluster=A100, global_batch_size=0), "global_batch_size=0"),
+        (lambda: TransformerModel(shape=TINY, cluster=A100, global_batch_size=1, relative_error=-1), "relative_error"),
+        (
+            lambda: TransformerModel(
+                shape=TINY, cluster=A100, global_batch_size=1, recipe=replace(MEGATRON_CORE, precision="fp8")
+            ),
+            "precision='fp8' on A100",
+        ),
+        (lambda: TransformerModel(shape=TINY, cluster=A100, global_batch_size=1).throughput(-1), "num_workers=-1"),
+    ],
+)
+def test_wrong_questions_are_refused(build, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        build()
