@@ -191,8 +191,8 @@ def test_curves_that_are_all_zero() -> None:
     assert (plan.workers, plan.infeasible, plan.value) == ((0, 0), ("b",), 0.0)
 
 
-def test_a_price_beyond_64_bits() -> None:
-    """Minimums that leave one of many units, and a task for which that one is worth nearly everything."""
+def test_the_last_unit_may_be_worth_nearly_everything() -> None:
+    """Minimums leave one of many units, and its price is far above that of any other."""
     huge = task("huge", [0.0, 1.0, 1e15], may_pause=False)
     rest = [task(name, [1e-3] * 201, min_workers=100, may_pause=False) for name in ("a", "b")]
     state = cluster([huge, *rest], 202)

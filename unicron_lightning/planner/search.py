@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from unicron_lightning.planner.problem import Choice, Problem
 
 EVERYTHING = 1 << 61
-"""A reduced cost that no option exceeds."""
+"""More than there are options, and further than any plan that is known is below a bound."""
 
 FEW_OPTIONS = 24
 """Options per task that the first, guessing tables may have."""
@@ -48,7 +48,7 @@ def best_choices(problem: Problem) -> list[Choice]:
 
 
 def _bounds(problem: Problem) -> tuple[list[tuple[int, int]], list[int]]:
-    """Of each variant: its price and upper bound; and how far a plan that is known is below the bound, at most."""
+    """Of each variant: its price (-1: none) and upper bound; and how far the best plan is below the bound, at most."""
     most = (1 << 62) // (problem.free_units + 1)
     prices, distances = [], []
     for index in range(len(problem.variants)):
@@ -64,7 +64,7 @@ def _bounds(problem: Problem) -> tuple[list[tuple[int, int]], list[int]]:
             most,
         )
         # Without a price that 64 bits can hold nothing is ruled out.
-        prices.append((price, bound) if price >= 0 else (0, EVERYTHING))
+        prices.append((price, bound if price >= 0 else EVERYTHING))
         distances.append(bound - value if price >= 0 else EVERYTHING)
     return prices, distances
 
@@ -91,8 +91,8 @@ def _mark(
     columns = problem.columns
     mask = np.zeros(len(columns.units), dtype=np.bool_)
     marked = 0
-    for index, ((price, bound), limit) in enumerate(zip(prices, limits, strict=True)):
-        if bound == EVERYTHING:
+    for index, ((price, _), limit) in enumerate(zip(prices, limits, strict=True)):
+        if price < 0:
             mask[:] = True
             return mask
         marked = kernels.mark(

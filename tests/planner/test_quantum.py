@@ -1,0 +1,56 @@
+"""Rounding is as fine as the module says, and leaves room in 64 bits."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from planner.situations import SHAPES, cluster, shaped, task
+
+from unicron_lightning.planner import quantum
+from unicron_lightning.planner.plan import reward_of
+from unicron_lightning.planner.solver import columns_of, solve
+
+
+def bound(num_tasks: int, num_units: int) -> float:
+    """The most that a plan can be rounded by, twice, as a share of the largest reward."""
+    state = cluster([task(f"t{n}", np.arange(1.0 + num_units)) for n in range(num_tasks)], num_units)
+    largest = num_units * state.duration_seconds
+    return 2 * (0.75 * num_units + 0.5 * num_tasks) * state.quantum_flop / largest
+
+
+def test_the_resolution_is_what_is_promised() -> None:
+    assert 1e-15 < bound(6, 128) < 1e-12
+    assert 1e-12 < bound(256, 12_500) < 4e-9
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_a_plans_keys_add_up_to_its_value_within_the_bound(kind: str) -> None:
+    state = shaped(kind, 6, 300, seed=4)
+    state = state.adopt(solve(state).allocation)
+    state = state.after(state.loss_of(next(iter(state.allocation))))
+    factor = quantum.moves_factor(state)
+    plan = solve(state)
+    total = 0
+    for curve, column, workers in zip(state.tasks, columns_of(state, (), factor), plan.workers, strict=True):
+        key = int(column.keys[np.searchsorted(column.units, workers)])
+        rounded = -(-key // factor)  # moves are subtracted, and are less than a quantum in all
+        total += rounded
+        error = abs(rounded - reward_of(state, curve, workers) / state.quantum_flop)
+        assert error <= 0.75 * workers + 0.5 + 0.01
+    assert abs(total - plan.value / state.quantum_flop) <= 0.75 * 300 + 0.5 * 6
+    assert abs(total) * factor < 2 ** (quantum.KEY_BITS + 1)
+
+
+def test_a_coarse_quantum_that_is_given_is_kept_and_a_fine_one_is_not() -> None:
+    state = shaped("concave", 3, 30, seed=0)
+    coarse = dataclasses.replace(state, quantum_flop=state.quantum_flop * 1024)
+    assert coarse.quantum_flop == state.quantum_flop * 1024
+    assert dataclasses.replace(state, quantum_flop=state.quantum_flop / 1024).quantum_flop == state.quantum_flop
+
+
+def test_the_default_leaves_room_for_a_doubling() -> None:
+    state = cluster([task("a", [0.0, 1.0, 2.0, 4.0])], 3, running_seconds=lambda n: 1.0)
+    twice = dataclasses.replace(state, running_seconds=1.999)
+    assert twice.quantum_flop == state.quantum_flop

@@ -1,0 +1,83 @@
+"""F and G are the paper's; a curve is what was known when it was made."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from planner.situations import Given, cluster, task
+
+from unicron_lightning.planner.plan import Plan
+from unicron_lightning.planner.reward import Curve, reward
+
+
+def test_the_reward_is_the_papers() -> None:
+    """G = F(x') D_running - [affected or x' != x] F(x) D_transition, by hand."""
+    durations = {"running_seconds": 600.0, "transition_seconds": 30.0}
+    assert reward(5e12, 4e12, changed=True, **durations) == 5e12 * 600 - 4e12 * 30
+    assert reward(4e12, 4e12, changed=False, **durations) == 4e12 * 600
+
+
+@pytest.mark.parametrize(
+    ("lost", "workers", "value"),
+    [
+        ({}, 3, 2 * 9 * 10.0),  # stays as it is: costs nothing
+        ({}, 2, 2 * 6 * 10.0 - 2 * 9 * 4),  # changes
+        ({}, 0, -2 * 9 * 4.0),  # is paused
+        ({"a": 1}, 2, 2 * 6 * 10.0 - 2 * 9 * 4),  # F(t,x) is of the workers that it had before the failure
+        ({"a": 1}, 3, 2 * 9 * 10.0 - 2 * 9 * 4),  # gets a worker for the one it lost: a transition as well
+        ({"a": 0}, 3, 2 * 9 * 10.0 - 2 * 9 * 4),  # affected without a loss
+    ],
+)
+def test_a_plan_is_worth_what_the_formula_says(lost: dict, workers: int, value: float) -> None:
+    tasks = [task("a", [0, 3, 6, 9], weight=2.0, transition_seconds=4.0)]
+    state = cluster(tasks, 3, allocation={"a": 3}, lost=lost)
+    plan = Plan(state=state, names=("a",), workers=(workers,))
+    assert plan.value == value
+    assert plan.waf == 2 * 3 * workers
+
+
+def test_a_curve_has_the_sizes_that_run() -> None:
+    curve = Curve.of(task("a", [0, 0, 2, 0, 5], weight=3.0), 1, 5)
+    assert curve.workers.tolist() == [2, 4, 5]
+    assert curve.waf.tolist() == [6.0, 15.0, 15.0]
+    assert (curve.waf_peak, curve.waf_per_unit) == (15.0, 15.0 / 4)
+
+
+def test_below_the_minimum_nothing_is_achieved() -> None:
+    curve = Curve.of(task("a", range(9), min_workers=3, granularity=2), 1, 8)
+    assert [curve.waf_at(x) for x in (0, 1, 2, 3, 4, 7)] == [0, 0, 0, 3, 4, 7]
+
+
+class Learning(Given):
+    """A model that has learned something in the meantime."""
+
+    def throughput(self, num_workers: int) -> float:
+        return 2 * super().throughput(num_workers)
+
+
+def test_a_curve_is_named_by_what_plans_follow_from() -> None:
+    known = task("a", [0, 1, 2])
+    digest = Curve.of(known, 1, 2).digest
+    assert Curve.of(task("a", [0, 1, 2]), 1, 2).digest == digest
+    for change in (
+        {"name": "b"},
+        {"weight": 2.0},
+        {"transition_seconds": 2.0},
+        {"min_workers": 2},
+        {"max_workers": 1},
+        {"may_pause": False},
+        {"performance": Learning((0, 1, 2))},
+    ):
+        assert Curve.of(dataclasses.replace(known, **change), 1, 2).digest != digest, change
+    assert Curve.of(known, 2, 2).digest != digest
+    assert Curve.of(known, 1, 3).digest != digest
+
+
+@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
+def test_a_model_that_answers_nonsense_is_named(value: float) -> None:
+    with pytest.raises(ValueError, match=r"task 'a': throughput\(2\) is .*: expected FLOP/s"):
+        Curve.of(task("a", [0.0, 1.0, value, 1.0]), 1, 3)
+    with pytest.raises(ValueError, match=r"task 'a': throughput\(3\) is"):
+        Curve.of(task("a", [0.0, 1.0, 1.0, value], max_workers=2), 1, 2).waf_at(3)
