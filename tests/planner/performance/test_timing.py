@@ -43,6 +43,14 @@ def test_without_overheads_a_step_is_its_flops(shape, t: int, d: int, m: int, ag
     assert step.total[0] == pytest.approx(flops / (t * d * 312e12), rel=1e-9)
 
 
+def test_fused_attention_halves_the_square_and_computes_one_product_again() -> None:
+    step = seconds(GPT_175B, IDEAL, replace(PERFECT, fused_attention=True))
+    # Two products forward and five backward instead of four, of the unmasked half.
+    square = 96 * GPT_175B.layer_attention_flops(1) * (1 + 5 / 2) / 2
+    rest = 96 * 3 * GPT_175B.layer_matrix_flops(1) + 3 * GPT_175B.head_flops(1)
+    assert step.total[0] == pytest.approx((square + rest) / 312e12, rel=1e-9)
+
+
 @settings(deadline=None)
 @given(st.sampled_from([(1, 1), (2, 1), (8, 1), (8, 3), (32, 3), (96, 1)]), st.integers(1, 8).map(lambda n: 96 * n))
 def test_the_bubble_is_the_papers(pv, m: int) -> None:

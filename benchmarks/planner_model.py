@@ -1,0 +1,134 @@
+"""How far the analytic performance model is off published runs, and how long its search takes.
+
+    python benchmarks/planner_model.py [--runs 5]
+
+Prints tables in Markdown. The model's constants were fitted to the times marked so and to nothing else; sources are in
+`unicron_lightning.planner.performance.published`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import time
+from collections.abc import Iterator
+
+from unicron_lightning.planner.performance.cluster import A800, H100
+from unicron_lightning.planner.performance.published import (
+    LAYER_TIMES,
+    LLAMA_405B,
+    RUNS,
+    PublishedRun,
+    gpt,
+    predict,
+    predict_layer,
+)
+from unicron_lightning.planner.performance.recipe import MEGATRON_2022
+from unicron_lightning.planner.performance.search import SearchSpace
+from unicron_lightning.planner.performance.transformer import TransformerModel
+
+GROUPS = {
+    "arXiv 2104.04473, table 1 (A100, GPT 1.7B to 1T)": ("2104.04473",),
+    "arXiv 2205.05198, table 5 (A100, GPT 22B to 1T)": ("2205.05198",),
+    "NVIDIA/dgxc-benchmarking, bf16 (H100, 175B and 340B)": ("dgxc", "bf16"),
+    "NVIDIA/dgxc-benchmarking, fp8 (H100, 175B and 340B)": ("dgxc", "fp8"),
+    "arXiv 2407.21783, table 4 (H100, Llama 3 405B)": ("2407.21783",),
+    "all": (),
+}
+
+
+def main() -> None:
+    """Prints everything."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=5, help="searches per figure")
+    arguments = parser.parse_args()
+    for part in (fitted(), predicted(), summary(), searches(arguments.runs)):
+        print("\n".join(part), end="\n\n")
+
+
+def fitted() -> Iterator[str]:
+    """The times that the constants were fitted to."""
+    yield "| one layer of GPT 22B on 8 A100 (arXiv 2205.05198, table 4): fitted | published | model | error |"
+    yield "|---|---:|---:|---:|"
+    for recipe, again, which, published in LAYER_TIMES:
+        milliseconds = predict_layer(recipe, again)[which]
+        sequence = "with" if recipe is MEGATRON_2022 else "without"
+        name = f"{which}, {again} recomputed, {sequence} sequence parallelism"
+        yield f"| {name} | {published:.1f} ms | {milliseconds:.1f} ms | {percent(milliseconds / published - 1)} |"
+
+
+def predicted() -> Iterator[str]:
+    """The runs that were predicted."""
+    yield "| source | run | workers | TP x PP x DP | b | v | published | predicted | error |"
+    yield "|---|---|---:|---|---:|---:|---:|---:|---:|"
+    for run in RUNS:
+        prediction = predict(run)
+        used = prediction.configuration
+        cells = (
+            run.source,
+            run.name,
+            f"{run.num_workers:,}",
+            f"{used.tensor_parallel} x {used.pipeline_parallel} x {used.data_parallel}",
+            f"{used.micro_batch_size}{'' if run.micro_batch_size else '*'}",
+            f"{used.interleave}{'' if run.interleave else '*'}",
+            f"{run.seconds:.2f} s",
+            f"{prediction.seconds:.2f} s",
+            percent(error(run)),
+        )
+        yield f"| {' | '.join(cells)} |"
+    yield ""
+    yield "`*`: not published; the fastest that divides (and fits) was taken."
+
+
+def summary() -> Iterator[str]:
+    """Errors by source."""
+    yield "| published runs | number | root mean square error | mean | worst |"
+    yield "|---|---:|---:|---:|---:|"
+    for name, words in GROUPS.items():
+        errors = [error(run) for run in RUNS if all(word in f"{run.source} {run.name}" for word in words)]
+        rms = math.sqrt(statistics.fmean(value**2 for value in errors))
+        worst = max(errors, key=abs)
+        yield f"| {name} | {len(errors)} | {100 * rms:.1f} % | {percent(statistics.fmean(errors))} | {percent(worst)} |"
+
+
+def searches(runs: int) -> Iterator[str]:
+    """Median time of a search for all numbers of workers, and of reading a curve of 12,500 nodes from it."""
+    even, uneven = SearchSpace(), SearchSpace(uneven_shares=True)
+    yield "| search, all numbers of workers at once | configurations kept | search | curve of 12,500 nodes |"
+    yield "|---|---:|---:|---:|"
+    for name, model in {
+        "GPT 7.5B, 512 samples, A800": model_of(gpt(36, 4096, 32), A800, 512, even),
+        "GPT 175B, 1,536 samples, H100": model_of(gpt(96, 12288, 96), H100, 1536, even),
+        "GPT 175B, 1,536 samples, H100, uneven shares": model_of(gpt(96, 12288, 96), H100, 1536, uneven),
+        "Llama 3 405B, 2,048 samples, H100": model_of(LLAMA_405B, H100, 2048, even),
+    }.items():
+        search_seconds, curve_seconds = [], []
+        for _ in range(runs):
+            fresh = model_of(model.shape, model.cluster, model.global_batch_size, model.space)
+            start = time.perf_counter()
+            kept = len(fresh.counts)
+            middle = time.perf_counter()
+            for nodes in range(12_501):
+                fresh.throughput(8 * nodes)
+            search_seconds.append(middle - start)
+            curve_seconds.append(time.perf_counter() - middle)
+        times = (1e3 * statistics.median(seconds) for seconds in (search_seconds, curve_seconds))
+        yield f"| {name} | {kept} | {' | '.join(f'{milliseconds:.0f} ms' for milliseconds in times)} |"
+
+
+def model_of(shape, cluster, global_batch_size: int, space: SearchSpace) -> TransformerModel:
+    return TransformerModel(shape=shape, cluster=cluster, global_batch_size=global_batch_size, space=space)
+
+
+def error(run: PublishedRun) -> float:
+    """Relative error of the predicted duration of a step."""
+    return predict(run).seconds / run.seconds - 1
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:+.1f} %"
+
+
+if __name__ == "__main__":
+    main()
