@@ -142,6 +142,25 @@ def test_recomputation_saves_memory(shape, recipe) -> None:
     assert full < selective <= none
 
 
+def test_full_recomputation_needs_room_for_the_layer_under_way() -> None:
+    # 96 inputs of layers, one whole layer, the loss and the embedding's mask: formulas of the module's head.
+    s, h, a, v = 2048, 12288, 96, 51200
+    expected = 96 * 2 * s * h + s * h * (34 + 5 * a * s / h) + (4 * s * h + 4 * s * v) + s * h
+    total = first_stage_activation_bytes(GPT_175B, MEGATRON_2022, layout(recompute="full"))[0]
+    assert total == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_last_stage_can_be_the_fullest() -> None:
+    # An output layer as large as the other layers of a stage, and its fp32 results, which no other stage has.
+    shape = replace(LLAMA_70B, vocabulary_size=2_000_000)
+    lay = layout(tensor_parallel=8, pipeline_parallel=2, recompute="full")
+    state = state_bytes(shape, MEGATRON_CORE, lay, last=True)[0]
+    needed = worker_bytes(shape, MEGATRON_CORE, lay)[0]
+    assert needed > state + 4 * 8192 * 2_000_000 / 8
+    first = state_bytes(shape, MEGATRON_CORE, lay, last=False)[0]
+    assert needed > first + first_stage_activation_bytes(shape, MEGATRON_CORE, lay)[0]
+
+
 def test_grouped_keys_keep_less_and_gates_keep_more() -> None:
     plain = replace(GPT_22B, num_kv_heads=0)
     grouped, gated = replace(plain, num_kv_heads=8), replace(plain, gated=True)

@@ -71,6 +71,31 @@ def test_the_last_stage_with_the_output_layer_is_the_slowest() -> None:
     assert many.bubble[0] == few.bubble[0]
 
 
+def test_the_loss_writes_and_reads_its_results_twice() -> None:
+    cluster = replace(IDEAL, peak_flops={"fp16": 1e30, "bf16": 1e30}, memory_bandwidth=1e12)
+    with_loss, without = (
+        seconds(replace(GPT_22B, vocabulary_size=v, tied_embeddings=False), cluster, PERFECT) for v in (50_001, 1)
+    )
+    # s V results of 4 bytes; the optimizer's traffic is counted apart.
+    assert with_loss.stages[0] - without.stages[0] == pytest.approx(4 * 4 * 2048 * 50_000 / 1e12, rel=1e-6)
+
+
+def test_neighbours_in_the_pipeline_talk_over_the_slower_link_unless_they_share_a_node() -> None:
+    cluster = replace(IDEAL, inter_bandwidth=1e9, memory_bandwidth=1e30)
+
+    def waiting(t: int, d: int) -> float:
+        fields = {"tensor_parallel": t, "data_parallel": d, "num_micro_batches": 4}
+        recipe = replace(PERFECT, overlap_gradients=True, distributed_optimizer=False)
+        two, one = (seconds(GPT_22B, cluster, recipe, pipeline_parallel=p, **fields) for p in (2, 1))
+        return float(two.stages[0] - one.stages[0] / 2) - 3 * 4 * GPT_22B.head_flops(1) / (2 * t * 312e12)
+
+    # Both ways, 2 bytes of each of s h elements, divided by TP, for four micro-batches.
+    assert waiting(8, 1) == pytest.approx(4 * 2 * 2 * 2048 * 6144 / 8 / 1e9, rel=1e-6)
+    assert waiting(4, 2) == pytest.approx(4 * 2 * 2 * 2048 * 6144 / 4 / 1e9, rel=1e-6)
+    assert waiting(4, 1) == pytest.approx(0, abs=1e-9)
+    assert waiting(2, 2) == pytest.approx(0, abs=1e-9)
+
+
 def test_an_uneven_division_makes_room_for_the_output_layer() -> None:
     # 126 layers over 16 stages: 8, and 7 in the last, as in Llama 3. The 8 layers decide, not 7 and the output layer.
     layer = layer_seconds(LLAMA_405B, H100, MEGATRON_CORE, layout(tensor_parallel=8))

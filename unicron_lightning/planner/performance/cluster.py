@@ -95,7 +95,7 @@ A100 = Cluster(
 # The A100 with NVLink of 400 GB/s instead of 600 (NVIDIA's statement to Reuters of 7 November 2022).
 A800 = replace(A100, name="A800-80GB-SXM", intra_bandwidth=200e9)
 # "NVIDIA H100 Tensor Core GPU" data sheet (SXM): 989.4 TFLOP/s BF16 and FP16, 1,978.9 FP8, 494.7 TF32, 66.9 FP32, 80 GB
-# at 3.35 TB/s, NVLink 900 GB/s. Nodes as in arXiv 2407.21783, section 3.3: 8 accelerators, 400 Gb/s of network for each.
+# at 3.35 TB/s, NVLink 900 GB/s. Nodes: arXiv 2407.21783, section 3.3: 8 accelerators, each with 400 Gb/s of network.
 H100 = Cluster(
     name="H100-SXM",
     peak_flops={"bf16": 989.4e12, "fp16": 989.4e12, "fp8": 1978.9e12, "tf32": 494.7e12, "fp32": 66.9e12},
