@@ -1,0 +1,78 @@
+"""Sockets break between live workers while a join is pending: the step boundary at which it was to be entered will not
+come, so the members need an epoch of their own first."""
+
+from __future__ import annotations
+
+import pytest
+from coordinator.driver import FakeAgent, World, members, running, settle
+
+from unicron_lightning import wire
+
+GRACE = 0.5
+
+
+def pending_join() -> tuple[World, FakeAgent, FakeAgent, FakeAgent]:
+    """Two members in the middle of a step of epoch 1, and a joiner that waits for them in epoch 2."""
+    world = World(comm_error_grace=GRACE)
+    a, b = running(world, 2)
+    c = world.agent("c").start().boot()
+    c.ready(2)
+    assert (world.task().number, world.task().epoch.kind, world.task().settled) == (2, "join", False)
+    return world, a, b, c
+
+
+def breaks(agent: FakeAgent, epoch: int) -> None:
+    agent.say(wire.CommError(worker=agent.worker(), epoch=epoch, error="reset"))
+
+
+def test_the_members_go_on_without_the_joiner_which_then_joins() -> None:
+    world, a, b, c = pending_join()
+    for agent in (a, b):
+        breaks(agent, 1)
+    assert world.names().count("comm_error") == 1
+    world.advance(0.8 * GRACE)
+    assert world.task().number == 2, "a death may still explain it"
+    world.advance(0.4 * GRACE)
+    assert (world.task().number, world.task().epoch.kind, members(world)) == (3, "fail", ["a/0#1", "b/0#1"])
+    assert a.last(wire.Epoch) == b.last(wire.Epoch) and a.last(wire.Epoch).incident == "i1"
+    assert c.last(wire.Epoch).number == 2 and not c.all(wire.Fence)
+    settle(world)
+    assert (world.task().number, world.task().epoch.kind) == (4, "join")
+    assert members(world) == ["a/0#1", "b/0#1", "c/0#1"]
+    settle(world)
+    assert c.last(wire.Go).epoch == 4
+    world.advance(10 * GRACE)
+    assert world.task().number == 4
+
+
+def test_a_death_in_time_explains_it() -> None:
+    world, a, b, _ = pending_join()
+    breaks(a, 1)
+    b.die()
+    assert (world.task().number, world.task().epoch.kind, members(world)) == (3, "fail", ["a/0#1"])
+    settle(world)
+    assert (world.task().number, members(world)) == (4, ["a/0#1", "c/0#1"])
+    settle(world)
+    world.advance(10 * GRACE)
+    assert world.task().number == 4, "the broken sockets are long mended"
+
+
+@pytest.mark.parametrize(("who", "epoch"), [("a", 2), ("c", 1), ("c", 2)])
+def test_only_members_can_tell_and_only_of_the_epoch_they_are_in(who: str, epoch: int) -> None:
+    """Nobody is in the pending one yet, and the joiner is in none."""
+    world, *agents = pending_join()
+    breaks(next(agent for agent in agents if agent.name == who), epoch)
+    world.advance(10 * GRACE)
+    assert world.task().number == 2 and "comm_error" not in world.names()
+
+
+def test_a_restarted_coordinator_hears_of_it_again() -> None:
+    """Its timers are gone with it; the members wait in the step until they are told."""
+    world, a, b, c = pending_join()
+    breaks(a, 1)
+    world.start()
+    for agent in (a, b, c):
+        agent.register()
+    breaks(b, 1)
+    world.advance(1.2 * GRACE)
+    assert (world.task().number, world.task().epoch.kind, members(world)) == (3, "fail", ["a/0#1", "b/0#1"])
