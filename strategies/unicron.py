@@ -238,8 +238,7 @@ class UnicronStrategy(ParallelStrategy):
             state, self._arrival = self._arrival, None
             join_state.arrive(trainer, state, self._layout, self.root_device)
         if trainer.received_sigterm:
-            # With a status: to the coordinator, a worker that ends with 0 has finished the task.
-            raise SIGTERMException(128 + signal.SIGTERM)
+            raise SIGTERMException
         engine.step = trainer.global_step
         if engine.control is not None and not self._checked:
             self._checked = True
@@ -379,6 +378,12 @@ class UnicronStrategy(ParallelStrategy):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         return batch if isinstance(batch, GlobalBatch) else super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Lightning raises it without a status; a worker that ends with 0 would have finished the task."""
+        if isinstance(exception, SIGTERMException):
+            exception.code = 128 + signal.SIGTERM
 
     @override
     def teardown(self) -> None:
