@@ -62,9 +62,10 @@ class Passes:
         if sanity:  # Lightning throws its results away: each rank keeps to its own
             return planned
         self._pass = _Pass(loop, loader, place if len(loaders) > 1 else None)
-        if not planned and place > 0:
+        if not planned and len(loaders) > 1:
             # Lightning tells the loader's change by its first batch, which this rank doesn't have.
-            loop._store_dataloader_outputs()
+            if place > 0:
+                loop._store_dataloader_outputs()
             self._results.dataloader_idx = place
         return planned
 
@@ -106,8 +107,12 @@ class Passes:
             current.finished,
             lambda: _encode(current, module),
         )
-        # A joiner evaluates alone before its first fit, where it gets its state.
-        encoded = unpack_parts(engine.run(operation)) if engine.has_state else [_encode(current, module)]
+        if engine.has_state:
+            encoded = unpack_parts(engine.run(operation))
+        else:  # a joiner evaluates alone before its first fit, where it gets its state
+            for number in set(range(current.loader.num_batches)) - current.finished:
+                self._run(current, number)
+            encoded = [_encode(current, module)]
         parts = [codec.decode(part) for part in encoded]
         merge_metric_states(module, [part["metrics"] for part in parts])
         calls: dict[int, list[Any]] = {}

@@ -1,0 +1,131 @@
+"""Workers join and are terminated while the training changes: all of it reaches those that come later."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sqlite3
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+import changing_worker  # noqa: E402 - a script as well
+
+sys.path.remove(str(HERE))
+sys.path.insert(0, str(HERE.parent / "agent"))
+
+from torchrun import Cluster, until  # noqa: E402 - test helpers of the agent
+
+sys.path.remove(str(HERE.parent / "agent"))
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(240)]
+
+FREEZE_STEP, VALIDATION_BATCHES = changing_worker.FREEZE_STEP, changing_worker.VALIDATION_BATCHES
+WEIGHT_BIAS = ("weight", "bias")
+
+
+class Run:
+    """What a finished run has left."""
+
+    def __init__(self, cluster: Cluster, founder: int) -> None:
+        with closing(sqlite3.connect(cluster.state_dir / "coordinator.sqlite", timeout=10)) as database:
+            rows = database.execute("SELECT name, fields FROM events ORDER BY seq").fetchall()
+        self.events = [(name, json.loads(fields)) for name, fields in rows]
+        self.founder = founder
+        self.logs = "".join(path.read_text() for path in cluster.folder.glob("agent-*.log"))
+        self.steps = cluster.events("step")
+        self.validated = cluster.events("validated")
+        self.results = [torch.load(path, weights_only=False) for path in cluster.folder.glob("result-*.pt")]
+
+
+def world_of_two(cluster: Cluster) -> tuple[int, int] | None:
+    """The processes by rank, once each has finished a step in it."""
+    pids = {line["rank"]: line["pid"] for line in cluster.events("step", world=2)}
+    return (pids[0], pids[1]) if len(pids) == 2 else None
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """One agent trains alone past all changes, and a second one joins; then the worker that has seen the changes happen
+    is terminated, and the other hands them on to the one that comes instead.
+    """
+    folder = tmp_path_factory.mktemp("changing")
+    with Cluster(folder, str(HERE / "changing_worker.py"), "1:2") as cluster:
+        cluster.start()
+        until("the changes", lambda: any(line["step"] > FREEZE_STEP for line in cluster.events("step")))
+        cluster.start()
+        founder, joiner = until("a world of two", lambda: world_of_two(cluster))
+        (folder / f"terminate-training_step-{founder}").touch()
+        until("another joiner", lambda: {line["pid"] for line in cluster.events("step", world=2)} - {founder, joiner})
+        assert cluster.finish() == [0, 0]
+        return Run(cluster, founder)
+
+
+@pytest.fixture(scope="module")
+def alone(run: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The same training without joins and failures."""
+    with pytest.MonkeyPatch.context() as variables:
+        for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # set inside, put back at the end
+            variables.setenv(name, "0")
+        return changing_worker.train(tmp_path_factory.mktemp("alone"), run.results[0]["epochs"], 0.0)
+
+
+def test_a_terminated_worker_has_not_finished_the_task(run: Run) -> None:
+    """As it would have, for the coordinator, if it ended with 0: nobody could join any more."""
+    ends = [name for name, _ in run.events if name in ("worker_died", "worker_finished")]
+    assert ends == ["worker_died", "worker_finished", "worker_finished"]
+    assert f"(exitcode: {128 + signal.SIGTERM}) local_rank: 0 (pid: {run.founder})" in run.logs
+
+
+def test_a_script_may_evaluate_before_it_trains(run: Run) -> None:
+    """A worker that joins does so alone, of all data, with its untrained model; and then takes its place."""
+    first, *joiners = (line["results"] for line in run.validated)
+    assert len(joiners) == 2 and all(results == first for results in joiners)
+    assert len({line["pid"] for line in run.steps}) == 3
+
+
+def test_the_result_is_that_of_a_world_of_one(run: Run, alone: dict[str, Any]) -> None:
+    assert len(run.results) == 2
+    for result in run.results:
+        assert (result["steps"], result["epochs"]) == (alone["steps"], alone["epochs"])
+        for part in ("state", "momenta"):
+            assert result[part].keys() == alone[part].keys()
+            for name, value in alone[part].items():
+                assert torch.allclose(result[part][name], value, rtol=1e-4, atol=1e-5), (part, name)
+
+
+def test_frozen_parameters_and_groups_reach_joiners(run: Run, alone: dict[str, Any]) -> None:
+    """Those that are left have not seen the changes happen."""
+    assert {line["pid"] for line in run.steps if line["step"] <= FREEZE_STEP + 1} == {run.founder}
+    for result in (alone, *run.results):
+        assert result["trained"] == [*(f"{part}.{name}" for part in ("norm", "head", "extra") for name in WEIGHT_BIAS)]
+        assert [rate for rate, _ in result["groups"]] == [0.02, 0.005]
+        assert result["groups"][1][1] == ["extra.weight", "extra.bias"]
+
+
+def test_batch_norm_counts_steps_on_everyone(run: Run, alone: dict[str, Any]) -> None:
+    """Not micro-batches, of which a step has two and each worker of two computes one."""
+    for result in (alone, *run.results):
+        assert result["state"]["norm.num_batches_tracked"] == result["steps"]
+
+
+def test_metric_objects_of_several_loaders_are_those_of_all_data(run: Run, alone: dict[str, Any]) -> None:
+    """Also of loaders of which a worker has had nothing."""
+    places = range(len(VALIDATION_BATCHES))
+    names = {f"{name}/dataloader_idx_{place}" for name in ("error", "largest", "plain") for place in places}
+    for result in (alone, *run.results):
+        assert result["metrics"].keys() == names
+        for name, value in alone["metrics"].items():
+            assert result["metrics"][name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+        for place, batches in enumerate(VALIDATION_BATCHES):
+            whole = changing_worker.data(batches, 2 + place).tensors[0].max()
+            assert result["metrics"][f"largest/dataloader_idx_{place}"] == pytest.approx(float(whole))
+            error = result["metrics"][f"plain/dataloader_idx_{place}"]
+            assert result["metrics"][f"error/dataloader_idx_{place}"] == pytest.approx(error, rel=1e-4)
