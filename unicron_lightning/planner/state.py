@@ -26,7 +26,8 @@ class ClusterState:
         tasks: F(t,x) of each task that is to run.
         num_workers: n', the workers there are, healthy.
         running_seconds: D_running(n'), the expected seconds to the next failure with n' workers; a number if it does
-            not depend on n'.
+            not depend on n'. It gives the same answers as long as the state is used: an estimate that learns on is
+            taken anew with a new state.
         allocation: x_i, the workers that each task had by its last plan; none if it is not named.
         lost: how many of them failed since then, by task. A task that is named is *affected*, also with 0.
         queued: F(t,x) of tasks that are not to run yet. They matter only to the plans made ahead.

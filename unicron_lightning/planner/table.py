@@ -80,7 +80,9 @@ class PlanTable:
         )
 
     def look_up(self, state: ClusterState, event: Event) -> Plan | None:
-        """The plan for ``event`` in ``state``, in constant time; None if such an event was not foreseen.
+        """The plan for ``event`` in ``state``; None if such an event was not foreseen.
+
+        It takes constant time: a state computes its fingerprint once.
 
         Raises:
             StaleTable: the table was made for another state.
