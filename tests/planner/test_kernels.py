@@ -71,6 +71,12 @@ def test_moving_counts_less_than_a_quantum_and_staying_costs_nothing() -> None:
     assert keys.tolist() == [-3 * factor - 2, (2 - 3) * factor - 1, 4 * factor, (5 - 3) * factor - 1]
 
 
+def test_part_of_a_unit_that_moves_counts_as_a_whole_one() -> None:
+    """It still has 3 workers: to have 2, 4 or 8 moves 1, 1 or 5, and to have none 3."""
+    _, keys = kernels.keys_of(np.array([2, 4, 8]), np.array([1.0, 1.0, 1.0]), 1.0, 0, 4, 3, 2, 64, True)
+    assert keys.tolist() == [-2, 64 - 1, 64 - 1, 64 - 3]
+
+
 def test_an_affected_task_pays_at_every_size() -> None:
     _, keys = kernels.keys_of(np.array([1, 2]), np.array([5.0, 9.0]), 1.0, 3, -1, 1, 1, 64, True)
     assert keys.tolist() == [-3 * 64 - 1, (5 - 3) * 64, (9 - 3) * 64 - 1]
