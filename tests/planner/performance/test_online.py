@@ -97,6 +97,11 @@ def test_the_newest_counts_most() -> None:
     assert late.throughput(8) == pytest.approx(2e15)
 
 
+def test_an_old_measurement_is_less_than_one() -> None:
+    model = learn(OnlineModel(half_life_seconds=100), (8, 1e15, 0), (8, 1e15, 100))
+    assert model.statistics[8].effective_points == pytest.approx((1 + 0.5) ** 2 / (1 + 0.5**2))
+
+
 def test_more_measurements_are_surer_and_old_ones_less() -> None:
     one = learn(OnlineModel(), (8, 1e15, 0))
     many = learn(OnlineModel(), *[(8, 1e15, 0)] * 100)

@@ -77,6 +77,8 @@ def test_idling_is_the_running_maximum(model: TransformerModel) -> None:
     for count in strict.counts:
         best = max(best, strict.throughput(count))
         assert idle.throughput(count) == best
+    kept = [idle.throughput(count) for count in idle.counts]
+    assert kept == sorted(set(kept))  # no count is kept that is no faster than a smaller one
 
 
 @pytest.mark.parametrize("uneven", [False, True])
@@ -130,6 +132,26 @@ def test_a_model_that_never_fits() -> None:
 def test_a_pipeline_that_does_not_divide_is_not_taken() -> None:
     space = SearchSpace(pipeline_parallel=(5,))
     assert TransformerModel(shape=TINY, cluster=A100, global_batch_size=8, space=space).counts == ()
+
+
+@pytest.mark.parametrize(
+    ("fields", "degrees"),
+    [
+        ({}, {1, 2, 4, 8}),
+        ({"num_heads": 12, "hidden_size": 768}, {1, 2, 4}),
+        ({"num_heads": 24, "num_kv_heads": 6, "hidden_size": 768}, {1, 2}),
+        ({"num_heads": 8, "num_kv_heads": 2}, {1, 2, 4, 8}),
+        ({"ffn_size": 4100}, {1, 2, 4}),
+    ],
+)
+def test_tensor_parallelism_divides_heads_groups_and_width(fields, degrees) -> None:
+    shape = replace(TINY, **{"num_heads": 8, **fields})
+    found = set()
+    for t in range(1, 17):
+        space = SearchSpace(tensor_parallel=(t,))
+        if TransformerModel(shape=shape, cluster=A100, global_batch_size=8, space=space).counts:
+            found.add(t)
+    assert found == degrees
 
 
 def test_uneven_shares_use_counts_that_even_ones_cannot() -> None:
