@@ -4,10 +4,14 @@
 
 Of plans of equal reward (`unicron_lightning.planner.quantum` says how equal) the one that moves fewest workers is
 taken: the sum of abs(x' - x) where x counts the workers that a task still has, in units, rounded up for each task. Of
-those that are still equal, one that depends on names only, never on the order in which tasks are given: the task that
-the last event was about (the state's ``pivot``) takes the fewest workers, then the tasks whose names come after it
-the fewest together, and then each task in turn takes the fewest, those before the pivot by descending name first, then
-those after it by ascending name. Without a pivot all tasks come before it.
+those that are still equal, one that depends on names only, never on the order in which tasks are given:
+
+1. the task that the last event was about (the state's ``pivot``) takes the fewest workers;
+2. the tasks whose names come before it bring the most, in reward and then in fewest moved workers;
+3. each of these in turn, by descending name, takes the fewest workers;
+4. each of those after it in turn, by ascending name, takes the fewest.
+
+Without a pivot all tasks come before it.
 
 Workers that would bring nothing stay spare. When minimums do not fit see `unicron_lightning.planner.minimums`.
 """
