@@ -1,0 +1,248 @@
+"""From numbers of workers to nodes: what runs stays where it runs, and what is new goes close together.
+
+A *slot* is the room for one worker: an accelerator of a node. `place` gives each task as many slots as the plan says.
+
+What it guarantees:
+
+* no node has more slots in use than it has accelerators, and nodes that are not ready have none;
+* the slots of a group, those that have to share a node (the tensor-parallel workers), share a node;
+* the same question has the same answer, in whatever order nodes and tasks are listed.
+
+What it aims at, in this order:
+
+1. The fewest moved slots: slots on which a task has to start that it did not have before. Whatever the placement, a
+task
+   that had p_t slots on ready nodes and gets x_t starts on at least max(0, x_t - p_t), so that
+
+       moved slots  >=  sum over tasks of max(0, x_t - p_t)  =  Placement.fewest_moves
+
+   Where no group has more than one slot this is always reached, as tasks only give up slots that are over: what is kept
+   is a part of what ran, so it fits; the rest fits because all slots are alike. Groups of the size of a node reach it
+   for the same reason. With groups in between, free slots may lie scattered, and smaller groups have to make way:
+   `Placement.num_moved` then may exceed the bound, and finding the least is a packing problem, which is solved greedily
+   here. `Placement.proven_fewest` says which it was.
+2. Replicas (TP x PP groups) whole on a node where they fit on one, whole under a switch otherwise.
+3. Few nodes, few switches for each task.
+
+2 and 3 are greedy (they are bin packing); `Placement.num_spanning` tells how well they did.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from unicron_lightning.planner.packing import Packing
+
+Slots = Mapping[str, Mapping[str, int]]
+"""node -> task -> number of slots"""
+
+
+class NodeState(enum.Enum):
+    """Whether tasks may be placed on a node. What runs on one that is not ready has to leave it."""
+
+    READY = "ready"
+    FAILED = "failed"
+    DRAINING = "draining"
+    CORDONED = "cordoned"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """A machine.
+
+    Attributes:
+        name: unique.
+        num_slots: its accelerators.
+        switch: the switch, rack or rail group that it shares with its near nodes; "" where that is not known.
+        state: only ready nodes are used.
+    """
+
+    name: str
+    num_slots: int
+    switch: str = ""
+    state: NodeState = NodeState.READY
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ValueError("name='': expected the name of a node")
+        if self.num_slots < 0:
+            raise ValueError(f"node {self.name!r}: num_slots={self.num_slots}: expected an integer >= 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demand:
+    """What a task gets.
+
+    Attributes:
+        task: its name, unique.
+        num_workers: its slots, a multiple of ``group_size``.
+        replica_size: workers of one replica (TP x PP), a multiple of ``group_size``; 0 for one group.
+        group_size: workers that have to share a node (TP).
+    """
+
+    task: str
+    num_workers: int
+    replica_size: int = 0
+    group_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.group_size < 1:
+            raise ValueError(f"task {self.task!r}: group_size={self.group_size}: expected an integer >= 1")
+        for name in ("num_workers", "replica_size"):
+            value = getattr(self, name)
+            if value < 0 or value % self.group_size:
+                expected = f"a multiple of group_size={self.group_size}"
+                raise ValueError(f"task {self.task!r}: {name}={value}: expected {expected}")
+        if self.replica_size == 0:
+            object.__setattr__(self, "replica_size", self.group_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """Slots of a task that change place.
+
+    Attributes:
+        task: whose.
+        source: the node where they ran; None: they are new to the task.
+        target: the node where they will run; None: they are given up.
+        num_slots: how many, >= 1.
+    """
+
+    task: str
+    source: str | None
+    target: str | None
+    num_slots: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where everything runs.
+
+    Attributes:
+        slots: node -> task -> number of slots; only nodes and tasks that have some, sorted by name.
+        moves: what has to happen, sorted by task. What stays is not listed.
+        fewest_moves: a lower bound of `num_moved` that holds for every placement.
+        num_spanning: by task, slots of replicas that could be whole on a node, or under a switch, and are not.
+    """
+
+    slots: Slots
+    moves: tuple[Move, ...]
+    fewest_moves: int
+    num_spanning: Mapping[str, int]
+
+    @property
+    def num_moved(self) -> int:
+        """Slots on which a task has to start that it did not have before."""
+        return sum(move.num_slots for move in self.moves if move.target is not None)
+
+    @property
+    def proven_fewest(self) -> bool:
+        """Whether no placement moves fewer slots. False: it is not known."""
+        return self.num_moved == self.fewest_moves
+
+    def of_task(self, task: str) -> dict[str, int]:
+        """Where one task has slots: node -> number of slots."""
+        return {node: tasks[task] for node, tasks in self.slots.items() if task in tasks}
+
+
+def place(nodes: Sequence[Node], demands: Sequence[Demand], running: Slots) -> Placement:
+    """Place tasks on nodes.
+
+    Args:
+        nodes: all nodes, ready or not.
+        demands: how many workers each task gets. Tasks that run and are not named here give up their slots.
+        running: where tasks have workers now. What is on nodes that are not ready, or not known any more, is lost.
+
+    Raises:
+        ValueError: a name is given twice, more runs on a ready node than fits on it, or the demands don't fit: more
+            slots in all than there are, or groups too large for what nodes are left.
+    """
+    _check(nodes, demands, running)
+    ready = sorted((node for node in nodes if node.state is NodeState.READY), key=lambda node: (node.switch, node.name))
+    tasks = sorted(demands, key=lambda demand: demand.task)
+    index_of = {node.name: index for index, node in enumerate(ready)}
+    switches = {name: index for index, name in enumerate(sorted({node.switch for node in ready}))}
+    ran: dict[str, dict[int, int]] = {demand.task: {} for demand in tasks}
+    for node, slots in running.items():
+        for task, num in slots.items():
+            if num > 0 and node in index_of and task in ran:
+                ran[task][index_of[node]] = num
+    packing = Packing(
+        capacity=[node.num_slots for node in ready],
+        switch=[switches[node.switch] for node in ready],
+        demands=tasks,
+        ran=[ran[demand.task] for demand in tasks],
+    )
+    packing.solve()
+    names = [node.name for node in ready]
+    placed = {d.task: {names[i]: n for i, n in held.items()} for d, held in zip(tasks, packing.held, strict=True)}
+    return Placement(
+        slots=_by_node(placed),
+        moves=_moves(placed, running),
+        fewest_moves=sum(max(0, d.num_workers - sum(ran[d.task].values())) for d in tasks),
+        num_spanning=MappingProxyType({d.task: packing.spanning(t) for t, d in enumerate(tasks)}),
+    )
+
+
+def _check(nodes: Sequence[Node], demands: Sequence[Demand], running: Slots) -> None:
+    for what, names in (("node", [n.name for n in nodes]), ("task", [d.task for d in demands])):
+        twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+        if twice:
+            raise ValueError(f"{what} {twice[0]!r} is given twice: expected different names")
+    for node in nodes:
+        slots = running.get(node.name, {})
+        wrong = [task for task, num in slots.items() if num < 0]
+        if wrong:
+            raise ValueError(f"node {node.name!r}: {slots[wrong[0]]} slots of {wrong[0]!r} run: expected 0 or more")
+        if node.state is NodeState.READY and sum(slots.values()) > node.num_slots:
+            raise ValueError(
+                f"node {node.name!r}: {sum(slots.values())} slots run on it, expected at most its {node.num_slots}"
+            )
+    wanted = sum(demand.num_workers for demand in demands)
+    there = sum(node.num_slots for node in nodes if node.state is NodeState.READY)
+    if wanted > there:
+        raise ValueError(f"the tasks get {wanted} workers: expected at most the {there} slots of ready nodes")
+
+
+def _by_node(placed: Mapping[str, Mapping[str, int]]) -> Slots:
+    """Turn task -> node -> slots into node -> task -> slots."""
+    slots: dict[str, dict[str, int]] = {}
+    for task, nodes in placed.items():
+        for node, num in nodes.items():
+            slots.setdefault(node, {})[task] = num
+    return MappingProxyType({node: MappingProxyType(dict(sorted(slots[node].items()))) for node in sorted(slots)})
+
+
+def _moves(placed: Mapping[str, Mapping[str, int]], running: Slots) -> tuple[Move, ...]:
+    """What each task gives up, paired with what it gets, both in the order of the nodes' names."""
+    before: dict[str, dict[str, int]] = {}
+    for node, tasks in running.items():
+        for task, num in tasks.items():
+            before.setdefault(task, {})[node] = num
+    moves: list[Move] = []
+    for task in sorted({*placed, *before}):
+        now, then = before.get(task, {}), placed.get(task, {})
+        change = {node: then.get(node, 0) - now.get(node, 0) for node in sorted({*now, *then})}
+        sources = [(node, -num) for node, num in change.items() if num < 0]
+        targets = [(node, num) for node, num in change.items() if num > 0]
+        moves += _paired(task, sources, targets)
+    return tuple(moves)
+
+
+def _paired(task: str, sources: list[tuple[str, int]], targets: list[tuple[str, int]]) -> list[Move]:
+    """Moves that take all slots of the sources to the targets; what is over on either side has no other end."""
+    moves: list[Move] = []
+    left, right = sources[::-1], targets[::-1]
+    while left or right:
+        source, num_left = left.pop() if left else (None, right[-1][1])
+        target, num_right = right.pop() if right else (None, num_left)
+        num = min(num_left, num_right)
+        moves.append(Move(task=task, source=source, target=target, num_slots=num))
+        if source is not None and num_left > num:
+            left.append((source, num_left - num))
+        if target is not None and num_right > num:
+            right.append((target, num_right - num))
+    return moves
