@@ -12,12 +12,13 @@ import argparse
 import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from unicron_lightning.planner.performance.cluster import A800, H100
 from unicron_lightning.planner.performance.published import (
     LAYER_TIMES,
     LLAMA_405B,
+    OTHER_SOFTWARE,
     RUNS,
     PublishedRun,
     gpt,
@@ -36,6 +37,7 @@ GROUPS = {
     "arXiv 2407.21783, table 4 (H100, Llama 3 405B)": ("2407.21783",),
     "all": (),
 }
+ELSEWHERE = "mosaicml/llm-foundry (H100, PyTorch FSDP, not Megatron: not what the model describes)"
 
 
 def main() -> None:
@@ -62,7 +64,7 @@ def predicted() -> Iterator[str]:
     """The runs that were predicted."""
     yield "| source | run | workers | TP x PP x DP | b | v | published | predicted | error |"
     yield "|---|---|---:|---|---:|---:|---:|---:|---:|"
-    for run in RUNS:
+    for run in (*RUNS, *OTHER_SOFTWARE):
         prediction = predict(run)
         used = prediction.configuration
         cells = (
@@ -86,10 +88,21 @@ def summary() -> Iterator[str]:
     yield "| published runs | number | root mean square error | mean | worst |"
     yield "|---|---:|---:|---:|---:|"
     for name, words in GROUPS.items():
-        errors = [error(run) for run in RUNS if all(word in f"{run.source} {run.name}" for word in words)]
-        rms = math.sqrt(statistics.fmean(value**2 for value in errors))
-        worst = max(errors, key=abs)
-        yield f"| {name} | {len(errors)} | {100 * rms:.1f} % | {percent(statistics.fmean(errors))} | {percent(worst)} |"
+        yield _summary(name, [run for run in RUNS if all(word in f"{run.source} {run.name}" for word in words)])
+    yield _summary(ELSEWHERE, OTHER_SOFTWARE)
+
+
+def _summary(name: str, runs: Sequence[PublishedRun]) -> str:
+    errors = [error(run) for run in runs]
+    rms = math.sqrt(statistics.fmean(value**2 for value in errors))
+    cells = (
+        name,
+        f"{len(errors)}",
+        f"{100 * rms:.1f} %",
+        percent(statistics.fmean(errors)),
+        percent(max(errors, key=abs)),
+    )
+    return f"| {' | '.join(cells)} |"
 
 
 def searches(runs: int) -> Iterator[str]:

@@ -6,8 +6,17 @@ import math
 
 import pytest
 
+from unicron_lightning.planner.performance.calibrated import CalibratedModel
 from unicron_lightning.planner.performance.cluster import H100
-from unicron_lightning.planner.performance.published import LAYER_TIMES, RUNS, PublishedRun, predict, predict_layer
+from unicron_lightning.planner.performance.online import OnlineModel, OnlinePoint
+from unicron_lightning.planner.performance.published import (
+    LAYER_TIMES,
+    OTHER_SOFTWARE,
+    RUNS,
+    PublishedRun,
+    predict,
+    predict_layer,
+)
 from unicron_lightning.planner.performance.search import SearchSpace, search
 from unicron_lightning.planner.performance.shape import ModelShape
 from unicron_lightning.planner.performance.transformer import RELATIVE_ERROR, TransformerModel
@@ -49,6 +58,36 @@ def test_predictions_are_as_far_off_as_the_documentation_says(words, count, wors
 
 def test_the_stated_error_is_the_one_over_all_runs_rounded_up() -> None:
     assert 0.05 < rms(errors()) < 0.07 <= RELATIVE_ERROR
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("MPT 1B", 1315950592), ("MPT 3B", 2651837440), ("MPT 7B", 6658859008), ("MPT 13B", 12853954560)],
+)
+def test_other_models_have_the_published_size(name, parameters) -> None:
+    shape = next(run.shape for run in OTHER_SOFTWARE if run.name == name)
+    assert shape.num_parameters + 2 * shape.hidden_size == parameters  # and the norm after the last layer
+
+
+def test_other_software_is_slower_than_the_model_says() -> None:
+    misses = [predict(run).seconds / run.seconds - 1 for run in OTHER_SOFTWARE]
+    assert all(-0.42 < miss < -0.25 for miss in misses), misses
+
+
+@pytest.mark.parametrize("run", OTHER_SOFTWARE, ids=lambda run: f"{run.name} on {run.num_workers}")
+def test_a_few_measured_steps_set_the_model_right(run: PublishedRun) -> None:
+    # Suppose twenty steps on half as many workers miss the prediction as much as published: what is left of it here?
+    model = TransformerModel(shape=run.shape, cluster=run.cluster, global_batch_size=run.global_batch_size)
+    miss = predict(run).seconds / run.seconds
+    online = OnlineModel()
+    half = run.num_workers // 2
+    for step in range(20):
+        value = model.throughput(half) * miss
+        online = online.with_point(OnlinePoint(num_workers=half, flops_per_second=value, at_seconds=float(step)))
+    calibrated = CalibratedModel(prior=model, online=online, prior_error=0.3)
+    left = calibrated.throughput(run.num_workers) / (model.throughput(run.num_workers) * miss) - 1
+    assert abs(left) < 0.15
+    assert abs(left) < 2 * calibrated.uncertainty(run.num_workers)
 
 
 @pytest.mark.parametrize(
