@@ -164,6 +164,24 @@ def test_ties_are_broken_as_documented(state: ClusterState) -> None:
         assert solve(state) == min(plans, key=lambda plan: tie_break(state, plan))
 
 
+@pytest.mark.parametrize("pivot", [None, "a", "b", "bb", "c", "d", "z"])
+@pytest.mark.parametrize("steps", [(0, 1, 2, 3), (0, 1, 1, 2), (0, 2, 2, 3)])
+def test_where_everything_is_a_tie_the_rule_decides(pivot: str | None, steps: tuple[float, ...]) -> None:
+    """Four tasks that are alike, also beside a task that has ended, for every number of workers."""
+    for num_workers in range(1, 9):
+        state = cluster([task(name, steps, max_workers=3) for name in "abcd"], num_workers, pivot=pivot)
+        plans = list(every_plan(state))
+        assert len({merit(plan) for plan in plans}) < len(plans)
+        assert solve(state) == min(plans, key=lambda plan: tie_break(state, plan))
+
+
+def test_a_tie_goes_to_the_pivot_last() -> None:
+    tasks = [task(name, [0, 1, 2]) for name in ("a", "b", "c")]
+    for pivot, winner in ((None, "a"), ("a", "c"), ("b", "a"), ("c", "a"), ("aa", "a")):
+        plan = solve(cluster(tasks, 2, pivot=pivot))
+        assert plan.allocation[winner] == 2, pivot
+
+
 def test_of_equal_plans_the_one_that_moves_fewest() -> None:
     tasks = [task(name, range(9), transition_seconds=0.0) for name in ("a", "b", "c")]
     state = cluster(tasks, 8, allocation={"a": 1, "b": 5, "c": 2})
