@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -162,6 +163,25 @@ def test_exit_status_is_told(bench: Bench) -> None:
     death = bench.fake.wait_for(wire.WorkerDied)
     assert (death.cause, death.code) == ("exit", 3)
     assert bench.children[0].wait(5) == 3  # the status was left for its parent
+
+
+@pytest.mark.parametrize(
+    ("end", "cause", "code"), [("", "exit", 0), ("sys.exit(3)", "exit", 3), ("os.kill(os.getpid(), 9)", "signal", 9)]
+)
+def test_exit_status_that_torchelastic_has_taken(bench: Bench, tmp_path: Path, end: str, cause: str, code: int) -> None:
+    """Its poll may come before the agent has looked, and leaves nothing to be seen of the process."""
+    bench.rendezvous()
+    word = tmp_path / "end"
+    wait = f"import os, sys, time\nwhile not os.path.exists({str(word)!r}): time.sleep(0.01)\n"
+    name = bench.spawn(0, wait + end)
+    agent: Any = bench.handler._agent
+    free = threading.Event()
+    agent._loop.call_soon_threadsafe(free.wait, 20)
+    word.touch()
+    bench.children[0].wait(10)
+    free.set()
+    death = bench.fake.wait_for(wire.WorkerDied)
+    assert (death.worker, death.cause, death.code) == (name, cause, code)
 
 
 def test_stop_lets_workers_end_by_themselves(bench: Bench) -> None:
