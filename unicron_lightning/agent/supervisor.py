@@ -202,7 +202,9 @@ def _taken_exit(pid: int) -> Exit | None:
 
     One end in a hundred needs this, on a busy machine. A clean one must not pass for a failure then.
     """
-    handles = [item for item in gc.get_objects() if type(item) is subprocess.Popen and item.pid == pid]
+    handles = [
+        item for item in gc.get_objects() if type(item) is subprocess.Popen and getattr(item, "pid", None) == pid
+    ]
     deadline = time.monotonic() + _TAKING_SECONDS
     while handles and time.monotonic() < deadline:
         code = handles[-1].returncode
