@@ -10,7 +10,7 @@ so that among plans of equal reward the one that moves fewer workers is greater.
 *increments* from size to size (`unicron_lightning.planner.kernels.keys_of`), by at most 0.75 quanta each: so a concave
 stretch stays concave. A plan of n' units on m tasks is hence rounded by less than 0.75 n' + 0.5 m quanta, and the plan
 found is at most twice as much below the best one. The quantum is a power of two, and small: with the default, this
-bound, as a share of the largest reward that n' units can bring, is below 2e-13 for 6 tasks on 128 units and below 2e-9
+bound, as a share of the largest reward that n' units can bring, is below 3e-13 for 6 tasks on 128 units and below 2e-9
 for 256 tasks on 12,500 units.
 """
 
