@@ -1,10 +1,13 @@
-"""The command ``unicron``: run a coordinator, or ask one.
+"""The command ``unicron``: run a coordinator, ask one, or plan.
 
     unicron coordinator [key=value ...]        run a coordinator (--cfg job: show its configuration)
     unicron status [--task T] [--json]         what it coordinates
     unicron events [--task T] [--since SEQ]    what happened
+    unicron drain NODE [NODE ...]              no workers there any more; they leave between two steps
+    unicron undrain NODE [NODE ...]            workers may run there again
+    unicron plan FILE [--what-if EVENT NAME]   the best allocation of workers to tasks; asks no coordinator
 
-Exit status: 0 done; 1 the coordinator could not run; 2 wrong usage, or no coordinator answers.
+Exit status: 0 done; 1 the coordinator could not run; 2 wrong usage or configuration, or no coordinator answers.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import urllib.request
 from typing import Any, Final
 
 from unicron_lightning.errors import CoordinatorUnavailable, UnicronError
+from unicron_lightning.planning.command import add_parser as add_plan_parser
 
 DEFAULT_ENDPOINT: Final = "127.0.0.1:29461"
 _TIMEOUT_SECONDS: Final = 5.0
@@ -52,13 +56,14 @@ def main(arguments: list[str] | None = None) -> None:
     sys.exit(status)
 
 
-def fetch(endpoint: str, path: str, token: str | None = None, **query: str) -> Any:
-    """Ask a coordinator.
+def fetch(endpoint: str, path: str, token: str | None = None, *, method: str = "GET", **query: str) -> Any:
+    """Ask a coordinator, or order something of it.
 
     Args:
         endpoint: ``HOST:PORT``.
         path: e.g. ``/v1/status``.
         token: what to show, None for nothing.
+        method: GET, or POST for an order.
         query: parameters.
 
     Returns:
@@ -66,16 +71,21 @@ def fetch(endpoint: str, path: str, token: str | None = None, **query: str) -> A
 
     Raises:
         CoordinatorUnavailable: nobody answers there, not a coordinator, or it wants another token.
+        UnicronError: the coordinator refuses the order; the reason is its own.
     """
     url = f"http://{endpoint}{path}" + (f"?{urllib.parse.urlencode(query)}" if query else "")
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     # No proxy: an endpoint is a host of the cluster.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(urllib.request.Request(url, headers=headers), timeout=_TIMEOUT_SECONDS) as answer:
+        request = urllib.request.Request(url, headers=headers, method=method)
+        with opener.open(request, timeout=_TIMEOUT_SECONDS) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as error:
-        error.close()
+        with error:
+            reason = _reason(error) if method == "POST" and error.code == 404 else None
+        if reason is not None:
+            raise UnicronError(reason) from None
         hint = " (token: UNICRON_TOKEN or --token-file)" if error.code == 401 else ""
         raise CoordinatorUnavailable(f"{endpoint} answers HTTP {error.code}{hint}") from None
     except (OSError, http.client.HTTPException, ValueError) as error:
@@ -83,14 +93,22 @@ def fetch(endpoint: str, path: str, token: str | None = None, **query: str) -> A
         raise CoordinatorUnavailable(f"no coordinator answers at {endpoint}: {reason}") from None
 
 
+def _reason(error: urllib.error.HTTPError) -> str | None:
+    try:
+        return str(json.load(error)["error"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="unicron", description="Training that heals itself.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     commands.add_parser("coordinator", help="run a coordinator, configured by key=value (see --help behind it)")
 
-    asking = argparse.ArgumentParser(add_help=False)
-    asking.add_argument("--endpoint", default=DEFAULT_ENDPOINT, metavar="HOST:PORT", help="default: %(default)s")
-    asking.add_argument("--token-file", metavar="PATH", help="file with the token; else UNICRON_TOKEN is shown if set")
+    connecting = argparse.ArgumentParser(add_help=False)
+    connecting.add_argument("--endpoint", default=DEFAULT_ENDPOINT, metavar="HOST:PORT", help="default: %(default)s")
+    connecting.add_argument("--token-file", metavar="PATH", help="file with the token; else UNICRON_TOKEN if set")
+    asking = argparse.ArgumentParser(add_help=False, parents=[connecting])
     asking.add_argument("--task", metavar="ID", help="only this task (torchrun's --rdzv-id)")
     asking.add_argument("--json", action="store_true", help="print what the coordinator answers")
 
@@ -99,6 +117,11 @@ def _parser() -> argparse.ArgumentParser:
     events = commands.add_parser("events", parents=[asking], help="show the event log")
     events.add_argument("--since", type=int, default=0, metavar="SEQ", help="only events after this one")
     events.set_defaults(run=_events)
+    for verb, does in (("drain", "have no workers on a node"), ("undrain", "allow workers on a node again")):
+        order = commands.add_parser(verb, parents=[connecting], help=does)
+        order.add_argument("nodes", nargs="+", metavar="NODE", help="a node's label, or an agent's id")
+        order.set_defaults(run=_drain, verb=verb)
+    add_plan_parser(commands)
     return parser
 
 
@@ -130,6 +153,8 @@ def _status(options: argparse.Namespace) -> int:
         console.print("no tasks")
     for task_id, task in tasks.items():
         console.print(_task_table(task_id, task))
+    if answer["drained"]:
+        console.print(f"drained: {escape(', '.join(answer['drained']))}", highlight=False)
     return 0
 
 
@@ -163,6 +188,14 @@ def _agent_state(agent: dict[str, Any]) -> str:
     if not agent["connected"]:
         return "agent away"
     return {"granted": "agent runs", "waiting": "agent stands by", "none": "agent without slot"}[agent["slot"]]
+
+
+def _drain(options: argparse.Namespace) -> int:
+    for node in options.nodes:
+        path = f"/v1/nodes/{urllib.parse.quote(node, safe='')}/{options.verb}"
+        answer = fetch(options.endpoint, path, _token(options), method="POST")
+    print(f"drained: {', '.join(answer['drained']) or 'none'}")
+    return 0
 
 
 def _events(options: argparse.Namespace) -> int:

@@ -1,0 +1,106 @@
+"""``--what-if``: the event that a user means, in the words of the plan that is in force."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from unicron_lightning.errors import ConfigError
+from unicron_lightning.planner.events import Event, Finish, Join, Launch, Loss
+from unicron_lightning.planner.placement import Node, NodeState, Placement
+from unicron_lightning.planner.plan import Plan
+from unicron_lightning.planner.solver import solve
+from unicron_lightning.planning.command import EVENTS
+from unicron_lightning.planning.situation import Situation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What follows from an event.
+
+    Attributes:
+        words: the event, for people.
+        situation: afterwards, with the losses.
+        plan: the new one.
+    """
+
+    words: str
+    situation: Situation
+    plan: Plan
+
+
+def what_if(situation: Situation, plan: Plan, placement: Placement, event: str, argument: str | None) -> Outcome:
+    """Plan for an event that strikes when ``plan`` is in force.
+
+    Raises:
+        ConfigError: an unknown event, or one that can't happen.
+    """
+    in_force = dataclasses.replace(
+        situation, state=situation.state.adopt(plan.allocation), running=placement.slots, assumed=False
+    )
+    if event == "node-loss":
+        return _node_loss(in_force, placement, argument)
+    if event == "join":
+        return _join(in_force, argument)
+    if event not in EVENTS:
+        raise ConfigError(f"--what-if {event}: expected one of {', '.join(EVENTS)}")
+    tasks = {"finish": in_force.state.names, "launch": tuple(c.task.name for c in in_force.state.queued)}[event]
+    if argument not in tasks:
+        raise ConfigError(
+            f"--what-if {event} {argument or ''}: expected one of the tasks {', '.join(tasks) or '(none)'}"
+        )
+    if event == "finish":
+        return _after(in_force, Finish(task=argument), f"{argument} finishes")
+    return _after(in_force, Launch(task=argument), f"{argument} is launched")
+
+
+def _node_loss(situation: Situation, placement: Placement, argument: str | None) -> Outcome:
+    ready = {node.name: node for node in situation.nodes if node.state is NodeState.READY}
+    name = argument
+    if argument not in ready:
+        on_nodes = placement.of_task(argument or "")
+        name = min(on_nodes, key=lambda node: (-on_nodes[node], node), default=None)
+    if name is None:
+        running = ", ".join(task for task, num in situation.state.allocation.items() if num)
+        raise ConfigError(
+            f"--what-if node-loss {argument or ''}: expected a ready node, or a task that has workers ({running})"
+        )
+    lost = placement.slots.get(name, {})
+    node = ready[name]
+    if node.num_slots == 0:
+        raise ConfigError(f"--what-if node-loss {name}: the node has no accelerators")
+    event = Loss(num_workers=node.num_slots, by_task=tuple(lost.items()))
+    nodes = _replaced(situation.nodes, dataclasses.replace(node, state=NodeState.FAILED))
+    held = ", ".join(f"{num} of {task}" for task, num in sorted(lost.items())) or "idle"
+    return _after(dataclasses.replace(situation, nodes=nodes), event, f"{name} fails ({held})")
+
+
+def _join(situation: Situation, argument: str | None) -> Outcome:
+    if argument is None:
+        names = {node.name for node in situation.nodes}
+        name = next(f"new{index}" for index in range(len(names) + 1) if f"new{index}" not in names)
+        node = Node(name=name, num_slots=situation.state.node_workers)
+    else:
+        away = {n.name: n for n in situation.nodes if n.state is not NodeState.READY}
+        if argument not in away:
+            raise ConfigError(
+                f"--what-if join {argument}: expected a node that is not ready ({', '.join(away) or 'none is'}), "
+                "or no name for a new one"
+            )
+        node = dataclasses.replace(away[argument], state=NodeState.READY)
+    if not 0 < node.num_slots <= situation.state.node_workers:
+        raise ConfigError(
+            f"--what-if join {node.name}: {node.num_slots} accelerators, expected 1 to {situation.state.node_workers}"
+        )
+    nodes = _replaced(situation.nodes, node)
+    event = Join(num_workers=node.num_slots)
+    return _after(dataclasses.replace(situation, nodes=nodes), event, f"{node.name} joins")
+
+
+def _replaced(nodes: tuple[Node, ...], node: Node) -> tuple[Node, ...]:
+    return (*(each for each in nodes if each.name != node.name), node)
+
+
+def _after(situation: Situation, event: Event, words: str) -> Outcome:
+    after = dataclasses.replace(situation, state=situation.state.after(event))
+    return Outcome(words=words, situation=after, plan=solve(after.state))
