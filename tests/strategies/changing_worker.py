@@ -22,7 +22,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 DEVICES = 2
 BATCH = 4
-TRAINING_BATCHES = 12
+SAMPLES = 41
+"""An epoch's last step is one micro-batch of one sample: in a world of two the second worker has nothing of it."""
 VALIDATION_BATCHES = (1, 3, 1)
 """Of each loader. In a world of two the second worker has nothing of the first and the last one."""
 THAW_STEP, FREEZE_STEP = 3, 5
@@ -64,8 +65,9 @@ class Net(pl.LightningModule):
         self.notes, self.pace = notes, pace
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(self.norm(self.base(x)).tanh()) + self.extra(x)
-        return out
+        rows = x.flatten(0, 1)
+        out: torch.Tensor = self.head(self.norm(self.base(rows)).tanh()) + self.extra(rows)
+        return out.view(*x.shape[:2], 1)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.notes.point("training_step")
@@ -113,9 +115,14 @@ class Changes(pl.Callback):
             trainer.should_stop = bool(trainer.strategy.broadcast(enough, 0))
 
 
-def data(batches: int, seed: int) -> TensorDataset:
-    x = torch.randn(batches * BATCH, 4, generator=torch.Generator().manual_seed(seed))
-    return TensorDataset(x, x.sum(1, keepdim=True).sin())
+def data(samples: int, seed: int) -> TensorDataset:
+    """Each sample is three rows, so that batch norm can do with one."""
+    x = torch.randn(samples, 3, 4, generator=torch.Generator().manual_seed(seed))
+    return TensorDataset(x, x.sum(-1, keepdim=True).sin())
+
+
+def validation_data() -> list[TensorDataset]:
+    return [data(batches * BATCH, 2 + place) for place, batches in enumerate(VALIDATION_BATCHES)]
 
 
 def train(folder: Path, epochs: int, pace: float) -> dict[str, Any]:
@@ -135,10 +142,10 @@ def train(folder: Path, epochs: int, pace: float) -> dict[str, Any]:
         default_root_dir=folder,
         callbacks=[Changes(notes)],
     )
-    validation = [DataLoader(data(number, 2 + i), batch_size=BATCH) for i, number in enumerate(VALIDATION_BATCHES)]
+    validation = [DataLoader(part, batch_size=BATCH) for part in validation_data()]
     before = trainer.validate(module, validation, verbose=False)
     notes.write("validated", results=before)
-    trainer.fit(module, DataLoader(data(TRAINING_BATCHES, 1), batch_size=BATCH, shuffle=True), validation)
+    trainer.fit(module, DataLoader(data(SAMPLES, 1), batch_size=BATCH, shuffle=True), validation)
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     (optimizer,) = trainer.optimizers
     return {

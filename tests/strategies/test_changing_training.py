@@ -27,7 +27,9 @@ sys.path.remove(str(HERE.parent / "agent"))
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(240)]
 
-FREEZE_STEP, VALIDATION_BATCHES = changing_worker.FREEZE_STEP, changing_worker.VALIDATION_BATCHES
+FREEZE_STEP = changing_worker.FREEZE_STEP
+START = 90.0
+"""Seconds that a worker may take to come, on a busy machine."""
 WEIGHT_BIAS = ("weight", "bias")
 
 
@@ -59,11 +61,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("changing")
     with Cluster(folder, str(HERE / "changing_worker.py"), "1:2") as cluster:
         cluster.start()
-        until("the changes", lambda: any(line["step"] > FREEZE_STEP for line in cluster.events("step")))
+        until("the changes", lambda: any(line["step"] > FREEZE_STEP for line in cluster.events("step")), START)
         cluster.start()
-        founder, joiner = until("a world of two", lambda: world_of_two(cluster))
+        founder, joiner = until("a world of two", lambda: world_of_two(cluster), START)
         (folder / f"terminate-training_step-{founder}").touch()
-        until("another joiner", lambda: {line["pid"] for line in cluster.events("step", world=2)} - {founder, joiner})
+        pair = {founder, joiner}
+        until("another joiner", lambda: {line["pid"] for line in cluster.events("step", world=2)} - pair, START)
         assert cluster.finish() == [0, 0]
         return Run(cluster, founder)
 
@@ -111,21 +114,20 @@ def test_frozen_parameters_and_groups_reach_joiners(run: Run, alone: dict[str, A
 
 
 def test_batch_norm_counts_steps_on_everyone(run: Run, alone: dict[str, Any]) -> None:
-    """Not micro-batches, of which a step has two and each worker of two computes one."""
+    """Not micro-batches, of which a step has one or two; and a worker of two computes one of them or none."""
     for result in (alone, *run.results):
         assert result["state"]["norm.num_batches_tracked"] == result["steps"]
 
 
 def test_metric_objects_of_several_loaders_are_those_of_all_data(run: Run, alone: dict[str, Any]) -> None:
     """Also of loaders of which a worker has had nothing."""
-    places = range(len(VALIDATION_BATCHES))
+    places = range(len(changing_worker.VALIDATION_BATCHES))
     names = {f"{name}/dataloader_idx_{place}" for name in ("error", "largest", "plain") for place in places}
     for result in (alone, *run.results):
         assert result["metrics"].keys() == names
         for name, value in alone["metrics"].items():
             assert result["metrics"][name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
-        for place, batches in enumerate(VALIDATION_BATCHES):
-            whole = changing_worker.data(batches, 2 + place).tensors[0].max()
-            assert result["metrics"][f"largest/dataloader_idx_{place}"] == pytest.approx(float(whole))
+        for place, part in enumerate(changing_worker.validation_data()):
+            assert result["metrics"][f"largest/dataloader_idx_{place}"] == pytest.approx(float(part.tensors[0].max()))
             error = result["metrics"][f"plain/dataloader_idx_{place}"]
             assert result["metrics"][f"error/dataloader_idx_{place}"] == pytest.approx(error, rel=1e-4)
