@@ -11,6 +11,7 @@ _FIRST_STEP: dict[wire.EpochKind, str] = {
     "restart": "started",
     "fail": "recovered",
     "join": "grown",
+    "leave": "shrunk",
 }
 """What the first step finished in an epoch means, as an event."""
 

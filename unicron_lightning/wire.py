@@ -22,7 +22,9 @@ import msgspec
 
 PROTOCOL_VERSION: Final = 1
 
-EpochKind = Literal["init", "fail", "join", "restart"]
+EpochKind = Literal["init", "fail", "join", "leave", "restart"]
+PLANNED: Final = ("join", "leave")
+"""Kinds of epochs that are entered at a step boundary; until then the members of the one before go on."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
@@ -269,8 +271,9 @@ class Epoch(Message, frozen=True, kw_only=True, tag="epoch"):
     """[to the workers: all members, and old members that are no longer in it] The newest world of the task.
 
     ``init``/``restart``: nobody has state, all members start. ``fail``: stop what you do *now*, abort collectives.
-    ``join``: switch at the next step boundary. In each case answer with `WorkerReady` of this epoch and wait for `Go`.
-    A worker that was a member and is not in ``members`` has been expelled.
+    ``join``, ``leave``: switch at the next step boundary. In each case answer with `WorkerReady` of this epoch and wait
+    for `Go`. A worker that was a member and is not in ``members`` has been expelled; but of a ``leave`` it takes part
+    in the step first, then answers too, and waits to be stopped, or for a newer epoch if the change is given up.
     """
 
     number: int

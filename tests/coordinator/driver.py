@@ -28,7 +28,7 @@ class Oracle:
     dead: set[str] = field(default_factory=set)
     capacity: dict[str, int] = field(default_factory=dict)
 
-    def check_epoch(self, epoch: wire.Epoch) -> None:
+    def check_epoch(self, epoch: wire.Epoch, *, drained: bool = False) -> None:
         if epoch.number in self.epochs:
             assert epoch == self.epochs[epoch.number], "one number, two epochs"
             return
@@ -37,12 +37,14 @@ class Oracle:
         assert names
         assert len(set(names)) == len(names)
         assert not set(names) & self.dead, "a dead or fenced worker is a member"
-        assert len(names) <= min(self.capacity[name] for name in names)
+        assert len(names) <= min(self.capacity[name] for name in names) or drained
         previous = self.epochs.get(epoch.number - 1)
-        if epoch.kind == "join":
+        if epoch.kind in wire.PLANNED:
             assert previous is not None
-            finished_only = previous.kind == "join" and set(names) < {m.worker for m in previous.members}
-            assert previous.number in self.settled or finished_only, "join before the previous epoch was settled"
+            before = {m.worker for m in previous.members}
+            finished_only = previous.kind == epoch.kind and set(names) < before
+            assert previous.number in self.settled or finished_only, "a change before the previous epoch was settled"
+            assert epoch.kind == "join" or set(names) < before
         self.epochs[epoch.number] = epoch
 
     def check_go(self, go: wire.Go) -> None:
@@ -58,6 +60,8 @@ class World:
         self.limits = ev.Limits(**limits)
         self.now = 1000.0
         self.disk: dict[str, bytes] = {}
+        self.drained: tuple[str, ...] | None = None
+        """Drained nodes; None if none ever was."""
         self.events: list[ev.Emit] = []
         self.oracles: dict[str, Oracle] = {}
         self.agents: dict[int, FakeAgent] = {}
@@ -68,7 +72,7 @@ class World:
     def start(self) -> None:
         """(Re)start the coordinator from what is on disk; all connections are gone."""
         tasks = {task_id: state.decode_task(blob) for task_id, blob in self.disk.items()}
-        self.machine = Machine(self.limits, state.Cluster(tasks=tasks))
+        self.machine = Machine(self.limits, state.Cluster(tasks=tasks, drained=list(self.drained or ())))
         self.timers: dict[ev.TimerKey, float] = {}
         self.stopped = False
         for agent in self.agents.values():
@@ -79,6 +83,7 @@ class World:
     def lose_disk(self) -> None:
         """Nothing is remembered but by the agents; epoch numbers may come again if no agent that knows them returns."""
         self.disk.clear()
+        self.drained = None if self.drained is None else ()
         for task, old in self.oracles.items():
             self.oracles[task] = Oracle(dead=old.dead, capacity=old.capacity, blank=True)
 
@@ -119,9 +124,10 @@ class World:
             self._carry_out(action)
         for task in self.machine.tasks.values():
             if task.epoch is not None:  # also one that nobody was there to be sent
-                self.oracles.setdefault(task.id, Oracle()).check_epoch(task.epoch)
+                oracle = self.oracles.setdefault(task.id, Oracle())
+                oracle.check_epoch(task.epoch, drained=self.drained is not None)
         for task in self.machine.tasks.values():
-            assert len(task.slots) <= task.max_nodes
+            assert len(task.slots) <= task.max_nodes or self.drained is not None
             assert set(task.slots) <= set(task.agents)
             assert {worker.agent for worker in task.workers.values()} <= set(task.agents)
 
@@ -156,6 +162,8 @@ class World:
             case ev.Save(task=task_id):
                 if task_id in self.machine.tasks:
                     self.disk[task_id] = state.encode(self.machine.tasks[task_id])
+            case ev.SaveNodes(drained=drained):
+                self.drained = drained
             case ev.Forget(task=task_id):
                 if task_id not in self.machine.tasks:
                     self.disk.pop(task_id, None)
@@ -167,7 +175,7 @@ class World:
         oracle = self.oracles.setdefault(agent.task, Oracle())
         match message:
             case wire.Epoch():
-                oracle.check_epoch(message)
+                oracle.check_epoch(message, drained=self.drained is not None)
             case wire.Go():
                 oracle.check_go(message)
             case wire.Fence():
@@ -254,6 +262,11 @@ class FakeAgent:
             self.outbox.append(message)
             return
         self.world.do(ev.Received(conn=self.conn, message=message))
+
+    def drain(self, drained: bool = True) -> FakeAgent:
+        """An operator wants no workers on this agent's node, or allows them again."""
+        self.world.do(ev.Drain(node=f"node-{self.name}", drained=drained))
+        return self
 
     def rendezvous(self) -> FakeAgent:
         self.round += 1

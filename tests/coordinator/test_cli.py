@@ -47,6 +47,25 @@ async def test_status_and_events_show_a_task(coordinator):
     assert done.stderr == f"unicron: no task 'x' at {endpoint}; there are: ['t']\n"
 
 
+async def test_a_node_is_drained_and_undrained(coordinator):
+    endpoint = f"127.0.0.1:{coordinator.port}"
+
+    async def order(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return await asyncio.to_thread(unicron, *arguments, "--endpoint", endpoint)
+
+    async with connected(coordinator.url, "a", "b", nodes=(2, 2)) as agents:
+        await train(agents)
+        assert (await order("drain", "b")).stdout == "drained: b\n"
+        assert "drained: b" in (await order("status")).stdout
+        refused = await order("drain", "c")
+        assert (refused.returncode, refused.stdout) == (2, "")
+        assert refused.stderr == "unicron: no node or agent 'c'; there are: ['a', 'b']\n"
+        coordinator.kill()
+        coordinator.start()
+        assert "drained: b" in (await order("status")).stdout, "it is remembered"
+        assert (await order("undrain", "b")).stdout == "drained: none\n"
+
+
 @pytest.mark.parametrize("command", ["status", "events"])
 def test_no_coordinator_is_one_line_and_status_2(command):
     endpoint = f"127.0.0.1:{free_port()}"

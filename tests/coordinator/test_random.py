@@ -26,6 +26,9 @@ FAULTS = (
     "worker_finishes",
     "comm_error",
     "restart_coordinator",
+    "drain",
+    "drain",
+    "undrain",
 )
 
 
@@ -105,6 +108,8 @@ class Histories(RuleBasedStateMachine):
                     self.agents.remove(agent)
                 if fault == "end_agent":
                     self.world.do(ev.AgentsEnded(agents=(agent.name,)))
+            case "drain" | "undrain":
+                agent.drain(fault == "drain")
             case "leave" if agent.conn is not None and len(agent.workers) < agent.size:
                 # Success means that torchrun saw all its workers end well.
                 self.agents.remove(agent)
@@ -142,6 +147,14 @@ class Histories(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """From here on nothing fails any more: the task must heal."""
+        self.heal()
+        self.check_drained()
+        for node in list(self.world.machine.drained):
+            self.world.do(ev.Drain(node=node, drained=False))
+        self.heal()
+        self.check_healed()
+
+    def heal(self) -> None:
         for _ in range(8):
             for agent in self.agents:
                 if agent.conn is None:
@@ -149,7 +162,17 @@ class Histories(RuleBasedStateMachine):
             for _ in range(5):
                 self.everybody_goes_on()
             self.world.advance(3)
-        self.check_healed()
+
+    def check_drained(self) -> None:
+        """Nobody is left on a drained node where enough others are."""
+        task, drained = self.world.machine.tasks.get("t"), self.world.machine.drained
+        if task is None or task.over is not None or task.finishing or task.epoch is None:
+            return
+        others = [agent for agent in task.agents.values() if agent.node not in drained]
+        if len(others) >= task.min_nodes:
+            assert task.settled
+            assert not [member for member in task.members() if member.node in drained]
+            assert {task.agents[agent_id].node for agent_id in task.slots}.isdisjoint(drained)
 
     def check_healed(self) -> None:
         task = self.world.machine.tasks.get("t")

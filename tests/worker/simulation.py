@@ -30,6 +30,10 @@ class TaskIsOver(BaseException):
     """A worker that waited to join is not needed any more."""
 
 
+class Dismissed(TaskIsOver):
+    """A worker that was asked to leave has left."""
+
+
 class FakeHandle(Handle):
     def __init__(self, call: int) -> None:
         super().__init__(None)
@@ -148,7 +152,7 @@ class FakeControl:
 
     def failed_since(self, number: int) -> bool:
         newer = self.newer_than(number)
-        return newer is not None and newer.kind != "join"
+        return newer is not None and newer.kind not in wire.PLANNED
 
     def wait_newer(self, number: int, timeout: float | None = None) -> wire.Epoch | None:
         with self.condition:
@@ -159,6 +163,16 @@ class FakeControl:
             if self.newer_than(number) is None:
                 raise TaskIsOver
             return self.newer_than(number)
+
+    def stand_aside(self, number: int) -> None:
+        coordinator = self._coordinator
+        with self.condition:
+            known = self.condition.wait_for(
+                lambda: self.newer_than(number) is not None or self.worker in coordinator.dismissed, SECONDS
+            )
+            assert known, f"{self.worker} is forgotten outside the task"
+            if self.newer_than(number) is None:
+                raise Dismissed  # the real one is stopped by its agent
 
     def wait_go(self, number: int) -> wire.Go | None:
         gone = self._coordinator.gone
@@ -199,6 +213,9 @@ class Coordinator:
         self._members: list[str] = []
         self._joiners: list[str] = []
         self._admitted: set[str] = set()
+        self._asked: set[str] = set()
+        self._aside: list[str] = []
+        self.dismissed: set[str] = set()
         self._states: dict[str, dict[str, Any]] = {}
         self._seed = seed
 
@@ -217,6 +234,12 @@ class Coordinator:
         with self.condition:
             self._publish("init")
 
+    def leave(self, *workers: str) -> None:
+        """Asks workers to leave the task at a step boundary."""
+        with self.condition:
+            self._asked |= set(workers)
+            self._admit()
+
     def ready(self, worker: str, epoch: int, state: dict[str, Any]) -> None:
         with self.condition:
             if epoch == 0:
@@ -231,6 +254,8 @@ class Coordinator:
                 self.positions.append(known)
                 self._admitted |= set(self._members)
                 self.gone[epoch] = wire.Go(epoch=epoch, states=dict(self._states))
+                self.dismissed |= set(self._aside)
+                self._aside = []
                 self.condition.notify_all()
                 self._admit()
 
@@ -239,11 +264,12 @@ class Coordinator:
         with self.condition:
             if worker in self._joiners:
                 self._joiners.remove(worker)
-            if worker not in self._members:
+            if worker not in self._members + self._aside:
                 return
             assert self.epoch is not None
             settled = self.epoch.number in self.gone
-            self._members.remove(worker)
+            self._members = [m for m in self._members + self._aside if m != worker]
+            self._aside = []
             if not settled and self.epoch.kind == "join":
                 # joiners that were not admitted yet wait for another time
                 again = [m for m in self._members if m not in self._admitted]
@@ -255,7 +281,13 @@ class Coordinator:
             self.condition.notify_all()
 
     def _admit(self) -> None:
-        if self._joiners and self.epoch is not None and self.epoch.number in self.gone and self._members:
+        going = [m for m in self._members if m in self._asked]
+        settled = self.epoch is not None and self.epoch.number in self.gone
+        if going and settled and len(going) < len(self._members):
+            self._aside = going
+            self._members = [m for m in self._members if m not in going]
+            self._publish("leave")
+        elif self._joiners and self.epoch is not None and self.epoch.number in self.gone and self._members:
             self._members += self._joiners
             self._joiners = []
             self._publish("join")
@@ -273,10 +305,10 @@ class Coordinator:
         )
         self._states = {}
         self.hubs[number] = Hub(len(self._members), self._seed + number)
-        for member in self._members:
+        for member in self._members + self._aside:
             self._controls[member].latest = self.epoch
         self.condition.notify_all()
-        if kind != "join":
+        if kind not in wire.PLANNED:
             for member in self._members:
                 engine = self._controls[member].engine
                 assert engine is not None

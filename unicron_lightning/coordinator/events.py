@@ -67,13 +67,21 @@ class AgentsEnded:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Drain:
+    """An operator wants no workers on a node, or allows them again."""
+
+    node: str
+    drained: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class TimerFired:
     """A timer set by `SetTimer` has run out."""
 
     key: TimerKey
 
 
-Input = Union[Started, Received, Disconnected, AgentsEnded, TimerFired]
+Input = Union[Started, Received, Disconnected, AgentsEnded, Drain, TimerFired]
 
 # ---- actions -------------------------------------------------------------------------------------------------------
 
@@ -127,6 +135,13 @@ class Save:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SaveNodes:
+    """The set of drained nodes has changed: write it before anything of this batch is sent."""
+
+    drained: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Forget:
     """The task has ended: delete its stored state, keep its events."""
 
@@ -140,4 +155,4 @@ class StopServer:
     reason: str
 
 
-Action = Union[Send, Close, SetTimer, CancelTimer, Emit, Save, Forget, StopServer]
+Action = Union[Send, Close, SetTimer, CancelTimer, Emit, Save, SaveNodes, Forget, StopServer]

@@ -31,6 +31,11 @@ class Machine:
         """The tasks by id, to be read only."""
         return self._cluster.tasks
 
+    @property
+    def drained(self) -> list[str]:
+        """The nodes that are to have no workers, to be read only."""
+        return self._cluster.drained
+
     def snapshot(self) -> bytes:
         """The whole state as JSON; `Machine(limits, state.decode_cluster(...))` goes on from it."""
         return state.encode(self._cluster)
@@ -45,7 +50,7 @@ class Machine:
         Returns:
             Actions to carry out in order. `ev.Save`, `ev.Forget` and `ev.Emit` are to be made durable before any other.
         """
-        turn = Turn(now=now, limits=self._limits)
+        turn = Turn(now=now, limits=self._limits, drained=self._cluster.drained)
         match event:
             case ev.Started():
                 self._start(turn, event)
@@ -55,6 +60,8 @@ class Machine:
                 self._disconnected(turn, event.conn)
             case ev.AgentsEnded():
                 self._ended(turn, event.agents)
+            case ev.Drain():
+                self._drain(turn, event)
             case ev.TimerFired():
                 self._timer(turn, event.key)
         self._replay_pending(turn)
@@ -168,6 +175,17 @@ class Machine:
             if ended:
                 registration.ended(task, turn, ended)
                 self._review(turn, task)
+
+    def _drain(self, turn: Turn, event: ev.Drain) -> None:
+        drained = self._cluster.drained
+        if (event.node in drained) == event.drained:
+            return
+        (drained.append if event.drained else drained.remove)(event.node)
+        name = "node_drains" if event.drained else "node_undrained"
+        turn.actions.append(ev.Emit(name=name, task=None, incident=None, fields={"node": event.node}))
+        turn.actions.append(ev.SaveNodes(drained=tuple(drained)))
+        for task in list(self._cluster.tasks.values()):
+            self._review(turn, task)
 
     def _timer(self, turn: Turn, key: ev.TimerKey) -> None:
         if key.kind == "idle":

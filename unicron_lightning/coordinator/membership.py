@@ -3,9 +3,10 @@
 `review_members` compares the newest epoch with who is alive and does the next thing that is due, if any:
 
 * no epoch in this life: form one as soon as ``min_nodes`` slots are complete;
-* a member of the epoch is dead: publish a new one with those that are left. A ``join`` that was not settled falls back
-  to the established members; its joiners are candidates again, for the next one;
-* all members reported: settle it with `wire.Go`;
+* a member of the epoch is dead: publish a new one with those that are left. A planned one that was not settled falls
+  back to the established members; its joiners are candidates again, for the next one;
+* all members reported: settle it with `wire.Go`; those that left with it are stopped;
+* it is settled, and members are on nodes that drain: publish a ``leave`` without them, if enough are left;
 * it is settled and there are candidates: publish a ``join``;
 * nobody is left: the task is over if a member finished, else a new life begins.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 from unicron_lightning import wire
+from unicron_lightning.coordinator.slots import leaving, revoke
 from unicron_lightning.coordinator.state import Task, Worker
 from unicron_lightning.coordinator.turn import Turn
 
@@ -27,7 +29,7 @@ def review_members(task: Task, turn: Turn) -> None:
         _form(task, turn)
         return
     live = task.live_members()
-    missing = [m.worker for m in task.members() if m.worker not in task.workers]
+    missing = [worker for worker in needed(task) if worker not in task.workers]
     died = [worker for worker in missing if worker not in task.finished]
     if not live:
         _nobody_left(task, turn)
@@ -35,9 +37,21 @@ def review_members(task: Task, turn: Turn) -> None:
         _repair(task, turn, live, deaths=bool(died))
     elif not task.settled and all(task.workers[m.worker].ready == task.number for m in live):
         _settle(task, turn)
-        _admit(task, turn)
+        _resize(task, turn)
     elif task.settled:
-        _admit(task, turn)
+        _resize(task, turn)
+
+
+def concerned(task: Task) -> list[str]:
+    """Agents whose workers the newest epoch is for."""
+    return list(dict.fromkeys(task.workers[w].agent for w in needed(task) if w in task.workers))
+
+
+def needed(task: Task) -> list[str]:
+    """Workers that must live for the newest epoch: its members, and until a planned one is settled those that leave."""
+    pending = task.epoch is not None and not task.settled and task.epoch.kind in wire.PLANNED
+    before = task.established if pending else []
+    return list(dict.fromkeys([*(member.worker for member in task.members()), *before]))
 
 
 def open_incident(task: Task) -> None:
@@ -70,8 +84,8 @@ def comm_error_due(task: Task, turn: Turn) -> None:
         return
     if task.settled:
         _publish(task, turn, "fail", task.live_members())
-    elif task.epoch.kind == "join":
-        _publish(task, turn, "fail", [m for m in task.live_members() if m.worker in task.established])
+    elif task.epoch.kind in wire.PLANNED:
+        _publish(task, turn, "fail", _core(task))
 
 
 def rebuild_due(task: Task, turn: Turn) -> None:
@@ -124,10 +138,10 @@ def _repair(task: Task, turn: Turn, live: list[wire.Member], *, deaths: bool) ->
     """Publish the epoch that follows from members being gone."""
     assert task.epoch is not None
     kind = task.epoch.kind
-    core = [member for member in live if member.worker in task.established]
+    core = _core(task)
     if task.settled:
         _publish(task, turn, "fail", live)
-    elif kind != "join":
+    elif kind not in wire.PLANNED:
         # Nobody has state before the first epoch of a life is settled: it stays what it is, with fewer members.
         _publish(task, turn, kind, live)
     elif not core:
@@ -135,7 +149,12 @@ def _repair(task: Task, turn: Turn, live: list[wire.Member], *, deaths: bool) ->
     elif deaths:
         _publish(task, turn, "fail", core)
     else:
-        _publish(task, turn, "join", live)
+        _publish(task, turn, kind, live)
+
+
+def _core(task: Task) -> list[wire.Member]:
+    """The live ones of those that have the task's state, in their order."""
+    return [_member(task, task.workers[worker]) for worker in task.established if worker in task.workers]
 
 
 def _settle(task: Task, turn: Turn) -> None:
@@ -145,9 +164,12 @@ def _settle(task: Task, turn: Turn) -> None:
     if not any(state.get("has_state", True) for state in states.values()):
         _nobody_left(task, turn)  # joiners whose donors died before they gave
         return
+    left = [worker for worker in task.established if worker in task.workers and worker not in states]
     task.go = wire.Go(epoch=task.number, states=states)
     task.established = list(states)
     send_go(task, turn)
+    for agent_id in dict.fromkeys(task.workers[worker].agent for worker in left):
+        _dismiss(task, turn, agent_id)
     turn.emit(task, "epoch_settled", number=task.number, kind=task.epoch.kind)
     if task.epoch.kind in ("init", "restart"):
         task.incident = None
@@ -161,13 +183,40 @@ def send_go(task: Task, turn: Turn, only: str | None = None) -> None:
             turn.send(task.agents[agent_id], task.go)
 
 
-def _admit(task: Task, turn: Turn) -> None:
-    """Publish a join if there are candidates and room."""
+def _dismiss(task: Task, turn: Turn, agent_id: str) -> None:
+    """The task goes on without the workers of an agent: they wait, or have not started, and are stopped."""
+    agent = task.agents[agent_id]
+    for worker in task.workers_of(agent_id):
+        bury(task, worker)
+    revoke(task, turn, agent, f"node {agent.node} drains" if turn.drains(agent) else "the task has nodes enough")
+
+
+def _resize(task: Task, turn: Turn) -> None:
+    """What is planned for the next step boundary: a leave or a join, if one is due."""
+    if task.finishing:
+        return
+    away = leaving(task, turn)
+    for agent_id in sorted(away - {member.agent for member in task.members()}):
+        _dismiss(task, turn, agent_id)
+    staying = [member for member in task.members() if member.agent not in away]
+    nodes = len({member.agent for member in staying})
+    if len(staying) < len(task.members()) and nodes >= task.min_nodes:
+        task.incident = None
+        _publish(task, turn, "leave", staying)
+    else:
+        _admit(task, turn, away, task.capacity() - len(staying))
+
+
+def _admit(task: Task, turn: Turn, away: set[str], room: int) -> None:
+    """Publish a join if there are candidates and room; workers of the agents ``away`` are none.
+
+    Those that leave when the others have come do not count against the room: for a step some may have nothing to do.
+    """
     members = task.members()
     present = {member.worker for member in members}
-    candidates = sorted((w for w in task.workers.values() if w.built and w.id not in present), key=task.place)
-    room = task.capacity() - len(members)
-    if not candidates or room <= 0 or task.finishing:
+    built = (w for w in task.workers.values() if w.built and w.id not in present and w.agent not in away)
+    candidates = sorted(built, key=task.place)
+    if not candidates or room <= 0:
         return
     ready = [worker for worker in candidates if task.join_due or _siblings_ready(task, worker)]
     if not ready:
@@ -208,7 +257,7 @@ def _publish(task: Task, turn: Turn, kind: wire.EpochKind, members: list[wire.Me
         incident=task.incident,
         published_at=turn.now,
     )
-    for agent_id in dict.fromkeys(member.agent for member in members):
+    for agent_id in concerned(task):
         turn.send(task.agents[agent_id], task.epoch)
     fields: dict[str, Any] = {"number": task.number, "kind": kind, "hold": task.epoch.hold}
     turn.emit(task, "epoch_published", **fields, members=[member.worker for member in members])

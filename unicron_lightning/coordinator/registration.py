@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import slots, workers
-from unicron_lightning.coordinator.membership import finish, open_incident, send_go
+from unicron_lightning.coordinator.membership import concerned, finish, open_incident, send_go
 from unicron_lightning.coordinator.state import Agent, Task
 from unicron_lightning.coordinator.turn import Turn
 
@@ -158,8 +158,7 @@ def review_end(task: Task, turn: Turn) -> None:
 
 
 def _declare_lost(task: Task, turn: Turn, agent: Agent) -> None:
-    members = {member.agent for member in task.live_members()}
-    if agent.id in members or not task.elastic:
+    if agent.id in concerned(task) or not task.elastic:
         open_incident(task)
     had_slot = agent.id in task.slots
     turn.emit(task, "agent_lost", agent=agent.id, node=agent.node)
@@ -219,6 +218,8 @@ def _resume(task: Task, turn: Turn, agent: Agent, message: wire.Register) -> Non
             slots.send_ranks(task, turn, agent)
         if task.regrouping:
             turn.send(agent, wire.Stop(reason="the task's nodes changed"))
+    if agent.stopping and message.granted and message.round == agent.round:
+        turn.send(agent, wire.Stop(reason="its slot was taken back"))
     _reconcile_workers(task, turn, agent, message)
     _repeat_epoch(task, turn, agent, message.epoch)
 
@@ -247,7 +248,7 @@ def _reconcile_workers(task: Task, turn: Turn, agent: Agent, message: wire.Regis
 
 def _repeat_epoch(task: Task, turn: Turn, agent: Agent, seen: int) -> None:
     """Send the newest epoch and its go again if the agent's members may have missed them."""
-    if task.epoch is None or all(member.agent != agent.id for member in task.live_members()):
+    if task.epoch is None or agent.id not in concerned(task):
         return
     if seen < task.number:
         turn.send(agent, task.epoch)

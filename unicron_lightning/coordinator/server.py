@@ -151,13 +151,14 @@ class Server:
         save = [tasks[action.task] for action in actions if isinstance(action, ev.Save) and action.task in tasks]
         forget = [a.task for a in actions if isinstance(a, ev.Forget) and a.task not in tasks]
         emitted = [action for action in actions if isinstance(action, ev.Emit)]
+        drained = next((a.drained for a in reversed(actions) if isinstance(a, ev.SaveNodes)), None)
         if not (save or forget or emitted):
             return
         news = [NewEvent(at=now, name=e.name, task=e.task, incident=e.incident, fields=e.fields) for e in emitted]
         for event in news:
             logger.info("%s task=%s incident=%s %s", event.name, event.task, event.incident, event.fields)
         try:
-            self._store.write(save=save, forget=forget, events=news)
+            self._store.write(save=save, forget=forget, events=news, drained=drained)
             self._store_error = None
         except sqlite3.Error as error:
             # Recovery must not end because a disk is full: go on without a memory, and say so.
@@ -191,6 +192,7 @@ class Server:
         app.router.add_get("/v1/status", self._get_status)
         app.router.add_get("/v1/events", self._get_events)
         app.router.add_get("/v1/agent", self._serve_agent)
+        app.router.add_post("/v1/nodes/{node}/{verb:drain|undrain}", self._post_drain)
         return app
 
     def _authorized(self, request: web.Request) -> bool:
@@ -205,7 +207,16 @@ class Server:
     async def _get_status(self, _request: web.Request) -> web.Response:
         tasks = {task.id: task_status(task) for task in self._machine.tasks.values()}
         coordinator = {**self._about(), "started_at": self._started_at, "store_error": self._store_error}
-        return web.json_response({"coordinator": coordinator, "tasks": tasks})
+        return web.json_response({"coordinator": coordinator, "tasks": tasks, "drained": self._machine.drained})
+
+    async def _post_drain(self, request: web.Request) -> web.Response:
+        """``drain`` or ``undrain`` a node, or an agent by its id."""
+        name, drained = request.match_info["node"], request.match_info["verb"] == "drain"
+        known = {word for task in self._machine.tasks.values() for a in task.agents.values() for word in (a.node, a.id)}
+        if name not in known | set(self._machine.drained):
+            return web.json_response({"error": f"no node or agent {name!r}; there are: {sorted(known)}"}, status=404)
+        self._apply(ev.Drain(node=name, drained=drained))
+        return web.json_response({"drained": self._machine.drained})
 
     async def _get_events(self, request: web.Request) -> web.Response:
         try:

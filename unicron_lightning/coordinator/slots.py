@@ -8,6 +8,8 @@ Rules:
 * A *plain script* (no worker says hello) cannot take a change of agents in process. Once it is known to be one, a
   change stops all agents, and when all of them wait they are granted together. Until it is known, changes are granted
   as for an elastic task and remembered.
+* An agent on a drained node is granted nothing. One that runs keeps its slot until its workers can leave the task,
+  which for an elastic task is at a step boundary (see `membership`); a plain script is restarted without it.
 * Once the task's end has begun nobody is granted any more.
 """
 
@@ -22,6 +24,7 @@ def review_slots(task: Task, turn: Turn) -> None:
     """Grant what may be granted now and tell ranks that are known now. Idempotent."""
     if task.over is not None:
         return
+    _review_drained(task, turn)
     _review_grants(task, turn)
     _review_ranks(task, turn)
 
@@ -35,6 +38,7 @@ def begin_rendezvous(task: Task, turn: Turn, agent: Agent, message: wire.Rendezv
     agent.round = message.round
     agent.store = message.store
     agent.waiting = True
+    agent.stopping = False
     agent.gone = []
     task.arrivals += 1
     agent.arrived = task.arrivals
@@ -48,6 +52,15 @@ def leave_slot(task: Task, agent: Agent) -> None:
     agent.local_world = None
     agent.ranked = False
     agent.waiting = False
+
+
+def revoke(task: Task, turn: Turn, agent: Agent, reason: str) -> None:
+    """Take the slot back: the agent stops its workers, which have no part in the task any more, and stands by."""
+    leave_slot(task, agent)
+    agent.stopping = True
+    agent.holder = False
+    turn.send(agent, wire.Stop(reason=reason))
+    turn.emit(task, "slot_revoked", agent=agent.id, node=agent.node, reason=reason)
 
 
 def agent_gone(task: Task, turn: Turn, *, had_slot: bool, succeeded: bool) -> None:
@@ -80,6 +93,15 @@ def start_regroup(task: Task, turn: Turn, reason: str) -> None:
     turn.emit(task, "task_regroups", reason=reason)
 
 
+def leaving(task: Task, turn: Turn) -> set[str]:
+    """Agents that hold a slot and are not to: on drained nodes, and the newest of more than ``max_nodes`` others.
+
+    There are more when a node is undrained before it has left, and another has its slot already.
+    """
+    kept = [agent_id for agent_id in task.slots if not turn.drains(task.agents[agent_id])]
+    return set(task.slots) - set(kept[: task.max_nodes])
+
+
 def send_grant(task: Task, turn: Turn, agent: Agent) -> None:
     """Tell an agent of its grant (again)."""
     master = task.agents[task.slots[0]].store
@@ -98,8 +120,17 @@ def send_ranks(task: Task, turn: Turn, agent: Agent) -> None:
     turn.send(agent, wire.Ranks(round=agent.round, base=base, world=sum(sizes)))
 
 
+def _review_drained(task: Task, turn: Turn) -> None:
+    """A plain script goes on without a drained node by a common restart."""
+    if task.elastic or not task.store_used or task.finishing:
+        return
+    staying = [agent for agent in task.agents.values() if not turn.drains(agent)]
+    if leaving(task, turn) and len(staying) >= task.min_nodes:
+        start_regroup(task, turn, "nodes drain")
+
+
 def _review_grants(task: Task, turn: Turn) -> None:
-    queue = task.queue()
+    queue = [agent for agent in task.queue() if not turn.drains(agent)]
     if not queue or task.finishing or task.rebuilding:
         return
     if not task.formed:
@@ -108,7 +139,8 @@ def _review_grants(task: Task, turn: Turn) -> None:
             _grant(task, turn, queue[: task.max_nodes])
         return
     if not task.regrouping:
-        taken = queue[: task.max_nodes - len(task.slots)]
+        kept = [agent_id for agent_id in task.slots if not turn.drains(task.agents[agent_id])]
+        taken = queue[: max(0, task.max_nodes - len(kept))]
         if not taken:
             return
         if task.elastic or not task.store_used:
@@ -116,7 +148,7 @@ def _review_grants(task: Task, turn: Turn) -> None:
             _grant(task, turn, taken)
             return
         start_regroup(task, turn, "a node joins")
-    if len(queue) == len(task.agents) and len(queue) >= task.min_nodes:
+    if len(task.queue()) == len(task.agents) and len(queue) >= task.min_nodes:
         task.regrouping = False
         task.changed = False
         _grant(task, turn, queue[: task.max_nodes])

@@ -54,6 +54,8 @@ class Agent(msgspec.Struct, kw_only=True):
     ranked: bool = False
     gone: list[str] = []
     """Workers of the present round that are dead, fenced or finished."""
+    stopping: bool = False
+    """Its slot was taken back: it was told to stop its workers and to rendezvous again, and has not yet."""
     missing: list[str] = []
     """Live workers that the agent did not name when it registered again; its own word on them may still come."""
 
@@ -169,13 +171,15 @@ class Pending(msgspec.Struct, kw_only=True):
 
 
 class Cluster(msgspec.Struct, kw_only=True):
-    """Everything. Only ``tasks`` outlives the process."""
+    """Everything. Only ``tasks`` and ``drained`` outlive the process."""
 
     tasks: dict[str, Task] = {}
     conns: dict[int, tuple[str, str]] = {}
     """Registered connections: task and agent of each."""
     pending: dict[str, list[Pending]] = {}
     """By task."""
+    drained: list[str] = []
+    """Nodes that are to have no workers; outlives the process too."""
     idle: bool = False
 
 

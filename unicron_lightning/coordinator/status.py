@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
+from unicron_lightning import wire
 from unicron_lightning.coordinator.state import Agent, Task, Worker
+
+_PENDING: dict[wire.EpochKind, str] = {
+    "init": "forming",
+    "restart": "forming",
+    "fail": "recovering",
+    "join": "joining",
+    "leave": "leaving",
+}
 
 
 def task_status(task: Task) -> dict[str, Any]:
-    """One task. ``state`` is one of: forming, running, recovering, joining, holding, restarting, plain, over."""
+    """One task.
+
+    ``state`` is one of: forming, running, recovering, joining, leaving, holding, restarting, plain, over.
+    """
     members = {member.worker for member in task.members()}
     others = sorted((worker for worker in task.workers.values() if worker.id not in members), key=task.place)
     stepped = max(task.workers.values(), key=lambda worker: worker.step, default=None)
@@ -48,7 +60,7 @@ def _state(task: Task) -> str:
     if task.epoch is None:
         return "forming" if task.life == 1 else "restarting"
     if not task.settled:
-        return "joining" if task.epoch.kind == "join" else "recovering" if task.epoch.kind == "fail" else "forming"
+        return _PENDING[task.epoch.kind]
     return "holding" if task.epoch.hold else "running"
 
 

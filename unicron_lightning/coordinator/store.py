@@ -10,7 +10,7 @@ import fcntl
 import json
 import os
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -25,6 +25,7 @@ CREATE TABLE IF NOT EXISTS tasks (id TEXT PRIMARY KEY, state BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS events (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, at REAL NOT NULL, name TEXT NOT NULL, task TEXT, incident TEXT,
     fields TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS drained (node TEXT PRIMARY KEY);
 CREATE INDEX IF NOT EXISTS events_of_task ON events (task, seq);
 """
 _EVENTS_KEPT = 100_000
@@ -81,10 +82,18 @@ class Store:
         """The tasks as last written."""
         rows = self._db.execute("SELECT state FROM tasks ORDER BY rowid").fetchall()
         tasks = [state.decode_task(row[0]) for row in rows]
-        return state.Cluster(tasks={task.id: task for task in tasks})
+        drained = [node for (node,) in self._db.execute("SELECT node FROM drained ORDER BY rowid")]
+        return state.Cluster(tasks={task.id: task for task in tasks}, drained=drained)
 
-    def write(self, *, save: Iterable[state.Task], forget: Iterable[str], events: Iterable[NewEvent]) -> None:
-        """Make all of it durable, or nothing.
+    def write(
+        self,
+        *,
+        save: Iterable[state.Task],
+        forget: Iterable[str],
+        events: Iterable[NewEvent],
+        drained: Sequence[str] | None = None,
+    ) -> None:
+        """Make all of it durable, or nothing; ``drained`` replaces the set of drained nodes unless it is None.
 
         Raises:
             sqlite3.Error: e.g. the disk is full.
@@ -98,6 +107,9 @@ class Store:
                 )
             for task_id in forget:
                 self._db.execute("DELETE FROM tasks WHERE id = ?", (task_id,))
+            if drained is not None:
+                self._db.execute("DELETE FROM drained")
+                self._db.executemany("INSERT INTO drained VALUES (?)", [(node,) for node in drained])
             for event in events:
                 self._db.execute(
                     "INSERT INTO events (at, name, task, incident, fields) VALUES (?, ?, ?, ?, ?)",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from unicron_lightning import wire
@@ -10,12 +11,17 @@ from unicron_lightning.coordinator.state import Agent, Task
 
 
 class Turn:
-    """What the rules write to. ``now`` is time.time() as told by the shell."""
+    """What the rules write to. ``now`` is time.time() as told by the shell, ``drained`` the nodes without workers."""
 
-    def __init__(self, *, now: float, limits: ev.Limits) -> None:
+    def __init__(self, *, now: float, limits: ev.Limits, drained: Collection[str] = ()) -> None:
         self.now = now
         self.limits = limits
+        self.drained = drained
         self.actions: list[ev.Action] = []
+
+    def drains(self, agent: Agent) -> bool:
+        """Whether the agent, or its node, is to have no workers."""
+        return agent.node in self.drained or agent.id in self.drained
 
     def send(self, agent: Agent, message: wire.ToAgent) -> None:
         """Send to an agent; nothing if it is away (it gets the newest state when it registers again)."""

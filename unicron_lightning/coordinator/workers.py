@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from unicron_lightning import wire
-from unicron_lightning.coordinator.membership import bury, expel, open_incident
+from unicron_lightning.coordinator.membership import bury, expel, needed, open_incident
 from unicron_lightning.coordinator.state import Agent, Checkpoint, Task, Worker, round_of
 from unicron_lightning.coordinator.turn import Turn
 
@@ -133,7 +133,7 @@ def died(
     """
     workers = list(workers)
     lost = [sibling for worker in workers[:1] for sibling in task.workers_of(worker.agent)]
-    members = {member.worker for member in task.members()}
+    members = needed(task)
     if any(worker.id in members for worker in lost):
         open_incident(task)
     for worker in lost:
@@ -147,15 +147,15 @@ def died(
 
 def finished(task: Task, turn: Turn, worker: Worker, *, how: str) -> None:
     """The worker's program ended well, or is about to."""
-    if any(member.worker == worker.id for member in task.members()):
+    if worker.id in needed(task):
         task.finished.append(worker.id)
     bury(task, worker)
     turn.emit_for(task, None, "worker_finished", {"worker": worker.id, "how": how, "step": worker.step})
 
 
 def fence_stranger(task: Task, turn: Turn, agent: Agent, worker: str) -> None:
-    """A worker that is not on record speaks: kill it, unless it is known to be ending well."""
-    if worker not in task.finished:
+    """A worker that is not on record speaks: kill it, unless it is known to be ending well, or is being stopped."""
+    if worker not in task.finished and not (agent.stopping and round_of(worker) == agent.round):
         turn.send(agent, wire.Fence(worker=worker, reason="not, or no longer, a worker of the task"))
 
 
@@ -168,8 +168,8 @@ def _comm_error(task: Task, turn: Turn, worker: Worker, message: wire.CommError)
     if task.settled:
         concerns = message.epoch == task.number and any(m.worker == worker.id for m in task.members())
     else:
-        # A join waits for a step boundary that will not come: the epoch before it is broken.
-        pending = task.epoch is not None and task.epoch.kind == "join"
+        # A planned change waits for a step boundary that will not come: the epoch before it is broken.
+        pending = task.epoch is not None and task.epoch.kind in wire.PLANNED
         concerns = pending and message.epoch < task.number and worker.id in task.established
     if not concerns or task.comm_error_epoch == task.number:
         return

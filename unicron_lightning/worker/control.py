@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import select
+import signal
 import socket
 import threading
 import time
@@ -84,9 +85,9 @@ class Control:
         return latest if latest is not None and latest.number > number else None
 
     def failed_since(self, number: int) -> bool:
-        """Whether work of epoch ``number`` must stop now. A pending join does not: it waits for a step boundary."""
+        """Whether work of epoch ``number`` must stop now; not for a planned change: it waits for a step boundary."""
         latest = self._latest
-        return latest is not None and latest.number > number and latest.kind != "join"
+        return latest is not None and latest.number > number and latest.kind not in wire.PLANNED
 
     def hello(self, capacity: int) -> wire.Welcome:
         """Announces the worker and waits for the coordinator's word on its part (founder or joiner)."""
@@ -100,6 +101,19 @@ class Control:
         with self.condition:
             self.condition.wait_for(lambda: self.newer_than(number) is not None, timeout)
             return self.newer_than(number)
+
+    def stand_aside(self, number: int) -> None:
+        """Waits, outside the task after a planned change, until that is given up: an epoch of which this is a member.
+
+        Otherwise the wait ends with the process: SIGTERM, which Lightning would only note, ends it at once.
+        """
+        in_main = threading.current_thread() is threading.main_thread()
+        handler = signal.signal(signal.SIGTERM, signal.SIG_DFL) if in_main else None
+        try:
+            self.wait_newer(number)
+        finally:
+            if handler is not None:
+                signal.signal(signal.SIGTERM, handler)
 
     def wait_go(self, number: int) -> wire.Go | None:
         """Waits until all members are ready for epoch ``number``; None if a newer epoch came first."""
@@ -191,6 +205,8 @@ class Control:
                 case wire.Epoch():
                     if self._concerns_me(message):
                         self._latest = message
+                        if message.kind == "leave" and not self._is_in(message):
+                            self.is_member = False  # the epochs after it are others' business
                 case wire.Go():
                     self._went[message.epoch] = message
                 case wire.Welcome():
@@ -208,12 +224,15 @@ class Control:
     def _concerns_me(self, epoch: wire.Epoch) -> bool:
         """Whether the epoch is newer, and its member this worker or one that it was once with."""
         newer = self._latest is None or epoch.number > self._latest.number
-        return newer and (self.is_member or any(member.worker == self.worker for member in epoch.members))
+        return newer and (self.is_member or self._is_in(epoch))
+
+    def _is_in(self, epoch: wire.Epoch) -> bool:
+        return any(member.worker == self.worker for member in epoch.members)
 
     def _judge(self, epoch: wire.Epoch) -> None:
         """Leaves if expelled; else has the collectives of older epochs aborted."""
-        if self.is_member and all(member.worker != self.worker for member in epoch.members):
+        if self.is_member and not self._is_in(epoch):
             logger.error("worker_expelled worker=%s epoch=%d", self.worker, epoch.number)
             _leave(EXIT_EXPELLED)
-        if epoch.kind != "join":
+        if epoch.kind not in wire.PLANNED:
             self._on_failure(epoch)

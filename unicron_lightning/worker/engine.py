@@ -213,6 +213,8 @@ class Engine:
             started = time.monotonic()
             epoch = self._newest_epoch(operation)
             try:
+                if self._place(epoch) is None:
+                    self._stand_aside(epoch, operation)
                 return self._enter(epoch, operation, started)
             except (CommunicatorAborted, EpochChanged) as error:
                 logger.debug("recovery_interrupted epoch=%d reason=%s", epoch.number, error)
@@ -223,8 +225,9 @@ class Engine:
         assert control is not None
 
         def due() -> bool:
+            newer = control.newer_than(number)
             at_boundary = number == 0 or operation.name == JOIN
-            return control.newer_than(number) is not None if at_boundary else control.failed_since(number)
+            return newer is not None and (at_boundary or newer.kind not in wire.PLANNED or self._place(newer) is None)
 
         if not due() and number > 0:
             # Sockets broke and nobody has told why yet: the coordinator is the only authority on failure.
@@ -235,12 +238,27 @@ class Engine:
         assert epoch is not None
         return epoch
 
+    def _place(self, epoch: wire.Epoch) -> int | None:
+        """This worker's rank in an epoch, None if it is not a member."""
+        assert self.control is not None
+        return next((i for i, member in enumerate(epoch.members) if member.worker == self.control.worker), None)
+
+    def _stand_aside(self, epoch: wire.Epoch, operation: Operation) -> None:
+        """The others go on without this worker. It keeps what it has in case they cannot, and then raises."""
+        assert self.control is not None
+        operation.suspend()
+        self.close()
+        self.control.ready(epoch.number, self._state(operation))
+        self.control.stand_aside(epoch.number)
+        raise EpochChanged(f"epoch {epoch.number} was given up")
+
     def _enter(self, epoch: wire.Epoch, operation: Operation, started: float) -> bytes | None:
         control = self.control
         assert control is not None
         operation.suspend()
         self.close()
-        rank = next(i for i, member in enumerate(epoch.members) if member.worker == control.worker)
+        rank = self._place(epoch)
+        assert rank is not None
         with self._lock:
             self._world = World(
                 epoch=epoch.number, kind=epoch.kind, rank=rank, size=len(epoch.members), hold=epoch.hold

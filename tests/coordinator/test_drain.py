@@ -1,0 +1,163 @@
+"""Nodes that an operator drains: their workers leave at a step boundary, and nothing is lost if that cannot be done."""
+
+from __future__ import annotations
+
+from coordinator.driver import FakeAgent, World, members, running, settle
+
+from unicron_lightning import wire
+from unicron_lightning.coordinator import events as ev
+
+
+def three(**limits: float) -> tuple[World, list[FakeAgent]]:
+    """All three in epoch 2; one node would do."""
+    world = World(**limits)
+    world.nodes = (1, 3)
+    agents = [world.agent(name).start().launch() for name in "abc"]
+    for agent in agents:
+        agent.hello()
+    for agent in agents:
+        agent.ready(0)
+    settle(world)
+    assert len(agents) == 3
+    settle(world)
+    assert members(world) == ["a/0#1", "b/0#1", "c/0#1"] and world.task().number == 2
+    return world, agents
+
+
+def test_the_members_of_a_drained_node_leave_at_a_step_boundary():
+    world, (a, b, c) = three()
+    b.drain()
+    epoch = b.last(wire.Epoch)
+    assert (epoch.kind, epoch.number, members(world)) == ("leave", 3, ["a/0#1", "c/0#1"])
+    assert not b.all(wire.Stop), "not before the others are at the boundary"
+    settle(world)
+    assert a.last(wire.Go).epoch == c.last(wire.Go).epoch == 3
+    assert b.last(wire.Stop).reason == "node node-b drains"
+    assert world.task().slots == ["a", "c"] and "b/0#1" not in world.task().workers
+    assert "worker_died" not in world.names() and not world.task().incidents
+
+
+def test_a_drained_agent_stands_by_until_its_node_is_undrained():
+    world, (_, b, _) = three()
+    b.drain()
+    settle(world)
+    b.rendezvous()
+    world.advance(60)
+    assert b.waiting and not world.task().agents["b"].holder
+    b.drain(False)
+    assert b.granted
+    b.boot()
+    assert (world.task().epoch.kind, members(world)) == ("join", ["a/0#1", "c/0#1", "b/0#2"])
+
+
+def test_nobody_leaves_below_the_minimum_until_others_have_joined():
+    world = World()
+    a, b = running(world, 2, nodes=(2, 2))
+    b.drain()
+    assert world.task().number == 1
+    c = world.agent("c").start()
+    assert c.granted, "drained nodes do not count against the maximum"
+    c.boot()
+    assert (world.task().epoch.kind, world.task().number) == ("join", 2)
+    settle(world)
+    assert (world.task().epoch.kind, members(world)) == ("leave", ["a/0#1", "c/0#1"])
+    settle(world)
+    assert b.all(wire.Stop) and not a.all(wire.Stop)
+
+
+def test_a_death_meanwhile_comes_first_and_the_leave_after_it():
+    world, (a, b, c) = three()
+    b.drain()
+    c.die()
+    assert (world.task().epoch.kind, members(world)) == ("fail", ["a/0#1", "b/0#1"])
+    settle(world)
+    assert (world.task().epoch.kind, members(world)) == ("leave", ["a/0#1"])
+    settle(world)
+    assert b.all(wire.Stop) and a.last(wire.Go).epoch == 5
+
+
+def test_one_that_dies_before_it_has_left_is_a_failure():
+    world, (_, b, _) = three()
+    b.drain()
+    b.die()
+    assert (world.task().epoch.kind, members(world)) == ("fail", ["a/0#1", "c/0#1"])
+    assert world.task().incident is not None
+
+
+def test_a_communication_error_meanwhile_renews_the_old_world_first():
+    world, (a, b, _) = three()
+    b.drain()
+    a.say(wire.CommError(worker=a.worker(), epoch=2, error="x"))
+    world.advance(1)
+    assert (world.task().epoch.kind, len(members(world))) == ("fail", 3)
+
+
+def test_what_a_worker_says_while_it_is_stopped_does_not_get_it_killed():
+    world, (_, b, _) = three()
+    b.drain()
+    b.ready(3)
+    settle(world)
+    b.say(wire.Progress(worker="b/0#1", step=9, metrics={}))
+    assert not b.all(wire.Fence)
+    b.say(wire.WorkerDied(worker="b/0#1", cause="signal", code=15, at=1.0))
+    assert "worker_died" not in world.names(), "its end is no failure"
+
+
+def test_workers_that_start_on_a_drained_node_are_stopped_at_once():
+    world, (_, b, _) = three()
+    b.die()
+    settle(world)
+    b.rendezvous().launch()
+    b.hello()
+    b.drain()
+    assert b.all(wire.Stop) and world.task().slots == ["a", "c"]
+    assert world.task().epoch.kind == "fail"
+
+
+def test_an_agent_that_was_away_hears_of_it_when_it_is_back():
+    world, (_, b, _) = three(reconnect_grace=30)
+    b.drain()
+    b.drop()
+    settle(world)
+    assert not b.all(wire.Stop)
+    b.register()
+    assert b.all(wire.Stop) and not b.all(wire.Fence)
+
+
+def test_a_restarted_coordinator_knows_what_is_drained():
+    world, agents = three()
+    agents[1].drain()
+    world.start()
+    for agent in agents:
+        agent.register()
+    assert world.machine.drained == ["node-b"]
+    assert world.task().epoch.kind == "leave"
+    settle(world)
+    assert agents[1].all(wire.Stop)
+
+
+def test_a_plain_script_is_restarted_without_the_drained_node():
+    world = World()
+    world.nodes = (1, 3)
+    agents = [world.agent(name).start() for name in "abc"]
+    for agent in agents:  # b and c came after the first grant: once the script is known to be a plain one all restart
+        agent.launch()
+    agents[0].say(wire.StoreUsed(round=1))
+    for agent in agents:
+        agent.rendezvous()
+    for agent in agents:
+        agent.launch()
+    agents[1].drain()
+    assert all(agent.stopped for agent in agents)
+    for agent in agents:
+        agent.rendezvous()
+    assert [agent.granted for agent in agents] == [True, False, True]
+    assert agents[0].last(wire.Grant).group_world == 2
+
+
+def test_a_single_agent_can_be_drained_by_its_id():
+    world, (_, b, _) = three()
+    world.do(ev.Drain(node="b", drained=True))
+    assert members(world) == ["a/0#1", "c/0#1"]
+    assert [event.name for event in world.events if event.task is None][-1] == "node_drains"
+    assert b.last(wire.Epoch).kind == "leave"

@@ -1,0 +1,58 @@
+"""Nodes drained on a task that trains: workers leave and come back, and nobody computes anything again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from faults.cluster import Cluster, kill, lives
+from faults.judge import Reference, check_exact
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(200)]
+
+
+def order(cluster: Cluster, *words: str) -> None:
+    """Run the command as an operator would."""
+    code = "from unicron_lightning.cli import main; main()"
+    endpoint = ["--endpoint", f"127.0.0.1:{cluster.port}"]
+    subprocess.run([sys.executable, "-c", code, *words, *endpoint], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_node_is_drained_and_used_again(rank: int, tmp_path: Path, reference: Reference) -> None:
+    with Cluster(tmp_path) as cluster:
+        before = cluster.wait_world(3)
+        gone = next(line for line in before if line["rank"] == rank)
+        order(cluster, "drain", gone["node"])
+        without = cluster.wait_world(2, after=time.time())
+        assert {line["pid"] for line in without} == {line["pid"] for line in before} - {gone["pid"]}
+        cluster.watch(lambda: not lives(gone["pid"]), "the end of the drained worker", 20)
+        assert cluster.agents[gone["node"]].poll() is None, "its agent stands by"
+        order(cluster, "undrain", gone["node"])
+        again = cluster.wait_world(3, after=time.time())
+        assert gone["node"] in {line["node"] for line in again}
+        names = [event["name"] for event in cluster.events()]
+        assert names.count("slot_revoked") == 1
+        assert not {"worker_died", "agent_lost", "comm_error"} & set(names), "nothing failed"
+        finished = [(line["step"], *line["ids"]) for line in cluster.notes("computed")]
+        assert finished and len(finished) == len(set(finished)), "nothing was computed again"
+        cluster.finish(120)
+        check_exact(tmp_path, reference, workers=3)
+
+
+def test_a_worker_dies_while_another_leaves(tmp_path: Path, reference: Reference) -> None:
+    with Cluster(tmp_path) as cluster:
+        for delay in (0.0, 0.02, 0.05):
+            world = {line["rank"]: line for line in cluster.wait_world(3, after=time.time())}
+            order(cluster, "drain", world[0]["node"])
+            time.sleep(delay)
+            kill(world[1]["pid"])
+            cluster.watch(lambda pid=world[0]["pid"]: not lives(pid), "the end of the drained worker", 60)
+            cluster.wait_world(2, after=time.time())
+            order(cluster, "undrain", world[0]["node"])
+        cluster.wait_world(3, after=time.time())
+        cluster.finish(120)
+        check_exact(tmp_path, reference, workers=3)
