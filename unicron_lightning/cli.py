@@ -83,9 +83,9 @@ def fetch(endpoint: str, path: str, token: str | None = None, *, method: str = "
             return json.load(answer)
     except urllib.error.HTTPError as error:
         with error:
-            reason = _reason(error) if method == "POST" and error.code == 404 else None
-        if reason is not None:
-            raise UnicronError(reason) from None
+            refusal = _reason(error) if method == "POST" and error.code == 404 else None
+        if refusal is not None:
+            raise UnicronError(refusal) from None
         hint = " (token: UNICRON_TOKEN or --token-file)" if error.code == 401 else ""
         raise CoordinatorUnavailable(f"{endpoint} answers HTTP {error.code}{hint}") from None
     except (OSError, http.client.HTTPException, ValueError) as error:
