@@ -62,6 +62,9 @@ class FailuresConfig:
     """Hours that workers were watched for, added up over all of them."""
     node_failures: int = 0
     node_hours: float = 0.0
+    worker_shape: float = 1.0
+    """Weibull shape of workers' lifetimes, ages in equilibrium: 1 a constant rate, less is burn-in, more is wear."""
+    node_shape: float = 1.0
     prior_failures: float = 1.0
     """How firmly the MTBFs are believed against what was seen, in failures."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.planner.failure_rate import RateBelief
-from unicron_lightning.planner.failures import SECONDS_PER_HOUR, FailureModel, Hazard
+from unicron_lightning.planner.failures import SECONDS_PER_HOUR, ConstantHazard, FailureModel, Hazard
 from unicron_lightning.planner.performance.cluster import PRESETS, Cluster
 from unicron_lightning.planner.performance.model import PerformanceModel
 from unicron_lightning.planner.performance.parsing import table_from_csv, table_from_mapping, table_from_rows
@@ -22,6 +22,7 @@ from unicron_lightning.planner.plan import Plan
 from unicron_lightning.planner.reward import Curve
 from unicron_lightning.planner.state import ClusterState
 from unicron_lightning.planner.task import PlanTask
+from unicron_lightning.planner.weibull import WeibullHazard
 from unicron_lightning.planning.config import (
     ClusterConfig,
     FailuresConfig,
@@ -154,12 +155,22 @@ def failure_model(config: FailuresConfig, workers_per_node: int) -> FailureModel
         try:
             belief = RateBelief.from_mtbf(hours * SECONDS_PER_HOUR, num_failures=config.prior_failures)
             seen = belief.observed(num_failures=failures, exposure_seconds=exposure * SECONDS_PER_HOUR)
+            hazards[kind] = _with_shape(seen.hazard(), getattr(config, f"{kind}_shape"))
         except ValueError as error:
             raise ConfigError(f"failures: {kind}_mtbf_hours={hours}: {error}") from error
-        hazards[kind] = seen.hazard()
     if not hazards:
         raise ConfigError("failures: expected worker_mtbf_hours, node_mtbf_hours, or both")
     return FailureModel(worker=hazards.get("worker"), node=hazards.get("node"), workers_per_node=workers_per_node)
+
+
+def _with_shape(hazard: ConstantHazard, shape: float) -> Hazard:
+    """A hazard of the same mean lifetime that depends on age."""
+    if shape == 1:
+        return hazard
+    if not shape > 0:
+        raise ValueError(f"shape={shape}: expected a number > 0")
+    scale_seconds = hazard.mean_lifetime_seconds / math.gamma(1 + 1 / shape)
+    return WeibullHazard(shape=shape, scale_seconds=scale_seconds)
 
 
 def task_of(name: str, config: TaskConfig, where: str, cluster: ClusterConfig, folder: Path) -> PlanTask:
