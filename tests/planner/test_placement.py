@@ -18,14 +18,21 @@ Running = dict[str, dict[str, int]]
 Case = tuple[list[Node], list[Demand], Running]
 
 
-def build(generator: np.random.Generator, groups: tuple[int, ...], num_nodes: int, num_tasks: int) -> Case:
-    """Tasks on nodes of 8 or 4 slots, some of them lost, and what the tasks shall have: a little more or less."""
+def build(
+    generator: np.random.Generator,
+    groups: tuple[int, ...],
+    num_nodes: int,
+    num_tasks: int,
+    sizes: tuple[int, ...] = (),
+) -> Case:
+    """Tasks on nodes, some of them lost, and what the tasks shall have: a little more or less."""
+    sizes = sizes or (8 if max(groups) == 8 else 4,)
     group_of = [int(generator.choice(groups)) for _ in range(num_tasks)]
     nodes, running = [], {}
     for index in range(num_nodes):
         state = NodeState(str(generator.choice(["ready"] * 9 + ["failed", "draining", "cordoned"])))
         nodes.append(
-            Node(name=f"n{index:02}", num_slots=8 if max(groups) == 8 else 4, switch=f"s{index // 3}", state=state)
+            Node(name=f"n{index:02}", num_slots=int(generator.choice(sizes)), switch=f"s{index // 3}", state=state)
         )
         free = nodes[-1].num_slots
         for task in generator.permutation(num_tasks) if generator.random() < 0.9 else ():
@@ -108,8 +115,11 @@ def test_with_single_slots_or_whole_nodes_it_moves_the_fewest(seed: int, groups:
     assert place(*build(np.random.default_rng(seed), groups, 9, 5)).proven_fewest
 
 
-def fewest_moves(case: Case) -> int:
-    """By an integer program: groups q and kept slots k by task and node, with k <= what ran, k <= what is placed."""
+def fewest_moves(case: Case) -> int | None:
+    """By an integer program, None where nothing fits.
+
+    It has groups q and kept slots k by task and node, with k <= what ran and k <= what is placed.
+    """
     nodes, demands, running = case
     ready = [node for node in nodes if node.state is NodeState.READY]
     shape = (len(demands), len(ready))
@@ -131,6 +141,8 @@ def fewest_moves(case: Case) -> int:
             optimize.LinearConstraint(kept, -np.inf, 0),
         ],
     )
+    if solution.status == 2:
+        return None
     assert solution.success, solution.message
     return sum(wanted) + round(solution.fun)
 
@@ -144,12 +156,30 @@ def test_it_moves_as_few_as_an_integer_program_finds(groups: tuple[int, ...]) ->
         if not any(node.state is NodeState.READY for node in case[0]):
             continue
         placement, best = place(*case), fewest_moves(case)
+        assert best is not None
         assert placement.fewest_moves <= best <= placement.num_moved
         excess.append(placement.num_moved - best)
     if len(groups) == 1:
         assert set(excess) == {0}
     else:  # packing, done greedily: 98 to 99 of 100 cases are optimal
         assert np.mean(np.array(excess) == 0) >= 0.9
+
+
+@pytest.mark.parametrize("groups", [(1, 2, 4), (1, 3, 6), (2, 4, 8)])
+def test_groups_that_divide_each_other_are_refused_only_where_nothing_fits(groups: tuple[int, ...]) -> None:
+    generator = np.random.default_rng(67)
+    outcomes = set()
+    for _ in range(60):
+        case = build(generator, groups, 5, 4, sizes=(3, 5, 6, 7, 8, 11))
+        if not any(node.state is NodeState.READY for node in case[0]):
+            continue
+        try:
+            place(*case)
+            placed = True
+        except ValueError:
+            placed = False
+        outcomes.add((placed, fewest_moves(case) is not None))
+    assert outcomes == {(True, True), (False, False)}
 
 
 def test_the_search_for_room_moves_smaller_groups_only_as_far_as_needed() -> None:

@@ -154,7 +154,7 @@ class Packing:
         missing = self._missing(task)
         left = {node: num - held.get(node, 0) for node, num in ran.items() if num > held.get(node, 0)}
         for node, num in sorted(left.items(), key=lambda item: (-min(item[1], group), item[0])):
-            # The last, partial group of a node is as good as the groups before it only if it is whole.
+            # Whole groups that ran there; where there was none, one of which a part ran.
             wanted = max(num // group, 1) * group
             take = min(wanted, missing, int(self._free[node]) // group * group)
             if take > 0:
