@@ -3,6 +3,7 @@
     unicron coordinator [key=value ...]        run a coordinator (--cfg job: show its configuration)
     unicron status [--task T] [--json]         what it coordinates
     unicron events [--task T] [--since SEQ]    what happened
+    unicron resize TASK N|all                  have so many nodes train a task, from the next step on
     unicron drain NODE [NODE ...]              no workers there any more; they leave between two steps
     unicron undrain NODE [NODE ...]            workers may run there again
     unicron plan FILE [--what-if EVENT NAME]   the best allocation of workers to tasks; asks no coordinator
@@ -117,6 +118,10 @@ def _parser() -> argparse.ArgumentParser:
     events = commands.add_parser("events", parents=[asking], help="show the event log")
     events.add_argument("--since", type=int, default=0, metavar="SEQ", help="only events after this one")
     events.set_defaults(run=_events)
+    resize = commands.add_parser("resize", parents=[connecting], help="have so many nodes train a task")
+    resize.add_argument("task", metavar="TASK", help="torchrun's --rdzv-id")
+    resize.add_argument("nodes", metavar="N|all", help="within --nnodes MIN:MAX; all: as many as there are, up to MAX")
+    resize.set_defaults(run=_resize)
     for verb, does in (("drain", "have no workers on a node"), ("undrain", "allow workers on a node again")):
         order = commands.add_parser(verb, parents=[connecting], help=does)
         order.add_argument("nodes", nargs="+", metavar="NODE", help="a node's label, or an agent's id")
@@ -162,7 +167,7 @@ def _task_table(task_id: str, task: dict[str, Any]) -> Any:
     from rich.markup import escape
     from rich.table import Table
 
-    nodes = f"{task['min_nodes']}:{task['max_nodes']} nodes"
+    nodes = f"{task['min_nodes']}:{task['max_nodes']} nodes" + (f", {task['target']} wanted" if task["target"] else "")
     title = f"{escape(task_id)}  {task['state']}  epoch {task['epoch']}  life {task['life']}  {nodes}"
     caption = f"incidents {task['incidents']}, restarts {task['restarts']}"
     if task["checkpoint"]:
@@ -188,6 +193,13 @@ def _agent_state(agent: dict[str, Any]) -> str:
     if not agent["connected"]:
         return "agent away"
     return {"granted": "agent runs", "waiting": "agent stands by", "none": "agent without slot"}[agent["slot"]]
+
+
+def _resize(options: argparse.Namespace) -> int:
+    path = f"/v1/tasks/{urllib.parse.quote(options.task, safe='')}/resize"
+    answer = fetch(options.endpoint, path, _token(options), method="POST", nodes=options.nodes)
+    print(f"{answer['task']}: {answer['nodes'] or 'all'} nodes")
+    return 0
 
 
 def _drain(options: argparse.Namespace) -> int:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import msgspec
+
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator import state
@@ -212,6 +214,10 @@ class FakeAgent:
                 self.epoch = max(self.epoch, message.number)
             case wire.Fence():
                 self.workers.pop(message.worker, None)
+            case wire.Welcome() if not message.founder and (info := self.workers.get(message.worker)) is not None:
+                # told that the first epoch was formed without it: it sets up as a joiner, and says so when it is ready
+                if info.ready is not None and info.ready.epoch == 0:
+                    self.workers[message.worker] = msgspec.structs.replace(info, ready=None)
 
     def all(self, kind: type[M]) -> list[M]:
         return [message for message in self.inbox if isinstance(message, kind)]

@@ -66,6 +66,28 @@ async def test_a_node_is_drained_and_undrained(coordinator):
         assert (await order("undrain", "b")).stdout == "drained: none\n"
 
 
+async def test_a_task_is_resized(coordinator):
+    endpoint = f"127.0.0.1:{coordinator.port}"
+
+    async def order(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return await asyncio.to_thread(unicron, "resize", *arguments, "--endpoint", endpoint)
+
+    async with connected(coordinator.url, "a", "b", nodes=(2, 4)) as agents:
+        await train(agents)
+        assert (await order("t", "3")).stdout == "t: 3 nodes\n"
+        status = await asyncio.to_thread(unicron, "status", "--endpoint", endpoint)
+        assert "2:4 nodes, 3 wanted" in status.stdout
+        assert (await order("t", "all")).stdout == "t: all nodes\n"
+        for words, reason in [
+            (("t", "5"), "nodes=5: expected 2 to 4 (its --nnodes), or all"),
+            (("t", "1.5"), "nodes=1.5: expected 2 to 4 (its --nnodes), or all"),
+            (("t", "few"), "nodes=few: expected 2 to 4 (its --nnodes), or all"),
+            (("x", "2"), "no task 'x'; there are: ['t']"),
+        ]:
+            refused = await order(*words)
+            assert (refused.returncode, refused.stderr) == (2, f"unicron: {reason}\n")
+
+
 @pytest.mark.parametrize("command", ["status", "events"])
 def test_no_coordinator_is_one_line_and_status_2(command):
     endpoint = f"127.0.0.1:{free_port()}"

@@ -1,4 +1,4 @@
-"""Nodes that an operator drains: their workers leave at a step boundary, and nothing is lost if that cannot be done."""
+"""Nodes drained and tasks resized: workers leave at a step boundary, and nothing is lost if that cannot be done."""
 
 from __future__ import annotations
 
@@ -161,3 +161,45 @@ def test_a_single_agent_can_be_drained_by_its_id():
     assert members(world) == ["a/0#1", "c/0#1"]
     assert [event.name for event in world.events if event.task is None][-1] == "node_drains"
     assert b.last(wire.Epoch).kind == "leave"
+
+
+def test_a_task_shrinks_by_its_newest_nodes_and_grows_again():
+    world, (a, b, c) = three()
+    world.do(ev.Resize(task="t", nodes=1))
+    assert (world.task().epoch.kind, members(world)) == ("leave", ["a/0#1"])
+    settle(world)
+    assert b.all(wire.Stop) and c.all(wire.Stop) and not a.all(wire.Stop)
+    for agent in (b, c):
+        agent.rendezvous()
+    assert b.waiting and c.waiting
+    world.do(ev.Resize(task="t", nodes=2))
+    assert b.granted and c.waiting
+    b.boot()
+    settle(world)
+    world.do(ev.Resize(task="t", nodes=None))
+    assert c.granted
+    c.boot()
+    settle(world)
+    assert members(world) == ["a/0#1", "b/0#2", "c/0#2"]
+
+
+def test_a_resized_task_replaces_a_dead_node_by_one_that_stands_by():
+    world, (a, b, c) = three()
+    world.do(ev.Resize(task="t", nodes=2))
+    settle(world)
+    c.rendezvous()
+    b.drop()
+    world.advance(1)
+    assert c.granted and world.task().slots == ["a", "c"]
+    assert a.last(wire.Epoch).kind == "fail"
+
+
+def test_a_wish_outlives_the_coordinator():
+    world, agents = three()
+    world.do(ev.Resize(task="t", nodes=2))
+    settle(world)
+    world.start()
+    for agent in agents:
+        agent.register()
+    agents[2].rendezvous()
+    assert world.task().target == 2 and agents[2].waiting

@@ -29,6 +29,7 @@ FAULTS = (
     "drain",
     "drain",
     "undrain",
+    "resize",
 )
 
 
@@ -110,6 +111,9 @@ class Histories(RuleBasedStateMachine):
                     self.world.do(ev.AgentsEnded(agents=(agent.name,)))
             case "drain" | "undrain":
                 agent.drain(fault == "drain")
+            case "resize" if (task := self.world.machine.tasks.get("t")) is not None and task.over is None:
+                nodes = task.min_nodes + pick
+                self.world.do(ev.Resize(task="t", nodes=nodes if nodes <= task.max_nodes else None))
             case "leave" if agent.conn is not None and len(agent.workers) < agent.size:
                 # Success means that torchrun saw all its workers end well.
                 self.agents.remove(agent)
@@ -151,6 +155,8 @@ class Histories(RuleBasedStateMachine):
         self.check_drained()
         for node in list(self.world.machine.drained):
             self.world.do(ev.Drain(node=node, drained=False))
+        if (task := self.world.machine.tasks.get("t")) is not None and task.over is None:
+            self.world.do(ev.Resize(task="t", nodes=None))
         self.heal()
         self.check_healed()
 
@@ -170,7 +176,7 @@ class Histories(RuleBasedStateMachine):
             return
         others = [agent for agent in task.agents.values() if agent.node not in drained]
         if len(others) >= task.min_nodes:
-            assert task.settled
+            assert task.settled, task
             assert not [member for member in task.members() if member.node in drained]
             assert {task.agents[agent_id].node for agent_id in task.slots}.isdisjoint(drained)
 

@@ -43,6 +43,18 @@ def test_a_node_is_drained_and_used_again(rank: int, tmp_path: Path, reference: 
         check_exact(tmp_path, reference, workers=3)
 
 
+def test_a_task_is_resized_while_it_trains(tmp_path: Path, reference: Reference) -> None:
+    with Cluster(tmp_path) as cluster:
+        cluster.wait_world(3)
+        order(cluster, "resize", "task", "1")
+        (left,) = cluster.wait_world(1, after=time.time())
+        order(cluster, "resize", "task", "all")
+        assert left["pid"] in {line["pid"] for line in cluster.wait_world(3, after=time.time())}
+        assert not {"worker_died", "agent_lost", "comm_error"} & {event["name"] for event in cluster.events()}
+        cluster.finish(120)
+        check_exact(tmp_path, reference, workers=3)
+
+
 def test_a_worker_dies_while_another_leaves(tmp_path: Path, reference: Reference) -> None:
     with Cluster(tmp_path) as cluster:
         for delay in (0.0, 0.02, 0.05):

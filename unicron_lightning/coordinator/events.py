@@ -75,13 +75,21 @@ class Drain:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Resize:
+    """An operator wants a task to have this many nodes (None: no wish); one of them that it can have."""
+
+    task: str
+    nodes: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class TimerFired:
     """A timer set by `SetTimer` has run out."""
 
     key: TimerKey
 
 
-Input = Union[Started, Received, Disconnected, AgentsEnded, Drain, TimerFired]
+Input = Union[Started, Received, Disconnected, AgentsEnded, Drain, Resize, TimerFired]
 
 # ---- actions -------------------------------------------------------------------------------------------------------
 

@@ -62,6 +62,8 @@ class Machine:
                 self._ended(turn, event.agents)
             case ev.Drain():
                 self._drain(turn, event)
+            case ev.Resize():
+                self._resize(turn, event)
             case ev.TimerFired():
                 self._timer(turn, event.key)
         self._replay_pending(turn)
@@ -186,6 +188,13 @@ class Machine:
         turn.actions.append(ev.SaveNodes(drained=tuple(drained)))
         for task in list(self._cluster.tasks.values()):
             self._review(turn, task)
+
+    def _resize(self, turn: Turn, event: ev.Resize) -> None:
+        task = self._cluster.tasks[event.task]
+        assert event.nodes is None or task.min_nodes <= event.nodes <= task.max_nodes
+        task.target = event.nodes
+        turn.emit_for(task, None, "task_resized", {"nodes": event.nodes})
+        self._review(turn, task)
 
     def _timer(self, turn: Turn, key: ev.TimerKey) -> None:
         if key.kind == "idle":

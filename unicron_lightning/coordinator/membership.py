@@ -50,7 +50,7 @@ def concerned(task: Task) -> list[str]:
 def needed(task: Task) -> list[str]:
     """Workers that must live for the newest epoch: its members, and until a planned one is settled those that leave."""
     pending = task.epoch is not None and not task.settled and task.epoch.kind in wire.PLANNED
-    before = task.established if pending else []
+    before = [worker for worker in task.established if worker not in task.finished] if pending else []
     return list(dict.fromkeys([*(member.worker for member in task.members()), *before]))
 
 
@@ -198,13 +198,23 @@ def _resize(task: Task, turn: Turn) -> None:
     away = leaving(task, turn)
     for agent_id in sorted(away - {member.agent for member in task.members()}):
         _dismiss(task, turn, agent_id)
-    staying = [member for member in task.members() if member.agent not in away]
-    nodes = len({member.agent for member in staying})
-    if len(staying) < len(task.members()) and nodes >= task.min_nodes:
+    staying = _within_capacity(task, [member for member in task.members() if member.agent not in away])
+    enough = len({member.agent for member in staying}) >= task.min_nodes or len(staying) >= task.capacity()
+    if len(staying) < len(task.members()) and enough:
         task.incident = None
         _publish(task, turn, "leave", staying)
     else:
         _admit(task, turn, away, task.capacity() - len(staying))
+
+
+def _within_capacity(task: Task, members: list[wire.Member]) -> list[wire.Member]:
+    """Without the newest agents that the task cannot use: there are such when those that were to leave may stay."""
+    kept = list(members)
+    for agent_id in dict.fromkeys(member.agent for member in reversed(members)):
+        rest = [member for member in kept if member.agent != agent_id]
+        if len(rest) >= task.capacity():
+            kept = rest
+    return kept
 
 
 def _admit(task: Task, turn: Turn, away: set[str], room: int) -> None:

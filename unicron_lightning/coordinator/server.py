@@ -192,6 +192,7 @@ class Server:
         app.router.add_get("/v1/status", self._get_status)
         app.router.add_get("/v1/events", self._get_events)
         app.router.add_get("/v1/agent", self._serve_agent)
+        app.router.add_post("/v1/tasks/{task}/resize", self._post_resize)
         app.router.add_post("/v1/nodes/{node}/{verb:drain|undrain}", self._post_drain)
         return app
 
@@ -208,6 +209,20 @@ class Server:
         tasks = {task.id: task_status(task) for task in self._machine.tasks.values()}
         coordinator = {**self._about(), "started_at": self._started_at, "store_error": self._store_error}
         return web.json_response({"coordinator": coordinator, "tasks": tasks, "drained": self._machine.drained})
+
+    async def _post_resize(self, request: web.Request) -> web.Response:
+        """``?nodes=N``: have N nodes train the task; ``nodes=all``: as many as there are."""
+        name, word = request.match_info["task"], request.query.get("nodes", "")
+        task = self._machine.tasks.get(name)
+        if task is None or task.over is not None:
+            known = sorted(t.id for t in self._machine.tasks.values() if t.over is None)
+            return web.json_response({"error": f"no task {name!r}; there are: {known}"}, status=404)
+        nodes = int(word) if word.isdecimal() else None
+        if word != "all" and (nodes is None or not task.min_nodes <= nodes <= task.max_nodes):
+            error = f"nodes={word}: expected {task.min_nodes} to {task.max_nodes} (its --nnodes), or all"
+            return web.json_response({"error": error}, status=404)
+        self._apply(ev.Resize(task=name, nodes=nodes))
+        return web.json_response({"task": name, "nodes": nodes})
 
     async def _post_drain(self, request: web.Request) -> web.Response:
         """``drain`` or ``undrain`` a node, or an agent by its id."""

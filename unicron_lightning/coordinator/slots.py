@@ -2,7 +2,7 @@
 
 Rules:
 
-* Nothing is granted before ``min_nodes`` agents wait; then all of them are, up to ``max_nodes``, in order of arrival.
+* Nothing is granted before ``min_nodes`` agents wait; then all of them are, up to `Task.limit`, in order of arrival.
 * A later agent is granted at once while slots are free, else it stands by. A slot that rendezvouses again keeps its
   right to run but moves to the end of the order, so that group rank 0 stays with the longest-lived.
 * A *plain script* (no worker says hello) cannot take a change of agents in process. Once it is known to be one, a
@@ -94,12 +94,13 @@ def start_regroup(task: Task, turn: Turn, reason: str) -> None:
 
 
 def leaving(task: Task, turn: Turn) -> set[str]:
-    """Agents that hold a slot and are not to: on drained nodes, and the newest of more than ``max_nodes`` others.
+    """Agents that hold a slot and are not to: on drained nodes, and the newest of more than `Task.limit` others.
 
-    There are more when a node is undrained before it has left, and another has its slot already.
+    There are more when the task is to shrink, or a node is undrained before it has left and another has its slot
+    already.
     """
     kept = [agent_id for agent_id in task.slots if not turn.drains(task.agents[agent_id])]
-    return set(task.slots) - set(kept[: task.max_nodes])
+    return set(task.slots) - set(kept[: task.limit])
 
 
 def send_grant(task: Task, turn: Turn, agent: Agent) -> None:
@@ -136,11 +137,11 @@ def _review_grants(task: Task, turn: Turn) -> None:
     if not task.formed:
         if len(queue) >= task.min_nodes:
             task.formed = True
-            _grant(task, turn, queue[: task.max_nodes])
+            _grant(task, turn, queue[: task.limit])
         return
     if not task.regrouping:
         kept = [agent_id for agent_id in task.slots if not turn.drains(task.agents[agent_id])]
-        taken = queue[: max(0, task.max_nodes - len(kept))]
+        taken = queue[: max(0, task.limit - len(kept))]
         if not taken:
             return
         if task.elastic or not task.store_used:
@@ -151,7 +152,7 @@ def _review_grants(task: Task, turn: Turn) -> None:
     if len(task.queue()) == len(task.agents) and len(queue) >= task.min_nodes:
         task.regrouping = False
         task.changed = False
-        _grant(task, turn, queue[: task.max_nodes])
+        _grant(task, turn, queue[: task.limit])
         task.incident = None
 
 

@@ -33,7 +33,7 @@ class Worker(msgspec.Struct, kw_only=True):
 
 
 class Agent(msgspec.Struct, kw_only=True):
-    """One torchrun process. At most `Task.max_nodes` of a task's agents hold a slot."""
+    """One torchrun process. At most `Task.limit` of a task's agents hold a slot."""
 
     id: str
     node: str
@@ -74,6 +74,8 @@ class Task(msgspec.Struct, kw_only=True):
     min_nodes: int
     max_nodes: int
     created_at: float
+    target: int | None = None
+    """How many nodes an operator wants it to have; None: as many as there are, up to ``max_nodes``."""
     agents: dict[str, Agent] = {}
     lost: list[str] = []
     """Agents declared lost; what they bring back is fenced."""
@@ -135,6 +137,11 @@ class Task(msgspec.Struct, kw_only=True):
     def finishing(self) -> bool:
         """Whether the task's end has begun: nobody is taken in any more."""
         return bool(self.finished) or self.agents_succeeded > 0
+
+    @property
+    def limit(self) -> int:
+        """Most agents that are to hold a slot now."""
+        return self.max_nodes if self.target is None else self.target
 
     def queue(self) -> list[Agent]:
         """Agents that wait for a grant, in the order in which they get it."""

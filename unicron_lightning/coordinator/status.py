@@ -33,6 +33,7 @@ def task_status(task: Task) -> dict[str, Any]:
         "hold": bool(task.epoch and task.epoch.hold),
         "min_nodes": task.min_nodes,
         "max_nodes": task.max_nodes,
+        "target": task.target,
         "created_at": task.created_at,
         "members": [
             {"rank": rank, **_worker(task, task.workers.get(member.worker), member.worker), "node": member.node}
