@@ -254,6 +254,8 @@ class Coordinator:
                 self.positions.append(known)
                 self._admitted |= set(self._members)
                 self.gone[epoch] = wire.Go(epoch=epoch, states=dict(self._states))
+                for member in self._members:
+                    self._controls[member].is_member = True
                 self.dismissed |= set(self._aside)
                 self._aside = []
                 self.condition.notify_all()

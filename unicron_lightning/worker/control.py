@@ -209,6 +209,9 @@ class Control:
                             self.is_member = False  # the epochs after it are others' business
                 case wire.Go():
                     self._went[message.epoch] = message
+                    if self._latest is not None and self._latest.number == message.epoch and self._is_in(self._latest):
+                        # Now, not when the training thread wakes: an epoch without this worker may follow at once.
+                        self.is_member = True
                 case wire.Welcome():
                     self._welcome = message
                 case wire.LookupReply():

@@ -268,7 +268,6 @@ class Engine:
         go = control.wait_go(epoch.number)
         if go is None:
             raise EpochChanged(f"epoch {epoch.number} was overtaken")
-        control.is_member = True
         exchanged = time.monotonic()
         self.fault("connect", epoch.number)
         self._open(epoch, rank)

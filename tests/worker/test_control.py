@@ -1,0 +1,102 @@
+"""What a worker's control thread makes of epochs that come faster than the training thread takes them in."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+
+from unicron_lightning import wire
+from unicron_lightning.worker import control as control_module
+from unicron_lightning.worker.control import Control
+
+
+class Agent:
+    """The agent's end of a worker's socket."""
+
+    def __init__(self) -> None:
+        self.path = str(Path(mkdtemp()) / "socket")
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(self.path)
+        self._listener.listen()
+        self.control = Control(self.path, "a", 0, lambda epoch: None)
+        self._connection, _ = self._listener.accept()
+
+    def say(self, *messages: wire.Message) -> None:
+        """At once, and waits until all are taken in."""
+        end = wire.LookupReply(worker="a", key=f"{time.monotonic()}", value=None)
+        self._connection.sendall(b"".join(wire.encode(message) + b"\n" for message in (*messages, end)))
+        assert self.control.condition.acquire(timeout=10)
+        try:
+            assert self.control.condition.wait_for(lambda: end.key in self.control._replies, 10)
+        finally:
+            self.control.condition.release()
+
+    def close(self) -> None:
+        self.control.close()
+        self._connection.close()
+        self._listener.close()
+        Path(self.path).unlink()
+
+
+@pytest.fixture
+def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
+    def left(status: int) -> None:
+        raise AssertionError(f"the worker ended itself with {status}")
+
+    monkeypatch.setattr(control_module, "_leave", left)
+    made = Agent()
+    yield made
+    made.close()
+
+
+def epoch(number: int, kind: wire.EpochKind, *workers: str) -> wire.Epoch:
+    members = [wire.Member(worker=w, agent=w, node=w, host="", local_rank=0) for w in workers]
+    store = wire.Address(host="", port=1)
+    return wire.Epoch(
+        number=number, kind=kind, members=members, store=store, hold=False, incident=None, published_at=0.0
+    )
+
+
+def go(number: int) -> wire.Go:
+    return wire.Go(epoch=number, states={})
+
+
+def test_a_leave_right_after_one_that_was_given_up(agent: Agent) -> None:
+    """A member dies while this worker is to leave; the epoch of those left settles, and again it is to leave."""
+    control = agent.control
+    agent.say(epoch(1, "init", "a", "b", "c"), go(1), epoch(2, "leave", "b", "c"))
+    assert not control.is_member and control.failed_since(1) is False
+    agent.say(epoch(3, "fail", "a", "c"), go(3), epoch(4, "leave", "c"))
+    assert control.wait_go(3) == go(3)
+    newer = control.newer_than(3)
+    assert newer is not None and (newer.number, newer.kind) == (4, "leave")
+
+
+def test_what_comes_after_a_leave_is_others_business(agent: Agent) -> None:
+    """Also when the training thread has not even seen that this worker was a member before."""
+    control = agent.control
+    agent.say(epoch(1, "join", "b", "a"), go(1), epoch(2, "leave", "b"))
+    assert control.wait_go(1) == go(1) and not control.is_member
+    agent.say(epoch(3, "join", "b", "c"), epoch(4, "fail", "b"))
+    newer = control.newer_than(1)
+    assert newer is not None and newer.number == 2
+
+
+def test_a_joiner_is_no_member_before_its_epoch_is_settled(agent: Agent) -> None:
+    """Of a join that is given up it is not expelled: it waits for the next one."""
+    control = agent.control
+    agent.say(epoch(2, "join", "b", "a"), epoch(3, "fail", "b"), go(3))
+    assert not control.is_member
+    agent.say(epoch(4, "join", "b", "a"), go(4))
+    assert control.is_member
+
+
+def test_a_sibling_s_epoch_makes_no_member(agent: Agent) -> None:
+    """An agent tells all its workers what concerns one of them."""
+    agent.say(epoch(1, "init", "b"), go(1))
+    assert not agent.control.is_member and agent.control.latest is None
