@@ -95,8 +95,8 @@ class UnicronRendezvousHandler(RendezvousHandler):
             RendezvousFailed: the coordinator refuses this agent or can't be reached.
             SystemExit: the task has ended; its code tells whether well.
         """
-        agent = self._agent or self._start()
         with clean_exit_on_sigterm():
+            agent = self._agent or self._start()
             old_store = self._store
             self._store = RoundStore(self._options.host)
             number = agent.begin_round(self._store.address)
@@ -138,10 +138,9 @@ class UnicronRendezvousHandler(RendezvousHandler):
         return True
 
     def _start(self) -> Agent:
-        agent = Agent(self._options, self._num_keys)
+        atexit.register(self.shutdown)  # first: a signal may end the process from here on
+        agent = self._agent = Agent(self._options, self._num_keys)
         self._signals = SignalWatch(agent.leaving)
-        self._agent = agent
-        atexit.register(self.shutdown)
         agent.start()
         logger.info("agent_started agent=%s task=%s endpoint=%s", self._options.agent, self._options.task,
                     self._options.endpoint)  # fmt: skip
