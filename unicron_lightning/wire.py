@@ -86,7 +86,8 @@ class Progress(Message, frozen=True, kw_only=True, tag="progress"):
 
     worker: str
     step: int
-    metrics: dict[str, float]
+    metrics: dict[str, float | None]
+    """None stands for what JSON has no number for: NaN, infinity."""
 
 
 class WorkerEvent(Message, frozen=True, kw_only=True, tag="worker_event"):

@@ -118,6 +118,7 @@ class World:
         twin = Machine(self.limits, state.decode_cluster(before))
         actions = self.machine.handle(event, self.now)
         assert twin.handle(event, self.now) == actions
+        self._check_lives(before, actions)
         assert twin.snapshot() == self.machine.snapshot()
         for gone in [action.task for action in actions if isinstance(action, ev.Forget)]:
             old = self.oracles.pop(gone, Oracle())
@@ -132,6 +133,14 @@ class World:
             assert len(task.slots) <= task.max_nodes or self.drained is not None
             assert set(task.slots) <= set(task.agents)
             assert {worker.agent for worker in task.workers.values()} <= set(task.agents)
+
+    def _check_lives(self, before: bytes, actions: list[ev.Action]) -> None:
+        """A new life begins only if nobody is left that has the task's state."""
+        established = {w for task in state.decode_cluster(before).tasks.values() for w in task.established}
+        for action in actions:
+            if isinstance(action, ev.Send) and isinstance(action.message, wire.Fence):
+                new_life = action.message.reason == "the task starts a new life"
+                assert not (new_life and action.message.worker in established), "one that has the state is given up"
 
     def _observe(self, event: ev.Input) -> None:
         if not isinstance(event, ev.Received) or event.conn not in self.agents:

@@ -203,3 +203,52 @@ def test_a_wish_outlives_the_coordinator():
         agent.register()
     agents[2].rendezvous()
     assert world.task().target == 2 and agents[2].waiting
+
+
+def test_those_that_were_to_leave_go_on_if_all_others_die():
+    world = World()
+    world.nodes = (1, 2)
+    a, b = (world.agent(name, size=2).start() for name in "ab")
+    for agent in (a, b):
+        agent.boot()
+        settle(world)
+    b.drain()
+    assert (world.task().epoch.kind, members(world)) == ("leave", ["a/0#1", "a/1#1"])
+    a.drop()
+    world.advance(1)
+    assert (world.task().life, world.task().epoch.kind) == (1, "fail")
+    assert members(world) == ["b/0#1", "b/1#1"]
+
+
+def test_the_end_waits_for_one_that_was_to_leave():
+    """Drained in the last step: it may still write the model when the others have ended."""
+    _, (a, b, c) = three()
+    a.drain()
+    for agent in (b, c):
+        agent.say(wire.WorkerDone(worker=agent.worker()))
+    assert not a.all(wire.TaskOver)
+    a.say(wire.WorkerDone(worker=a.worker()))
+    assert a.last(wire.TaskOver).succeeded
+
+
+def test_a_joiner_that_can_use_less_does_not_drive_members_out():
+    world = World()
+    running(world, 3, nodes=(1, 4))
+    while not world.task().settled or len(members(world)) < 3:
+        settle(world)
+    number = world.task().number
+    world.agent("d").start().launch().hello(capacity=1)
+    assert world.task().number == number and len(members(world)) == 3
+
+
+def test_a_wish_is_dropped_with_the_range_it_was_made_for():
+    world, agents = three()
+    world.do(ev.Resize(task="t", nodes=1))
+    settle(world)
+    for agent in agents:
+        agent.drop()
+    world.advance(1)
+    world.nodes = (2, 4)
+    for name in "xyz":
+        world.agent(name).start()
+    assert world.task().target is None and len(world.task().slots) == 3

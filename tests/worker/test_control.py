@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from collections.abc import Iterator
@@ -100,3 +101,12 @@ def test_a_sibling_s_epoch_makes_no_member(agent: Agent) -> None:
     """An agent tells all its workers what concerns one of them."""
     agent.say(epoch(1, "init", "b"), go(1))
     assert not agent.control.is_member and agent.control.latest is None
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_no_number_is_no_malformed_message(loss: float) -> None:
+    """It would cost the worker its connection, and so its life."""
+    said = wire.encode(wire.Progress(worker="w", step=1, metrics={"loss": loss}))
+    for decode in (wire.decode_from_worker, wire.decode_from_agent):
+        received = decode(said)
+        assert isinstance(received, wire.Progress) and received.metrics == {"loss": None}

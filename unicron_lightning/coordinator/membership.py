@@ -31,10 +31,11 @@ def review_members(task: Task, turn: Turn) -> None:
     live = task.live_members()
     missing = [worker for worker in needed(task) if worker not in task.workers]
     died = [worker for worker in missing if worker not in task.finished]
-    if not live:
+    if not live and not any(worker in task.workers for worker in needed(task)):
         _nobody_left(task, turn)
-    elif died or (missing and not task.settled):
-        _repair(task, turn, live, deaths=bool(died))
+    elif died or not live or (missing and not task.settled):
+        # With nobody left to go on without them, those that were to leave go on themselves.
+        _repair(task, turn, live, deaths=bool(died) or not live)
     elif not task.settled and all(task.workers[m.worker].ready == task.number for m in live):
         _settle(task, turn)
         _resize(task, turn)
@@ -198,8 +199,9 @@ def _resize(task: Task, turn: Turn) -> None:
     away = leaving(task, turn)
     for agent_id in sorted(away - {member.agent for member in task.members()}):
         _dismiss(task, turn, agent_id)
-    staying = _within_capacity(task, [member for member in task.members() if member.agent not in away])
-    enough = len({member.agent for member in staying}) >= task.min_nodes or len(staying) >= task.capacity()
+    usable = min(task.workers[member.worker].capacity for member in task.live_members())
+    staying = _within(usable, [member for member in task.members() if member.agent not in away])
+    enough = len({member.agent for member in staying}) >= task.min_nodes or len(staying) >= usable
     if len(staying) < len(task.members()) and enough:
         task.incident = None
         _publish(task, turn, "leave", staying)
@@ -207,12 +209,12 @@ def _resize(task: Task, turn: Turn) -> None:
         _admit(task, turn, away, task.capacity() - len(staying))
 
 
-def _within_capacity(task: Task, members: list[wire.Member]) -> list[wire.Member]:
+def _within(capacity: int, members: list[wire.Member]) -> list[wire.Member]:
     """Without the newest agents that the task cannot use: there are such when those that were to leave may stay."""
     kept = list(members)
     for agent_id in dict.fromkeys(member.agent for member in reversed(members)):
         rest = [member for member in kept if member.agent != agent_id]
-        if len(rest) >= task.capacity():
+        if len(rest) >= capacity:
             kept = rest
     return kept
 

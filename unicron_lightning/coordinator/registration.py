@@ -46,6 +46,8 @@ def register(task: Task, turn: Turn, conn: int, message: wire.Register, *, creat
         agent = Agent(id=message.agent, node=message.node, host=message.host, pid=message.pid, conn=conn)
         if not task.agents:
             task.min_nodes, task.max_nodes = message.min_nodes, message.max_nodes
+            if task.target is not None and not task.min_nodes <= task.target <= task.max_nodes:
+                task.target = None
         task.agents[agent.id] = agent
         if task.empty_grace:
             task.empty_grace = False

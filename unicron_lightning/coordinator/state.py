@@ -29,7 +29,7 @@ class Worker(msgspec.Struct, kw_only=True):
     """Newest epoch for which it reported its state."""
     state: dict[str, Any] = {}
     step: int = 0
-    metrics: dict[str, float] = {}
+    metrics: dict[str, float | None] = {}
 
 
 class Agent(msgspec.Struct, kw_only=True):

@@ -15,7 +15,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -136,9 +136,9 @@ class Control:
         """Adds a line to the task's event log."""
         self.send(wire.WorkerEvent(worker=self.worker, name=name, at=time.time(), fields=fields))
 
-    def progress(self, step: int, metrics: dict[str, float]) -> None:
+    def progress(self, step: int, metrics: Mapping[str, float]) -> None:
         """Leaves word of the last finished step; the control thread sends it within a second."""
-        self._progress = wire.Progress(worker=self.worker, step=step, metrics=metrics)
+        self._progress = wire.Progress(worker=self.worker, step=step, metrics=dict(metrics))
 
     def send(self, message: wire.Message) -> None:
         """Sends a message; if the agent is gone the process is about to end and nothing is raised."""
