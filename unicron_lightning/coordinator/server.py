@@ -79,7 +79,7 @@ class Server:
         self._sessions: dict[int, Session] = {}
         self._conn_ids = itertools.count(1)
         self._timers: dict[ev.TimerKey, asyncio.TimerHandle] = {}
-        self._looking: list[asyncio.TimerHandle] = []
+        self._look: asyncio.TimerHandle | None = None
         self._stop = asyncio.Event()
         self._failed = False
         self._store_error: str | None = None
@@ -104,8 +104,9 @@ class Server:
             await self._stop.wait()
         finally:
             self._stop.set()
-            for timer in (*self._timers.values(), *self._looking):
-                timer.cancel()
+            for timer in (*self._timers.values(), self._look):
+                if timer is not None:
+                    timer.cancel()
             for session in list(self._sessions.values()):
                 await session.close(WSCloseCode.GOING_AWAY, "the coordinator ends")
             await runner.cleanup()
@@ -313,7 +314,7 @@ class Server:
         if ended:
             self._apply(ev.AgentsEnded(agents=ended))
         if any(task.restoring for task in self._machine.tasks.values()) and not self._stop.is_set():
-            self._looking = [asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._look_for_ended)]
+            self._look = asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._look_for_ended)
 
 
 def serve(config: CoordinatorConfig) -> int:

@@ -99,8 +99,12 @@ def leaving(task: Task, turn: Turn) -> set[str]:
     There are more when the task is to shrink, or a node is undrained before it has left and another has its slot
     already.
     """
-    kept = [agent_id for agent_id in task.slots if not turn.drains(task.agents[agent_id])]
-    return set(task.slots) - set(kept[: task.limit])
+    return set(task.slots) - set(_undrained(task, turn)[: task.limit])
+
+
+def _undrained(task: Task, turn: Turn) -> list[str]:
+    """Agents with a slot whose node is not drained, in slot order."""
+    return [agent_id for agent_id in task.slots if not turn.drains(task.agents[agent_id])]
 
 
 def send_grant(task: Task, turn: Turn, agent: Agent) -> None:
@@ -140,8 +144,7 @@ def _review_grants(task: Task, turn: Turn) -> None:
             _grant(task, turn, queue[: task.limit])
         return
     if not task.regrouping:
-        kept = [agent_id for agent_id in task.slots if not turn.drains(task.agents[agent_id])]
-        taken = queue[: max(0, task.limit - len(kept))]
+        taken = queue[: max(0, task.limit - len(_undrained(task, turn)))]
         if not taken:
             return
         if task.elastic or not task.store_used:
