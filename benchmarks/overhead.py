@@ -5,6 +5,9 @@
 Both jobs are there at the same time, two workers each, but only one computes: they take turns in short segments
 (unicron, ddp, ddp, unicron, ...), so that whatever else the machine does hits both alike. The figure is the ratio of
 the two medians of the steps' times, with the 95 % interval of a bootstrap over pairs of segments.
+
+glibc gives freed memory back to the kernel or not depending on how the heap happens to lie, which for tens of MB of
+gradients makes or saves milliseconds of page faults per step in either job; ``--malloc keep`` has both keep it.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from processes import Processes, free_port
 
 HERE = Path(__file__).resolve().parent
 WORKERS = 2
+KEEP_FREED = {"MALLOC_TRIM_THRESHOLD_": "2000000000", "MALLOC_MMAP_THRESHOLD_": "2000000000"}
 WARM_UP = 2
 """Steps at a segment's start that do not count."""
 STRATEGIES = ("unicron", "ddp")
@@ -34,7 +38,7 @@ STRATEGIES = ("unicron", "ddp")
 class Job:
     """One of the two jobs; computes only inside `segment`."""
 
-    def __init__(self, name: str, folder: Path, arguments: Sequence[str]) -> None:
+    def __init__(self, name: str, folder: Path, arguments: Sequence[str], malloc: dict[str, str]) -> None:
         self.name = name
         self._segments = 0
         environment = {
@@ -43,6 +47,7 @@ class Job:
             "PYTHONWARNINGS": "ignore",
             "GLOO_SOCKET_IFNAME": "lo",
             "UNICRON_STATE_DIR": str(folder.resolve() / "coordinator"),
+            **malloc,
         }
         self.processes = Processes(folder, environment)
         back_end = "unicron" if name == "unicron" else "c10d"
@@ -74,8 +79,16 @@ class Job:
         return times, (ends[-1][1] - ends[0][1]) / len(times)
 
 
-def compare(size: str, bucket_mib: float, accumulate: int, pairs: int, steps: int, folder: Path) -> Figures:
-    """One setting: both jobs in turns."""
+def compare(
+    size: str,
+    bucket_mib: float,
+    accumulate: int,
+    pairs: int,
+    steps: int,
+    folder: Path,
+    malloc: dict[str, str] | None = None,
+) -> Figures:
+    """One setting: both jobs in turns; ``malloc`` is added to both jobs' environment."""
     shutil.rmtree(folder, ignore_errors=True)
     words = [size, str(bucket_mib), str(accumulate), str(steps + WARM_UP)]
     jobs: dict[str, Job] = {}
@@ -84,7 +97,7 @@ def compare(size: str, bucket_mib: float, accumulate: int, pairs: int, steps: in
     load = os.getloadavg()[0]
     try:
         for name in STRATEGIES:
-            jobs[name] = Job(name, folder / name, words)
+            jobs[name] = Job(name, folder / name, words, malloc or {})
         for job in jobs.values():
             job.segment()
         for pair in range(pairs):
@@ -130,12 +143,19 @@ def ratio_of_speeds(
 
 
 def series(
-    sizes: Sequence[str], buckets: Sequence[float], accumulate: int, pairs: int, steps: int, output: Path
+    sizes: Sequence[str],
+    buckets: Sequence[float],
+    accumulate: int,
+    pairs: int,
+    steps: int,
+    output: Path,
+    malloc: dict[str, str] | None = None,
 ) -> list[Figures]:
     """Every size with every bucket size."""
     results: list[Figures] = []
     for size, bucket in itertools.product(sizes, buckets):
-        results.append(compare(size, bucket, accumulate, pairs, steps, output / f"{size}-{bucket:g}"))
+        folder = output / f"{size}-{bucket:g}"
+        results.append(compare(size, bucket, accumulate, pairs, steps, folder, malloc))
         print(json.dumps(results[-1]), flush=True)
     return results
 
@@ -162,6 +182,7 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--pairs", type=int, default=8)
     parser.add_argument("--steps", type=int, default=10, help="that count, per segment")
+    parser.add_argument("--malloc", choices=("default", "keep"), default="default")
     parser.add_argument("--output", type=Path, default=Path("bench-output/overhead"))
     arguments = parser.parse_args()
     print(
@@ -173,6 +194,7 @@ def main() -> None:
                 arguments.pairs,
                 arguments.steps,
                 arguments.output,
+                KEEP_FREED if arguments.malloc == "keep" else None,
             )
         )
     )

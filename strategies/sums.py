@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from unicron_lightning.strategies.recording import LogCall, Options, merge_calls
 from unicron_lightning.worker import codec
-from unicron_lightning.worker.buckets import Bucket, GradientBuckets
+from unicron_lightning.worker.buckets import Bucket, FlatBucket, GradientBuckets
 from unicron_lightning.worker.communicator import gather_bytes
 from unicron_lightning.worker.engine import Engine
 
@@ -52,7 +52,7 @@ class NormStatistics:
         self._base: list[Tensor] = []
         self._base_counts: list[Tensor] = []
         size = sum(b.numel() for b in self._floats) + len(self._counts)  # a slot per count: whether it has moved
-        self.bucket = Bucket(torch.zeros(size, device=self._floats[0].device)) if self._floats else None
+        self.bucket = FlatBucket(torch.zeros(size, device=self._floats[0].device)) if self._floats else None
 
     def begin(self) -> None:
         if self.bucket is not None:

@@ -43,6 +43,7 @@ from unicron_lightning.strategies.recording import RecordingResults
 from unicron_lightning.strategies.reporting import report_step
 from unicron_lightning.strategies.session import Session
 from unicron_lightning.strategies.sums import Layout, NormStatistics, StepSums
+from unicron_lightning.strategies.trained import TrainedParameters
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.buckets import GradientBuckets
 from unicron_lightning.worker.engine import Engine, World
@@ -97,6 +98,7 @@ class UnicronStrategy(ParallelStrategy):
         self._collectives: Collectives | None = None
         self._trainer: pl.Trainer | None = None
         self._passes: Passes | None = None
+        self._trained = TrainedParameters()
         self._gradients: GradientBuckets | None = None
         self._norms: NormStatistics | None = None
         self._layout = Layout()
@@ -266,7 +268,7 @@ class UnicronStrategy(ParallelStrategy):
                 "unicron strategy supports one forward and backward per step"
             )
         self._last_batch = batch
-        gradients = self._gradient_buckets(module)
+        gradients = self._gradient_buckets(module, first=batch.step == 0)
         gradients.begin()
         norms.begin()
         sums = StepSums(self._layout, norms, gradients)
@@ -287,9 +289,9 @@ class UnicronStrategy(ParallelStrategy):
             results.replay(call, module, self.root_device)
         return runner.output(loss)
 
-    def _gradient_buckets(self, module: pl.LightningModule) -> GradientBuckets:
+    def _gradient_buckets(self, module: pl.LightningModule, first: bool) -> GradientBuckets:
         """The buckets, made anew when other parameters need gradients than before."""
-        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        named = self._trained.find(module, self.optimizers, anew=first)
         if self._gradients is None or not self._gradients.matches([p for _, p in named]):
             if self._gradients is not None:
                 self._gradients.close()

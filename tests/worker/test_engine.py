@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from worker.simulation import Coordinator, Fault, Killed, TaskIsOver, run_threads
 
-from unicron_lightning.worker.buckets import Bucket, GradientBuckets
+from unicron_lightning.worker.buckets import FlatBucket, GradientBuckets
 from unicron_lightning.worker.communicator import gather_bytes
 from unicron_lightning.worker.engine import Engine, ProgramsDiffer
 from unicron_lightning.worker.evaluation import Evaluation
@@ -29,7 +29,7 @@ class CountSum:
     """A `Sums` that counts the micro-batches of the step, in a bucket and in the commit."""
 
     def __init__(self) -> None:
-        self.bucket = Bucket(torch.zeros(1, dtype=torch.float64))
+        self.bucket = FlatBucket(torch.zeros(1, dtype=torch.float64))
         self.total = 0.0
         self.settled = 0
 
@@ -37,7 +37,7 @@ class CountSum:
         self.bucket.local += 1
 
     @property
-    def buckets(self) -> Sequence[Bucket]:
+    def buckets(self) -> Sequence[FlatBucket]:
         return [self.bucket]
 
     def totals(self) -> list[float]:

@@ -1,15 +1,18 @@
-"""Flat gradient buckets: local sums that survive a failed reduction, and the hooks that tell when a bucket is whole.
+"""Gradient buckets: local sums that survive a failed reduction, and the hooks that tell when a bucket is whole.
 
-torch DDP reduces in place and can be neither re-bound nor interrupted, so the reducer is our own. Each bucket has two
-buffers: ``local``, to which the parameters' ``.grad`` are views while micro-batches accumulate, and ``reduced``, a copy
-that is summed over the ranks and to which the ``.grad`` are views while the optimizer steps. ``local`` is untouched
-until the step is committed: whatever happens to the reduction, no finished micro-batch is lost. The price is one more
-buffer of the gradients' size.
+torch DDP reduces in place and can be neither re-bound nor interrupted, so the reducer is our own. While micro-batches
+accumulate, the parameters' ``.grad`` are this rank's sums, as without any of this: autograd hands over the first one
+without a copy. For the reduction they are copied into the bucket's flat buffer ``reduced``, which is summed over the
+ranks and to which the ``.grad`` are views while the optimizer steps. The local sums are untouched until the step is
+committed: whatever happens to the reduction, no finished micro-batch is lost. The price is one more buffer of the
+gradients' size.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -17,17 +20,64 @@ from torch.nn import Parameter
 
 from unicron_lightning.errors import ConfigError
 
+_FIRST_BUCKET_BYTES: Final = 1 << 20
 
-class Bucket:
-    """A flat buffer to be summed over the ranks; the gradients of some parameters, or anything else per step."""
 
-    def __init__(self, local: Tensor) -> None:
-        self.local = local
-        self.reduced = torch.empty_like(local)
+class Bucket(ABC):
+    """A flat buffer to be summed over the ranks: ``reduced``, loaded with this rank's part before each attempt."""
+
+    def __init__(self, reduced: Tensor) -> None:
+        self.reduced = reduced
+
+    @abstractmethod
+    def load(self) -> None:
+        """Copies this rank's part into ``reduced``."""
 
     def renew(self) -> None:
         """Takes a new buffer for the next attempt: the library may go on writing to that of an aborted collective."""
-        self.reduced = torch.empty_like(self.local)
+        self.reduced = torch.empty_like(self.reduced)
+
+
+class FlatBucket(Bucket):
+    """Anything that is summed per step; this rank's part is in ``local``."""
+
+    def __init__(self, local: Tensor) -> None:
+        super().__init__(torch.empty_like(local))
+        self.local = local
+
+    def load(self) -> None:
+        self.reduced.copy_(self.local)
+
+
+class GradientBucket(Bucket):
+    """The gradients of some parameters, of one dtype and device."""
+
+    def __init__(self, parameters: Sequence[Parameter]) -> None:
+        size = sum(parameter.numel() for parameter in parameters)
+        super().__init__(torch.empty(size, dtype=parameters[0].dtype, device=parameters[0].device))
+        self._parameters = parameters
+        self._views = _views_of(self.reduced, parameters)
+
+    def load(self) -> None:
+        targets, sources = [], []
+        for view, parameter in zip(self._views, self._parameters, strict=True):
+            gradient = parameter.grad
+            if gradient is None:
+                view.zero_()
+            else:
+                targets.append(view)
+                sources.append(gradient.to_dense() if gradient.is_sparse else gradient)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+    def renew(self) -> None:
+        super().renew()
+        self._views = _views_of(self.reduced, self._parameters)
+
+    def bind(self) -> None:
+        """Makes the parameters' gradients those of ``reduced``."""
+        for view, parameter in zip(self._views, self._parameters, strict=True):
+            parameter.grad = view
 
 
 class GradientBuckets:
@@ -43,11 +93,9 @@ class GradientBuckets:
         named = list(parameters)
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
-        self.used = [False] * len(self.parameters)
         self._overlap = overlap
         self._groups = _group(self.parameters[::-1], bucket_bytes)
-        self.buckets = [_bucket_of(group) for group in self._groups]
-        self._views: dict[tuple[int, bool], tuple[Tensor, list[Tensor]]] = {}
+        self.buckets = [GradientBucket(group) for group in self._groups]
         self._pending: list[int] = []
         self._launch: Callable[[int], None] | None = None
         self._order: Sequence[int] = ()
@@ -65,12 +113,15 @@ class GradientBuckets:
             a is b for a, b in zip(parameters, self.parameters, strict=True)
         )
 
+    @property
+    def used(self) -> list[bool]:
+        """Between `begin` and `install`: which parameters have got a gradient here, in the order of ``parameters``."""
+        return [parameter.grad is not None for parameter in self.parameters]
+
     def begin(self) -> None:
-        """Starts a step: gradients accumulate in the local buffers from zero."""
-        for bucket in self.buckets:
-            bucket.local.zero_()
-        self.used = [False] * len(self.parameters)
-        self._bind(local=True)
+        """Starts a step: gradients accumulate from nothing."""
+        for parameter in self.parameters:
+            parameter.grad = None
 
     def arm(self, order: Sequence[int], launch: Callable[[int], None]) -> None:
         """Until `finish`, calls ``launch(k)`` for the buckets of ``order``, in that order, as backward completes them.
@@ -94,9 +145,10 @@ class GradientBuckets:
             )
         return list(self._order[self._next :])
 
-    def install(self, used: Sequence[bool], reduced: bool = True) -> None:
+    def install(self, used: Sequence[bool]) -> None:
         """Gives the optimizer the summed gradients; parameters that no micro-batch used get None, as torch would."""
-        self._bind(local=not reduced)
+        for bucket in self.buckets:
+            bucket.bind()
         for parameter, is_used in zip(self.parameters, used, strict=True):
             if not is_used and parameter.grad is not None and not parameter.grad.any():
                 parameter.grad = None
@@ -107,18 +159,8 @@ class GradientBuckets:
             handle.remove()
         self._handles = []
 
-    def _bind(self, local: bool) -> None:
-        for index, (group, bucket) in enumerate(zip(self._groups, self.buckets, strict=True)):
-            flat = bucket.local if local else bucket.reduced
-            cached = self._views.get((index, local))
-            if cached is None or cached[0] is not flat:  # a buffer is renewed after an abort
-                cached = self._views[index, local] = (flat, _views_of(flat, group))
-            for parameter, view in zip(group, cached[1], strict=True):
-                parameter.grad = view
-
     def _hook(self, index: int, bucket: int) -> Callable[[Tensor], None]:
         def accumulated(_: Tensor) -> None:
-            self.used[index] = True
             if self._launch is not None:
                 self._complete(index, bucket, self._launch)
 
@@ -135,11 +177,6 @@ class GradientBuckets:
             self._next += 1
 
 
-def _bucket_of(group: Sequence[Parameter]) -> Bucket:
-    size = sum(parameter.numel() for parameter in group)
-    return Bucket(torch.zeros(size, dtype=group[0].dtype, device=group[0].device))
-
-
 def _views_of(flat: Tensor, group: Sequence[Parameter]) -> list[Tensor]:
     views, offset = [], 0
     for parameter in group:
@@ -149,12 +186,15 @@ def _views_of(flat: Tensor, group: Sequence[Parameter]) -> list[Tensor]:
 
 
 def _group(parameters: Sequence[Parameter], bucket_bytes: int) -> list[list[Parameter]]:
-    """Cuts the parameters into runs of one dtype and device, each closed at ``bucket_bytes``."""
+    """Cuts the parameters into runs of one dtype and device, each closed at ``bucket_bytes``.
+
+    The first one is small, so that reductions start early in backward.
+    """
     groups: list[list[Parameter]] = []
     size = 0
     for parameter in parameters:
         same = groups and (groups[-1][0].dtype, groups[-1][0].device) == (parameter.dtype, parameter.device)
-        if not same or size >= bucket_bytes:
+        if not same or size >= (bucket_bytes if len(groups) > 1 else min(bucket_bytes, _FIRST_BUCKET_BYTES)):
             groups.append([])
             size = 0
         groups[-1].append(parameter)

@@ -34,8 +34,8 @@ class Sums(Protocol):
 
     @property
     def buckets(self) -> Sequence[Bucket]:
-        """Large sums, whose local buffers hold those over this rank's micro-batches; reduced after the gradients. The
-        same number and sizes on all ranks.
+        """Large sums over this rank's micro-batches, reduced after the gradients. The same number and sizes on all
+        ranks.
         """
         ...
 
@@ -171,7 +171,7 @@ class GradientStep:
     def _launch(self, index: int) -> None:
         assert self._engine is not None
         bucket = self._buckets[index]
-        bucket.reduced.copy_(bucket.local)
+        bucket.load()
         self._in_flight[index] = self._engine.communicator.all_reduce(bucket.reduced)
         self._engine.fault("launched", self._engine.step, index)
 
