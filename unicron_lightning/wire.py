@@ -166,6 +166,11 @@ class Register(Message, frozen=True, kw_only=True, tag="register"):
     workers: list[WorkerInfo]
     epoch: int
     """Newest epoch seen by the agent; 0 if none."""
+    slot: str | None = None
+    """Names the accelerators on its node that the agent's workers use; None: they are nobody else's. At most one task's
+    agent of those that name the same has workers at a time."""
+    weight: float = 1.0
+    """w(t), what the task's FLOPs are worth beside those of other tasks."""
 
 
 class RendezvousBegin(Message, frozen=True, kw_only=True, tag="rendezvous"):

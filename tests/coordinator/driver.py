@@ -62,8 +62,8 @@ class World:
         self.limits = ev.Limits(**limits)
         self.now = 1000.0
         self.disk: dict[str, bytes] = {}
-        self.drained: tuple[str, ...] | None = None
-        """Drained nodes; None if none ever was."""
+        self.lasting: bytes | None = None
+        """`state.Lasting` as stored; None if it never was."""
         self.events: list[ev.Emit] = []
         self.oracles: dict[str, Oracle] = {}
         self.agents: dict[int, FakeAgent] = {}
@@ -74,7 +74,7 @@ class World:
     def start(self) -> None:
         """(Re)start the coordinator from what is on disk; all connections are gone."""
         tasks = {task_id: state.decode_task(blob) for task_id, blob in self.disk.items()}
-        self.machine = Machine(self.limits, state.Cluster(tasks=tasks, drained=list(self.drained or ())))
+        self.machine = Machine(self.limits, state.Cluster(tasks=tasks, lasting=self._stored()))
         self.timers: dict[ev.TimerKey, float] = {}
         self.stopped = False
         for agent in self.agents.values():
@@ -85,9 +85,12 @@ class World:
     def lose_disk(self) -> None:
         """Nothing is remembered but by the agents; epoch numbers may come again if no agent that knows them returns."""
         self.disk.clear()
-        self.drained = None if self.drained is None else ()
+        self.lasting = None if self.lasting is None else state.encode(state.Lasting())
         for task, old in self.oracles.items():
             self.oracles[task] = Oracle(dead=old.dead, capacity=old.capacity, blank=True)
+
+    def _stored(self) -> state.Lasting:
+        return state.Lasting() if self.lasting is None else state.decode_lasting(self.lasting)
 
     def agent(self, name: str, *, task: str = "t", nodes: tuple[int, int] | None = None, size: int = 1) -> FakeAgent:
         return FakeAgent(self, name, task, nodes or self.nodes, size)
@@ -128,9 +131,9 @@ class World:
         for task in self.machine.tasks.values():
             if task.epoch is not None:  # also one that nobody was there to be sent
                 oracle = self.oracles.setdefault(task.id, Oracle())
-                oracle.check_epoch(task.epoch, drained=self.drained is not None)
+                oracle.check_epoch(task.epoch, drained=self.lasting is not None)
         for task in self.machine.tasks.values():
-            assert len(task.slots) <= task.max_nodes or self.drained is not None
+            assert len(task.slots) <= task.max_nodes or self.lasting is not None
             assert set(task.slots) <= set(task.agents)
             assert {worker.agent for worker in task.workers.values()} <= set(task.agents)
 
@@ -173,8 +176,8 @@ class World:
             case ev.Save(task=task_id):
                 if task_id in self.machine.tasks:
                     self.disk[task_id] = state.encode(self.machine.tasks[task_id])
-            case ev.SaveNodes(drained=drained):
-                self.drained = drained
+            case ev.SaveLasting():
+                self.lasting = state.encode(self.machine.lasting)
             case ev.Forget(task=task_id):
                 if task_id not in self.machine.tasks:
                     self.disk.pop(task_id, None)
@@ -186,7 +189,7 @@ class World:
         oracle = self.oracles.setdefault(agent.task, Oracle())
         match message:
             case wire.Epoch():
-                oracle.check_epoch(message, drained=self.drained is not None)
+                oracle.check_epoch(message, drained=self.lasting is not None)
             case wire.Go():
                 oracle.check_go(message)
             case wire.Fence():

@@ -269,6 +269,8 @@ class Agent:
             local_world=view.local_world,
             workers=self._roster.infos(),
             epoch=self._roster.epoch,
+            slot=options.slot,
+            weight=options.weight,
         )
 
     def _from_coordinator(self, message: wire.ToAgent) -> None:

@@ -31,6 +31,8 @@ DEFAULT_PORT: Final = 29461
 CONF_KEYS: Final = {
     "node": "label of the node (default: host name); agents of one machine may share it",
     "token_file": "file with the shared secret (default: environment variable UNICRON_TOKEN)",
+    "slot": "label of the accelerators on the node that this agent's workers use, if other tasks' agents use them too",
+    "weight": "what the task's work is worth beside that of other tasks (default 1)",
     "worker_timeout": "seconds without a heartbeat after which a worker is killed (default 10)",
     "stop_timeout": "seconds that workers get to stop when a plain script must restart, before SIGKILL (default 10)",
     "connect_timeout": "seconds to reach the coordinator at the start (default 30)",
@@ -51,6 +53,8 @@ class AgentOptions:
     task: str
     agent: str
     node: str
+    slot: str | None
+    weight: float
     min_nodes: int
     max_nodes: int
     coordinator_host: str
@@ -100,6 +104,8 @@ def from_parameters(parameters: RendezvousParameters) -> AgentOptions:
         task=parameters.run_id,
         agent=f"{node}-{uuid.uuid4().hex[:8]}",
         node=node,
+        slot=str(conf["slot"]) if conf.get("slot") not in (None, "") else None,
+        weight=_positive(conf, "weight", 1.0, "a positive number"),
         min_nodes=parameters.min_nodes,
         max_nodes=parameters.max_nodes,
         coordinator_host=host,
@@ -210,13 +216,17 @@ def _check_keys(conf: Mapping[str, Any]) -> None:
 
 
 def _seconds(conf: Mapping[str, Any], key: str, default: float) -> float:
+    return _positive(conf, key, default, "a positive number of seconds")
+
+
+def _positive(conf: Mapping[str, Any], key: str, default: float, expected: str) -> float:
     text = conf.get(key, default)
     try:
         value = float(text)
     except ValueError:
         value = -1.0
     if not 0 < value < float("inf"):
-        raise ConfigError(f"--rdzv-conf {key}={text}: expected a positive number of seconds")
+        raise ConfigError(f"--rdzv-conf {key}={text}: expected {expected}")
     return value
 
 

@@ -143,10 +143,8 @@ class Save:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SaveNodes:
-    """The set of drained nodes has changed: write it before anything of this batch is sent."""
-
-    drained: tuple[str, ...]
+class SaveLasting:
+    """`state.Lasting` has changed: write it before anything of this batch is sent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,4 +161,4 @@ class StopServer:
     reason: str
 
 
-Action = Union[Send, Close, SetTimer, CancelTimer, Emit, Save, SaveNodes, Forget, StopServer]
+Action = Union[Send, Close, SetTimer, CancelTimer, Emit, Save, SaveLasting, Forget, StopServer]

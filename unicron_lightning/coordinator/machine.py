@@ -10,7 +10,7 @@ from __future__ import annotations
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator import membership, registration, slots, state, workers
-from unicron_lightning.coordinator.state import Agent, Cluster, Pending, Task
+from unicron_lightning.coordinator.state import Agent, Cluster, Lasting, Pending, Task
 from unicron_lightning.coordinator.turn import Turn
 
 
@@ -34,7 +34,12 @@ class Machine:
     @property
     def drained(self) -> list[str]:
         """The nodes that are to have no workers, to be read only."""
-        return self._cluster.drained
+        return self._cluster.lasting.drained
+
+    @property
+    def lasting(self) -> Lasting:
+        """What outlives the process beside the tasks, to be read only."""
+        return self._cluster.lasting
 
     def snapshot(self) -> bytes:
         """The whole state as JSON; `Machine(limits, state.decode_cluster(...))` goes on from it."""
@@ -50,7 +55,7 @@ class Machine:
         Returns:
             Actions to carry out in order. `ev.Save`, `ev.Forget` and `ev.Emit` are to be made durable before any other.
         """
-        turn = Turn(now=now, limits=self._limits, drained=self._cluster.drained)
+        turn = Turn(now=now, limits=self._limits, lasting=self._cluster.lasting)
         match event:
             case ev.Started():
                 self._start(turn, event)
@@ -122,7 +127,13 @@ class Machine:
             return
         created = task is None
         if task is None:
-            task = Task(id=message.task, min_nodes=message.min_nodes, max_nodes=message.max_nodes, created_at=turn.now)
+            task = Task(
+                id=message.task,
+                min_nodes=message.min_nodes,
+                max_nodes=message.max_nodes,
+                created_at=turn.now,
+                weight=message.weight,
+            )
             self._cluster.tasks[task.id] = task
             turn.emit(task, "task_created", min_nodes=task.min_nodes, max_nodes=task.max_nodes)
         old = task.agents.get(message.agent)
@@ -179,13 +190,13 @@ class Machine:
                 self._review(turn, task)
 
     def _drain(self, turn: Turn, event: ev.Drain) -> None:
-        drained = self._cluster.drained
+        drained = self._cluster.lasting.drained
         if (event.node in drained) == event.drained:
             return
         (drained.append if event.drained else drained.remove)(event.node)
         name = "node_drains" if event.drained else "node_undrained"
         turn.actions.append(ev.Emit(name=name, task=None, incident=None, fields={"node": event.node}))
-        turn.actions.append(ev.SaveNodes(drained=tuple(drained)))
+        turn.save_lasting()
         for task in list(self._cluster.tasks.values()):
             self._review(turn, task)
 

@@ -43,7 +43,9 @@ def register(task: Task, turn: Turn, conn: int, message: wire.Register, *, creat
     agent = task.agents.get(message.agent)
     resumed = agent is not None
     if agent is None:
-        agent = Agent(id=message.agent, node=message.node, host=message.host, pid=message.pid, conn=conn)
+        agent = Agent(
+            id=message.agent, node=message.node, host=message.host, pid=message.pid, slot=message.slot, conn=conn
+        )
         if not task.agents:
             task.min_nodes, task.max_nodes = message.min_nodes, message.max_nodes
             if task.target is not None and not task.min_nodes <= task.target <= task.max_nodes:

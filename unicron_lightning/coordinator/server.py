@@ -152,14 +152,14 @@ class Server:
         save = [tasks[action.task] for action in actions if isinstance(action, ev.Save) and action.task in tasks]
         forget = [a.task for a in actions if isinstance(a, ev.Forget) and a.task not in tasks]
         emitted = [action for action in actions if isinstance(action, ev.Emit)]
-        drained = next((a.drained for a in reversed(actions) if isinstance(a, ev.SaveNodes)), None)
-        if not (save or forget or emitted):
+        lasting = self._machine.lasting if ev.SaveLasting() in actions else None
+        if not (save or forget or emitted or lasting):
             return
         news = [NewEvent(at=now, name=e.name, task=e.task, incident=e.incident, fields=e.fields) for e in emitted]
         for event in news:
             logger.info("%s task=%s incident=%s %s", event.name, event.task, event.incident, event.fields)
         try:
-            self._store.write(save=save, forget=forget, events=news, drained=drained)
+            self._store.write(save=save, forget=forget, events=news, lasting=lasting)
             self._store_error = None
         except sqlite3.Error as error:
             # Recovery must not end because a disk is full: go on without a memory, and say so.

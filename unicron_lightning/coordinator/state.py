@@ -39,6 +39,8 @@ class Agent(msgspec.Struct, kw_only=True):
     node: str
     host: str
     pid: int
+    slot: str | None = None
+    """Label of the accelerators on its node that its workers use; None: nobody else uses them."""
     conn: int | None
     """Its connection; None while it is away, in a grace period."""
     round: int = 0
@@ -59,6 +61,11 @@ class Agent(msgspec.Struct, kw_only=True):
     missing: list[str] = []
     """Live workers that the agent did not name when it registered again; its own word on them may still come."""
 
+    @property
+    def place(self) -> str | None:
+        """Names its accelerators in the cluster; None if they are its own."""
+        return None if self.slot is None else f"{self.node}/{self.slot}"
+
 
 class Checkpoint(msgspec.Struct, kw_only=True, frozen=True):
     """The newest complete persistent checkpoint that a worker told of."""
@@ -74,6 +81,8 @@ class Task(msgspec.Struct, kw_only=True):
     min_nodes: int
     max_nodes: int
     created_at: float
+    weight: float = 1.0
+    """w(t), what its FLOPs are worth beside those of other tasks."""
     target: int | None = None
     """How many nodes an operator wants it to have; None: as many as there are, up to ``max_nodes``."""
     agents: dict[str, Agent] = {}
@@ -177,16 +186,24 @@ class Pending(msgspec.Struct, kw_only=True):
     messages: list[wire.FromAgent] = []
 
 
+class Lasting(msgspec.Struct, kw_only=True):
+    """What is known beside the tasks and outlives the coordinator's process."""
+
+    drained: list[str] = []
+    """Nodes, or agents by their ids, that are to have no workers."""
+    assigned: dict[str, str] = {}
+    """The plan in force: the task of each place."""
+
+
 class Cluster(msgspec.Struct, kw_only=True):
-    """Everything. Only ``tasks`` and ``drained`` outlive the process."""
+    """Everything. Only ``tasks`` and ``lasting`` outlive the process."""
 
     tasks: dict[str, Task] = {}
     conns: dict[int, tuple[str, str]] = {}
     """Registered connections: task and agent of each."""
     pending: dict[str, list[Pending]] = {}
     """By task."""
-    drained: list[str] = []
-    """Nodes that are to have no workers; outlives the process too."""
+    lasting: Lasting = msgspec.field(default_factory=Lasting)
     idle: bool = False
 
 
@@ -194,6 +211,7 @@ _task_decoder = msgspec.json.Decoder(Task)
 _cluster_decoder = msgspec.json.Decoder(Cluster)
 encode = msgspec.json.Encoder().encode
 decode_task = _task_decoder.decode
+decode_lasting = msgspec.json.Decoder(Lasting).decode
 decode_cluster = _cluster_decoder.decode
 
 

@@ -10,7 +10,7 @@ import fcntl
 import json
 import os
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -25,7 +25,7 @@ CREATE TABLE IF NOT EXISTS tasks (id TEXT PRIMARY KEY, state BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS events (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, at REAL NOT NULL, name TEXT NOT NULL, task TEXT, incident TEXT,
     fields TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS drained (node TEXT PRIMARY KEY);
+CREATE TABLE IF NOT EXISTS lasting (only INTEGER PRIMARY KEY CHECK (only = 1), state BLOB NOT NULL);
 CREATE INDEX IF NOT EXISTS events_of_task ON events (task, seq);
 """
 _EVENTS_KEPT = 100_000
@@ -82,8 +82,9 @@ class Store:
         """The tasks as last written."""
         rows = self._db.execute("SELECT state FROM tasks ORDER BY rowid").fetchall()
         tasks = [state.decode_task(row[0]) for row in rows]
-        drained = [node for (node,) in self._db.execute("SELECT node FROM drained ORDER BY rowid")]
-        return state.Cluster(tasks={task.id: task for task in tasks}, drained=drained)
+        row = self._db.execute("SELECT state FROM lasting").fetchone()
+        lasting = state.Lasting() if row is None else state.decode_lasting(row[0])
+        return state.Cluster(tasks={task.id: task for task in tasks}, lasting=lasting)
 
     def write(
         self,
@@ -91,9 +92,9 @@ class Store:
         save: Iterable[state.Task],
         forget: Iterable[str],
         events: Iterable[NewEvent],
-        drained: Sequence[str] | None = None,
+        lasting: state.Lasting | None = None,
     ) -> None:
-        """Make all of it durable, or nothing; ``drained`` replaces the set of drained nodes unless it is None.
+        """Make all of it durable, or nothing; ``lasting`` replaces what was there unless it is None.
 
         Raises:
             sqlite3.Error: e.g. the disk is full.
@@ -107,9 +108,11 @@ class Store:
                 )
             for task_id in forget:
                 self._db.execute("DELETE FROM tasks WHERE id = ?", (task_id,))
-            if drained is not None:
-                self._db.execute("DELETE FROM drained")
-                self._db.executemany("INSERT INTO drained VALUES (?)", [(node,) for node in drained])
+            if lasting is not None:
+                self._db.execute(
+                    "INSERT INTO lasting VALUES (1, ?) ON CONFLICT (only) DO UPDATE SET state = excluded.state",
+                    (state.encode(lasting),),
+                )
             for event in events:
                 self._db.execute(
                     "INSERT INTO events (at, name, task, incident, fields) VALUES (?, ?, ?, ?, ?)",

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
-from unicron_lightning.coordinator.state import Agent, Task
+from unicron_lightning.coordinator.state import Agent, Lasting, Task
 
 
 class Turn:
-    """What the rules write to. ``now`` is time.time() as told by the shell, ``drained`` the nodes without workers."""
+    """What the rules write to. ``now`` is time.time() as told by the shell, ``lasting`` what holds for all tasks."""
 
-    def __init__(self, *, now: float, limits: ev.Limits, drained: Collection[str] = ()) -> None:
+    def __init__(self, *, now: float, limits: ev.Limits, lasting: Lasting) -> None:
         self.now = now
         self.limits = limits
-        self.drained = drained
+        self.lasting = lasting
         self.actions: list[ev.Action] = []
 
     def drains(self, agent: Agent) -> bool:
         """Whether the agent, or its node, is to have no workers."""
-        return agent.node in self.drained or agent.id in self.drained
+        return agent.node in self.lasting.drained or agent.id in self.lasting.drained
+
+    def save_lasting(self) -> None:
+        """Have `state.Lasting` written before anything of this turn is sent."""
+        if ev.SaveLasting() not in self.actions:
+            self.actions.append(ev.SaveLasting())
 
     def send(self, agent: Agent, message: wire.ToAgent) -> None:
         """Send to an agent; nothing if it is away (it gets the newest state when it registers again)."""
