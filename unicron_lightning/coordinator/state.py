@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from unicron_lightning import wire
+from unicron_lightning.coordinator.jobs import Job
 
 
 class Worker(msgspec.Struct, kw_only=True):
@@ -193,6 +194,8 @@ class Lasting(msgspec.Struct, kw_only=True):
     """Nodes, or agents by their ids, that are to have no workers."""
     assigned: dict[str, str] = {}
     """The plan in force: the task of each place."""
+    jobs: dict[str, Job] = {}
+    """Tasks that were submitted and are not over, by name; those without an entry in `Cluster.tasks` have not begun."""
 
 
 class Cluster(msgspec.Struct, kw_only=True):
