@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import hmac
 import ipaddress
 import itertools
 import json
@@ -27,18 +26,18 @@ from aiohttp import WSCloseCode, WSMsgType, web
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
+from unicron_lightning.coordinator.api import Api
 from unicron_lightning.coordinator.config import CoordinatorConfig, default_state_dir, prepare_state_dir, read_token
 from unicron_lightning.coordinator.machine import Machine
 from unicron_lightning.coordinator.session import Session
-from unicron_lightning.coordinator.status import task_status
-from unicron_lightning.coordinator.store import LoggedEvent, NewEvent, Store
+from unicron_lightning.coordinator.store import NewEvent, Store
 from unicron_lightning.errors import ConfigError, PortInUse
 
 logger = logging.getLogger(__name__)
 
 _REGISTER_TIMEOUT = 10.0
-_LOOK_SECONDS = 0.25
 """Seconds in which a new connection must say who it is."""
+_LOOK_SECONDS = 0.25
 
 
 class Server:
@@ -71,19 +70,19 @@ class Server:
                 Path(config.server.state_dir) if config.server.state_dir else default_state_dir(host, self.port)
             )
             prepare_state_dir(self.state_dir)
-            self._store = Store(self.state_dir)
+            self.store = Store(self.state_dir)
         except BaseException:
             self._socket.close()
             raise
-        self._machine = Machine(config.limits(), self._store.load())
+        self.machine = Machine(config.limits(), self.store.load())
         self._sessions: dict[int, Session] = {}
         self._conn_ids = itertools.count(1)
         self._timers: dict[ev.TimerKey, asyncio.TimerHandle] = {}
         self._look: asyncio.TimerHandle | None = None
         self._stop = asyncio.Event()
         self._failed = False
-        self._store_error: str | None = None
-        self._started_at = time.time()
+        self.store_error: str | None = None
+        self.started_at = time.time()
 
     async def run(self) -> bool:
         """Serve until told to stop by a signal or by having nothing left to do.
@@ -94,12 +93,14 @@ class Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
-        runner = web.AppRunner(self._app(), access_log=None, handle_signals=False, shutdown_timeout=1.0)
+        app = Api(self, self._token).app()
+        app.router.add_get("/v1/agent", self._serve_agent)
+        runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
         await runner.setup()
         try:
             await web.SockSite(runner, self._socket).start()
             self._announce()
-            self._apply(ev.Started(about=self._about()))
+            self.apply(ev.Started(about=self.about()))
             self._look_for_ended()
             await self._stop.wait()
         finally:
@@ -110,18 +111,19 @@ class Server:
             for session in list(self._sessions.values()):
                 await session.close(WSCloseCode.GOING_AWAY, "the coordinator ends")
             await runner.cleanup()
-            self._store.close()
+            self.store.close()
             logger.info("coordinator_ended port=%d", self.port)
         return not self._failed
 
     # ---- the one path from input to effect -------------------------------------------------------------------------
 
-    def _apply(self, event: ev.Input) -> None:
+    def apply(self, event: ev.Input) -> None:
+        """Have the machine take in an input, and carry out its answer."""
         if self._stop.is_set():
             return
         now = time.time()
         try:
-            actions = self._machine.handle(event, now)
+            actions = self.machine.handle(event, now)
         except Exception:
             # Supervisor boundary. The state in memory may be half changed, the one in the store is not: end, and go on
             # from that one (agents start an embedded coordinator again by themselves).
@@ -148,99 +150,34 @@ class Server:
                     self._stop.set()
 
     def _persist(self, actions: list[ev.Action], now: float) -> None:
-        tasks = self._machine.tasks
+        tasks = self.machine.tasks
         save = [tasks[action.task] for action in actions if isinstance(action, ev.Save) and action.task in tasks]
         forget = [a.task for a in actions if isinstance(a, ev.Forget) and a.task not in tasks]
         emitted = [action for action in actions if isinstance(action, ev.Emit)]
-        lasting = self._machine.lasting if ev.SaveLasting() in actions else None
+        lasting = self.machine.lasting if ev.SaveLasting() in actions else None
         if not (save or forget or emitted or lasting):
             return
         news = [NewEvent(at=now, name=e.name, task=e.task, incident=e.incident, fields=e.fields) for e in emitted]
         for event in news:
             logger.info("%s task=%s incident=%s %s", event.name, event.task, event.incident, event.fields)
         try:
-            self._store.write(save=save, forget=forget, events=news, lasting=lasting)
-            self._store_error = None
+            self.store.write(save=save, forget=forget, events=news, lasting=lasting)
+            self.store_error = None
         except sqlite3.Error as error:
             # Recovery must not end because a disk is full: go on without a memory, and say so.
-            self._store_error = str(error)
+            self.store_error = str(error)
             logger.error("state_not_saved error=%s", error)
 
     def _fire(self, key: ev.TimerKey) -> None:
         self._timers.pop(key, None)
-        self._apply(ev.TimerFired(key=key))
+        self.apply(ev.TimerFired(key=key))
 
     def _cancel(self, key: ev.TimerKey) -> None:
         timer = self._timers.pop(key, None)
         if timer is not None:
             timer.cancel()
 
-    # ---- HTTP ------------------------------------------------------------------------------------------------------
-
-    def _app(self) -> web.Application:
-        @web.middleware
-        async def authorize(request: web.Request, handler: Any) -> web.StreamResponse:
-            # A browser page may open WebSockets to loopback addresses; no client of ours sends an origin.
-            if "Origin" in request.headers:
-                return web.json_response({"error": "requests by web pages are refused"}, status=403)
-            if request.path != "/healthz" and not self._authorized(request):
-                return web.json_response({"error": "missing or wrong token"}, status=401)
-            response: web.StreamResponse = await handler(request)
-            return response
-
-        app = web.Application(middlewares=[authorize])
-        app.router.add_get("/healthz", self._get_health)
-        app.router.add_get("/v1/status", self._get_status)
-        app.router.add_get("/v1/events", self._get_events)
-        app.router.add_get("/v1/agent", self._serve_agent)
-        app.router.add_post("/v1/tasks/{task}/resize", self._post_resize)
-        app.router.add_post("/v1/nodes/{node}/{verb:drain|undrain}", self._post_drain)
-        return app
-
-    def _authorized(self, request: web.Request) -> bool:
-        if self._token is None:
-            return True
-        shown = request.headers.get("Authorization", "")
-        return hmac.compare_digest(shown.encode(errors="replace"), f"Bearer {self._token}".encode())
-
-    async def _get_health(self, _request: web.Request) -> web.Response:
-        return web.json_response({"ok": True})
-
-    async def _get_status(self, _request: web.Request) -> web.Response:
-        tasks = {task.id: task_status(task) for task in self._machine.tasks.values()}
-        coordinator = {**self._about(), "started_at": self._started_at, "store_error": self._store_error}
-        return web.json_response({"coordinator": coordinator, "tasks": tasks, "drained": self._machine.drained})
-
-    async def _post_resize(self, request: web.Request) -> web.Response:
-        """``?nodes=N``: have N nodes train the task; ``nodes=all``: as many as there are."""
-        name, word = request.match_info["task"], request.query.get("nodes", "")
-        task = self._machine.tasks.get(name)
-        if task is None or task.over is not None:
-            known = sorted(t.id for t in self._machine.tasks.values() if t.over is None)
-            return web.json_response({"error": f"no task {name!r}; there are: {known}"}, status=404)
-        nodes = int(word) if word.isdecimal() else None
-        if word != "all" and (nodes is None or not task.min_nodes <= nodes <= task.max_nodes):
-            error = f"nodes={word}: expected {task.min_nodes} to {task.max_nodes} (its --nnodes), or all"
-            return web.json_response({"error": error}, status=404)
-        self._apply(ev.Resize(task=name, nodes=nodes))
-        return web.json_response({"task": name, "nodes": nodes})
-
-    async def _post_drain(self, request: web.Request) -> web.Response:
-        """``drain`` or ``undrain`` a node, or an agent by its id."""
-        name, drained = request.match_info["node"], request.match_info["verb"] == "drain"
-        known = {word for task in self._machine.tasks.values() for a in task.agents.values() for word in (a.node, a.id)}
-        if name not in known | set(self._machine.drained):
-            return web.json_response({"error": f"no node or agent {name!r}; there are: {sorted(known)}"}, status=404)
-        self._apply(ev.Drain(node=name, drained=drained))
-        return web.json_response({"drained": self._machine.drained})
-
-    async def _get_events(self, request: web.Request) -> web.Response:
-        try:
-            since = int(request.query.get("since", "0"))
-        except ValueError:
-            return web.json_response({"error": "since: expected a sequence number"}, status=400)
-        events: list[LoggedEvent] = self._store.events(task=request.query.get("task"), since=since)
-        return web.json_response(events)
+    # ---- agents' connections -----------------------------------------------------------------------------------------
 
     async def _serve_agent(self, request: web.Request) -> web.WebSocketResponse:
         limits = self._config.server
@@ -257,7 +194,7 @@ class Server:
             await self._read(conn, socket_)
         finally:
             del self._sessions[conn]
-            self._apply(ev.Disconnected(conn=conn))
+            self.apply(ev.Disconnected(conn=conn))
             await session.stop()
         return socket_
 
@@ -282,11 +219,12 @@ class Server:
                 await socket_.close(code=WSCloseCode.INVALID_TEXT, message=reason)
                 return
             timeout = None
-            self._apply(ev.Received(conn=conn, message=message))
+            self.apply(ev.Received(conn=conn, message=message))
 
     # ---- about itself ----------------------------------------------------------------------------------------------
 
-    def _about(self) -> dict[str, Any]:
+    def about(self) -> dict[str, Any]:
+        """What tells this process from another."""
         try:
             package = version("unicron-lightning")
         except PackageNotFoundError:
@@ -296,7 +234,7 @@ class Server:
     def _announce(self) -> None:
         path = self.state_dir / "coordinator.json"
         partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(self._about()), encoding="utf-8")
+        partial.write_text(json.dumps(self.about()), encoding="utf-8")
         partial.replace(path)
         host = self._config.server.host
         logger.info("coordinator_listens host=%s port=%d state_dir=%s", host, self.port, self.state_dir)
@@ -309,11 +247,11 @@ class Server:
         if not self._config.server.exit_when_idle:
             return
         here = {"127.0.0.1", "::1", "localhost", socket.gethostname()}
-        awaited = [agent for task in self._machine.tasks.values() if task.restoring for agent in task.agents.values()]
+        awaited = [agent for task in self.machine.tasks.values() if task.restoring for agent in task.agents.values()]
         ended = tuple(a.id for a in awaited if a.conn is None and a.host in here and not _exists(a.pid))
         if ended:
-            self._apply(ev.AgentsEnded(agents=ended))
-        if any(task.restoring for task in self._machine.tasks.values()) and not self._stop.is_set():
+            self.apply(ev.AgentsEnded(agents=ended))
+        if any(task.restoring for task in self.machine.tasks.values()) and not self._stop.is_set():
             self._look = asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._look_for_ended)
 
 

@@ -1,0 +1,58 @@
+"""The command ``unicron``: run a coordinator, ask one, or plan.
+
+    unicron coordinator [key=value ...]        run a coordinator (--cfg job: show its configuration)
+    unicron status [--task T] [--json]         what it coordinates
+    unicron events [--task T] [--since SEQ]    what happened
+    unicron resize TASK N|all                  have so many nodes train a task, from the next step on
+    unicron drain NODE [NODE ...]              no workers there any more; they leave between two steps
+    unicron undrain NODE [NODE ...]            workers may run there again
+    unicron plan FILE [--what-if EVENT NAME]   the best allocation of workers to tasks; asks no coordinator
+
+Exit status: 0 done; 1 the coordinator could not run; 2 wrong usage or configuration, or no coordinator answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from unicron_lightning.cli import inspection, orders
+from unicron_lightning.errors import UnicronError
+from unicron_lightning.planning.command import add_parser as add_plan_parser
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point of the console script; ends the process.
+
+    Args:
+        arguments: the command line without the program's name; default: the process's.
+    """
+    given = sys.argv[1:] if arguments is None else arguments
+    if given[:1] == ["coordinator"]:
+        # Everything behind it is Hydra's, --help and --cfg included.
+        from unicron_lightning.coordinator.__main__ import main as run_coordinator
+
+        run_coordinator(given[1:])
+        return
+    options = _parser().parse_args(given)
+    try:
+        status: int = options.run(options)
+    except UnicronError as error:
+        print(f"unicron: {error}", file=sys.stderr)
+        status = 2
+    except BrokenPipeError:
+        # The reader, e.g. `head`, has seen enough; keep Python from complaining at its exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 0
+    sys.exit(status)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="unicron", description="Training that heals itself.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands.add_parser("coordinator", help="run a coordinator, configured by key=value (see --help behind it)")
+    for group in (inspection, orders):
+        group.add_parsers(commands)
+    add_plan_parser(commands)
+    return parser

@@ -1,0 +1,84 @@
+"""What the commands that ask a coordinator have in common."""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import urllib.error
+import urllib.parse
+import urllib.request
+from typing import Any, Final
+
+from unicron_lightning.errors import CoordinatorUnavailable, UnicronError
+
+DEFAULT_ENDPOINT: Final = "127.0.0.1:29461"
+_TIMEOUT_SECONDS: Final = 5.0
+
+
+def connecting() -> argparse.ArgumentParser:
+    """The options by which a command finds its coordinator, as a parent of its parser."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--endpoint", default=DEFAULT_ENDPOINT, metavar="HOST:PORT", help="default: %(default)s")
+    parser.add_argument("--token-file", metavar="PATH", help="file with the token; else UNICRON_TOKEN if set")
+    return parser
+
+
+def token_of(options: argparse.Namespace) -> str | None:
+    """The token that the options of `connecting` name.
+
+    Raises:
+        ConfigError: the file can't be read or is empty.
+    """
+    from unicron_lightning.coordinator.config import read_token
+
+    return read_token(options.token_file)
+
+
+def quoted(name: str) -> str:
+    """A name as one part of a path."""
+    return urllib.parse.quote(name, safe="")
+
+
+def fetch(endpoint: str, path: str, token: str | None = None, *, method: str = "GET", **query: str) -> Any:
+    """Ask a coordinator, or order something of it.
+
+    Args:
+        endpoint: ``HOST:PORT``.
+        path: e.g. ``/v1/status``.
+        token: what to show, None for nothing.
+        method: GET, or POST for an order.
+        query: parameters.
+
+    Returns:
+        The decoded JSON.
+
+    Raises:
+        CoordinatorUnavailable: nobody answers there, not a coordinator, or it wants another token.
+        UnicronError: the coordinator refuses the order; the reason is its own.
+    """
+    url = f"http://{endpoint}{path}" + (f"?{urllib.parse.urlencode(query)}" if query else "")
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    # No proxy: an endpoint is a host of the cluster.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        request = urllib.request.Request(url, headers=headers, method=method)
+        with opener.open(request, timeout=_TIMEOUT_SECONDS) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError as error:
+        with error:
+            refusal = _reason(error) if method == "POST" and error.code == 404 else None
+        if refusal is not None:
+            raise UnicronError(refusal) from None
+        hint = " (token: UNICRON_TOKEN or --token-file)" if error.code == 401 else ""
+        raise CoordinatorUnavailable(f"{endpoint} answers HTTP {error.code}{hint}") from None
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise CoordinatorUnavailable(f"no coordinator answers at {endpoint}: {reason}") from None
+
+
+def _reason(error: urllib.error.HTTPError) -> str | None:
+    try:
+        return str(json.load(error)["error"])
+    except (ValueError, KeyError, TypeError):
+        return None

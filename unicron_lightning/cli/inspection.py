@@ -1,0 +1,95 @@
+"""``unicron status`` and ``unicron events``: what a coordinator knows."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from typing import Any
+
+from unicron_lightning.cli.client import connecting, fetch, token_of
+from unicron_lightning.errors import UnicronError
+
+
+def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the commands to those of ``unicron``."""
+    asking = argparse.ArgumentParser(add_help=False, parents=[connecting()])
+    asking.add_argument("--task", metavar="ID", help="only this task (torchrun's --rdzv-id)")
+    asking.add_argument("--json", action="store_true", help="print what the coordinator answers")
+    status = commands.add_parser("status", parents=[asking], help="show tasks, members and agents")
+    status.set_defaults(run=_status)
+    events = commands.add_parser("events", parents=[asking], help="show the event log")
+    events.add_argument("--since", type=int, default=0, metavar="SEQ", help="only events after this one")
+    events.set_defaults(run=_events)
+
+
+def _status(options: argparse.Namespace) -> int:
+    answer = fetch(options.endpoint, "/v1/status", token_of(options))
+    tasks: dict[str, Any] = answer["tasks"]
+    if options.task is not None:
+        if options.task not in tasks:
+            raise UnicronError(f"no task {options.task!r} at {options.endpoint}; there are: {sorted(tasks)}")
+        answer["tasks"] = tasks = {options.task: tasks[options.task]}
+    if options.json:
+        print(json.dumps(answer, indent=2))
+        return 0
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console()
+    about = answer["coordinator"]
+    console.print(f"coordinator {options.endpoint}  pid {about['pid']}  version {about['version']}", highlight=False)
+    if about["store_error"]:
+        console.print(f"[red]its state is not being saved: {escape(about['store_error'])}")
+    if not tasks:
+        console.print("no tasks")
+    for task_id, task in tasks.items():
+        console.print(_task_table(task_id, task))
+    if answer["drained"]:
+        console.print(f"drained: {escape(', '.join(answer['drained']))}", highlight=False)
+    return 0
+
+
+def _task_table(task_id: str, task: dict[str, Any]) -> Any:
+    from rich.markup import escape
+    from rich.table import Table
+
+    nodes = f"{task['min_nodes']}:{task['max_nodes']} nodes" + (f", {task['target']} wanted" if task["target"] else "")
+    title = f"{escape(task_id)}  {task['state']}  epoch {task['epoch']}  life {task['life']}  {nodes}"
+    caption = f"incidents {task['incidents']}, restarts {task['restarts']}"
+    if task["checkpoint"]:
+        caption += f", checkpoint of step {task['checkpoint']['step']}: {escape(task['checkpoint']['path'])}"
+    table = Table(title=title, caption=caption, min_width=len(title), title_justify="left", caption_justify="left")
+    for column in ("rank", "worker", "node", "state", "step"):
+        table.add_column(column, justify="right" if column in ("rank", "step") else "left")
+    for member in task["members"]:
+        state = "member" if member["alive"] else "finished" if member["finished"] else "dead"
+        step = "" if member["step"] is None else str(member["step"])
+        table.add_row(str(member["rank"]), escape(member["worker"]), escape(member["node"]), state, step)
+    for state in ("candidates", "starting"):
+        for worker in task[state]:
+            table.add_row("", escape(worker["worker"]), "", state.rstrip("s"), "")
+    for agent in task["agents"]:
+        # An agent whose workers are shown needs no line of its own.
+        if agent["slot"] != "granted" or not agent["connected"] or not task["members"]:
+            table.add_row("", escape(agent["agent"]), escape(agent["node"]), _agent_state(agent), "")
+    return table
+
+
+def _agent_state(agent: dict[str, Any]) -> str:
+    if not agent["connected"]:
+        return "agent away"
+    return {"granted": "agent runs", "waiting": "agent stands by", "none": "agent without slot"}[agent["slot"]]
+
+
+def _events(options: argparse.Namespace) -> int:
+    query = {"since": str(options.since)} | ({"task": options.task} if options.task is not None else {})
+    events = fetch(options.endpoint, "/v1/events", token_of(options), **query)
+    if options.json:
+        print(json.dumps(events, indent=2))
+        return 0
+    for event in events:
+        at = time.strftime("%H:%M:%S", time.localtime(event["at"])) + f"{event['at'] % 1:.3f}"[1:]
+        fields = " ".join(f"{name}={json.dumps(value)}" for name, value in event["fields"].items())
+        print(f"{event['seq']:6d} {at} {event['task'] or '-'} {event['incident'] or '-'} {event['name']} {fields}")
+    return 0

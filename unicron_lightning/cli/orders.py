@@ -1,0 +1,34 @@
+"""``unicron resize``, ``drain`` and ``undrain``: orders to a coordinator."""
+
+from __future__ import annotations
+
+import argparse
+
+from unicron_lightning.cli.client import connecting, fetch, quoted, token_of
+
+
+def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the commands to those of ``unicron``."""
+    resize = commands.add_parser("resize", parents=[connecting()], help="have so many nodes train a task")
+    resize.add_argument("task", metavar="TASK", help="torchrun's --rdzv-id")
+    resize.add_argument("nodes", metavar="N|all", help="within --nnodes MIN:MAX; all: as many as there are, up to MAX")
+    resize.set_defaults(run=_resize)
+    for verb, does in (("drain", "have no workers on a node"), ("undrain", "allow workers on a node again")):
+        order = commands.add_parser(verb, parents=[connecting()], help=does)
+        order.add_argument("nodes", nargs="+", metavar="NODE", help="a node's label, or an agent's id")
+        order.set_defaults(run=_drain, verb=verb)
+
+
+def _resize(options: argparse.Namespace) -> int:
+    path = f"/v1/tasks/{quoted(options.task)}/resize"
+    answer = fetch(options.endpoint, path, token_of(options), method="POST", nodes=options.nodes)
+    print(f"{answer['task']}: {answer['nodes'] or 'all'} nodes")
+    return 0
+
+
+def _drain(options: argparse.Namespace) -> int:
+    for node in options.nodes:
+        path = f"/v1/nodes/{quoted(node)}/{options.verb}"
+        answer = fetch(options.endpoint, path, token_of(options), method="POST")
+    print(f"drained: {', '.join(answer['drained']) or 'none'}")
+    return 0

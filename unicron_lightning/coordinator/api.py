@@ -1,0 +1,116 @@
+"""The coordinator over HTTP: what can be asked of it, and ordered.
+
+All answers are JSON; a refusal is ``{"error": "one sentence"}``. Here is only what turns requests into inputs of the
+machine, and its state into answers; what an order does is the machine's.
+"""
+
+from __future__ import annotations
+
+import hmac
+from typing import Any, Protocol
+
+from aiohttp import web
+
+from unicron_lightning.coordinator import events as ev
+from unicron_lightning.coordinator.machine import Machine
+from unicron_lightning.coordinator.status import task_status
+from unicron_lightning.coordinator.store import LoggedEvent, Store
+
+
+class Shell(Protocol):
+    """What the routes need of the server."""
+
+    machine: Machine
+    store: Store
+    store_error: str | None
+    started_at: float
+
+    def apply(self, event: ev.Input) -> None:
+        """Have the machine take in an input, and carry out its answer."""
+        ...
+
+    def about(self) -> dict[str, Any]:
+        """The process: pid, version, address."""
+        ...
+
+
+class Api:
+    """The routes.
+
+    Args:
+        shell: the server whose they are.
+        token: what requests must show, None for none.
+    """
+
+    def __init__(self, shell: Shell, token: str | None) -> None:
+        self._shell = shell
+        self._token = token
+
+    def app(self) -> web.Application:
+        """An application with all routes; more may be added, and need the token as well."""
+
+        @web.middleware
+        async def authorize(request: web.Request, handler: Any) -> web.StreamResponse:
+            # A browser page may open WebSockets to loopback addresses; no client of ours sends an origin.
+            if "Origin" in request.headers:
+                return web.json_response({"error": "requests by web pages are refused"}, status=403)
+            if request.path != "/healthz" and not self._authorized(request):
+                return web.json_response({"error": "missing or wrong token"}, status=401)
+            response: web.StreamResponse = await handler(request)
+            return response
+
+        app = web.Application(middlewares=[authorize])
+        app.router.add_get("/healthz", self._get_health)
+        app.router.add_get("/v1/status", self._get_status)
+        app.router.add_get("/v1/events", self._get_events)
+        app.router.add_post("/v1/tasks/{task}/resize", self._post_resize)
+        app.router.add_post("/v1/nodes/{node}/{verb:drain|undrain}", self._post_drain)
+        return app
+
+    def _authorized(self, request: web.Request) -> bool:
+        if self._token is None:
+            return True
+        shown = request.headers.get("Authorization", "")
+        return hmac.compare_digest(shown.encode(errors="replace"), f"Bearer {self._token}".encode())
+
+    async def _get_health(self, _request: web.Request) -> web.Response:
+        return web.json_response({"ok": True})
+
+    async def _get_status(self, _request: web.Request) -> web.Response:
+        shell, machine = self._shell, self._shell.machine
+        tasks = {task.id: task_status(task) for task in machine.tasks.values()}
+        coordinator = {**shell.about(), "started_at": shell.started_at, "store_error": shell.store_error}
+        return web.json_response({"coordinator": coordinator, "tasks": tasks, "drained": machine.drained})
+
+    async def _post_resize(self, request: web.Request) -> web.Response:
+        """``?nodes=N``: have N nodes train the task; ``nodes=all``: as many as there are."""
+        tasks = self._shell.machine.tasks
+        name, word = request.match_info["task"], request.query.get("nodes", "")
+        task = tasks.get(name)
+        if task is None or task.over is not None:
+            known = sorted(t.id for t in tasks.values() if t.over is None)
+            return web.json_response({"error": f"no task {name!r}; there are: {known}"}, status=404)
+        nodes = int(word) if word.isdecimal() else None
+        if word != "all" and (nodes is None or not task.min_nodes <= nodes <= task.max_nodes):
+            error = f"nodes={word}: expected {task.min_nodes} to {task.max_nodes} (its --nnodes), or all"
+            return web.json_response({"error": error}, status=404)
+        self._shell.apply(ev.Resize(task=name, nodes=nodes))
+        return web.json_response({"task": name, "nodes": nodes})
+
+    async def _post_drain(self, request: web.Request) -> web.Response:
+        """``drain`` or ``undrain`` a node, or an agent by its id."""
+        machine = self._shell.machine
+        name, drained = request.match_info["node"], request.match_info["verb"] == "drain"
+        known = {word for task in machine.tasks.values() for a in task.agents.values() for word in (a.node, a.id)}
+        if name not in known | set(machine.drained):
+            return web.json_response({"error": f"no node or agent {name!r}; there are: {sorted(known)}"}, status=404)
+        self._shell.apply(ev.Drain(node=name, drained=drained))
+        return web.json_response({"drained": machine.drained})
+
+    async def _get_events(self, request: web.Request) -> web.Response:
+        try:
+            since = int(request.query.get("since", "0"))
+        except ValueError:
+            return web.json_response({"error": "since: expected a sequence number"}, status=400)
+        events: list[LoggedEvent] = self._shell.store.events(task=request.query.get("task"), since=since)
+        return web.json_response(events)
