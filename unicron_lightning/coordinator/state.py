@@ -13,6 +13,7 @@ import msgspec
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator.jobs import Job
+from unicron_lightning.coordinator.measured import Measured
 
 
 class Worker(msgspec.Struct, kw_only=True):
@@ -137,6 +138,7 @@ class Task(msgspec.Struct, kw_only=True):
     """Once the task has ended: whether it succeeded."""
     arrivals: int = 0
     batches: int = 0
+    measured: Measured = msgspec.field(default_factory=Measured)
 
     @property
     def settled(self) -> bool:

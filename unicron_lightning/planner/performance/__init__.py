@@ -7,6 +7,7 @@ Nothing is imported here. Read in this order:
 * `online`, `isotonic`: what running tasks measure;
 * `shape`, `cluster`, `recipe`: what is trained, on what, and how; then the formulas in `memory` and `timing`;
 * `search`, `transformer`: the best configuration for every x by those formulas; `layouts` holds many at once;
+* `sublinear`: what is assumed of a task of which nothing is known;
 * `calibrated`: any model, set right by measurements;
 * `published`: how far the formulas are off runs that others published.
 """

@@ -1,0 +1,114 @@
+"""What the planner is told of tasks: T(t,x) in one unit for all, transitions, failures."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+
+import pytest
+
+from unicron_lightning.coordinator.jobs import Job
+from unicron_lightning.coordinator.measured import Lifetimes, Measured, MeasuredTransition, Speed
+from unicron_lightning.coordinator.state import Task, Worker, decode_task, encode
+from unicron_lightning.coordinator.throughput import (
+    failure_model,
+    performance_of,
+    performances,
+    transition_times,
+)
+from unicron_lightning.planner.transitions import TransitionKind
+
+NOW = 5000.0
+
+
+def speed(seconds: float, *, at: float = NOW, intervals: int = 16, workers: int = 1) -> Speed:
+    return Speed(workers=workers, seconds=seconds, spread=0.01, intervals=intervals, at=at)
+
+
+def task(name: str = "t", *, capacity: int = 0, **measured: object) -> Task:
+    made = Task(id=name, min_nodes=1, max_nodes=8, created_at=0.0, measured=Measured(**measured))
+    if capacity:
+        made.workers["w"] = Worker(id="w", agent="a", local_rank=0, pid=1, capacity=capacity, founder=True)
+    return made
+
+
+def job(name: str = "t", **fields: object) -> Job:
+    return Job(name=name, command=["train.py"], **fields)
+
+
+def curve(model: object, most: int = 6) -> list[float]:
+    return [model.throughput(x) for x in range(most + 1)]
+
+
+def test_of_unknown_tasks_a_slot_more_is_worth_a_little_less_each_time():
+    model = performance_of(task(), None, NOW)
+    values = curve(model)
+    gains = [after - before for before, after in itertools.pairwise(values)]
+    assert values[:2] == [0.0, 1.0]
+    assert gains == sorted(gains, reverse=True) and gains[-1] > 0.8
+
+
+def test_workers_that_would_only_wait_for_others_are_worth_nothing():
+    values = curve(performance_of(task(capacity=6), None, NOW), 8)
+    assert values[4] == values[5] == pytest.approx(values[3])
+    assert values[7] == values[6] > values[5]
+
+
+def test_a_profile_is_taken_until_measurements_say_otherwise():
+    profile = {1: 10.0, 2: 18.0, 4: 30.0}
+    believed = performance_of(None, job(profile=profile, flops_per_step=6.0), NOW)
+    assert curve(believed, 4) == [0.0, 10.0, 18.0, 24.0, 30.0]
+    measured = performance_of(task(speeds={2: speed(0.5)}), job(profile=profile, flops_per_step=6.0), NOW)
+    assert measured.throughput(2) == pytest.approx(12.0, rel=0.05)
+    assert 20.0 < measured.throughput(4) < 25.0, "the whole profile was too high"
+
+
+def test_flops_are_those_of_the_job_else_those_that_the_workers_tell():
+    told = task(flops_per_step=8.0, speeds={2: speed(2.0)})
+    assert performance_of(told, None, NOW).throughput(2) == pytest.approx(4.0, rel=0.05)
+    assert performance_of(told, job(flops_per_step=2.0), NOW).throughput(2) == pytest.approx(1.0, rel=0.05)
+
+
+def test_unknown_tasks_are_worth_per_slot_what_the_others_achieve():
+    known = task("known", flops_per_step=1e12, speeds={2: speed(1.0)})
+    unknown = task("unknown", speeds={1: speed(30.0)})
+    models = performances({"known": known, "unknown": unknown}, {"queued": job("queued")}, NOW)
+    assert models["unknown"].throughput(1) == pytest.approx(models["queued"].throughput(1)) == pytest.approx(5e11)
+    assert models["known"].throughput(2) == pytest.approx(1e12, rel=0.05)
+
+
+def test_the_shape_is_measured_even_if_the_flops_are_unknown():
+    flat = task(speeds={1: speed(1.0), 2: speed(0.99), 4: speed(0.98)})
+    model = performance_of(flat, None, NOW)
+    assert model.throughput(1) == pytest.approx(1.0, rel=0.05)
+    assert model.throughput(4) < 1.3
+
+
+def test_measured_transitions_feed_the_planner():
+    seen = [MeasuredTransition(kind="grow_in_place", seconds=4.0, at=float(at)) for at in range(20)]
+    times = transition_times({"t": task(transitions=seen), "other": task("other")})
+    assert times.of_kind("t", TransitionKind.GROW_IN_PLACE).median_seconds == pytest.approx(4.0, rel=0.3)
+    assert times.of_kind("t", TransitionKind.RESTART).median_seconds == pytest.approx(15.0)
+    assert times.of_kind("other", TransitionKind.GROW_IN_PLACE).median_seconds > 1.5, "other tasks count too"
+
+
+def test_failures_seen_shorten_the_time_to_the_next():
+    calm = failure_model([Lifetimes(slot_seconds=1e7, worker_seconds=1e7)])
+    rough = failure_model([Lifetimes(slot_seconds=1e5, worker_seconds=1e5, slots_lost=3, workers_lost=7)])
+    assert rough.running_seconds(6) < calm.running_seconds(6) / 5
+    assert calm.running_seconds(1) > failure_model([]).running_seconds(1)
+
+
+def test_what_was_measured_is_kept_with_the_task():
+    before = task(flops_per_step=2.0, speeds={3: speed(0.5)}, lifetimes=Lifetimes(workers_lost=2))
+    assert decode_task(encode(before)) == before
+
+
+def test_a_coordinator_that_plans_nothing_imports_no_planner():
+    code = (
+        "import sys; import unicron_lightning.coordinator.server, unicron_lightning.coordinator.throughput\n"
+        "heavy = {'numpy', 'numba', 'torch', 'unicron_lightning.planner.solver'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

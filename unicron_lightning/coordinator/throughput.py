@@ -1,0 +1,188 @@
+"""What the planner is told of running tasks: T(t,x), D_transition and the failure rate, from what was measured.
+
+**For whoever plans**, all three by number of *slots* (in the planner's words: a slot is a worker):
+
+    performances(tasks, jobs, now)           -> {task id: PerformanceModel}, of all in one unit
+    transition_times(tasks)                  -> TransitionTimes; .expected_seconds(task id), .of_kind(task id, kind)
+    failure_model(lifetimes)                 -> FailureModel; .running_seconds(number of slots)
+
+where ``tasks`` are `state.Cluster.tasks` (or those that compete) and ``jobs`` `state.Lasting.jobs`. A job that has not
+begun has an entry in ``jobs`` only, an attached torchrun in ``tasks`` only. The models are frozen: what is measured
+later is in those asked for later.
+
+How T(t,x) is made:
+
+* what is believed before: the job's profile if it has one, else `SublinearModel` with the task's micro-batches;
+* set right by the step times measured at each size (`CalibratedModel`); with neither, nothing of numpy is imported.
+
+FLOP/s need to be comparable between tasks, and only who knows the FLOPs of a step knows them: the job
+(``flops_per_step``), else the workers (the attribute of that name of the LightningModule). Of a task that neither
+tells of, only the *shape* of T(t,x) is measured; a slot of it is taken to be worth what a slot of the others is in the
+median (1 FLOP/s if nobody knows), so that unknown tasks neither starve nor rob the others.
+
+The planner is imported when it is first asked: a coordinator with one task starts without it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Final
+
+from unicron_lightning.coordinator.jobs import Job
+from unicron_lightning.coordinator.measured import Lifetimes, Speed
+from unicron_lightning.coordinator.state import Task
+
+if TYPE_CHECKING:
+    from unicron_lightning.planner.failures import FailureModel
+    from unicron_lightning.planner.performance.model import PerformanceModel
+    from unicron_lightning.planner.performance.online import OnlineModel
+    from unicron_lightning.planner.transitions import TransitionTimes
+
+_PROFILE_ERROR: Final = 0.1
+"""Relative standard error of a job's profile: measurements outweigh it soon."""
+_LEAST_SPREAD: Final = 0.02
+"""Relative deviation of a measured interval at least: a few alike by chance are not exact."""
+_DAY: Final = 86400.0
+
+
+def performances(tasks: Mapping[str, Task], jobs: Mapping[str, Job], now: float) -> dict[str, PerformanceModel]:
+    """T(t,x) of each task, by number of slots, comparable with each other.
+
+    Args:
+        tasks: those that have begun, by id.
+        jobs: definitions, by task id.
+        now: time.time(); what was measured long ago counts less.
+    """
+    names = [*tasks, *(name for name in jobs if name not in tasks)]
+    pairs = {name: (tasks.get(name), jobs.get(name)) for name in names}
+    nominal = nominal_rate(pairs.values())
+    return {name: performance_of(task, job, now, nominal=nominal) for name, (task, job) in pairs.items()}
+
+
+def performance_of(task: Task | None, job: Job | None, now: float, *, nominal: float = 1.0) -> PerformanceModel:
+    """T(t,x) of one task, by number of slots.
+
+    Args:
+        task: if it has begun.
+        job: if it was submitted.
+        now: time.time().
+        nominal: what a slot is worth if nobody knows the task's FLOPs, FLOP/s.
+    """
+    from unicron_lightning.planner.performance.sublinear import SublinearModel
+
+    speeds = {} if task is None else task.measured.speeds
+    flops = flops_per_step(task, job)
+    prior: PerformanceModel
+    if job is not None and job.profile:
+        prior = _profile(job.profile)
+    else:
+        shape = SublinearModel(num_parts=_parts(task, job))
+        prior = SublinearModel(rate=_level(shape, speeds, flops) or nominal, num_parts=shape.num_parts)
+    if not speeds:
+        return prior
+    if flops is None:
+        # Only the shape is measured: it is fixed to the prior at the smallest size.
+        least = min(speeds)
+        flops = prior.throughput(least) * speeds[least].seconds
+        if flops == 0:
+            return prior
+    from unicron_lightning.planner.performance.calibrated import CalibratedModel
+
+    error = _PROFILE_ERROR if job is not None and job.profile else None
+    return CalibratedModel(prior=prior, online=_online(speeds, flops, now), prior_error=error)
+
+
+def nominal_rate(tasks: Iterable[tuple[Task | None, Job | None]]) -> float:
+    """What a slot achieves, in the median over the tasks of which it is known, FLOP/s; 1.0 if of none."""
+    rates = []
+    for task, job in tasks:
+        flops = flops_per_step(task, job)
+        speeds = {} if task is None else task.measured.speeds
+        if flops is not None and speeds:
+            rates.append(statistics.median(flops / speed.seconds / slots for slots, speed in speeds.items()))
+        elif job is not None and (known := [rate / slots for slots, rate in job.profile.items() if rate > 0]):
+            rates.append(statistics.median(known))
+    return statistics.median(rates) if rates else 1.0
+
+
+def flops_per_step(task: Task | None, job: Job | None) -> float | None:
+    """FLOPs of the model in one optimizer step: as defined, else as the workers tell, else unknown."""
+    if job is not None and job.flops_per_step is not None:
+        return job.flops_per_step
+    return None if task is None else task.measured.flops_per_step
+
+
+def transition_times(tasks: Mapping[str, Task]) -> TransitionTimes:
+    """D_transition by task and kind, from the transitions measured."""
+    from unicron_lightning.planner.transitions import Transition, TransitionKind, TransitionTime, TransitionTimes
+
+    priors = {
+        TransitionKind.SHRINK_IN_PLACE: TransitionTime(median_seconds=0.5),
+        TransitionKind.GROW_IN_PLACE: TransitionTime(median_seconds=1.0),
+        TransitionKind.RESTART: TransitionTime(median_seconds=15.0),
+        TransitionKind.RECONFIGURE_COLD: TransitionTime(median_seconds=30.0),
+    }
+    measured = [(name, each) for name, task in tasks.items() for each in task.measured.transitions]
+    measured.sort(key=lambda item: item[1].at)
+    seen = [Transition(task=name, kind=TransitionKind(each.kind), seconds=each.seconds) for name, each in measured]
+    return TransitionTimes(seen, priors)
+
+
+def failure_model(
+    lifetimes: Iterable[Lifetimes], *, slot_mtbf: float = 30 * _DAY, worker_mtbf: float = 30 * _DAY
+) -> FailureModel:
+    """D_running by number of slots.
+
+    Args:
+        lifetimes: of all tasks, ended ones too if they are known.
+        slot_mtbf: mean seconds between the failures of one slot's agent, believed as if one failure had been seen.
+        worker_mtbf: the same for the workers of one slot.
+    """
+    from unicron_lightning.planner.failure_rate import RateBelief
+    from unicron_lightning.planner.failures import FailureModel
+
+    slots, workers = RateBelief.from_mtbf(slot_mtbf), RateBelief.from_mtbf(worker_mtbf)
+    for each in lifetimes:
+        slots = slots.observed(num_failures=each.slots_lost, exposure_seconds=each.slot_seconds)
+        workers = workers.observed(num_failures=each.workers_lost, exposure_seconds=each.slot_seconds)
+    return FailureModel(worker=workers.hazard(), node=slots.hazard(), workers_per_node=1)
+
+
+def _parts(task: Task | None, job: Job | None) -> float | None:
+    """Micro-batches of a step per worker of a slot: what `SublinearModel` calls parts."""
+    capacity = 0 if task is None else task.capacity()
+    if not capacity:
+        return None
+    level = task.measured.pace.level if task is not None else None
+    per_slot = level.workers / level.slots if level is not None and level.slots else 0.0
+    return capacity / (per_slot or (job.workers_per_node if job is not None else 1))
+
+
+def _level(shape: PerformanceModel, speeds: Mapping[int, Speed], flops: float | None) -> float | None:
+    """What a slot achieves by what was measured, if a model of rate 1 has the right shape."""
+    if flops is None or not speeds:
+        return None
+    return statistics.median(flops / speed.seconds / shape.throughput(slots) for slots, speed in speeds.items())
+
+
+def _profile(profile: Mapping[int, float]) -> PerformanceModel:
+    from unicron_lightning.planner.performance.table import MeasuredPoint, MeasuredTable
+
+    points = tuple(MeasuredPoint(num_workers=x, flops_per_second=rate) for x, rate in sorted(profile.items()))
+    return MeasuredTable(points=points, between="linear")
+
+
+def _online(speeds: Mapping[int, Speed], flops: float, now: float) -> OnlineModel:
+    from unicron_lightning.planner.performance.online import CountStatistics, OnlineModel
+
+    def known(speed: Speed) -> CountStatistics:
+        mean, weight = flops / speed.seconds, float(speed.intervals)
+        spread = weight * (mean * max(speed.spread, _LEAST_SPREAD)) ** 2
+        return CountStatistics(
+            weight=weight, weight_squared=weight, mean=mean, spread=spread, at_seconds=speed.at, configuration=None
+        )
+
+    statistics_ = {slots: known(speed) for slots, speed in speeds.items()}
+    newest = max((speed.at for speed in speeds.values()), default=now)
+    return OnlineModel(now_seconds=max(now, newest), statistics=statistics_)
