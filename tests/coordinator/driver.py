@@ -14,6 +14,7 @@ from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator import state
 from unicron_lightning.coordinator.machine import Machine
+from unicron_lightning.coordinator.question import Question
 
 M = TypeVar("M", bound=wire.Message)
 
@@ -69,6 +70,9 @@ class World:
         self.agents: dict[int, FakeAgent] = {}
         self.conns = 0
         self.nodes = (1, 4)
+        self.questions: list[Question] = []
+        """Asked and not answered yet."""
+        self.answers_at_once = True
         self.start()
 
     def start(self) -> None:
@@ -92,8 +96,25 @@ class World:
     def _stored(self) -> state.Lasting:
         return state.Lasting() if self.lasting is None else state.decode_lasting(self.lasting)
 
-    def agent(self, name: str, *, task: str = "t", nodes: tuple[int, int] | None = None, size: int = 1) -> FakeAgent:
-        return FakeAgent(self, name, task, nodes or self.nodes, size)
+    def agent(
+        self,
+        name: str,
+        *,
+        task: str = "t",
+        nodes: tuple[int, int] | None = None,
+        size: int = 1,
+        place: str | None = None,
+    ) -> FakeAgent:
+        agent = FakeAgent(self, name, task, nodes or self.nodes, size)
+        if place is not None:
+            agent.node, _, agent.slot = place.partition("/")
+        return agent
+
+    def answer(self) -> None:
+        """Have the newest question answered."""
+        while self.questions:
+            question = self.questions.pop()
+            self.do(ev.Planned(key=question.key, allocation=share(question)))
 
     def names(self, task: str | None = "t") -> list[str]:
         return [event.name for event in self.events if event.task == task]
@@ -128,6 +149,8 @@ class World:
             self.oracles[gone] = Oracle(dead=old.dead, capacity=old.capacity, blank=True)
         for action in actions:
             self._carry_out(action)
+        if self.answers_at_once:
+            self.answer()
         for task in self.machine.tasks.values():
             if task.epoch is not None:  # also one that nobody was there to be sent
                 oracle = self.oracles.setdefault(task.id, Oracle())
@@ -181,6 +204,8 @@ class World:
             case ev.Forget(task=task_id):
                 if task_id not in self.machine.tasks:
                     self.disk.pop(task_id, None)
+            case ev.Ask(question=question):
+                self.questions = [question]
             case ev.StopServer():
                 self.stopped = True
 
@@ -196,12 +221,32 @@ class World:
                 oracle.dead.add(message.worker)
 
 
+def share(question: Question) -> dict[str, int]:
+    """A planner for tests: minimums first (of running tasks before others), the rest to the heaviest per place."""
+    result = {task.name: 0 for task in question.tasks}
+    left = question.num_places
+    for task in sorted(question.tasks, key=lambda task: (not task.runs, -task.weight, task.name)):
+        if task.min_places <= min(left, task.max_places):
+            result[task.name] = task.min_places
+            left -= task.min_places
+    while left:
+        open_to = [task for task in question.tasks if 0 < result[task.name] < task.max_places]
+        if not open_to:
+            break
+        best = max(open_to, key=lambda task: (task.weight / result[task.name], task.name))
+        result[best.name] += 1
+        left -= 1
+    return result
+
+
 class FakeAgent:
     """One agent and its workers, as told by the test. It remembers what a real agent would tell when it registers."""
 
     def __init__(self, world: World, name: str, task: str, nodes: tuple[int, int], size: int) -> None:
         self.world = world
         self.name = name
+        self.node = f"node-{name}"
+        self.slot: str | None = None
         self.task = task
         self.nodes = nodes
         self.size = size
@@ -249,7 +294,8 @@ class FakeAgent:
             protocol=wire.PROTOCOL_VERSION,
             task=self.task,
             agent=self.name,
-            node=f"node-{self.name}",
+            node=self.node,
+            slot=self.slot,
             host="127.0.0.1",
             pid=1,
             min_nodes=self.nodes[0],
@@ -283,7 +329,7 @@ class FakeAgent:
 
     def drain(self, drained: bool = True) -> FakeAgent:
         """An operator wants no workers on this agent's node, or allows them again."""
-        self.world.do(ev.Drain(node=f"node-{self.name}", drained=drained))
+        self.world.do(ev.Drain(node=self.node, drained=drained))
         return self
 
     def rendezvous(self) -> FakeAgent:

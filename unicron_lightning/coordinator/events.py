@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Union
 
 from unicron_lightning import wire
+from unicron_lightning.coordinator.question import Question
 
 
 class TimerKey(NamedTuple):
@@ -83,13 +84,32 @@ class Resize:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Planned:
+    """The planner's answer to `Ask`: how many places each task shall have.
+
+    Attributes:
+        key: the question's.
+        allocation: places by task, 0 for those that are paused.
+        waf: F of it [FLOP/s, weighted].
+        milliseconds: how long the answer took.
+        foreseen: whether it was made before it was asked for.
+    """
+
+    key: str
+    allocation: dict[str, int]
+    waf: float = 0.0
+    milliseconds: float = 0.0
+    foreseen: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class TimerFired:
     """A timer set by `SetTimer` has run out."""
 
     key: TimerKey
 
 
-Input = Union[Started, Received, Disconnected, AgentsEnded, Drain, Resize, TimerFired]
+Input = Union[Started, Received, Disconnected, AgentsEnded, Drain, Resize, Planned, TimerFired]
 
 # ---- actions -------------------------------------------------------------------------------------------------------
 
@@ -155,10 +175,17 @@ class Forget:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Ask:
+    """Have the planner answer, by `Planned`. A newer question replaces it."""
+
+    question: Question
+
+
+@dataclass(frozen=True, kw_only=True)
 class StopServer:
     """Nothing is left to coordinate."""
 
     reason: str
 
 
-Action = Union[Send, Close, SetTimer, CancelTimer, Emit, Save, SaveLasting, Forget, StopServer]
+Action = Union[Send, Close, SetTimer, CancelTimer, Emit, Save, SaveLasting, Forget, Ask, StopServer]

@@ -10,6 +10,8 @@ from __future__ import annotations
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator import membership, registration, slots, state, workers
+from unicron_lightning.coordinator.allocation import review_allocation, take_plan
+from unicron_lightning.coordinator.places import competing_tasks
 from unicron_lightning.coordinator.state import Agent, Cluster, Lasting, Pending, Task
 from unicron_lightning.coordinator.turn import Turn
 
@@ -55,7 +57,7 @@ class Machine:
         Returns:
             Actions to carry out in order. `ev.Save`, `ev.Forget` and `ev.Emit` are to be made durable before any other.
         """
-        turn = Turn(now=now, limits=self._limits, lasting=self._cluster.lasting)
+        turn = Turn(now=now, limits=self._limits, cluster=self._cluster)
         match event:
             case ev.Started():
                 self._start(turn, event)
@@ -69,9 +71,13 @@ class Machine:
                 self._drain(turn, event)
             case ev.Resize():
                 self._resize(turn, event)
+            case ev.Planned():
+                self._planned(turn, event)
             case ev.TimerFired():
                 self._timer(turn, event.key)
         self._replay_pending(turn)
+        if turn.places_changed:
+            self._review_places(turn)
         self._review_idle(turn)
         return turn.actions
 
@@ -197,6 +203,7 @@ class Machine:
         name = "node_drains" if event.drained else "node_undrained"
         turn.actions.append(ev.Emit(name=name, task=None, incident=None, fields={"node": event.node}))
         turn.save_lasting()
+        turn.places_changed = True
         for task in list(self._cluster.tasks.values()):
             self._review(turn, task)
 
@@ -204,8 +211,13 @@ class Machine:
         task = self._cluster.tasks[event.task]
         assert event.nodes is None or task.min_nodes <= event.nodes <= task.max_nodes
         task.target = event.nodes
+        turn.places_changed = True
         turn.emit_for(task, None, "task_resized", {"nodes": event.nodes})
         self._review(turn, task)
+
+    def _planned(self, turn: Turn, event: ev.Planned) -> None:
+        if take_plan(self._cluster, turn, event):
+            turn.places_changed = True
 
     def _timer(self, turn: Turn, key: ev.TimerKey) -> None:
         if key.kind == "idle":
@@ -244,6 +256,14 @@ class Machine:
         if task.over is not None and not task.agents:
             self._cluster.tasks.pop(task.id, None)
             turn.actions.append(ev.Forget(task=task.id))
+
+    def _review_places(self, turn: Turn) -> None:
+        """Have the tasks that share places planned anew, and do what is due for them: one may have made way for
+        another.
+        """
+        review_allocation(self._cluster, turn)
+        for task in competing_tasks(self._cluster):
+            self._review(turn, task)
 
     def _pending_of(self, conn: int) -> Pending | None:
         for items in self._cluster.pending.values():

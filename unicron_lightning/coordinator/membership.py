@@ -105,6 +105,7 @@ def rebuild_due(task: Task, turn: Turn) -> None:
 def finish(task: Task, turn: Turn, *, succeeded: bool, reason: str) -> None:
     """The task ends: tell everyone."""
     task.over = succeeded
+    turn.places_changed = True
     for agent in task.agents.values():
         turn.send(agent, wire.TaskOver(succeeded=succeeded))
     turn.emit(task, "task_over", succeeded=succeeded, reason=reason, life=task.life, epoch=task.number)
@@ -189,7 +190,18 @@ def _dismiss(task: Task, turn: Turn, agent_id: str) -> None:
     agent = task.agents[agent_id]
     for worker in task.workers_of(agent_id):
         bury(task, worker)
-    revoke(task, turn, agent, f"node {agent.node} drains" if turn.drains(agent) else "the task has nodes enough")
+    revoke(task, turn, agent, turn.why_without_workers(agent))
+
+
+def pause(task: Task, turn: Turn) -> None:
+    """The plan gives the task no place: all its workers stop. With a place again it goes on from its checkpoint."""
+    for agent_id in list(task.slots):
+        _dismiss(task, turn, agent_id)
+    task.formed = False
+    task.regrouping = False
+    turn.emit(task, "task_paused", step=task.checkpoint.step if task.checkpoint else None)
+    if task.epoch is not None:
+        _new_life(task, turn)
 
 
 def _resize(task: Task, turn: Turn) -> None:
@@ -286,6 +298,10 @@ def _nobody_left(task: Task, turn: Turn) -> None:
         # The members finish the same step together: one that ended well had all of the task's work behind it.
         finish(task, turn, succeeded=True, reason="all members finished")
         return
+    _new_life(task, turn)
+
+
+def _new_life(task: Task, turn: Turn) -> None:
     for worker in list(task.workers.values()):
         expel(task, turn, worker, "the task starts a new life")
     task.life += 1

@@ -44,8 +44,15 @@ def register(task: Task, turn: Turn, conn: int, message: wire.Register, *, creat
     resumed = agent is not None
     if agent is None:
         agent = Agent(
-            id=message.agent, node=message.node, host=message.host, pid=message.pid, slot=message.slot, conn=conn
+            id=message.agent,
+            task=task.id,
+            node=message.node,
+            host=message.host,
+            pid=message.pid,
+            slot=message.slot,
+            conn=conn,
         )
+        turn.places_changed = True
         if not task.agents:
             task.min_nodes, task.max_nodes = message.min_nodes, message.max_nodes
             if task.target is not None and not task.min_nodes <= task.target <= task.max_nodes:
@@ -144,7 +151,7 @@ def bye(task: Task, turn: Turn, agent: Agent, message: wire.Bye) -> None:
             workers.finished(task, turn, worker, how="exit")
     had_slot = agent.id in task.slots
     workers.died(task, turn, task.workers_of(agent.id), "agent left")
-    _remove(task, agent)
+    _remove(task, turn, agent)
     turn.emit(task, "agent_left", agent=agent.id, node=agent.node, succeeded=message.succeeded)
     slots.agent_gone(task, turn, had_slot=had_slot, succeeded=message.succeeded)
 
@@ -167,12 +174,13 @@ def _declare_lost(task: Task, turn: Turn, agent: Agent) -> None:
     had_slot = agent.id in task.slots
     turn.emit(task, "agent_lost", agent=agent.id, node=agent.node)
     workers.died(task, turn, task.workers_of(agent.id), "node lost")
-    _remove(task, agent)
+    _remove(task, turn, agent)
     task.lost = [*task.lost, agent.id][-_LOST_REMEMBERED:]
     slots.agent_gone(task, turn, had_slot=had_slot, succeeded=False)
 
 
-def _remove(task: Task, agent: Agent) -> None:
+def _remove(task: Task, turn: Turn, agent: Agent) -> None:
+    turn.places_changed = True
     slots.leave_slot(task, agent)
     del task.agents[agent.id]
 

@@ -7,6 +7,7 @@ then messages leave. So nobody ever acts on a decision that a restarted coordina
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import ipaddress
 import itertools
@@ -17,6 +18,7 @@ import signal
 import socket
 import sqlite3
 import time
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,8 @@ from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.api import Api
 from unicron_lightning.coordinator.config import CoordinatorConfig, default_state_dir, prepare_state_dir, read_token
 from unicron_lightning.coordinator.machine import Machine
+from unicron_lightning.coordinator.planning import planning_of
+from unicron_lightning.coordinator.question import Question
 from unicron_lightning.coordinator.session import Session
 from unicron_lightning.coordinator.store import NewEvent, Store
 from unicron_lightning.errors import ConfigError, PortInUse
@@ -77,6 +81,7 @@ class Server:
         self.machine = Machine(config.limits(), self.store.load())
         self._sessions: dict[int, Session] = {}
         self._conn_ids = itertools.count(1)
+        self._planning = planning_of(config)
         self._timers: dict[ev.TimerKey, asyncio.TimerHandle] = {}
         self._look: asyncio.TimerHandle | None = None
         self._stop = asyncio.Event()
@@ -111,6 +116,7 @@ class Server:
             for session in list(self._sessions.values()):
                 await session.close(WSCloseCode.GOING_AWAY, "the coordinator ends")
             await runner.cleanup()
+            await loop.run_in_executor(None, self._planning.close)
             self.store.close()
             logger.info("coordinator_ended port=%d", self.port)
         return not self._failed
@@ -145,6 +151,8 @@ class Server:
                     self._timers[key] = asyncio.get_running_loop().call_later(seconds, self._fire, key)
                 case ev.CancelTimer(key=key):
                     self._cancel(key)
+                case ev.Ask(question=question):
+                    self._ask(question)
                 case ev.StopServer(reason=reason):
                     logger.info("coordinator_stops reason=%s", reason)
                     self._stop.set()
@@ -167,6 +175,10 @@ class Server:
             # Recovery must not end because a disk is full: go on without a memory, and say so.
             self.store_error = str(error)
             logger.error("state_not_saved error=%s", error)
+
+    def _ask(self, question: Question) -> None:
+        loop = asyncio.get_running_loop()
+        self._planning.ask(question, lambda answer: _call(loop, self.apply, answer))
 
     def _fire(self, key: ev.TimerKey) -> None:
         self._timers.pop(key, None)
@@ -270,6 +282,12 @@ def serve(config: CoordinatorConfig) -> int:
             return 0
         logger.error("%s", error)
         return 1
+
+
+def _call(loop: asyncio.AbstractEventLoop, function: Callable[[ev.Planned], None], answer: ev.Planned) -> None:
+    """From another thread; nothing if the loop has ended meanwhile."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(function, answer)
 
 
 def _resolve(host: str, port: int) -> Any:

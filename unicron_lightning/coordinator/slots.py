@@ -8,7 +8,8 @@ Rules:
 * A *plain script* (no worker says hello) cannot take a change of agents in process. Once it is known to be one, a
   change stops all agents, and when all of them wait they are granted together. Until it is known, changes are granted
   as for an elastic task and remembered.
-* An agent on a drained node is granted nothing. One that runs keeps its slot until its workers can leave the task,
+* An agent on a drained node, or at a place that the plan gives to another task, is granted nothing, and none while
+  another task still has workers at its place. One that runs keeps its slot until its workers can leave the task,
   which for an elastic task is at a step boundary (see `membership`); a plain script is restarted without it.
 * Once the task's end has begun nobody is granted any more.
 """
@@ -40,6 +41,7 @@ def begin_rendezvous(task: Task, turn: Turn, agent: Agent, message: wire.Rendezv
     agent.waiting = True
     agent.stopping = False
     agent.gone = []
+    turn.places_changed = True
     task.arrivals += 1
     agent.arrived = task.arrivals
     turn.save(task)
@@ -135,7 +137,7 @@ def _review_drained(task: Task, turn: Turn) -> None:
 
 
 def _review_grants(task: Task, turn: Turn) -> None:
-    queue = [agent for agent in task.queue() if not turn.drains(agent)]
+    queue = [agent for agent in task.queue() if turn.may_start(agent)]
     if not queue or task.finishing or task.rebuilding:
         return
     if not task.formed:

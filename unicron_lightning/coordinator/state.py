@@ -38,6 +38,7 @@ class Agent(msgspec.Struct, kw_only=True):
     """One torchrun process. At most `Task.limit` of a task's agents hold a slot."""
 
     id: str
+    task: str
     node: str
     host: str
     pid: int
@@ -195,7 +196,11 @@ class Lasting(msgspec.Struct, kw_only=True):
     drained: list[str] = []
     """Nodes, or agents by their ids, that are to have no workers."""
     assigned: dict[str, str] = {}
-    """The plan in force: the task of each place."""
+    """The plan in force: the task of each place, "" for nobody."""
+    allocation: dict[str, int] = {}
+    """The plan in force: places of each task when it was made."""
+    planned: str = ""
+    """Names the situation that the plan in force was made for."""
     jobs: dict[str, Job] = {}
     """Tasks that were submitted and are not over, by name; those without an entry in `Cluster.tasks` have not begun."""
 
@@ -210,6 +215,8 @@ class Cluster(msgspec.Struct, kw_only=True):
     """By task."""
     lasting: Lasting = msgspec.field(default_factory=Lasting)
     idle: bool = False
+    asked: str | None = None
+    """Names the situation for which a plan is awaited."""
 
 
 _task_decoder = msgspec.json.Decoder(Task)

@@ -6,21 +6,41 @@ from typing import Any
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
-from unicron_lightning.coordinator.state import Agent, Lasting, Task
+from unicron_lightning.coordinator.places import is_assigned, is_elsewhere, occupied
+from unicron_lightning.coordinator.state import Agent, Cluster, Task
 
 
 class Turn:
-    """What the rules write to. ``now`` is time.time() as told by the shell, ``lasting`` what holds for all tasks."""
+    """What the rules write to. ``now`` is time.time() as told by the shell, ``cluster`` what holds for all tasks.
 
-    def __init__(self, *, now: float, limits: ev.Limits, lasting: Lasting) -> None:
+    ``places_changed`` is set when what the plan follows from may have changed, or a place may have become free.
+    """
+
+    def __init__(self, *, now: float, limits: ev.Limits, cluster: Cluster) -> None:
         self.now = now
         self.limits = limits
-        self.lasting = lasting
+        self.lasting = cluster.lasting
+        self.places_changed = False
+        self._cluster = cluster
         self.actions: list[ev.Action] = []
 
     def drains(self, agent: Agent) -> bool:
-        """Whether the agent, or its node, is to have no workers."""
-        return agent.node in self.lasting.drained or agent.id in self.lasting.drained
+        """Whether the agent is to have no workers: its node is drained, or its place another task's."""
+        drained = agent.node in self.lasting.drained or agent.id in self.lasting.drained
+        return drained or is_elsewhere(self._cluster, agent)
+
+    def may_start(self, agent: Agent) -> bool:
+        """Whether the agent may have workers: nobody else has any at its place, or is to."""
+        return not self.drains(agent) and is_assigned(self._cluster, agent) and not occupied(self._cluster, agent)
+
+    def why_without_workers(self, agent: Agent) -> str:
+        """For messages: why the agent is to have no workers any more."""
+        if not self.drains(agent):
+            return "the task has nodes enough"
+        if agent.place is None or not is_elsewhere(self._cluster, agent):
+            return f"node {agent.node} drains"
+        other = self.lasting.assigned.get(agent.place)
+        return f"the plan gives {agent.place} to {f'task {other}' if other else 'nobody'}"
 
     def save_lasting(self) -> None:
         """Have `state.Lasting` written before anything of this turn is sent."""

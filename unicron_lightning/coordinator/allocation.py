@@ -1,0 +1,124 @@
+"""Which places each task has: the plan, asked for when something has changed, and put in force.
+
+The machine does not plan itself. When the usable places or the tasks that compete for them have changed it asks
+(`events.Ask` with a `Question`), and the shell answers with the planner's numbers (`events.Planned`). An answer to an
+older question is dropped: what has changed since is in the newer one. Until it is answered everything stays as it is,
+but that nobody has places that are gone. A task alone needs no planner: it has all it can use.
+
+Putting a plan in force is no more than noting whose each place is (`state.Lasting.assigned`): to an agent whose place
+is another task's it is as if its node were drained. Its workers leave at a step boundary; then the place is free, and
+the other task's agent there is granted its slot. So nothing needs to be undone if the next plan comes in the middle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping
+
+import msgspec
+
+from unicron_lightning.coordinator import events as ev
+from unicron_lightning.coordinator.assignment import assign
+from unicron_lightning.coordinator.membership import pause
+from unicron_lightning.coordinator.places import NOBODY, Place, competing_tasks, usable_places
+from unicron_lightning.coordinator.question import Competitor, Question
+from unicron_lightning.coordinator.state import Cluster, Task
+from unicron_lightning.coordinator.turn import Turn
+
+
+def review_allocation(cluster: Cluster, turn: Turn) -> bool:
+    """Ask for a plan if what it follows from has changed; whether places were assigned anew here."""
+    places, tasks = usable_places(cluster), competing_tasks(cluster)
+    key = _key(places, tasks)
+    lasting = cluster.lasting
+    if key == lasting.planned:
+        cluster.asked = None
+        return False
+    if key == cluster.asked:
+        return False
+    cluster.asked = key
+    if len(tasks) > 1:
+        question = _question(cluster, key, places, tasks)
+        turn.actions.append(ev.Ask(question=question))
+        return _keep_standing(cluster, turn, places)
+    wanted = {task.id: min(task.limit, len(places)) for task in tasks}
+    _put_in_force(cluster, turn, key, places, wanted, about={})
+    return True
+
+
+def take_plan(cluster: Cluster, turn: Turn, event: ev.Planned) -> bool:
+    """Put the answer to the newest question in force; an older one's is dropped. Whether it was."""
+    places, tasks = usable_places(cluster), competing_tasks(cluster)
+    if event.key != cluster.asked or event.key != _key(places, tasks):
+        return False
+    about = {"waf": event.waf, "milliseconds": event.milliseconds, "foreseen": event.foreseen}
+    _put_in_force(cluster, turn, event.key, places, dict(event.allocation), about)
+    return True
+
+
+def _put_in_force(
+    cluster: Cluster, turn: Turn, key: str, places: list[Place], wanted: Mapping[str, int], about: Mapping[str, object]
+) -> None:
+    lasting = cluster.lasting
+    before = dict(lasting.assigned)
+    nobody = {place.name: NOBODY for place in places}
+    lasting.assigned = {**nobody, **assign(places, wanted, before)}
+    lasting.planned = key
+    cluster.asked = None
+    counts = Counter(lasting.assigned.values())
+    was, lasting.allocation = lasting.allocation, {task: counts[task] for task in sorted(wanted)}
+    turn.save_lasting()
+    fields = {"allocation": lasting.allocation, "before": was, "places": lasting.assigned, **about}
+    if was != lasting.allocation or before != lasting.assigned:
+        turn.actions.append(ev.Emit(name="plan_made", task=None, incident=None, fields=fields))
+    for task in competing_tasks(cluster):
+        if not counts[task.id] and task.formed:
+            pause(task, turn)
+
+
+def _keep_standing(cluster: Cluster, turn: Turn, places: list[Place]) -> bool:
+    """Until the answer comes: places that are gone, and those of tasks that are gone, are nobody's."""
+    usable = {place.name: place.tasks for place in places}
+    lasting = cluster.lasting
+    standing = {
+        name: task for name, task in lasting.assigned.items() if name in usable and task in (NOBODY, *usable[name])
+    }
+    if standing == lasting.assigned:
+        return False
+    lasting.assigned = standing
+    turn.save_lasting()
+    return True
+
+
+def _question(cluster: Cluster, key: str, places: list[Place], tasks: list[Task]) -> Question:
+    lasting = cluster.lasting
+    usable = {place.name: place.tasks for place in places}
+    standing = Counter(task for name, task in lasting.assigned.items() if task in usable.get(name, ()))
+    on_node = Counter(place.node for place in places)
+    return Question(
+        key=key,
+        num_places=len(places),
+        node_places=max(on_node.values(), default=1),
+        tasks=tuple(
+            Competitor(
+                name=task.id,
+                weight=task.weight,
+                min_places=task.min_nodes,
+                max_places=min(task.limit, sum(1 for place in places if task.id in place.tasks)),
+                runs=bool(task.established) or (task.formed and not task.elastic),
+                before=max(lasting.allocation.get(task.id, 0), standing[task.id]),
+                left=standing[task.id],
+            )
+            for task in tasks
+        ),
+    )
+
+
+def _key(places: list[Place], tasks: list[Task]) -> str:
+    """Names all that a plan is made anew for."""
+    terms = (
+        [(place.name, place.tasks) for place in places],
+        [(task.id, task.weight, task.min_nodes, task.limit) for task in tasks],
+    )
+    return hashlib.blake2b(msgspec.json.encode(terms), digest_size=16).hexdigest()

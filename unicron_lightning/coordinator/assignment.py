@@ -1,0 +1,93 @@
+"""From numbers of places to places: who gets which, with as few moves as possible.
+
+Every task keeps what it has as far as the plan leaves it so many; what it gets beyond goes first to nodes where it is
+already, then to nodes with the most free places. Where a task has no agent at a free place, others make way along the
+shortest chain of moves (augmenting paths of a bipartite matching), so that a task gets all its places if that is
+possible at all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+
+from unicron_lightning.coordinator.places import Place
+
+
+def assign(places: Sequence[Place], wanted: Mapping[str, int], before: Mapping[str, str]) -> dict[str, str]:
+    """Give each task as many places as the plan says, or as many as it can use.
+
+    Args:
+        places: those that may be used.
+        wanted: number of places by task.
+        before: task of each place so far; places and tasks that are gone are left out of account.
+
+    Returns:
+        The task of each place that has one. The same whatever the order of the arguments.
+    """
+    by_name = {place.name: place for place in sorted(places, key=lambda place: place.name)}
+    result = _keep(by_name, wanted, before)
+    for task in sorted(wanted):
+        missing = wanted[task] - sum(1 for other in result.values() if other == task)
+        for name in _nearest_free(by_name, result, before, task)[: max(0, missing)]:
+            result[name] = task
+            missing -= 1
+        while missing > 0 and (moves := _chain(by_name, result, task)) is not None:
+            result.update(moves)
+            missing -= 1
+    return result
+
+
+def _keep(places: Mapping[str, Place], wanted: Mapping[str, int], before: Mapping[str, str]) -> dict[str, str]:
+    """What stays with its task: of too many places those on nodes where the task has most, so that it stays close."""
+    known = [name for name in places if before.get(name) in places[name].tasks]
+    count = Counter((before[name], places[name].node) for name in known)
+    left = Counter(wanted)
+    result: dict[str, str] = {}
+    for name in sorted(known, key=lambda name: (-count[before[name], places[name].node], name)):
+        if left[before[name]] > 0:
+            left[before[name]] -= 1
+            result[name] = before[name]
+    return result
+
+
+def _nearest_free(
+    places: Mapping[str, Place], result: Mapping[str, str], before: Mapping[str, str], task: str
+) -> list[str]:
+    """Free places that the task can use, best first: where it ran, near its others, where much is free."""
+    own = Counter(places[name].node for name, other in result.items() if other == task)
+    free = [place for name, place in places.items() if name not in result]
+    room = Counter(place.node for place in free)
+
+    def rank(place: Place) -> tuple[bool, int, int, str]:
+        return before.get(place.name) != task, -own[place.node], -room[place.node], place.name
+
+    return [place.name for place in sorted(free, key=rank) if task in place.tasks]
+
+
+def _chain(places: Mapping[str, Place], result: Mapping[str, str], task: str) -> dict[str, str] | None:
+    """The shortest chain of moves that gives ``task`` one place more: new task by place; None if there is none."""
+    came: dict[str, tuple[str, str] | None] = {task: None}
+    """How a task is reached: from which other task, by that one's taking which place from it."""
+    queue = deque([task])
+    while queue:
+        mover = queue.popleft()
+        for name, place in places.items():
+            if mover not in place.tasks:
+                continue
+            owner = result.get(name)
+            if owner is None:
+                return _unwind(came, name, mover)
+            if owner not in came:
+                came[owner] = (mover, name)
+                queue.append(owner)
+    return None
+
+
+def _unwind(came: Mapping[str, tuple[str, str] | None], free: str, mover: str) -> dict[str, str]:
+    moves = {free: mover}
+    step = came[mover]
+    while step is not None:
+        moves[step[1]] = step[0]
+        step = came[step[0]]
+    return moves

@@ -1,0 +1,81 @@
+"""Places: accelerators that agents of several tasks share, and who may use which.
+
+A place is a slot of a node by its label. Agents of different tasks may stand ready at the same one; the plan assigns it
+to one task, and only that task's agent may have workers there. Agents without a label have accelerators of their own,
+which no plan gives away.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from unicron_lightning.coordinator.state import Agent, Cluster, Task
+
+NOBODY: Final = ""
+"""Stands for a task where the plan leaves a place unused."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A place that may be used now.
+
+    Attributes:
+        name: ``<node>/<slot>``.
+        node: where it is.
+        tasks: those that could use it, sorted.
+    """
+
+    name: str
+    node: str
+    tasks: tuple[str, ...]
+
+
+def usable_places(cluster: Cluster) -> list[Place]:
+    """Places that tasks may use now, by name: those of agents that are there or may come back, undrained.
+
+    An agent that has gone takes its task's claim with it, and the place if no other task has an agent there.
+    """
+    nodes: dict[str, str] = {}
+    tasks: dict[str, set[str]] = {}
+    for task in cluster.tasks.values():
+        if task.over is not None:
+            continue
+        for agent in task.agents.values():
+            if agent.place is not None and not _drained(cluster, agent):
+                nodes[agent.place] = agent.node
+                tasks.setdefault(agent.place, set()).add(task.id)
+    return [Place(name=name, node=nodes[name], tasks=tuple(sorted(tasks[name]))) for name in sorted(nodes)]
+
+
+def competing_tasks(cluster: Cluster) -> list[Task]:
+    """Tasks that have agents at places, by id."""
+    tasks = (task for task in cluster.tasks.values() if task.over is None)
+    return sorted((t for t in tasks if any(a.place is not None for a in t.agents.values())), key=lambda t: t.id)
+
+
+def occupied(cluster: Cluster, agent: Agent) -> bool:
+    """Whether another task's agent still has workers at this agent's place, or may have: it has not come back to wait
+    since its slot was granted.
+    """
+    if agent.place is None:
+        return False
+    return any(
+        other.place == agent.place and other.id != agent.id and (other.id in task.slots or other.stopping)
+        for task in cluster.tasks.values()
+        for other in task.agents.values()
+    )
+
+
+def is_elsewhere(cluster: Cluster, agent: Agent) -> bool:
+    """Whether the plan gives the agent's place to another task, or to none (`NOBODY`)."""
+    return agent.place is not None and cluster.lasting.assigned.get(agent.place, agent.task) != agent.task
+
+
+def is_assigned(cluster: Cluster, agent: Agent) -> bool:
+    """Whether the agent's accelerators are its own, or its place is its task's by the plan in force."""
+    return agent.place is None or cluster.lasting.assigned.get(agent.place) == agent.task
+
+
+def _drained(cluster: Cluster, agent: Agent) -> bool:
+    return agent.node in cluster.lasting.drained or agent.id in cluster.lasting.drained

@@ -1,0 +1,45 @@
+"""What the machine asks the planner: plain values, counted in places."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Competitor:
+    """A task that competes for places.
+
+    Attributes:
+        name: its id.
+        weight: w(t).
+        min_places: fewest with which it may run.
+        max_places: most that it can use.
+        runs: it has workers with state, so that to pause it would cost all steps since its last checkpoint.
+        before: places it had by the last plan.
+        left: those of them that are still usable.
+    """
+
+    name: str
+    weight: float
+    min_places: int
+    max_places: int
+    runs: bool
+    before: int
+    left: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """How many places shall each task have?
+
+    Attributes:
+        key: names the situation; the answer repeats it.
+        num_places: usable places.
+        node_places: places of the largest node: so many are lost, or come, at a time.
+        tasks: by name.
+    """
+
+    key: str
+    num_places: int
+    node_places: int
+    tasks: tuple[Competitor, ...]
