@@ -27,12 +27,14 @@ from unicron_lightning.agent.agent import Agent
 from unicron_lightning.agent.rank_store import RankStore
 from unicron_lightning.agent.round_store import RoundStore
 from unicron_lightning.agent.signals import SignalWatch, clean_exit_on_sigterm
+from unicron_lightning.agent.slot_lock import SlotLock
 from unicron_lightning.agent.view import RoundView
 from unicron_lightning.errors import CoordinatorUnavailable, UnicronError
 
 logger = logging.getLogger(__name__)
 
 BACKEND: Final = "unicron"
+_SLOT_POLL_SECONDS: Final = 0.05
 
 
 class RendezvousFailed(RendezvousConnectionError, UnicronError):
@@ -55,6 +57,8 @@ class UnicronRendezvousHandler(RendezvousHandler):
         self._agent: Agent | None = None
         self._signals: SignalWatch | None = None
         self._store: RoundStore | None = None
+        slot = self._options.slot
+        self._lock = None if slot is None else SlotLock(self._options.node, slot)
         self._closed = False
 
     @override
@@ -97,12 +101,11 @@ class UnicronRendezvousHandler(RendezvousHandler):
         """
         with clean_exit_on_sigterm():
             agent = self._agent or self._start()
-            old_store = self._store
-            self._store = RoundStore(self._options.host)
-            number = agent.begin_round(self._store.address)
-            if old_store is not None:
-                old_store.close()
-            grant = self._wait_for_grant(agent)
+            if self._lock is not None:
+                self._lock.release()  # torchelastic has stopped the workers
+            number, grant = self._begin_round(agent)
+            while not self._slot_is_ours(agent):
+                number, grant = self._begin_round(agent)
         logger.info("granted task=%s round=%d group_rank=%d of %d", self._options.task, number, grant.group_rank,
                     grant.group_world)  # fmt: skip
         self._prepare_environment(agent, number)
@@ -135,6 +138,8 @@ class UnicronRendezvousHandler(RendezvousHandler):
         if self._store is not None:
             self._store.close()
             self._store = None
+        if self._lock is not None:
+            self._lock.release()
         return True
 
     def _start(self) -> Agent:
@@ -171,6 +176,25 @@ class UnicronRendezvousHandler(RendezvousHandler):
             raise RendezvousFailed(str(decision))
         assert isinstance(decision, wire.Grant)
         return decision
+
+    def _begin_round(self, agent: Agent) -> tuple[int, wire.Grant]:
+        old_store = self._store
+        self._store = RoundStore(self._options.host)
+        number = agent.begin_round(self._store.address)
+        if old_store is not None:
+            old_store.close()
+        return number, self._wait_for_grant(agent)
+
+    def _slot_is_ours(self, agent: Agent) -> bool:
+        """Waits until nobody else on this machine has workers in the slot; False if the grant is taken back before."""
+        waits = False
+        while self._lock is not None and not self._lock.acquire():
+            if not waits:
+                waits = True
+                logger.warning("slot_in_use slot=%s pid=%s", self._options.slot, self._lock.holder())
+            if agent.wait(lambda view: view.stop or view.over or view.fatal, _SLOT_POLL_SECONDS):
+                return False
+        return True
 
     def _prepare_environment(self, agent: Agent, number: int) -> None:
         """Set what the workers, which inherit this process' environment, are to know."""

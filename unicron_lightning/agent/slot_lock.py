@@ -1,0 +1,58 @@
+"""The last guard against two tasks on the same accelerators: a lock on this machine, held while a slot has workers.
+
+The coordinator grants a place to one agent at a time, as far as it knows. It does not know of an agent that it gave up
+and that is cut off or stopped, while its workers live on. So the agents of a slot also exclude each other where they
+run: the kernel gives the lock back when its holder's process ends, by whatever cause, and its workers end with it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+import urllib.parse
+from pathlib import Path
+
+
+class SlotLock:
+    """The lock of one labelled slot of one node.
+
+    Args:
+        node: the node's label.
+        slot: the slot's label.
+        folder: where the locks of this machine are; default: one of this user, in the folder for temporary files.
+    """
+
+    def __init__(self, node: str, slot: str, folder: Path | None = None) -> None:
+        home = Path(tempfile.gettempdir()) / f"unicron-{os.getuid()}" / "slots" if folder is None else folder
+        self._path = home / f"{urllib.parse.quote(f'{node}/{slot}', safe='')}.lock"
+        self._file: int | None = None
+
+    def acquire(self) -> bool:
+        """Take it if nobody else has it; whether it is held now."""
+        if self._file is not None:
+            return True
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(file)
+            return False
+        os.ftruncate(file, 0)
+        os.write(file, f"{os.getpid()}\n".encode())
+        self._file = file
+        return True
+
+    def holder(self) -> str:
+        """For messages: the process id of who has it, as far as the file tells."""
+        try:
+            return self._path.read_text(encoding="ascii").strip()
+        except (OSError, UnicodeDecodeError):
+            return ""
+
+    def release(self) -> None:
+        """Let go of it, if it is held."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
