@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 from unicron_lightning import wire
+from unicron_lightning.errors import ConfigError
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.step import GradientStep
 
@@ -14,6 +18,20 @@ _FIRST_STEP: dict[wire.EpochKind, str] = {
     "leave": "shrunk",
 }
 """What the first step finished in an epoch means, as an event."""
+
+
+def told_flops(module: Any) -> float | None:
+    """The module's attribute ``flops_per_step``, if any: FLOPs of the model in one optimizer step of the whole task.
+
+    Raises:
+        ConfigError: it is no number above 0.
+    """
+    told = getattr(module, "flops_per_step", None)
+    if told is None:
+        return None
+    if isinstance(told, bool) or not isinstance(told, int | float) or not 0 < told < math.inf:
+        raise ConfigError(f"{type(module).__qualname__}.flops_per_step={told!r}: expected FLOPs, a finite number > 0")
+    return float(told)
 
 
 def report_step(engine: Engine, operation: GradientStep, loss: float, reported_epoch: int) -> int:

@@ -40,7 +40,7 @@ from unicron_lightning.strategies.loading import Loaders
 from unicron_lightning.strategies.loggers import take_over
 from unicron_lightning.strategies.micro_batch import MicroBatches
 from unicron_lightning.strategies.recording import RecordingResults
-from unicron_lightning.strategies.reporting import report_step
+from unicron_lightning.strategies.reporting import report_step, told_flops
 from unicron_lightning.strategies.session import Session
 from unicron_lightning.strategies.sums import Layout, NormStatistics, StepSums
 from unicron_lightning.strategies.trained import TrainedParameters
@@ -179,6 +179,8 @@ class UnicronStrategy(ParallelStrategy):
         module = self.lightning_module
         assert module is not None and self._session is not None
         check_module(module)
+        if self.engine.control is not None:
+            self.engine.control.flops_per_step = told_flops(module)
         self._gather.interrupted = lambda: trainer.state.status == TrainerStatus.INTERRUPTED
         self._passes = Passes(trainer, self.engine)
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.fit_loop.epoch_loop.val_loop):

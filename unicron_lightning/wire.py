@@ -88,6 +88,10 @@ class Progress(Message, frozen=True, kw_only=True, tag="progress"):
     step: int
     metrics: dict[str, float | None]
     """None stands for what JSON has no number for: NaN, infinity."""
+    at: float | None = None
+    """time.time() at the end of the step."""
+    flops_per_step: float | None = None
+    """FLOPs of the model in one step of the whole task, if the script tells."""
 
 
 class WorkerEvent(Message, frozen=True, kw_only=True, tag="worker_event"):

@@ -42,7 +42,7 @@ def curve(model: object, most: int = 6) -> list[float]:
 
 
 def test_of_unknown_tasks_a_slot_more_is_worth_a_little_less_each_time():
-    model = performance_of(task(), None, NOW)
+    model = performance_of(task(), None)
     values = curve(model)
     gains = [after - before for before, after in itertools.pairwise(values)]
     assert values[:2] == [0.0, 1.0]
@@ -50,37 +50,37 @@ def test_of_unknown_tasks_a_slot_more_is_worth_a_little_less_each_time():
 
 
 def test_workers_that_would_only_wait_for_others_are_worth_nothing():
-    values = curve(performance_of(task(capacity=6), None, NOW), 8)
+    values = curve(performance_of(task(capacity=6), None), 8)
     assert values[4] == values[5] == pytest.approx(values[3])
     assert values[7] == values[6] > values[5]
 
 
 def test_a_profile_is_taken_until_measurements_say_otherwise():
     profile = {1: 10.0, 2: 18.0, 4: 30.0}
-    believed = performance_of(None, job(profile=profile, flops_per_step=6.0), NOW)
+    believed = performance_of(None, job(profile=profile, flops_per_step=6.0))
     assert curve(believed, 4) == [0.0, 10.0, 18.0, 24.0, 30.0]
-    measured = performance_of(task(speeds={2: speed(0.5)}), job(profile=profile, flops_per_step=6.0), NOW)
+    measured = performance_of(task(speeds={2: speed(0.5)}), job(profile=profile, flops_per_step=6.0))
     assert measured.throughput(2) == pytest.approx(12.0, rel=0.05)
     assert 20.0 < measured.throughput(4) < 25.0, "the whole profile was too high"
 
 
 def test_flops_are_those_of_the_job_else_those_that_the_workers_tell():
     told = task(flops_per_step=8.0, speeds={2: speed(2.0)})
-    assert performance_of(told, None, NOW).throughput(2) == pytest.approx(4.0, rel=0.05)
-    assert performance_of(told, job(flops_per_step=2.0), NOW).throughput(2) == pytest.approx(1.0, rel=0.05)
+    assert performance_of(told, None).throughput(2) == pytest.approx(4.0, rel=0.05)
+    assert performance_of(told, job(flops_per_step=2.0)).throughput(2) == pytest.approx(1.0, rel=0.05)
 
 
 def test_unknown_tasks_are_worth_per_slot_what_the_others_achieve():
     known = task("known", flops_per_step=1e12, speeds={2: speed(1.0)})
     unknown = task("unknown", speeds={1: speed(30.0)})
-    models = performances({"known": known, "unknown": unknown}, {"queued": job("queued")}, NOW)
+    models = performances({"known": known, "unknown": unknown}, {"queued": job("queued")})
     assert models["unknown"].throughput(1) == pytest.approx(models["queued"].throughput(1)) == pytest.approx(5e11)
     assert models["known"].throughput(2) == pytest.approx(1e12, rel=0.05)
 
 
 def test_the_shape_is_measured_even_if_the_flops_are_unknown():
     flat = task(speeds={1: speed(1.0), 2: speed(0.99), 4: speed(0.98)})
-    model = performance_of(flat, None, NOW)
+    model = performance_of(flat, None)
     assert model.throughput(1) == pytest.approx(1.0, rel=0.05)
     assert model.throughput(4) < 1.3
 
@@ -94,10 +94,13 @@ def test_measured_transitions_feed_the_planner():
 
 
 def test_failures_seen_shorten_the_time_to_the_next():
-    calm = failure_model([Lifetimes(slot_seconds=1e7, worker_seconds=1e7)])
-    rough = failure_model([Lifetimes(slot_seconds=1e5, worker_seconds=1e5, slots_lost=3, workers_lost=7)])
+    calm = failure_model({}, Lifetimes(slot_seconds=1e7, worker_seconds=1e7))
+    rough = failure_model(
+        {"t": task(lifetimes=Lifetimes(slot_seconds=1e5, worker_seconds=1e5, slots_lost=3, workers_lost=7))},
+        Lifetimes(),
+    )
     assert rough.running_seconds(6) < calm.running_seconds(6) / 5
-    assert calm.running_seconds(1) > failure_model([]).running_seconds(1)
+    assert calm.running_seconds(1) > failure_model({}, Lifetimes()).running_seconds(1)
 
 
 def test_what_was_measured_is_kept_with_the_task():

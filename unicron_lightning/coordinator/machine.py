@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
-from unicron_lightning.coordinator import membership, registration, slots, state, workers
+from unicron_lightning.coordinator import measuring, membership, registration, slots, state, workers
 from unicron_lightning.coordinator.allocation import review_allocation, take_plan
 from unicron_lightning.coordinator.places import competing_tasks
 from unicron_lightning.coordinator.state import Agent, Cluster, Lasting, Pending, Task
@@ -79,6 +79,8 @@ class Machine:
         if turn.places_changed:
             self._review_places(turn)
         self._review_idle(turn)
+        for task, logged in turn.news:
+            measuring.take(task, turn, logged)
         return turn.actions
 
     # ---- inputs ----------------------------------------------------------------------------------------------------

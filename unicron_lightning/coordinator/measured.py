@@ -39,6 +39,8 @@ class Pace(msgspec.Struct, kw_only=True):
 
     epoch: int = 0
     level: Level = Level(slots=0, workers=0)
+    before: Level = Level(slots=0, workers=0)
+    """Of the epoch settled before it."""
     stands: bool = False
     """A newer epoch was published: its step is none to measure."""
     step: int = 0

@@ -13,7 +13,7 @@ import msgspec
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator.jobs import Job
-from unicron_lightning.coordinator.measured import Measured
+from unicron_lightning.coordinator.measured import Lifetimes, Measured
 
 
 class Worker(msgspec.Struct, kw_only=True):
@@ -201,6 +201,8 @@ class Lasting(msgspec.Struct, kw_only=True):
     """The plan in force: places of each task when it was made."""
     planned: str = ""
     """Names the situation that the plan in force was made for."""
+    lifetimes: Lifetimes = msgspec.field(default_factory=Lifetimes)
+    """Of tasks that are over."""
     jobs: dict[str, Job] = {}
     """Tasks that were submitted and are not over, by name; those without an entry in `Cluster.tasks` have not begun."""
 

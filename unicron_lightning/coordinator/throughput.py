@@ -2,13 +2,14 @@
 
 **For whoever plans**, all three by number of *slots* (in the planner's words: a slot is a worker):
 
-    performances(tasks, jobs, now)           -> {task id: PerformanceModel}, of all in one unit
-    transition_times(tasks)                  -> TransitionTimes; .expected_seconds(task id), .of_kind(task id, kind)
-    failure_model(lifetimes)                 -> FailureModel; .running_seconds(number of slots)
+    performances(tasks, jobs)           -> {task id: PerformanceModel}, of all in one unit
+    transition_times(tasks)             -> TransitionTimes; .expected_seconds(task id), .of_kind(task id, kind)
+    failure_model(tasks, past)          -> FailureModel; .running_seconds(number of slots)
 
-where ``tasks`` are `state.Cluster.tasks` (or those that compete) and ``jobs`` `state.Lasting.jobs`. A job that has not
-begun has an entry in ``jobs`` only, an attached torchrun in ``tasks`` only. The models are frozen: what is measured
-later is in those asked for later.
+where ``tasks`` are `state.Cluster.tasks` (or those that compete), ``jobs`` `state.Lasting.jobs` and ``past``
+`state.Lasting.lifetimes`. A job that has not begun has an entry in ``jobs`` only, an attached torchrun in ``tasks``
+only. Ask in the coordinator's own thread, as they read its state; what they answer is frozen and may be used in any. It
+is the same as long as no measurement changes by more than noise, so that plans made ahead stay valid.
 
 How T(t,x) is made:
 
@@ -46,27 +47,25 @@ _LEAST_SPREAD: Final = 0.02
 _DAY: Final = 86400.0
 
 
-def performances(tasks: Mapping[str, Task], jobs: Mapping[str, Job], now: float) -> dict[str, PerformanceModel]:
+def performances(tasks: Mapping[str, Task], jobs: Mapping[str, Job]) -> dict[str, PerformanceModel]:
     """T(t,x) of each task, by number of slots, comparable with each other.
 
     Args:
         tasks: those that have begun, by id.
         jobs: definitions, by task id.
-        now: time.time(); what was measured long ago counts less.
     """
     names = [*tasks, *(name for name in jobs if name not in tasks)]
     pairs = {name: (tasks.get(name), jobs.get(name)) for name in names}
     nominal = nominal_rate(pairs.values())
-    return {name: performance_of(task, job, now, nominal=nominal) for name, (task, job) in pairs.items()}
+    return {name: performance_of(task, job, nominal=nominal) for name, (task, job) in pairs.items()}
 
 
-def performance_of(task: Task | None, job: Job | None, now: float, *, nominal: float = 1.0) -> PerformanceModel:
+def performance_of(task: Task | None, job: Job | None, *, nominal: float = 1.0) -> PerformanceModel:
     """T(t,x) of one task, by number of slots.
 
     Args:
         task: if it has begun.
         job: if it was submitted.
-        now: time.time().
         nominal: what a slot is worth if nobody knows the task's FLOPs, FLOP/s.
     """
     from unicron_lightning.planner.performance.sublinear import SublinearModel
@@ -90,7 +89,7 @@ def performance_of(task: Task | None, job: Job | None, now: float, *, nominal: f
     from unicron_lightning.planner.performance.calibrated import CalibratedModel
 
     error = _PROFILE_ERROR if job is not None and job.profile else None
-    return CalibratedModel(prior=prior, online=_online(speeds, flops, now), prior_error=error)
+    return CalibratedModel(prior=prior, online=_online(speeds, flops), prior_error=error)
 
 
 def nominal_rate(tasks: Iterable[tuple[Task | None, Job | None]]) -> float:
@@ -130,12 +129,13 @@ def transition_times(tasks: Mapping[str, Task]) -> TransitionTimes:
 
 
 def failure_model(
-    lifetimes: Iterable[Lifetimes], *, slot_mtbf: float = 30 * _DAY, worker_mtbf: float = 30 * _DAY
+    tasks: Mapping[str, Task], past: Lifetimes, *, slot_mtbf: float = 30 * _DAY, worker_mtbf: float = 30 * _DAY
 ) -> FailureModel:
     """D_running by number of slots.
 
     Args:
-        lifetimes: of all tasks, ended ones too if they are known.
+        tasks: those that have begun.
+        past: of those that are over.
         slot_mtbf: mean seconds between the failures of one slot's agent, believed as if one failure had been seen.
         worker_mtbf: the same for the workers of one slot.
     """
@@ -143,7 +143,7 @@ def failure_model(
     from unicron_lightning.planner.failures import FailureModel
 
     slots, workers = RateBelief.from_mtbf(slot_mtbf), RateBelief.from_mtbf(worker_mtbf)
-    for each in lifetimes:
+    for each in (past, *(task.measured.lifetimes for task in tasks.values())):
         slots = slots.observed(num_failures=each.slots_lost, exposure_seconds=each.slot_seconds)
         workers = workers.observed(num_failures=each.workers_lost, exposure_seconds=each.slot_seconds)
     return FailureModel(worker=workers.hazard(), node=slots.hazard(), workers_per_node=1)
@@ -173,7 +173,7 @@ def _profile(profile: Mapping[int, float]) -> PerformanceModel:
     return MeasuredTable(points=points, between="linear")
 
 
-def _online(speeds: Mapping[int, Speed], flops: float, now: float) -> OnlineModel:
+def _online(speeds: Mapping[int, Speed], flops: float) -> OnlineModel:
     from unicron_lightning.planner.performance.online import CountStatistics, OnlineModel
 
     def known(speed: Speed) -> CountStatistics:
@@ -184,5 +184,5 @@ def _online(speeds: Mapping[int, Speed], flops: float, now: float) -> OnlineMode
         )
 
     statistics_ = {slots: known(speed) for slots, speed in speeds.items()}
-    newest = max((speed.at for speed in speeds.values()), default=now)
-    return OnlineModel(now_seconds=max(now, newest), statistics=statistics_)
+    # As of the newest one: it is against that one that others are old.
+    return OnlineModel(now_seconds=max(speed.at for speed in speeds.values()), statistics=statistics_)

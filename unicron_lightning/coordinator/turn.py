@@ -23,6 +23,8 @@ class Turn:
         self.places_changed = False
         self._cluster = cluster
         self.actions: list[ev.Action] = []
+        self.news: list[tuple[Task, ev.Emit]] = []
+        """Events of tasks logged in this turn, for those that keep the books."""
 
     def drains(self, agent: Agent) -> bool:
         """Whether the agent is to have no workers: its node is drained, or its place another task's."""
@@ -81,5 +83,7 @@ class Turn:
 
     def emit_for(self, task: Task, incident: str | None, name: str, fields: dict[str, Any]) -> None:
         """Log an event of the task under a given incident."""
-        self.actions.append(ev.Emit(name=name, task=task.id, incident=incident, fields=fields))
+        event = ev.Emit(name=name, task=task.id, incident=incident, fields=fields)
+        self.news.append((task, event))
+        self.actions.append(event)
         self.save(task)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from unicron_lightning import wire
+from unicron_lightning.coordinator import measuring
 from unicron_lightning.coordinator.membership import bury, expel, needed, open_incident
 from unicron_lightning.coordinator.state import Agent, Checkpoint, Task, Worker, round_of
 from unicron_lightning.coordinator.turn import Turn
@@ -67,6 +68,7 @@ def said(task: Task, turn: Turn, agent: Agent, message: Said) -> None:
             # Not saved: it comes every second and is only shown.
             worker.step = message.step
             worker.metrics = message.metrics
+            measuring.progressed(task, turn, message)
         case wire.WorkerEvent():
             _event(task, turn, worker, message)
         case wire.Lookup():

@@ -52,6 +52,8 @@ class Control:
         self.is_member = False
         self.condition = threading.Condition()
         self.task_over: wire.TaskOver | None = None
+        self.flops_per_step: float | None = None
+        """Told with the progress."""
         self._on_failure = on_failure
         self._latest: wire.Epoch | None = None
         self._went: dict[int, wire.Go] = {}
@@ -138,7 +140,9 @@ class Control:
 
     def progress(self, step: int, metrics: Mapping[str, float]) -> None:
         """Leaves word of the last finished step; the control thread sends it within a second."""
-        self._progress = wire.Progress(worker=self.worker, step=step, metrics=dict(metrics))
+        self._progress = wire.Progress(
+            worker=self.worker, step=step, metrics=dict(metrics), at=time.time(), flops_per_step=self.flops_per_step
+        )
 
     def send(self, message: wire.Message) -> None:
         """Sends a message; if the agent is gone the process is about to end and nothing is raised."""
