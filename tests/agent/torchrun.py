@@ -110,7 +110,7 @@ class Cluster:
         """The embedded coordinator, if it runs."""
         for process in psutil.process_iter(["cmdline"]):
             command = " ".join(process.info["cmdline"] or [])
-            if "unicron_lightning.coordinator" in command and f"server.port={self.port}" in command:
+            if "unicron_lightning.coordinator" in command and f"coordinator.port={self.port}" in command:
                 return process if process.status() != "zombie" else None
         return None
 

@@ -42,8 +42,8 @@ class Coordinator:
         return self
 
     def spawn(self) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "unicron_lightning.coordinator", f"server.port={self.port}"]
-        command += [f"server.state_dir={self.state_dir}", *self.overrides]
+        command = [sys.executable, "-m", "unicron_lightning.coordinator", f"coordinator.port={self.port}"]
+        command += [f"store.state_dir={self.state_dir}", *self.overrides]
         self.process = subprocess.Popen(command, env=self.env, stderr=subprocess.PIPE, text=True)
         return self.process
 

@@ -106,7 +106,7 @@ def test_a_malformed_endpoint_is_one_line(endpoint):
 def test_the_token_is_shown(tmp_path):
     file = tmp_path / "token"
     file.write_text("secret\n")
-    with Coordinator(tmp_path / "state", f"server.token_file={file}") as coordinator:
+    with Coordinator(tmp_path / "state", f"coordinator.token_file={file}") as coordinator:
         endpoint = f"127.0.0.1:{coordinator.port}"
         refused = unicron("status", "--endpoint", endpoint)
         assert refused.returncode == 2
@@ -115,25 +115,25 @@ def test_the_token_is_shown(tmp_path):
 
 
 def test_the_configuration_can_be_shown():
-    done = unicron("coordinator", "--cfg", "job", "server.port=1234")
+    done = unicron("coordinator", "--cfg", "job", "coordinator.port=1234")
     assert done.returncode == 0
     assert "port: 1234" in done.stdout
-    assert "restart_grace: 10.0" in done.stdout
+    assert "restart_grace: ${of_timeout:1,3}" in done.stdout
 
 
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("server.prot=1", "Key 'prot' not in 'ServerConfig'"),
-        ("server.port=many", "could not be converted to Integer"),
-        ("server.port=70000", "server.port=70000: expected 0..65535"),
-        ("membership.join_grace=-1", "membership.join_grace=-1.0: expected a number >= 0"),
-        ("server.token_file=/no/such/file", "token_file=/no/such/file: "),
-        ("server.host=no.such.host.invalid", "server.host=no.such.host.invalid: "),
+        ("coordinator.prot=1", "coordinator.prot: unknown key; known are exit_when_idle, host, "),
+        ("coordinator.port=many", "could not be converted to Integer"),
+        ("coordinator.port=70000", "coordinator.port=70000: expected 0..65535"),
+        ("detection.join_grace=-1", "detection.join_grace=-1.0: expected a number >= 0"),
+        ("coordinator.token_file=/no/such/file", "token_file=/no/such/file: "),
+        ("coordinator.host=no.such.host.invalid", "coordinator.host=no.such.host.invalid: "),
     ],
 )
 def test_wrong_configuration_is_refused_in_words(override, words, tmp_path):
-    done = unicron("coordinator", override, f"server.state_dir={tmp_path / 'state'}")
+    done = unicron("coordinator", override, f"store.state_dir={tmp_path / 'state'}")
     assert done.returncode in (1, 2)
     assert words in done.stderr
     assert "Traceback" not in done.stderr

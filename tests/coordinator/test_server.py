@@ -90,7 +90,7 @@ async def test_a_broken_connection_is_noticed_at_once(coordinator):
 
 
 async def test_a_silent_cut_is_noticed_by_missing_pongs(tmp_path):
-    with Coordinator(tmp_path / "state", "server.heartbeat=0.4") as coordinator:
+    with Coordinator(tmp_path / "state", "detection.heartbeat=0.4") as coordinator:
         async with connected(coordinator.url, "a", nodes=(1, 2)) as (a,):
             await train([a])
             url = f"{coordinator.url}/v1/agent"
@@ -124,7 +124,7 @@ async def test_nonsense_closes_that_connection_only(coordinator, garbage):
 
 
 async def test_too_large_a_message_closes_the_connection(tmp_path):
-    with Coordinator(tmp_path / "state", "server.max_message_bytes=1000") as coordinator:
+    with Coordinator(tmp_path / "state", "coordinator.max_message_bytes=1000") as coordinator:
         async with aiohttp.ClientSession() as http, http.ws_connect(f"{coordinator.url}/v1/agent") as socket_:
             await socket_.send_str("x" * 2000)
             frame = await socket_.receive(timeout=5)
@@ -161,17 +161,17 @@ async def test_web_pages_are_kept_out(coordinator):
 
 
 def test_a_reachable_address_needs_a_token(tmp_path):
-    coordinator = Coordinator(tmp_path / "state", "server.host=0.0.0.0")
+    coordinator = Coordinator(tmp_path / "state", "coordinator.host=0.0.0.0")
     coordinator.spawn()
     output = coordinator.output()
     assert coordinator.process.returncode == 2
-    assert "server.host=0.0.0.0 can be reached from other machines: set a token" in output
+    assert "coordinator.host=0.0.0.0 can be reached from other machines: set a token" in output
     assert len(output.strip().splitlines()) == 1
 
 
 def test_a_taken_port_is_an_error_unless_embedded(tmp_path, coordinator):
     for embedded, expected in (("false", 1), ("true", 0)):
-        second = Coordinator(tmp_path / "other", f"server.exit_when_idle={embedded}", port=coordinator.port)
+        second = Coordinator(tmp_path / "other", f"coordinator.exit_when_idle={embedded}", port=coordinator.port)
         second.spawn()
         output = second.output()
         assert second.process.returncode == expected
@@ -199,7 +199,7 @@ async def test_sigterm_ends_it_in_order_and_keeps_the_task(coordinator):
 
 
 async def test_an_embedded_coordinator_ends_by_itself(tmp_path):
-    overrides = ("server.exit_when_idle=true", "server.idle_linger=0.2")
+    overrides = ("coordinator.exit_when_idle=true", "coordinator.idle_linger=0.2")
     with Coordinator(tmp_path / "state", *overrides) as coordinator:
         async with connected(coordinator.url, "a") as (a,):
             await train([a])
@@ -210,7 +210,7 @@ async def test_an_embedded_coordinator_ends_by_itself(tmp_path):
 
 
 async def test_a_stale_task_of_dead_agents_is_not_resurrected(tmp_path):
-    with Coordinator(tmp_path / "state", "server.exit_when_idle=true") as coordinator:
+    with Coordinator(tmp_path / "state", "coordinator.exit_when_idle=true") as coordinator:
         dead = await asyncio.create_subprocess_exec(sys.executable, "-c", "")
         await dead.wait()
         async with connected(coordinator.url, "a") as (a,):
@@ -225,7 +225,9 @@ async def test_a_stale_task_of_dead_agents_is_not_resurrected(tmp_path):
 
 
 async def test_an_agent_that_dies_before_it_is_back_is_noticed(tmp_path):
-    with Coordinator(tmp_path / "state", "server.exit_when_idle=true", "membership.restart_grace=600") as coordinator:
+    with Coordinator(
+        tmp_path / "state", "coordinator.exit_when_idle=true", "detection.restart_grace=600"
+    ) as coordinator:
         agent = await asyncio.create_subprocess_exec(sys.executable, "-c", "input()", stdin=asyncio.subprocess.PIPE)
         async with connected(coordinator.url, "a") as (a,):
             await a.register(pid=agent.pid)

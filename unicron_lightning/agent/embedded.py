@@ -125,10 +125,10 @@ def _spawn(options: AgentOptions, log: Path) -> subprocess.Popen[bytes]:
         sys.executable,
         "-m",
         "unicron_lightning.coordinator",
-        f"server.host={bind_address(options.coordinator_host)}",
-        f"server.port={options.coordinator_port}",
-        f"server.state_dir={options.state_dir}",
-        "server.exit_when_idle=true",
+        f"coordinator.host={bind_address(options.coordinator_host)}",
+        f"coordinator.port={options.coordinator_port}",
+        f"store.state_dir={options.state_dir}",
+        "coordinator.exit_when_idle=true",
     ]
     with log.open("ab") as output:
         return subprocess.Popen(

@@ -1,22 +1,29 @@
-"""``python -m unicron_lightning.coordinator [key=value ...]``: run a coordinator, configured by Hydra.
+"""``python -m unicron_lightning.coordinator [group=choice ...] [group.key=value ...]``: run a coordinator.
 
-``--cfg job`` shows the configuration, ``--help`` what can be set.
+Configured by Hydra: ``--cfg job`` shows the configuration, ``--help`` the groups and what can be set, ``--info`` where
+each value comes from. A wrong key or value ends it with one message (HYDRA_FULL_ERROR=1: with the whole trace).
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
-from typing import cast
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import hydra
-from omegaconf import DictConfig, OmegaConf
+from hydra.errors import HydraException
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from unicron_lightning.coordinator.config import CoordinatorConfig, register_schema
+from unicron_lightning.coordinator.config.composition import explain, from_composed, register_schema
 from unicron_lightning.errors import UnicronError
 
 logger = logging.getLogger(__name__)
+
+_FULL_ERROR = "HYDRA_FULL_ERROR"
+_WRONG = (UnicronError, HydraException, OmegaConfBaseException)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -24,7 +31,29 @@ def main(arguments: list[str] | None = None) -> None:
     if arguments is not None:
         sys.argv = [sys.argv[0], *arguments]
     register_schema()
-    hydra.main(version_base="1.3", config_path="pkg://unicron_lightning.conf", config_name="coordinator")(_run)()
+    run = hydra.main(version_base="1.3", config_path="pkg://unicron_lightning.conf", config_name="coordinator")(_run)
+    if os.environ.get(_FULL_ERROR) == "1":
+        run()
+        return
+    try:
+        with _errors_raised():
+            run()
+    except _WRONG as error:
+        sys.exit(f"coordinator: {explain(error)}")
+
+
+@contextmanager
+def _errors_raised() -> Iterator[None]:
+    """Have Hydra raise errors; what it prints itself advises to add unknown keys with ``+``."""
+    before = os.environ.get(_FULL_ERROR)
+    os.environ[_FULL_ERROR] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_FULL_ERROR]
+        else:
+            os.environ[_FULL_ERROR] = before
 
 
 def _run(composed: DictConfig) -> None:
@@ -32,9 +61,9 @@ def _run(composed: DictConfig) -> None:
     from unicron_lightning.coordinator.server import serve  # Not needed to show the configuration.
 
     try:
-        status = serve(cast(CoordinatorConfig, OmegaConf.to_object(composed)))
-    except (UnicronError, OmegaConfBaseException) as error:
-        logger.error("%s", error)
+        status = serve(from_composed(composed))
+    except _WRONG as error:
+        logger.error("%s", explain(error))
         status = 2
     sys.exit(status)
 

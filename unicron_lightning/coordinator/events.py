@@ -23,7 +23,7 @@ class TimerKey(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The machine's time limits, all in seconds. See `config.MembershipConfig` for their reasons."""
+    """The machine's time limits, all in seconds. See `config.DetectionConfig` for their reasons."""
 
     reconnect_grace: float = 0.25
     restart_grace: float = 10.0

@@ -148,9 +148,9 @@ def _pivot(question: Question, last: Question | None) -> str | None:
     return changed[0] if len(changed) == 1 else None
 
 
-def constant_hazard(node_mtbf_seconds: float) -> Callable[[int], float]:
+def constant_hazard(place_mtbf_seconds: float) -> Callable[[int], float]:
     """D_running if a place fails once in so many seconds, at random."""
-    return lambda num_places: node_mtbf_seconds / max(1, num_places)
+    return lambda num_places: place_mtbf_seconds / max(1, num_places)
 
 
 class NominalPerformance:
@@ -173,7 +173,12 @@ class NominalPerformance:
         return float("inf") if num_workers else 0.0
 
 
-def planning_of(_config: CoordinatorConfig) -> Planning:
+def planning_of(config: CoordinatorConfig) -> Planning:
     """The planner as configured."""
-    nominal = NominalPerformance()
-    return Planning(lambda _: nominal, constant_hazard(24 * 3600.0), lambda _: 5.0)
+    beliefs = config.planner
+    nominal = NominalPerformance(beliefs.scaling_exponent)
+    # A place fails with its node, and by its own workers.
+    failures_per_hour = 1 / beliefs.node_mtbf_hours + 1 / beliefs.worker_mtbf_hours
+    return Planning(
+        lambda _: nominal, constant_hazard(3600.0 / failures_per_hour), lambda _: beliefs.transition_seconds
+    )

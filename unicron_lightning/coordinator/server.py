@@ -39,8 +39,6 @@ from unicron_lightning.errors import ConfigError, PortInUse
 
 logger = logging.getLogger(__name__)
 
-_REGISTER_TIMEOUT = 10.0
-"""Seconds in which a new connection must say who it is."""
 _LOOK_SECONDS = 0.25
 
 
@@ -59,22 +57,22 @@ class Server:
     def __init__(self, config: CoordinatorConfig, token: str | None) -> None:
         self._config = config
         self._token = token
-        host, port = config.server.host, config.server.port
+        host, port = config.coordinator.host, config.coordinator.port
         address = _resolve(host, port)
         if token is None and not ipaddress.ip_address(address[4][0]).is_loopback:
             raise ConfigError(
-                f"server.host={host} can be reached from other machines: "
-                "set a token (UNICRON_TOKEN or server.token_file)"
+                f"coordinator.host={host} can be reached from other machines: "
+                "set a token (UNICRON_TOKEN or coordinator.token_file)"
             )
         # The port decides which of several coordinators lives: bind before the state is touched.
         self._socket = _bind(address)
         try:
             self.port: int = self._socket.getsockname()[1]
             self.state_dir = (
-                Path(config.server.state_dir) if config.server.state_dir else default_state_dir(host, self.port)
+                Path(config.store.state_dir) if config.store.state_dir else default_state_dir(host, self.port)
             )
             prepare_state_dir(self.state_dir)
-            self.store = Store(self.state_dir)
+            self.store = Store(self.state_dir, events_kept=config.store.events_kept)
         except BaseException:
             self._socket.close()
             raise
@@ -192,9 +190,11 @@ class Server:
     # ---- agents' connections -----------------------------------------------------------------------------------------
 
     async def _serve_agent(self, request: web.Request) -> web.WebSocketResponse:
-        limits = self._config.server
         socket_ = web.WebSocketResponse(
-            heartbeat=limits.heartbeat, max_msg_size=limits.max_message_bytes, compress=False, timeout=1.0
+            heartbeat=self._config.detection.heartbeat,
+            max_msg_size=self._config.coordinator.max_message_bytes,
+            compress=False,
+            timeout=1.0,
         )
         await socket_.prepare(request)
         assert request.transport is not None
@@ -212,7 +212,7 @@ class Server:
 
     async def _read(self, conn: int, socket_: web.WebSocketResponse) -> None:
         """Feed what one agent says into the machine, until its connection ends or it talks nonsense."""
-        timeout: float | None = _REGISTER_TIMEOUT
+        timeout: float | None = self._config.detection.register_timeout
         while True:
             try:
                 frame = await socket_.receive(timeout=timeout)
@@ -241,14 +241,14 @@ class Server:
             package = version("unicron-lightning")
         except PackageNotFoundError:
             package = "unknown"
-        return {"pid": os.getpid(), "version": package, "host": self._config.server.host, "port": self.port}
+        return {"pid": os.getpid(), "version": package, "host": self._config.coordinator.host, "port": self.port}
 
     def _announce(self) -> None:
         path = self.state_dir / "coordinator.json"
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(self.about()), encoding="utf-8")
         partial.replace(path)
-        host = self._config.server.host
+        host = self._config.coordinator.host
         logger.info("coordinator_listens host=%s port=%d state_dir=%s", host, self.port, self.state_dir)
 
     def _look_for_ended(self) -> None:
@@ -256,7 +256,7 @@ class Server:
 
         Only for a coordinator started by an agent: that one is known to share the process ids with it.
         """
-        if not self._config.server.exit_when_idle:
+        if not self._config.coordinator.exit_when_idle:
             return
         here = {"127.0.0.1", "::1", "localhost", socket.gethostname()}
         awaited = [agent for task in self.machine.tasks.values() if task.restoring for agent in task.agents.values()]
@@ -269,7 +269,7 @@ class Server:
 
 def serve(config: CoordinatorConfig) -> int:
     """Run a coordinator to its end; returns the exit status of the process."""
-    token = read_token(config.server.token_file)
+    token = read_token(config.coordinator.token_file)
 
     async def main() -> bool:
         return await Server(config, token).run()
@@ -277,7 +277,7 @@ def serve(config: CoordinatorConfig) -> int:
     try:
         return 0 if asyncio.run(main()) else 1
     except PortInUse as error:
-        if config.server.exit_when_idle:
+        if config.coordinator.exit_when_idle:
             logger.info("port_in_use %s", error)  # Another agent's coordinator was faster: all is well.
             return 0
         logger.error("%s", error)
@@ -294,7 +294,7 @@ def _resolve(host: str, port: int) -> Any:
     try:
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except socket.gaierror as error:
-        raise ConfigError(f"server.host={host}: {error.strerror}") from error
+        raise ConfigError(f"coordinator.host={host}: {error.strerror}") from error
 
 
 def _bind(address: Any) -> socket.socket:

@@ -55,28 +55,32 @@ class NewEvent(msgspec.Struct, frozen=True, kw_only=True):
 class Store:
     """The database in ``state_dir``, held by one process at a time.
 
+    Args:
+        state_dir: folder of the database.
+        events_kept: newest events that are kept; older ones are deleted here.
+
     Raises:
         ConfigError: another coordinator holds the directory, or a newer version wrote it.
     """
 
-    def __init__(self, state_dir: Path) -> None:
+    def __init__(self, state_dir: Path, *, events_kept: int = _EVENTS_KEPT) -> None:
         self._lock = os.open(state_dir / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(self._lock)
-            raise ConfigError(f"server.state_dir={state_dir} is in use by another coordinator") from error
+            raise ConfigError(f"store.state_dir={state_dir} is in use by another coordinator") from error
         self._db = sqlite3.connect(state_dir / "coordinator.sqlite", isolation_level=None)
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute("PRAGMA synchronous=NORMAL")
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
         if version > _SCHEMA_VERSION:
             self.close()
-            raise ConfigError(f"server.state_dir={state_dir} was written by a newer version (schema {version})")
+            raise ConfigError(f"store.state_dir={state_dir} was written by a newer version (schema {version})")
         self._db.executescript(_SCHEMA)
         self._db.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
         newest = "(SELECT max(seq) FROM events)"
-        self._db.execute(f"DELETE FROM events WHERE seq <= {newest} - {_EVENTS_KEPT}")
+        self._db.execute(f"DELETE FROM events WHERE seq <= {newest} - ?", (events_kept,))
 
     def load(self) -> state.Cluster:
         """The tasks as last written."""

@@ -1,0 +1,78 @@
+"""Between Hydra and the schema: what is registered with it, and what it leaves unchecked."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from typing import Any, cast
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from unicron_lightning.coordinator.config.schema import CoordinatorConfig, TaskConfig
+from unicron_lightning.errors import ConfigError, UnicronError
+
+
+def register_schema() -> None:
+    """Make the schema and the resolver ``of_timeout`` known to Hydra, which then checks keys and types."""
+    from hydra.core.config_store import ConfigStore
+
+    OmegaConf.register_new_resolver("of_timeout", _of_timeout, replace=True)
+    ConfigStore.instance().store(name="coordinator_schema", node=CoordinatorConfig)
+
+
+def from_composed(composed: DictConfig) -> CoordinatorConfig:
+    """The configuration as objects.
+
+    Raises:
+        ConfigError: an unknown key, which Hydra allows to be added with ``+``, or a wrong value.
+    """
+    _check_keys(composed, prefix="")
+    config = cast(CoordinatorConfig, OmegaConf.to_object(composed))
+    config.tasks = {str(name): _task(f"tasks.{name}", task) for name, task in composed.tasks.items()}
+    config.jobs()
+    return config
+
+
+def explain(error: BaseException) -> str:
+    """What is wrong with the command line or a file, in one line where it is about a key or its value."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(error, UnicronError):
+        if isinstance(cause, OmegaConfBaseException) and cause.full_key:
+            known = _known(cause.object_type)
+            if known and str(cause.key) not in known:
+                return f"{cause.full_key}: unknown key; known are {', '.join(known)}"
+            return f"{cause.full_key}: {str(cause.msg or cause).splitlines()[0]}"
+        cause = cause.__cause__
+    return str(error)
+
+
+def _task(name: str, given: Any) -> TaskConfig:
+    if not isinstance(given, DictConfig):
+        raise ConfigError(f"{name}={given}: expected the fields of a task, {', '.join(_known(TaskConfig))}")
+    try:
+        return cast(TaskConfig, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TaskConfig), given)))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{name}.{explain(error)}") from error
+
+
+def _of_timeout(factor: float, least: float = 0.0, *, _parent_: DictConfig) -> float:
+    # Rounded to microseconds: nobody wants to read 0.15000000000000002.
+    return round(max(float(factor) * float(_parent_.timeout), float(least)), 6)
+
+
+def _check_keys(node: DictConfig, prefix: str) -> None:
+    kind = OmegaConf.get_type(node)
+    known = _known(kind)
+    for key in map(str, node):
+        name = f"{prefix}{key}"
+        if known and key not in known:
+            raise ConfigError(f"{name}: unknown key; known are {', '.join(known)}")
+        if OmegaConf.is_missing(node, key):
+            raise ConfigError(f"{name} is missing: expected a value")
+        child: Any = None if OmegaConf.is_interpolation(node, key) else node[key]
+        if isinstance(child, DictConfig):
+            _check_keys(child, f"{name}.")
+
+
+def _known(kind: Any) -> list[str]:
+    return sorted(field.name for field in fields(kind)) if isinstance(kind, type) and is_dataclass(kind) else []

@@ -1,0 +1,46 @@
+"""What the configuration names outside of itself: the state directory and the token."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from unicron_lightning.errors import ConfigError
+
+
+def default_state_dir(host: str, port: int) -> Path:
+    """Where a coordinator at this endpoint keeps its state unless told otherwise."""
+    if os.environ.get("UNICRON_STATE_DIR"):
+        return Path(os.environ["UNICRON_STATE_DIR"])
+    return Path(tempfile.gettempdir()) / f"unicron-{os.getuid()}" / f"{host}-{port}"
+
+
+def prepare_state_dir(path: Path) -> None:
+    """Create the directory (mode 0700, parents too).
+
+    Raises:
+        ConfigError: it belongs to another user, as could be arranged in a shared temporary directory.
+    """
+    for folder in (path.parent, path):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    owner = path.stat().st_uid
+    if owner != os.getuid():
+        raise ConfigError(f"store.state_dir={path} belongs to user {owner}, not to you: choose another directory")
+
+
+def read_token(token_file: str | None) -> str | None:
+    """The token from the file, else from the environment, else None.
+
+    Raises:
+        ConfigError: the file can't be read or is empty.
+    """
+    if token_file is None:
+        return os.environ.get("UNICRON_TOKEN") or None
+    try:
+        token = Path(token_file).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"token_file={token_file}: {error}") from error
+    if not token:
+        raise ConfigError(f"token_file={token_file} is empty: expected a token in it")
+    return token

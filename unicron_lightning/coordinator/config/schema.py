@@ -1,0 +1,200 @@
+"""The schema of the coordinator's configuration. Durations are in seconds unless a name says otherwise.
+
+Defaults and the choices of each group are the YAML files in ``conf/``; reasons are in docs/configuration.md.
+
+Not frozen: to Hydra a frozen schema is one whose values cannot be overridden.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from unicron_lightning.coordinator.events import Limits
+from unicron_lightning.errors import ConfigError
+
+if TYPE_CHECKING:
+    from unicron_lightning.jobs import Job
+
+
+@dataclass(kw_only=True)
+class ProcessConfig:
+    """Group ``coordinator``: the process itself."""
+
+    host: str = "127.0.0.1"
+    """Address to bind. Anything but a loopback address needs a token."""
+    port: int = 29461
+    """TCP port; 0 lets the system choose (it is written to ``coordinator.json`` in the state directory)."""
+    token_file: str | None = None
+    """File with the token that agents and `unicron status` must show; the variable UNICRON_TOKEN does the same."""
+    exit_when_idle: bool = False
+    """End when nothing is left to coordinate: for a coordinator that was started by an agent."""
+    idle_linger: float = 3.0
+    """How long nothing must be there before an `exit_when_idle` coordinator ends."""
+    startup_linger: float = 30.0
+    """The same before the first agent has come: starting torchrun takes seconds on a busy machine."""
+    max_message_bytes: int = 16 * 1024 * 1024
+    """Larger messages end the connection that they come over."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"coordinator.port={self.port}: expected 0..65535")
+        if not self.host:
+            raise ConfigError("coordinator.host is empty: expected an address or a host name")
+        _check_positive("coordinator", max_message_bytes=self.max_message_bytes)
+        _check_not_negative("coordinator", idle_linger=self.idle_linger, startup_linger=self.startup_linger)
+
+
+@dataclass(kw_only=True)
+class ClusterConfig:
+    """Group ``cluster``: the machines."""
+
+    drained: list[str] = field(default_factory=list)
+    """Nodes that are drained when the coordinator starts, beside those that its state says are."""
+
+    def __post_init__(self) -> None:
+        if not all(self.drained):
+            raise ConfigError(f"cluster.drained={self.drained}: expected names of nodes")
+
+
+@dataclass(kw_only=True)
+class TaskConfig:
+    """One of ``tasks``: a task that the coordinator submits to itself at its start. Fields as in `jobs.Job`."""
+
+    command: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
+    folder: str | None = None
+    weight: float = 1.0
+    min_nodes: int = 1
+    max_nodes: int = 1
+    workers_per_node: int = 1
+    max_restarts: int = 1000
+    flops_per_step: float | None = None
+    profile: dict[int, float] = field(default_factory=dict)
+
+    def job(self, name: str) -> Job:
+        """The definition under this name.
+
+        Raises:
+            ConfigError: it is wrong.
+        """
+        from unicron_lightning.jobs import Job, problem
+
+        job = Job(name=name, **vars(self))
+        wrong = problem(job)
+        if wrong is not None:
+            raise ConfigError(f"tasks.{name}: {wrong}")
+        return job
+
+
+@dataclass(kw_only=True)
+class PlannerConfig:
+    """Group ``planner``: what is believed of the cluster before anything was measured."""
+
+    enabled: bool = True
+    """Whether places go from one task to another by plan; else each task keeps what it has."""
+    node_mtbf_hours: float = 720.0
+    """Node-hours per failure of a whole node."""
+    worker_mtbf_hours: float = 720.0
+    """Hours per failure of the workers in one slot, their node left aside."""
+    transition_seconds: float = 5.0
+    """How long a task stands still when its workers change."""
+    scaling_exponent: float = 0.95
+    """T(t,x) is x to this power for a task of which nothing is known, in (0, 1]."""
+
+    def __post_init__(self) -> None:
+        _check_positive("planner", node_mtbf_hours=self.node_mtbf_hours, worker_mtbf_hours=self.worker_mtbf_hours)
+        _check_positive("planner", transition_seconds=self.transition_seconds)
+        if not 0 < self.scaling_exponent <= 1:
+            raise ConfigError(f"planner.scaling_exponent={self.scaling_exponent}: expected a number in (0, 1]")
+
+
+@dataclass(kw_only=True)
+class DetectionConfig:
+    """Group ``detection``: how long to wait before conclusions are drawn. Without defaults here: see conf/detection."""
+
+    timeout: float
+    """Base from which the others follow: about how long something silent is waited for."""
+    heartbeat: float
+    """Interval of pings to agents. A cut that closes no connection is noticed after at most 1.5 intervals."""
+    register_timeout: float
+    """A new connection must say who it is within this time."""
+    reconnect_grace: float
+    """An agent whose connection ended is lost after this. A closed connection nearly always is a dead process."""
+    restart_grace: float
+    """After a restart of the coordinator agents have this long to come back; their back-off reaches 2 s."""
+    comm_error_grace: float
+    """A death explains a failed collective if it is reported within this time; else the epoch is renewed in place."""
+    join_grace: float
+    """Workers of one agent join together if they get ready within this time of each other."""
+
+    def __post_init__(self) -> None:
+        _check_positive(
+            "detection", timeout=self.timeout, heartbeat=self.heartbeat, register_timeout=self.register_timeout
+        )
+        _check_not_negative(
+            "detection",
+            reconnect_grace=self.reconnect_grace,
+            restart_grace=self.restart_grace,
+            comm_error_grace=self.comm_error_grace,
+            join_grace=self.join_grace,
+        )
+
+
+@dataclass(kw_only=True)
+class StoreConfig:
+    """Group ``store``: what outlives the process."""
+
+    state_dir: str | None = None
+    """Directory for the state; default $UNICRON_STATE_DIR or <tempdir>/unicron-<uid>/<host>-<port>."""
+    events_kept: int = 100_000
+    """Events of the log that are kept at a start; older ones are deleted."""
+
+    def __post_init__(self) -> None:
+        _check_positive("store", events_kept=self.events_kept)
+
+
+@dataclass(kw_only=True)
+class CoordinatorConfig:
+    """The whole configuration."""
+
+    detection: DetectionConfig
+    coordinator: ProcessConfig = field(default_factory=ProcessConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    tasks: dict[str, Any] = field(default_factory=dict)
+    """`TaskConfig` by name; to Hydra anything, as it cannot add to a dictionary of dataclasses."""
+    planner: PlannerConfig = field(default_factory=PlannerConfig)
+    store: StoreConfig = field(default_factory=StoreConfig)
+
+    def limits(self) -> Limits:
+        """The part that the state machine goes by."""
+        return Limits(
+            reconnect_grace=self.detection.reconnect_grace,
+            restart_grace=self.detection.restart_grace,
+            comm_error_grace=self.detection.comm_error_grace,
+            join_grace=self.detection.join_grace,
+            exit_when_idle=self.coordinator.exit_when_idle,
+            idle_linger=self.coordinator.idle_linger,
+            startup_linger=self.coordinator.startup_linger,
+        )
+
+    def jobs(self) -> list[Job]:
+        """The tasks that are to be submitted, in their order.
+
+        Raises:
+            ConfigError: one of them is wrong.
+        """
+        return [task.job(name) for name, task in self.tasks.items()]
+
+
+def _check_positive(group: str, **values: float) -> None:
+    for name, value in values.items():
+        if not (math.isfinite(value) and value > 0):
+            raise ConfigError(f"{group}.{name}={value}: expected a number > 0")
+
+
+def _check_not_negative(group: str, **values: float) -> None:
+    for name, value in values.items():
+        if not (math.isfinite(value) and value >= 0):
+            raise ConfigError(f"{group}.{name}={value}: expected a number >= 0")
