@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-from unicron_lightning.coordinator.jobs import Job
 from unicron_lightning.coordinator.measured import Lifetimes, Measured, MeasuredTransition, Speed
 from unicron_lightning.coordinator.state import Task, Worker, decode_task, encode
 from unicron_lightning.coordinator.throughput import (
@@ -17,6 +16,7 @@ from unicron_lightning.coordinator.throughput import (
     performances,
     transition_times,
 )
+from unicron_lightning.jobs import Job
 from unicron_lightning.planner.transitions import TransitionKind
 
 NOW = 5000.0

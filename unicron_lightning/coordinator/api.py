@@ -7,14 +7,33 @@ machine, and its state into answers; what an order does is the machine's.
 from __future__ import annotations
 
 import hmac
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
+import msgspec
 from aiohttp import web
 
 from unicron_lightning.coordinator import events as ev
+from unicron_lightning.coordinator import jobs
 from unicron_lightning.coordinator.machine import Machine
-from unicron_lightning.coordinator.status import task_status
+from unicron_lightning.coordinator.status import cluster_status, task_status
 from unicron_lightning.coordinator.store import LoggedEvent, Store
+from unicron_lightning.jobs import Job, problem
+
+NO_TOKEN: Final = (
+    "this coordinator has no token: expected one (UNICRON_TOKEN or server.token_file), also on loopback, "
+    "as whoever submits a job runs commands as the user of the nodes' daemons"
+)
+
+
+class _Submission(Job, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A job as it comes in: a misspelt key is refused."""
+
+
+_decode_submission = msgspec.json.Decoder(_Submission).decode
+
+
+def _decode_job(data: bytes) -> Job:
+    return Job(**msgspec.structs.asdict(_decode_submission(data)))
 
 
 class Shell(Protocol):
@@ -64,6 +83,10 @@ class Api:
         app.router.add_get("/v1/status", self._get_status)
         app.router.add_get("/v1/events", self._get_events)
         app.router.add_post("/v1/tasks/{task}/resize", self._post_resize)
+        app.router.add_post("/v1/tasks/{task}/cancel", self._post_cancel)
+        app.router.add_get("/v1/jobs", self._get_jobs)
+        app.router.add_post("/v1/jobs", self._post_job)
+        app.router.add_get("/v1/jobs/{name}", self._get_job)
         app.router.add_post("/v1/nodes/{node}/{verb:drain|undrain}", self._post_drain)
         return app
 
@@ -80,7 +103,9 @@ class Api:
         shell, machine = self._shell, self._shell.machine
         tasks = {task.id: task_status(task) for task in machine.tasks.values()}
         coordinator = {**shell.about(), "started_at": shell.started_at, "store_error": shell.store_error}
-        return web.json_response({"coordinator": coordinator, "tasks": tasks, "drained": machine.drained})
+        return web.json_response(
+            {"coordinator": coordinator, "tasks": tasks, "drained": machine.drained, **cluster_status(machine.cluster)}
+        )
 
     async def _post_resize(self, request: web.Request) -> web.Response:
         """``?nodes=N``: have N nodes train the task; ``nodes=all``: as many as there are."""
@@ -88,8 +113,7 @@ class Api:
         name, word = request.match_info["task"], request.query.get("nodes", "")
         task = tasks.get(name)
         if task is None or task.over is not None:
-            known = sorted(t.id for t in tasks.values() if t.over is None)
-            return web.json_response({"error": f"no task {name!r}; there are: {known}"}, status=404)
+            return self._no_task(name)
         nodes = int(word) if word.isdecimal() else None
         if word != "all" and (nodes is None or not task.min_nodes <= nodes <= task.max_nodes):
             error = f"nodes={word}: expected {task.min_nodes} to {task.max_nodes} (its --nnodes), or all"
@@ -97,11 +121,56 @@ class Api:
         self._shell.apply(ev.Resize(task=name, nodes=nodes))
         return web.json_response({"task": name, "nodes": nodes})
 
+    async def _post_cancel(self, request: web.Request) -> web.Response:
+        """End a task now, submitted or not."""
+        name = request.match_info["task"]
+        task = self._shell.machine.tasks.get(name)
+        if task is None or task.over is not None:
+            return self._no_task(name)
+        self._shell.apply(ev.Cancel(task=name))
+        return web.json_response(jobs.job_status(self._shell.machine.cluster, name))
+
+    def _no_task(self, name: str) -> web.Response:
+        known = sorted(task.id for task in self._shell.machine.tasks.values() if task.over is None)
+        return web.json_response({"error": f"no task {name!r}; there are: {known}"}, status=404)
+
+    async def _post_job(self, request: web.Request) -> web.Response:
+        """Submit a task: the body is a `Job`."""
+        if self._token is None:
+            return web.json_response({"error": NO_TOKEN}, status=403)
+        try:
+            job: Job = _decode_job(await request.read())
+        except (msgspec.DecodeError, UnicodeError) as error:
+            return web.json_response({"error": f"expected a job: {error}"}, status=400)
+        wrong = problem(job)
+        if wrong is not None:
+            return web.json_response({"error": wrong}, status=400)
+        cluster = self._shell.machine.cluster
+        refused = jobs.refusal(cluster, job)
+        if refused is not None:
+            return web.json_response({"error": refused}, status=409)
+        self._shell.apply(ev.Submit(job=job))
+        return web.json_response(jobs.job_status(cluster, job.name))
+
+    async def _get_job(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        status = jobs.job_status(self._shell.machine.cluster, name)
+        if status is None:
+            return web.json_response({"error": f"no job {name!r} is known"}, status=404)
+        return web.json_response(status)
+
+    async def _get_jobs(self, _request: web.Request) -> web.Response:
+        """All that are known, those that ended first, each as by `_get_job`."""
+        cluster = self._shell.machine.cluster
+        names = [*(result.name for result in cluster.lasting.results), *cluster.tasks]
+        return web.json_response([jobs.job_status(cluster, name) for name in dict.fromkeys(names)])
+
     async def _post_drain(self, request: web.Request) -> web.Response:
         """``drain`` or ``undrain`` a node, or an agent by its id."""
         machine = self._shell.machine
         name, drained = request.match_info["node"], request.match_info["verb"] == "drain"
         known = {word for task in machine.tasks.values() for a in task.agents.values() for word in (a.node, a.id)}
+        known |= set(machine.cluster.nodes)
         if name not in known | set(machine.drained):
             return web.json_response({"error": f"no node or agent {name!r}; there are: {sorted(known)}"}, status=404)
         self._shell.apply(ev.Drain(node=name, drained=drained))

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, Union
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator.question import Question
+from unicron_lightning.jobs import Job
+from unicron_lightning.nodewire import FromNode, ToNode
 
 
 class TimerKey(NamedTuple):
@@ -54,6 +56,14 @@ class Received:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NodeSaid:
+    """A daemon's message came over connection ``conn``. The first one of a connection must be `nodewire.NodeHello`."""
+
+    conn: int
+    message: FromNode
+
+
+@dataclass(frozen=True, kw_only=True)
 class Disconnected:
     """Connection ``conn`` has ended, for whatever reason."""
 
@@ -84,6 +94,20 @@ class Resize:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Submit:
+    """A user submits a task of which `jobs.refusal` has nothing to say."""
+
+    job: Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cancel:
+    """A user wants a task that is not over to end now."""
+
+    task: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Planned:
     """The planner's answer to `Ask`: how many places each task shall have.
 
@@ -109,7 +133,9 @@ class TimerFired:
     key: TimerKey
 
 
-Input = Union[Started, Received, Disconnected, AgentsEnded, Drain, Resize, Planned, TimerFired]
+Input = Union[
+    Started, Received, NodeSaid, Disconnected, AgentsEnded, Drain, Resize, Submit, Cancel, Planned, TimerFired
+]
 
 # ---- actions -------------------------------------------------------------------------------------------------------
 
@@ -119,7 +145,7 @@ class Send:
     """Send a message over a connection; dropped if the connection has ended meanwhile."""
 
     conn: int
-    message: wire.ToAgent
+    message: wire.ToAgent | ToNode
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,33 +1,97 @@
-"""Task definitions: what a task is, before and while it runs."""
+"""Jobs: tasks that were submitted, from the queue to their end.
+
+A job is a `Task` from its submission on. As long as nobody runs it, it waits (`Task.empty_grace`): in the beginning,
+and again when all its nodes are lost. It fails when torchrun gives it up on its last node.
+"""
 
 from __future__ import annotations
 
+from typing import Final, Literal
+
 import msgspec
 
+from unicron_lightning.coordinator.state import Cluster, JobResult, Lasting, Task
+from unicron_lightning.coordinator.turn import Turn
+from unicron_lightning.jobs import Job
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """A task as it was submitted; its name is the task's id (torchrun's ``--rdzv-id``)."""
+JobState = Literal["queued", "running", "succeeded", "failed", "cancelled"]
 
-    name: str
-    command: list[str]
-    """The script and its arguments, as they would follow torchrun's own."""
-    environment: dict[str, str] = {}
-    """Added to the environment of its processes."""
-    folder: str | None = None
-    """Where its processes run; None: where the node's agent does."""
-    weight: float = 1.0
-    """w(t), what its FLOPs are worth beside those of other tasks."""
-    min_nodes: int = 1
-    """Fewest slots with which it may run."""
-    max_nodes: int = 1
-    """Most slots that it may have."""
-    workers_per_node: int = 1
-    """Workers in a slot: torchrun's ``--nproc-per-node``."""
-    max_restarts: int = 1000
-    """Restarts that torchrun allows each of its agents."""
-    flops_per_step: float | None = None
-    """FLOPs of the model in one optimizer step, to make FLOP/s of measured steps."""
-    profile: dict[int, float] = {}
-    """T(t,x) where it is known beforehand: achieved FLOP/s by number of slots."""
-    submitted_at: float = 0.0
-    """time.time() of its submission; the queue's order."""
+CANCELLED: Final = "cancelled"
+"""Reason of a task's end by order."""
+_RESULTS_KEPT: Final = 500
+
+
+def refusal(cluster: Cluster, job: Job) -> str | None:
+    """Why the job can't be taken in now, for its user; None if it can."""
+    task = cluster.tasks.get(job.name)
+    if task is not None and task.over is None:
+        return f"there is a task {job.name!r} already: expected another name, or that it is cancelled first"
+    if task is not None:
+        return f"agents of an earlier task {job.name!r} have not ended yet: try again in a moment"
+    return None
+
+
+def submit(cluster: Cluster, turn: Turn, job: Job) -> None:
+    """Take in a job; the caller has asked `refusal`."""
+    job = msgspec.structs.replace(job, submitted_at=turn.now)
+    adopt(cluster, turn, job)
+    turn.emit_for(cluster.tasks[job.name], None, "job_submitted", {"command": job.command, "weight": job.weight})
+
+
+def adopt(cluster: Cluster, turn: Turn, job: Job) -> None:
+    """Note a job, and make its task if nobody runs it."""
+    cluster.lasting.jobs[job.name] = job
+    if job.name not in cluster.tasks:
+        cluster.tasks[job.name] = Task(
+            id=job.name,
+            min_nodes=job.min_nodes,
+            max_nodes=job.max_nodes,
+            created_at=turn.now,
+            weight=job.weight,
+            empty_grace=True,
+        )
+        turn.save(cluster.tasks[job.name])
+    turn.save_lasting()
+    turn.places_changed = True
+
+
+def is_job(task: Task, turn: Turn) -> bool:
+    """Whether the task was submitted, so that nodes' daemons run it."""
+    return task.id in turn.lasting.jobs
+
+
+def ended(task: Task, turn: Turn, *, succeeded: bool, reason: str) -> None:
+    """Remember how a task, submitted or not, has ended."""
+    lasting = turn.lasting
+    job = lasting.jobs.pop(task.id, None)
+    result = JobResult(
+        name=task.id,
+        state="cancelled" if reason == CANCELLED else "succeeded" if succeeded else "failed",
+        reason=reason,
+        managed=job is not None,
+        submitted_at=job.submitted_at if job else task.created_at,
+        ended_at=turn.now,
+    )
+    lasting.results = [*(each for each in lasting.results if each.name != task.id), result][-_RESULTS_KEPT:]
+    turn.save_lasting()
+    turn.places_changed = True
+
+
+def result_of(lasting: Lasting, name: str) -> JobResult | None:
+    """How the newest task of that name ended; None if it has not, or is not remembered."""
+    return next((result for result in reversed(lasting.results) if result.name == name), None)
+
+
+def job_status(cluster: Cluster, name: str) -> dict[str, object] | None:
+    """A job, or a task, as plain JSON; None if it is not known.
+
+    ``state`` is one of `JobState`.
+    """
+    task, job = cluster.tasks.get(name), cluster.lasting.jobs.get(name)
+    if task is not None and task.over is None:
+        state: JobState = "running" if task.slots else "queued"
+        submitted_at = job.submitted_at if job else task.created_at
+        return {"name": name, "state": state, "reason": None, "submitted_at": submitted_at, "ended_at": None,
+                "managed": job is not None}  # fmt: skip
+    result = result_of(cluster.lasting, name)
+    return None if result is None else msgspec.structs.asdict(result)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
-from unicron_lightning.coordinator import measuring, membership, registration, slots, state, workers
-from unicron_lightning.coordinator.allocation import review_allocation, take_plan
+from unicron_lightning.coordinator import jobs, measuring, membership, nodes, registration, slots, state, workers
+from unicron_lightning.coordinator.allocation import gather, gathered, review_allocation, take_plan
 from unicron_lightning.coordinator.places import competing_tasks
 from unicron_lightning.coordinator.state import Agent, Cluster, Lasting, Pending, Task
 from unicron_lightning.coordinator.turn import Turn
+from unicron_lightning.nodewire import NodeHello
 
 
 class Machine:
@@ -32,6 +33,11 @@ class Machine:
     def tasks(self) -> dict[str, Task]:
         """The tasks by id, to be read only."""
         return self._cluster.tasks
+
+    @property
+    def cluster(self) -> Cluster:
+        """The whole state, to be read only."""
+        return self._cluster
 
     @property
     def drained(self) -> list[str]:
@@ -63,6 +69,8 @@ class Machine:
                 self._start(turn, event)
             case ev.Received():
                 self._received(turn, event.conn, event.message)
+            case ev.NodeSaid():
+                self._node_said(turn, event)
             case ev.Disconnected():
                 self._disconnected(turn, event.conn)
             case ev.AgentsEnded():
@@ -71,6 +79,10 @@ class Machine:
                 self._drain(turn, event)
             case ev.Resize():
                 self._resize(turn, event)
+            case ev.Submit():
+                jobs.submit(self._cluster, turn, event.job)
+            case ev.Cancel():
+                self._cancel(turn, event)
             case ev.Planned():
                 self._planned(turn, event)
             case ev.TimerFired():
@@ -88,6 +100,8 @@ class Machine:
     def _start(self, turn: Turn, event: ev.Started) -> None:
         cluster = self._cluster
         cluster.conns, cluster.pending, cluster.idle = {}, {}, True
+        cluster.asked, turn.places_changed = None, True
+        gathered(cluster, turn)
         turn.actions.append(ev.Emit(name="coordinator_started", task=None, incident=None, fields=event.about))
         ended = [task.id for task in cluster.tasks.values() if task.over is not None]
         for task_id in ended:
@@ -99,6 +113,7 @@ class Machine:
         for task in list(cluster.tasks.values()):
             registration.restore(task, turn)
             self._review(turn, task)
+        nodes.restore(cluster, turn)
         if self._limits.exit_when_idle:
             turn.timer("idle", self._limits.startup_linger)
 
@@ -150,6 +165,7 @@ class Machine:
             turn.close(old.conn, "the agent has a newer connection")
         self._cluster.conns[conn] = (task.id, message.agent)
         registration.register(task, turn, conn, message, created=created)
+        gather(self._cluster, turn, task.agents[message.agent], old is None)
         self._review(turn, task)
 
     def _from_agent(self, turn: Turn, task: Task, agent: Agent, message: wire.FromAgent) -> None:
@@ -181,7 +197,18 @@ class Machine:
             case _:
                 workers.said(task, turn, agent, message)
 
+    def _node_said(self, turn: Turn, event: ev.NodeSaid) -> None:
+        if isinstance(event.message, NodeHello):
+            nodes.hello(self._cluster, turn, event.conn, event.message)
+        elif (node := nodes.of_conn(self._cluster, event.conn)) is not None:
+            nodes.report(turn, node, event.message)
+        else:
+            turn.close(event.conn, "the first message must be node_hello")
+
     def _disconnected(self, turn: Turn, conn: int) -> None:
+        node = nodes.of_conn(self._cluster, conn)
+        if node is not None:
+            nodes.disconnected(turn, node)
         for task_id, pending in list(self._cluster.pending.items()):
             self._cluster.pending[task_id] = [item for item in pending if item.conn != conn]
         task_id, agent_id = self._cluster.conns.pop(conn, ("", ""))
@@ -217,6 +244,11 @@ class Machine:
         turn.emit_for(task, None, "task_resized", {"nodes": event.nodes})
         self._review(turn, task)
 
+    def _cancel(self, turn: Turn, event: ev.Cancel) -> None:
+        task = self._cluster.tasks[event.task]
+        membership.finish(task, turn, succeeded=False, reason=jobs.CANCELLED)
+        self._review(turn, task)
+
     def _planned(self, turn: Turn, event: ev.Planned) -> None:
         if take_plan(self._cluster, turn, event):
             turn.places_changed = True
@@ -226,6 +258,11 @@ class Machine:
             if self._cluster.idle:
                 turn.actions.append(ev.StopServer(reason="idle"))
             return
+        if key.kind == "node_lost":
+            nodes.lost_due(self._cluster, turn, key.agent)
+            return
+        if key.kind == "plan":
+            gathered(self._cluster, turn)
         task = self._cluster.tasks.get(key.task)
         if task is None:
             return
@@ -263,9 +300,12 @@ class Machine:
         """Have the tasks that share places planned anew, and do what is due for them: one may have made way for
         another.
         """
+        for task in nodes.review_given_up(self._cluster, turn):
+            self._review(turn, task)
         review_allocation(self._cluster, turn)
         for task in competing_tasks(self._cluster):
             self._review(turn, task)
+        nodes.review(self._cluster, turn)
 
     def _pending_of(self, conn: int) -> Pending | None:
         for items in self._cluster.pending.values():
@@ -284,7 +324,8 @@ class Machine:
                         self._received(turn, item.conn, message)
 
     def _review_idle(self, turn: Turn) -> None:
-        busy = bool(self._cluster.tasks or self._cluster.conns or any(self._cluster.pending.values()))
+        cluster = self._cluster
+        busy = bool(cluster.tasks or cluster.conns or cluster.nodes or any(cluster.pending.values()))
         if busy and self._cluster.idle:
             self._cluster.idle = False
             turn.cancel("idle")

@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 from unicron_lightning import wire
+from unicron_lightning.coordinator.jobs import ended
 from unicron_lightning.coordinator.slots import leaving, revoke
 from unicron_lightning.coordinator.state import Task, Worker
 from unicron_lightning.coordinator.turn import Turn
@@ -105,7 +106,7 @@ def rebuild_due(task: Task, turn: Turn) -> None:
 def finish(task: Task, turn: Turn, *, succeeded: bool, reason: str) -> None:
     """The task ends: tell everyone."""
     task.over = succeeded
-    turn.places_changed = True
+    ended(task, turn, succeeded=succeeded, reason=reason)
     for agent in task.agents.values():
         turn.send(agent, wire.TaskOver(succeeded=succeeded))
     turn.emit(task, "task_over", succeeded=succeeded, reason=reason, life=task.life, epoch=task.number)

@@ -34,24 +34,32 @@ class Place:
 def usable_places(cluster: Cluster) -> list[Place]:
     """Places that tasks may use now, by name: those of agents that are there or may come back, undrained.
 
-    An agent that has gone takes its task's claim with it, and the place if no other task has an agent there.
+    An agent that has gone takes its task's claim with it, and the place if no other task has an agent there. Every job
+    can use the slots of nodes that have a daemon: it starts the agents where they are wanted.
     """
     nodes: dict[str, str] = {}
     tasks: dict[str, set[str]] = {}
+    for node in cluster.nodes.values():
+        if node.label not in cluster.lasting.drained:
+            for place in node.places:
+                nodes[place] = node.label
+                tasks[place] = {job for job in cluster.lasting.jobs if job in cluster.tasks}
     for task in cluster.tasks.values():
         if task.over is not None:
             continue
         for agent in task.agents.values():
-            if agent.place is not None and not _drained(cluster, agent):
+            if agent.place is not None and _counts(cluster, task, agent):
                 nodes[agent.place] = agent.node
                 tasks.setdefault(agent.place, set()).add(task.id)
     return [Place(name=name, node=nodes[name], tasks=tuple(sorted(tasks[name]))) for name in sorted(nodes)]
 
 
 def competing_tasks(cluster: Cluster) -> list[Task]:
-    """Tasks that have agents at places, by id."""
+    """Tasks that have agents at places, or could have, by id."""
+    jobs = cluster.lasting.jobs if cluster.nodes else {}
     tasks = (task for task in cluster.tasks.values() if task.over is None)
-    return sorted((t for t in tasks if any(a.place is not None for a in t.agents.values())), key=lambda t: t.id)
+    competing = (t for t in tasks if t.id in jobs or any(a.place is not None for a in t.agents.values()))
+    return sorted(competing, key=lambda task: task.id)
 
 
 def occupied(cluster: Cluster, agent: Agent) -> bool:
@@ -75,6 +83,16 @@ def is_elsewhere(cluster: Cluster, agent: Agent) -> bool:
 def is_assigned(cluster: Cluster, agent: Agent) -> bool:
     """Whether the agent's accelerators are its own, or its place is its task's by the plan in force."""
     return agent.place is None or cluster.lasting.assigned.get(agent.place) == agent.task
+
+
+def _counts(cluster: Cluster, task: Task, agent: Agent) -> bool:
+    """Whether the task can use the agent's place.
+
+    One that has just lost its connection makes no new claim, as its node may be gone and its neighbours will be found
+    to be in a moment; what its task has is its task's until it is given up.
+    """
+    there = agent.conn is not None or task.restoring or cluster.lasting.assigned.get(agent.place or "") == task.id
+    return there and not agent.fresh and not _drained(cluster, agent)
 
 
 def _drained(cluster: Cluster, agent: Agent) -> bool:

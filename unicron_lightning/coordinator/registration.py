@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import slots, workers
+from unicron_lightning.coordinator.jobs import is_job
 from unicron_lightning.coordinator.membership import concerned, finish, open_incident, send_go
 from unicron_lightning.coordinator.state import Agent, Task
 from unicron_lightning.coordinator.turn import Turn
@@ -99,7 +100,7 @@ def lost_due(task: Task, turn: Turn, agent: Agent) -> None:
     if agent.conn is not None:
         return
     _declare_lost(task, turn, agent)
-    if not task.agents and not task.finishing and task.over is None:
+    if not task.agents and not task.finishing and task.over is None and not is_job(task, turn):
         task.empty_grace = True
         turn.timer("empty", turn.limits.restart_grace, task=task.id)
 
@@ -129,9 +130,9 @@ def missing_due(task: Task, turn: Turn, agent: Agent) -> None:
 
 def restore(task: Task, turn: Turn) -> None:
     """Go on with a task of an earlier coordinator process: nobody is connected, timers are gone."""
-    task.restoring = True
+    task.restoring = bool(task.agents)
     task.join_timer = False
-    task.empty_grace = False
+    task.empty_grace = not task.agents and is_job(task, turn)
     for agent in list(task.agents.values()):
         agent.conn = None
         agent.missing = []
@@ -183,6 +184,8 @@ def _remove(task: Task, turn: Turn, agent: Agent) -> None:
     turn.places_changed = True
     slots.leave_slot(task, agent)
     del task.agents[agent.id]
+    if not task.agents and not task.finishing and task.over is None and is_job(task, turn):
+        task.empty_grace = True  # it is queued again; `nodes` ends it if torchrun has given it up
 
 
 def _take_new(task: Task, turn: Turn, agent: Agent, message: wire.Register) -> None:

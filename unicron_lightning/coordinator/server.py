@@ -26,9 +26,9 @@ from typing import Any
 import msgspec
 from aiohttp import WSCloseCode, WSMsgType, web
 
-from unicron_lightning import wire
+from unicron_lightning import nodewire, wire
 from unicron_lightning.coordinator import events as ev
-from unicron_lightning.coordinator.api import Api
+from unicron_lightning.coordinator.api import NO_TOKEN, Api
 from unicron_lightning.coordinator.config import CoordinatorConfig, default_state_dir, prepare_state_dir, read_token
 from unicron_lightning.coordinator.machine import Machine
 from unicron_lightning.coordinator.planning import planning_of
@@ -98,6 +98,7 @@ class Server:
             loop.add_signal_handler(number, self._stop.set)
         app = Api(self, self._token).app()
         app.router.add_get("/v1/agent", self._serve_agent)
+        app.router.add_get("/v1/node", self._serve_node)
         runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
         await runner.setup()
         try:
@@ -187,9 +188,23 @@ class Server:
         if timer is not None:
             timer.cancel()
 
-    # ---- agents' connections -----------------------------------------------------------------------------------------
+    # ---- connections -----------------------------------------------------------------------------------------
 
-    async def _serve_agent(self, request: web.Request) -> web.WebSocketResponse:
+    async def _serve_agent(self, request: web.Request) -> web.StreamResponse:
+        def take(conn: int, data: str) -> None:
+            self.apply(ev.Received(conn=conn, message=wire.decode_from_agent(data)))
+
+        return await self._serve(request, take)
+
+    async def _serve_node(self, request: web.Request) -> web.StreamResponse:
+        def take(conn: int, data: str) -> None:
+            self.apply(ev.NodeSaid(conn=conn, message=nodewire.decode_from_node(data)))
+
+        if self._token is None:
+            return web.json_response({"error": NO_TOKEN}, status=403)
+        return await self._serve(request, take)
+
+    async def _serve(self, request: web.Request, take: Callable[[int, str], None]) -> web.WebSocketResponse:
         socket_ = web.WebSocketResponse(
             heartbeat=self._config.detection.heartbeat,
             max_msg_size=self._config.coordinator.max_message_bytes,
@@ -203,15 +218,21 @@ class Server:
         conn = next(self._conn_ids)
         session = self._sessions[conn] = Session(socket_, request.transport)
         try:
-            await self._read(conn, socket_)
+            await self._read(conn, socket_, take)
         finally:
             del self._sessions[conn]
             self.apply(ev.Disconnected(conn=conn))
             await session.stop()
         return socket_
 
-    async def _read(self, conn: int, socket_: web.WebSocketResponse) -> None:
-        """Feed what one agent says into the machine, until its connection ends or it talks nonsense."""
+    async def _read(self, conn: int, socket_: web.WebSocketResponse, take: Callable[[int, str], None]) -> None:
+        """Feed what one peer says into the machine, until its connection ends or it talks nonsense.
+
+        Args:
+            conn: number of the connection.
+            socket_: the connection.
+            take: decodes a message and has the machine take it in.
+        """
         timeout: float | None = self._config.detection.register_timeout
         while True:
             try:
@@ -224,14 +245,13 @@ class Server:
                     await socket_.close(code=WSCloseCode.UNSUPPORTED_DATA, message=b"expected text frames")
                 return
             try:
-                message = wire.decode_from_agent(frame.data)
+                take(conn, frame.data)
             except (msgspec.DecodeError, UnicodeError) as error:
                 logger.warning("message_malformed conn=%d error=%s", conn, error)
                 reason = f"malformed message: {error}".encode()[:120]
                 await socket_.close(code=WSCloseCode.INVALID_TEXT, message=reason)
                 return
             timeout = None
-            self.apply(ev.Received(conn=conn, message=message))
 
     # ---- about itself ----------------------------------------------------------------------------------------------
 

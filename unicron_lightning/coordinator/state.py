@@ -7,13 +7,14 @@ process's life only. Rules live in `slots` (which agents run), `membership` (whi
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from unicron_lightning import wire
-from unicron_lightning.coordinator.jobs import Job
 from unicron_lightning.coordinator.measured import Lifetimes, Measured
+from unicron_lightning.jobs import Job
+from unicron_lightning.nodewire import Launch, NodeTask
 
 
 class Worker(msgspec.Struct, kw_only=True):
@@ -59,6 +60,8 @@ class Agent(msgspec.Struct, kw_only=True):
     ranked: bool = False
     gone: list[str] = []
     """Workers of the present round that are dead, fenced or finished."""
+    fresh: bool = False
+    """It has just come to a place, and the plan waits for a moment, as its neighbours may come too."""
     stopping: bool = False
     """Its slot was taken back: it was told to stop its workers and to rendezvous again, and has not yet."""
     missing: list[str] = []
@@ -128,7 +131,7 @@ class Task(msgspec.Struct, kw_only=True):
     restoring: bool = False
     """The state comes from an earlier coordinator process and some agents have not come back yet."""
     empty_grace: bool = False
-    """All agents were lost; they are given time to come back."""
+    """Nobody is there. Agents that were lost are given time to come back; a job waits for them as long as it takes."""
 
     incident: str | None = None
     incidents: int = 0
@@ -190,6 +193,42 @@ class Pending(msgspec.Struct, kw_only=True):
     messages: list[wire.FromAgent] = []
 
 
+class Node(msgspec.Struct, kw_only=True):
+    """A node's daemon (``unicron agent``), which runs the agents of submitted tasks."""
+
+    label: str
+    host: str
+    pid: int
+    started_at: float
+    conn: int | None
+    """Its connection; None while it is away, in a grace period."""
+    slots: list[str]
+    """Labels of its slots; each is a place that every job can use."""
+    launches: list[Launch] = []
+    """What it was told to run."""
+    tasks: list[NodeTask] = []
+    """What it runs, by its own word."""
+    untold: bool = False
+    """It has not heard of ``launches`` since it connected."""
+
+    @property
+    def places(self) -> list[str]:
+        """Names of its slots in the cluster."""
+        return [f"{self.label}/{slot}" for slot in self.slots]
+
+
+class JobResult(msgspec.Struct, frozen=True, kw_only=True):
+    """How a task ended."""
+
+    name: str
+    state: Literal["succeeded", "failed", "cancelled"]
+    reason: str
+    managed: bool
+    """Whether it was submitted; else its user started torchrun."""
+    submitted_at: float
+    ended_at: float
+
+
 class Lasting(msgspec.Struct, kw_only=True):
     """What is known beside the tasks and outlives the coordinator's process."""
 
@@ -204,7 +243,11 @@ class Lasting(msgspec.Struct, kw_only=True):
     lifetimes: Lifetimes = msgspec.field(default_factory=Lifetimes)
     """Of tasks that are over."""
     jobs: dict[str, Job] = {}
-    """Tasks that were submitted and are not over, by name; those without an entry in `Cluster.tasks` have not begun."""
+    """Tasks that were submitted and are not over, by name; each has an entry in `Cluster.tasks`."""
+    results: list[JobResult] = []
+    """How the newest of the tasks that are over ended."""
+    nodes: dict[str, Node] = {}
+    """Nodes with a daemon, by label."""
 
 
 class Cluster(msgspec.Struct, kw_only=True):
@@ -217,8 +260,15 @@ class Cluster(msgspec.Struct, kw_only=True):
     """By task."""
     lasting: Lasting = msgspec.field(default_factory=Lasting)
     idle: bool = False
+    gathering: bool = False
+    """Agents have come, and a timer is running after which they count."""
     asked: str | None = None
     """Names the situation for which a plan is awaited."""
+
+    @property
+    def nodes(self) -> dict[str, Node]:
+        """Nodes whose daemon is there, or may come back, by label."""
+        return self.lasting.nodes
 
 
 _task_decoder = msgspec.json.Decoder(Task)

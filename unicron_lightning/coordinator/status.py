@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from unicron_lightning import wire
-from unicron_lightning.coordinator.state import Agent, Task, Worker
+from unicron_lightning.coordinator.state import Agent, Cluster, Node, Task, Worker
 
 _PENDING: dict[wire.EpochKind, str] = {
     "init": "forming",
@@ -19,7 +19,7 @@ _PENDING: dict[wire.EpochKind, str] = {
 def task_status(task: Task) -> dict[str, Any]:
     """One task.
 
-    ``state`` is one of: forming, running, recovering, joining, leaving, holding, restarting, plain, over.
+    ``state`` is one of: queued, forming, running, recovering, joining, leaving, holding, restarting, plain, over.
     """
     members = {member.worker for member in task.members()}
     others = sorted((worker for worker in task.workers.values() if worker.id not in members), key=task.place)
@@ -51,11 +51,37 @@ def task_status(task: Task) -> dict[str, Any]:
     }
 
 
+def cluster_status(cluster: Cluster) -> dict[str, Any]:
+    """Nodes with a daemon, and the plan in force: the task of each place."""
+    return {
+        "nodes": {node.label: _node(cluster, node) for node in cluster.nodes.values()},
+        "assigned": dict(sorted(cluster.lasting.assigned.items())),
+        "queued": [task.id for task in cluster.tasks.values() if task.over is None and not task.slots],
+    }
+
+
+def _node(cluster: Cluster, node: Node) -> dict[str, Any]:
+    runs = [each for each in node.tasks if each.pid is not None]
+    return {
+        "host": node.host,
+        "pid": node.pid,
+        "connected": node.conn is not None,
+        "drained": node.label in cluster.lasting.drained,
+        "slots": {
+            slot: {
+                "assigned": cluster.lasting.assigned.get(f"{node.label}/{slot}") or None,
+                "agents": [each.job.name for each in runs if each.slot == slot],
+            }
+            for slot in node.slots
+        },
+    }
+
+
 def _state(task: Task) -> str:
     if task.over is not None:
         return "over"
     if not task.formed:
-        return "forming"
+        return "forming" if task.agents else "queued"
     if not task.elastic:
         return "restarting" if task.regrouping else "plain"
     if task.epoch is None:
@@ -81,4 +107,5 @@ def _agent(task: Task, agent: Agent) -> dict[str, Any]:
         "connected": agent.conn is not None,
         "round": agent.round,
         "slot": slot,
+        "place": agent.place,
     }

@@ -30,9 +30,9 @@ import statistics
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Final
 
-from unicron_lightning.coordinator.jobs import Job
 from unicron_lightning.coordinator.measured import Lifetimes, Speed
 from unicron_lightning.coordinator.state import Task
+from unicron_lightning.jobs import Job
 
 if TYPE_CHECKING:
     from unicron_lightning.planner.failures import FailureModel

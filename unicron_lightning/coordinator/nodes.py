@@ -1,0 +1,184 @@
+"""Nodes with a daemon: who is there, and which torchrun agents each daemon is to run.
+
+A daemon runs an agent of a job at every place that the plan assigns to the job. What was once launched stays, as a
+stand-by if the place is another task's now, until the job is over: to have the place again then costs a start of
+workers and none of torchrun. When the job has ended well its agents are left to end by themselves; else they are
+stopped.
+
+A daemon that is away for longer than the grace takes its places with it. What it runs has connections of its own and is
+judged by those.
+"""
+
+from __future__ import annotations
+
+from unicron_lightning import wire
+from unicron_lightning.coordinator import events as ev
+from unicron_lightning.coordinator import jobs
+from unicron_lightning.coordinator.membership import finish
+from unicron_lightning.coordinator.state import Cluster, Node, Task
+from unicron_lightning.coordinator.turn import Turn
+from unicron_lightning.jobs import Job
+from unicron_lightning.nodewire import Launch, NodeHello, NodeReport, NodeRun, NodeTask
+
+
+def of_conn(cluster: Cluster, conn: int) -> Node | None:
+    """The node whose daemon has this connection."""
+    return next((node for node in cluster.nodes.values() if node.conn == conn), None)
+
+
+def hello(cluster: Cluster, turn: Turn, conn: int, message: NodeHello) -> None:
+    """A daemon's (new) connection begins."""
+    old = cluster.nodes.get(message.node)
+    reason = _refusal(old, message)
+    if reason is not None:
+        turn.refuse(conn, reason)
+        return
+    if old is not None:
+        turn.cancel("node_lost", agent=old.label)
+        if old.conn is not None and old.conn != conn:
+            if (old.host, old.pid) == (message.host, message.pid):
+                turn.close(old.conn, "the daemon has a newer connection")
+            else:
+                turn.refuse(old.conn, f"a newer daemon has the label {old.label!r}")
+    for each in message.tasks:
+        _adopt(cluster, turn, each.job)
+    same = old is not None and (old.host, old.pid) == (message.host, message.pid)
+    cluster.nodes[message.node] = Node(
+        label=message.node,
+        host=message.host,
+        pid=message.pid,
+        started_at=message.started_at,
+        conn=conn,
+        slots=message.slots,
+        launches=[Launch(job=each.job, slot=each.slot) for each in message.tasks],
+        tasks=message.tasks,
+        untold=True,
+    )
+    fields = {"node": message.node, "host": message.host, "pid": message.pid, "slots": message.slots, "resumed": same}
+    turn.actions.append(ev.Emit(name="node_registered", task=None, incident=None, fields=fields))
+    _changed(turn)
+
+
+def report(turn: Turn, node: Node, message: NodeReport) -> None:
+    """A daemon tells what it runs now."""
+    before = {_key(each): each for each in node.tasks}
+    for each in message.tasks:
+        known = before.get(_key(each))
+        if each.pid is None and each.code is not None and (known is None or known.pid is not None):
+            fields = {"node": node.label, "slot": each.slot, "code": each.code, "starts": each.starts}
+            turn.actions.append(ev.Emit(name="launch_ended", task=each.job.name, incident=None, fields=fields))
+    node.tasks = message.tasks
+    _changed(turn)
+
+
+def disconnected(turn: Turn, node: Node) -> None:
+    """The daemon's connection has ended: it has a moment to come back."""
+    node.conn = None
+    turn.timer("node_lost", turn.limits.reconnect_grace, agent=node.label)
+
+
+def lost_due(cluster: Cluster, turn: Turn, label: str) -> None:
+    """The daemon did not come back in time."""
+    node = cluster.nodes.get(label)
+    if node is None or node.conn is not None:
+        return
+    del cluster.nodes[label]
+    turn.actions.append(ev.Emit(name="node_lost", task=None, incident=None, fields={"node": label}))
+    _changed(turn)
+
+
+def restore(cluster: Cluster, turn: Turn) -> None:
+    """Go on with the nodes of an earlier coordinator process: no daemon is connected yet."""
+    for node in cluster.nodes.values():
+        node.conn = None
+        turn.timer("node_lost", turn.limits.restart_grace, agent=node.label)
+
+
+def review(cluster: Cluster, turn: Turn) -> None:
+    """Tell each daemon what it is to run, if that has changed. Idempotent."""
+    for node in cluster.nodes.values():
+        launches = _wanted(cluster, node)
+        if launches == node.launches and not node.untold:
+            continue
+        node.launches = launches
+        turn.save_lasting()
+        if node.conn is not None:
+            node.untold = False
+            turn.actions.append(ev.Send(conn=node.conn, message=NodeRun(launches=launches)))
+
+
+def review_given_up(cluster: Cluster, turn: Turn) -> list[Task]:
+    """End the jobs of which nothing runs any more because torchrun gave up (its restarts are used, or its options are
+    refused); returns them.
+    """
+    ended = []
+    for job in list(cluster.lasting.jobs.values()):
+        task = cluster.tasks.get(job.name)
+        if task is None or task.agents or task.over is not None:
+            continue
+        of_job = [(node, each) for node in cluster.nodes.values() for each in node.tasks if _is_of(each, job)]
+        failed = [(node, each) for node, each in of_job if each.pid is None and (each.code or 0) > 0]
+        if failed and all(each.pid is None for _, each in of_job):
+            node, each = failed[0]
+            reason = f"torchrun ended with status {each.code} at {node.label}/{each.slot}"
+            finish(task, turn, succeeded=False, reason=reason)
+            ended.append(task)
+    return ended
+
+
+def _refusal(old: Node | None, message: NodeHello) -> str | None:
+    if message.protocol != wire.PROTOCOL_VERSION:
+        return (
+            f"the daemon speaks protocol {message.protocol}, the coordinator {wire.PROTOCOL_VERSION}: use one version"
+        )
+    if not message.node or "/" in message.node or not message.slots or len(set(message.slots)) < len(message.slots):
+        return f"expected a label without '/' and different slots, got {message.node!r} with {message.slots}"
+    if old is not None and old.conn is not None and old.started_at > message.started_at:
+        return f"a newer daemon (process {old.pid} on {old.host}) has the label {message.node!r}"
+    return None
+
+
+def _adopt(cluster: Cluster, turn: Turn, job: Job) -> None:
+    """Believe a daemon that there is such a job, if nothing else is known: the coordinator has lost its store."""
+    known = cluster.lasting.jobs.get(job.name)
+    result = jobs.result_of(cluster.lasting, job.name)
+    if known is None and (result is None or result.submitted_at < job.submitted_at):
+        jobs.adopt(cluster, turn, job)
+
+
+def _wanted(cluster: Cluster, node: Node) -> list[Launch]:
+    lasting = cluster.lasting
+    runs = {_key(each) for each in node.tasks if each.pid is not None}
+    wanted: list[Launch] = []
+    for launch in node.launches:
+        job = launch.job
+        if lasting.jobs.get(job.name) == job:
+            wanted.append(launch)
+        elif _succeeded(cluster, job) and _key(launch) in runs:
+            wanted.append(Launch(job=job, slot=launch.slot, ending=True))
+    have = {_key(launch) for launch in wanted}
+    for slot in node.slots:
+        assigned = lasting.jobs.get(lasting.assigned.get(f"{node.label}/{slot}", ""))
+        if assigned is not None:
+            launch = Launch(job=assigned, slot=slot)
+            if _key(launch) not in have:
+                wanted.append(launch)
+    return wanted
+
+
+def _succeeded(cluster: Cluster, job: Job) -> bool:
+    result = jobs.result_of(cluster.lasting, job.name)
+    return result is not None and result.submitted_at == job.submitted_at and result.state == "succeeded"
+
+
+def _is_of(each: NodeTask, job: Job) -> bool:
+    return (each.job.name, each.job.submitted_at) == (job.name, job.submitted_at)
+
+
+def _key(each: NodeTask | Launch) -> tuple[str, float, str]:
+    return each.job.name, each.job.submitted_at, each.slot
+
+
+def _changed(turn: Turn) -> None:
+    turn.places_changed = True
+    turn.save_lasting()

@@ -1,0 +1,47 @@
+"""The command line and environment by which a daemon starts torchrun."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from unicron_lightning import environ
+from unicron_lightning.node.launch import DAEMON_PID, PIPES
+from unicron_lightning.node.options import NodeOptions
+from unicron_lightning.nodewire import Launch
+
+
+def torchrun_command(launch: Launch, options: NodeOptions) -> list[str]:
+    """The arguments of the process."""
+    job = launch.job
+    conf = {"node": options.node, "slot": launch.slot, "weight": f"{job.weight!r}", "embedded": "false"}
+    if options.token_file is not None:
+        conf["token_file"] = str(options.token_file)
+    return [
+        *(sys.executable, "-m", "unicron_lightning.node.launch"),
+        *("--rdzv-backend", "unicron", "--rdzv-endpoint", options.endpoint, "--rdzv-id", job.name),
+        *("--rdzv-conf", ",".join(f"{key}={value}" for key, value in conf.items())),
+        *("--nnodes", f"{job.min_nodes}:{job.max_nodes}", "--nproc-per-node", str(job.workers_per_node)),
+        *("--max-restarts", str(job.max_restarts)),
+        *(("--local-addr", options.local_addr) if options.local_addr else ()),
+        *job.command,
+    ]
+
+
+def torchrun_environment(
+    launch: Launch, options: NodeOptions, pipes: Path, inherited: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Its environment: the daemon's, the job's, and what must be so."""
+    environment = {name: value for name, value in inherited.items() if name not in environ.FROM_AGENT}
+    environment.setdefault("PYTHONUNBUFFERED", "1")  # else a log is pages behind
+    environment.update(launch.job.environment)
+    devices = next(slot.devices for slot in options.slots if slot.label == launch.slot)
+    if devices is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = devices
+    environment.pop(environ.TOKEN, None)
+    if options.token_file is None:
+        environment[environ.TOKEN] = options.token
+    environment[DAEMON_PID], environment[PIPES] = str(os.getpid()), str(pipes)
+    return environment

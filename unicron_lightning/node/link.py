@@ -1,0 +1,126 @@
+"""The daemon's connection to the coordinator, reopened whenever it breaks.
+
+Waiting times double from 50 ms to 2 s. Nothing is queued while it is away: the first message of each connection tells
+all there is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any, Final
+
+import aiohttp
+import msgspec
+
+from unicron_lightning import nodewire, wire
+from unicron_lightning.errors import SessionRefused
+
+logger = logging.getLogger(__name__)
+
+_FIRST_RETRY_SECONDS: Final = 0.05
+_LAST_RETRY_SECONDS: Final = 2.0
+_ATTEMPT_SECONDS: Final = 5.0
+_PING_SECONDS: Final = 10.0
+_MESSAGE_BYTES: Final = 64 << 20
+
+
+class NodeLink:
+    """Session of one daemon.
+
+    Args:
+        url: ``http://host:port/v1/node``.
+        token: the shared secret.
+        hello: builds the first message of a connection.
+        received: called with what the coordinator says.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        hello: Callable[[], nodewire.NodeHello],
+        received: Callable[[nodewire.NodeRun], None],
+    ) -> None:
+        self._url = url
+        self._headers = {"Authorization": f"Bearer {token}"}
+        self._hello = hello
+        self._received = received
+        self._unsent: asyncio.Queue[nodewire.NodeReport] = asyncio.Queue()
+        self._stands = False
+        self._away_told = False
+
+    def tell(self, report: nodewire.NodeReport) -> None:
+        """Send a report if there is a connection; else the next one begins with as much."""
+        if self._stands:
+            self._unsent.put_nowait(report)
+
+    async def run(self) -> None:
+        """Keep the session up until cancelled.
+
+        Raises:
+            SessionRefused: the coordinator will not have this daemon.
+        """
+        retry = _FIRST_RETRY_SECONDS
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_ATTEMPT_SECONDS)
+        async with aiohttp.ClientSession(headers=self._headers, timeout=timeout) as http:
+            while True:
+                try:
+                    await self._one_connection(http)
+                    retry = _FIRST_RETRY_SECONDS
+                except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+                    if not self._away_told:
+                        self._away_told = True
+                        logger.warning("coordinator_not_reached url=%s error=%s; trying on", self._url, error)
+                self._stands = False
+                await asyncio.sleep(retry)
+                retry = min(2 * retry, _LAST_RETRY_SECONDS)
+
+    async def _one_connection(self, http: aiohttp.ClientSession) -> None:
+        try:
+            socket = await asyncio.wait_for(
+                http.ws_connect(self._url, heartbeat=_PING_SECONDS, max_msg_size=_MESSAGE_BYTES), _ATTEMPT_SECONDS
+            )
+        except aiohttp.WSServerHandshakeError as error:
+            raise _explain(self._url, error) from None
+        async with socket:
+            self._unsent = asyncio.Queue()
+            self._stands, self._away_told = True, False
+            await socket.send_str(wire.encode(self._hello()).decode())
+            logger.info("session_stands url=%s", self._url)
+            writer = asyncio.create_task(self._write(socket))
+            try:
+                async for frame in socket:
+                    self._take(frame)
+            finally:
+                writer.cancel()
+                with contextlib.suppress(asyncio.CancelledError, OSError, aiohttp.ClientError):
+                    await writer
+
+    async def _write(self, socket: aiohttp.ClientWebSocketResponse[Any]) -> None:
+        while True:
+            await socket.send_str(wire.encode(await self._unsent.get()).decode())
+
+    def _take(self, frame: Any) -> None:
+        if frame.type is not aiohttp.WSMsgType.TEXT:
+            return
+        try:
+            message = nodewire.decode_to_node(frame.data)
+        except msgspec.DecodeError as error:
+            logger.error("coordinator_message_unreadable error=%s", error)
+            return
+        if isinstance(message, wire.Refused):
+            raise SessionRefused(f"the coordinator refuses this daemon: {message.reason}")
+        self._received(message)
+
+
+def _explain(url: str, error: aiohttp.WSServerHandshakeError) -> Exception:
+    if error.status == 401:
+        return SessionRefused(f"{url} refused the token (HTTP 401): expected the coordinator's, see --token-file")
+    if error.status == 403:
+        return SessionRefused(f"{url} refuses daemons (HTTP 403): the coordinator needs a token to run jobs")
+    if error.status == 404:
+        return SessionRefused(f"what answers at {url} is no coordinator that runs jobs (HTTP 404): see --endpoint")
+    return error

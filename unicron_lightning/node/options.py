@@ -1,0 +1,109 @@
+"""What the user gave ``unicron agent``, checked."""
+
+from __future__ import annotations
+
+import re
+import socket
+import tempfile
+from dataclasses import dataclass
+from os import getuid
+from pathlib import Path
+from typing import Final
+
+from unicron_lightning.agent.options import is_loopback, parse_endpoint
+from unicron_lightning.coordinator.config import read_token
+from unicron_lightning.errors import ConfigError
+from unicron_lightning.node.slots import Slot, slots_of, visible_devices
+
+_NODE: Final = re.compile(r"[A-Za-z0-9._-]+")
+_MEGABYTE: Final = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeOptions:
+    """Everything a daemon needs to know; times in seconds.
+
+    Attributes:
+        endpoint: ``HOST:PORT`` of the coordinator.
+        node: label of the node.
+        slots: how its accelerators are divided.
+        logs: folder for the tasks' logs.
+        log_bytes: size at which a log file is turned over.
+        log_files: full log files kept of each stream.
+        token: the shared secret.
+        token_file: where the torchrun agents find it; None: in their environment.
+        local_addr: this machine's address for other nodes' workers; None: found out.
+        stop_seconds: how long torchrun may take to stop before everything of it is killed.
+    """
+
+    endpoint: str
+    node: str
+    slots: tuple[Slot, ...]
+    logs: Path
+    log_bytes: int
+    log_files: int
+    token: str
+    token_file: Path | None
+    local_addr: str | None
+    stop_seconds: float
+
+    @property
+    def url(self) -> str:
+        """Where the daemon's session is opened."""
+        return f"http://{self.endpoint}/v1/node"
+
+
+def make_options(
+    *,
+    endpoint: str,
+    node: str | None,
+    slots: str | None,
+    logs: str | None,
+    log_megabytes: float,
+    log_files: int,
+    token_file: str | None,
+    local_addr: str | None,
+    stop_seconds: float,
+) -> NodeOptions:
+    """Check them.
+
+    Raises:
+        ConfigError: one of them is wrong, or there is no token.
+    """
+    host, port = parse_endpoint(endpoint)
+    label = node or socket.gethostname()
+    if not _NODE.fullmatch(label):
+        raise ConfigError(f"--node {label}: expected letters, digits, '.', '_' and '-'")
+    if not log_megabytes > 0 or log_files < 0 or not stop_seconds > 0:
+        given = f"--log-size {log_megabytes} --log-files {log_files} --stop-seconds {stop_seconds}"
+        raise ConfigError(f"{given}: expected sizes and times > 0, and a number of files >= 0")
+    token = read_token(token_file)
+    if token is None:
+        raise ConfigError(
+            "no token: expected one in UNICRON_TOKEN or --token-file, the same as the coordinator's, also on loopback, "
+            "as whoever submits a job runs commands as you"
+        )
+    if token_file is not None and ("," in token_file or "=" in token_file):
+        raise ConfigError(f"--token-file {token_file}: expected a path without ',' and '='")
+    return NodeOptions(
+        endpoint=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+        node=label,
+        slots=tuple(slots_of(slots, visible_devices())),
+        logs=Path(logs).absolute() if logs else default_logs(),
+        log_bytes=int(log_megabytes * _MEGABYTE),
+        log_files=log_files,
+        token=token,
+        token_file=Path(token_file).absolute() if token_file else None,
+        local_addr=None if is_loopback(host) else local_addr,
+        stop_seconds=stop_seconds,
+    )
+
+
+def default_logs() -> Path:
+    """Where logs are unless told otherwise."""
+    return Path(tempfile.gettempdir()) / f"unicron-{getuid()}" / "logs"
+
+
+def log_folder(logs: Path, task: str, node: str, slot: str) -> Path:
+    """Where the logs of a task's agent in a slot are: ``agent.log``, torchrun's own, and ``rank<local rank>.log``."""
+    return logs / task / node / slot

@@ -1,0 +1,155 @@
+"""One torchrun agent of a job: its process, its log pipes, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+
+from unicron_lightning.node.command import torchrun_command, torchrun_environment
+from unicron_lightning.node.launch import pipe_name
+from unicron_lightning.node.logs import LogPipe, RotatingFile
+from unicron_lightning.node.options import NodeOptions, log_folder
+from unicron_lightning.node.reconcile import State
+from unicron_lightning.nodewire import Launch, NodeTask
+
+logger = logging.getLogger(__name__)
+
+CANT_START: int = 127
+"""Code of an agent that could not be started, as a shell would have it."""
+
+
+class AgentProcess:
+    """A torchrun agent over its restarts. Lives in the daemon's event loop.
+
+    Args:
+        launch: what to run.
+        options: the daemon's.
+        on_exit: called after each end.
+    """
+
+    def __init__(self, launch: Launch, options: NodeOptions, on_exit: Callable[[], None]) -> None:
+        self.launch = launch
+        self._options = options
+        self._on_exit = on_exit
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pidfd = -1
+        self._scratch: Path | None = None
+        self._pipes: list[LogPipe] = []
+        self._kill: asyncio.TimerHandle | None = None
+        self._below: list[psutil.Process] = []
+        self._starts = 0
+        self._state = State(running=False)
+
+    @property
+    def state(self) -> State:
+        """How it is, for `reconcile.steps`."""
+        return self._state
+
+    @property
+    def report(self) -> NodeTask:
+        """How it is, for the coordinator."""
+        pid = self._process.pid if self._process is not None else None
+        return NodeTask(job=self.launch.job, slot=self.launch.slot, pid=pid, starts=self._starts, code=self._state.code)
+
+    def start(self) -> None:
+        """Start it; one that can't be started has ended at once."""
+        self._starts += 1
+        try:
+            self._open_logs()
+            self._spawn()
+        except OSError as error:
+            logger.error("launch_failed task=%s slot=%s error=%s", self.launch.job.name, self.launch.slot, error)
+            self._ended(CANT_START, f"can't be started: {error}")
+
+    def stop(self) -> None:
+        """Have it end; what has not ended in time is killed."""
+        if self._process is None or self._state.stopping:
+            return
+        self._state = State(running=True, stopping=True)
+        self._below = self._descendants()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGTERM)
+        self._kill = asyncio.get_running_loop().call_later(self._options.stop_seconds, self.kill)
+
+    def kill(self) -> None:
+        """SIGKILL all of it now."""
+        if self._process is not None:
+            self._below = [*self._below, *self._descendants()]
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _open_logs(self) -> None:
+        options, job = self._options, self.launch.job
+        folder = log_folder(options.logs, job.name, options.node, self.launch.slot)
+        self._scratch = Path(tempfile.mkdtemp(prefix="unicron-"))
+        for name in ("agent", *(pipe_name(rank) for rank in range(job.workers_per_node))):
+            file = RotatingFile(folder / f"{name}.log", options.log_bytes, options.log_files)
+            self._pipes.append(LogPipe(self._scratch / name, file))
+
+    def _spawn(self) -> None:
+        assert self._scratch is not None
+        command = torchrun_command(self.launch, self._options)
+        with (self._scratch / "agent").open("wb", buffering=0) as output:
+            self._process = subprocess.Popen(
+                command,
+                env=torchrun_environment(self.launch, self._options, self._scratch),
+                cwd=self.launch.job.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # its group is what is signalled, and a terminal's Ctrl-C is the daemon's
+            )
+        self._state = State(running=True)
+        self._pidfd = os.pidfd_open(self._process.pid)
+        asyncio.get_running_loop().add_reader(self._pidfd, self._exited)
+        self._note(f"started as process {self._process.pid}, start {self._starts}")
+        logger.info("agent_started task=%s slot=%s pid=%d starts=%d", self.launch.job.name, self.launch.slot,
+                    self._process.pid, self._starts)  # fmt: skip
+
+    def _exited(self) -> None:
+        assert self._process is not None
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        # What it left behind of its own, if it was killed before it could stop them.
+        for process in self._below:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        code = self._process.wait()
+        how = f"signal {-code}" if code < 0 else f"status {code}"
+        self._ended(code, f"ended with {how}{' as told' if self._state.stopping else ''}")
+
+    def _ended(self, code: int, words: str) -> None:
+        if self._kill is not None:
+            self._kill.cancel()
+            self._kill = None
+        self._note(words)
+        logger.info("agent_ended task=%s slot=%s code=%d", self.launch.job.name, self.launch.slot, code)
+        for pipe in self._pipes:
+            pipe.close()
+        self._pipes = []
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+        self._process, self._below, self._scratch = None, [], None
+        self._state = State(running=False, stopping=self._state.stopping, code=code, ended_at=time.monotonic())
+        self._on_exit()
+
+    def _note(self, words: str) -> None:
+        if self._pipes:
+            self._pipes[0].note(f"{time.strftime('%Y-%m-%d %H:%M:%S')} torchrun {words}")
+
+    def _descendants(self) -> list[psutil.Process]:
+        assert self._process is not None
+        with contextlib.suppress(psutil.Error):
+            return list(psutil.Process(self._process.pid).children(recursive=True))
+        return []
