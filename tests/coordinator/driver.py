@@ -70,8 +70,6 @@ class World:
         self.agents: dict[int, FakeAgent] = {}
         self.conns = 0
         self.nodes = (1, 4)
-        self.questions: list[Question] = []
-        """Asked and not answered yet."""
         self.answers_at_once = True
         self.start()
 
@@ -81,6 +79,8 @@ class World:
         self.machine = Machine(self.limits, state.Cluster(tasks=tasks, lasting=self._stored()))
         self.timers: dict[ev.TimerKey, float] = {}
         self.stopped = False
+        self.questions: list[Question] = []
+        """Asked and not answered yet."""
         for agent in self.agents.values():
             agent.conn = None
         self.agents = {}

@@ -23,7 +23,7 @@ from unicron_lightning.coordinator.assignment import assign
 from unicron_lightning.coordinator.membership import pause
 from unicron_lightning.coordinator.places import NOBODY, Place, competing_tasks, usable_places
 from unicron_lightning.coordinator.question import Competitor, Question
-from unicron_lightning.coordinator.state import Cluster, Task
+from unicron_lightning.coordinator.state import Agent, Cluster, Task
 from unicron_lightning.coordinator.turn import Turn
 
 
@@ -45,6 +45,29 @@ def review_allocation(cluster: Cluster, turn: Turn) -> bool:
     wanted = {task.id: min(task.limit, len(places)) for task in tasks}
     _put_in_force(cluster, turn, key, places, wanted, about={})
     return True
+
+
+def gather(cluster: Cluster, turn: Turn, agent: Agent, is_new: bool) -> None:
+    """An agent has registered: where several tasks compete it counts in a moment, together with those that come then.
+
+    A node's agents come within a second of each other, one for each task; planned at once, tasks would be moved for
+    the first of them, and again for the next.
+    """
+    turn.places_changed = True
+    if is_new and agent.place is not None and len(competing_tasks(cluster)) > 1:
+        agent.fresh = True
+        if not cluster.gathering:
+            cluster.gathering = True
+            turn.timer("plan", turn.limits.join_grace)
+
+
+def gathered(cluster: Cluster, turn: Turn) -> None:
+    """All agents count that have come so far."""
+    cluster.gathering = False
+    turn.places_changed = True
+    for task in cluster.tasks.values():
+        for agent in task.agents.values():
+            agent.fresh = False
 
 
 def take_plan(cluster: Cluster, turn: Turn, event: ev.Planned) -> bool:

@@ -1,0 +1,271 @@
+"""Several tasks share places: who gets which, and the way from one plan to the next."""
+
+from __future__ import annotations
+
+import pytest
+from coordinator.driver import FakeAgent, World
+
+from unicron_lightning import wire
+from unicron_lightning.coordinator import events as ev
+
+GATHERED = 0.6
+"""Seconds after which agents that have come count."""
+
+
+def crowd(world: World, places: int, **tasks: tuple[int, int]) -> dict[str, dict[int, FakeAgent]]:
+    """An agent of every task at every place; a task's agents have their workers up where the plan says so."""
+    agents: dict[str, dict[int, FakeAgent]] = {}
+    for task, nodes in tasks.items():
+        agents[task] = {
+            number: world.agent(f"{task}{number}", task=task, nodes=nodes, place=f"n{number}/0")
+            for number in range(places)
+        }
+        for agent in agents[task].values():
+            agent.start()
+        settle(world, agents)
+    return agents
+
+
+def settle(world: World, agents: dict[str, dict[int, FakeAgent]]) -> None:
+    """Everything that is due is done: workers start, epochs are entered, agents stop what they are told to stop."""
+    for _ in range(40):
+        busy = False
+        for agent in [agent for each in agents.values() for agent in each.values() if agent.conn is not None]:
+            if agent.stopped:
+                agent.rendezvous()
+                busy = True
+            if agent.granted and agent.local_world is None:
+                agent.boot()
+                busy = True
+            task = world.machine.tasks.get(agent.task)
+            if task is not None and task.epoch is not None and task.go is None:
+                for worker in task.workers_of(agent.name):
+                    if worker.id in agent.workers and worker.ready < task.number:
+                        agent.ready(task.number)
+                        busy = True
+        if not busy and not world.timers:
+            return
+        if not busy:
+            world.advance(1.0)
+    return
+
+
+def members(world: World, task: str) -> list[str]:
+    """Nodes whose workers train a task, which must be in an epoch that everyone entered."""
+    state = world.task(task)
+    assert state.settled
+    return sorted(member.node for member in state.members())
+
+
+def exclusive(world: World) -> None:
+    """No accelerators are used by two tasks."""
+    holders: dict[str, str] = {}
+    for task in world.machine.tasks.values():
+        for agent in task.agents.values():
+            if agent.place is not None and (agent.id in task.slots or agent.stopping):
+                assert holders.setdefault(agent.place, task.id) == task.id
+
+
+def test_a_task_alone_has_all_it_can_use() -> None:
+    world = World()
+    agents = crowd(world, 5, a=(1, 4))
+    assert members(world, "a") == ["n0", "n1", "n2", "n3"]
+    assert not world.questions and [a.granted for a in agents["a"].values()] == [True] * 4 + [False]
+
+
+def test_a_second_task_gets_its_share_at_a_step_boundary() -> None:
+    world = World()
+    agents = crowd(world, 4, a=(1, 4), b=(1, 4))
+    exclusive(world)
+    assert (len(members(world, "a")), len(members(world, "b"))) == (2, 2)
+    assert not set(members(world, "a")) & set(members(world, "b"))
+    kinds = [message.kind for message in agents["a"][0].all(wire.Epoch)]
+    assert "leave" in kinds and "fail" not in kinds, "task a shrank by a planned change, losing nothing"
+    assert world.task("a").restarts == 0
+
+
+def test_the_place_is_free_only_when_the_other_tasks_workers_have_stopped() -> None:
+    world = World()
+    agents = crowd(world, 2, a=(1, 2))
+    b = world.agent("b0", task="b", nodes=(1, 2), place="n0/0").start()
+    other = world.agent("b1", task="b", nodes=(1, 2), place="n1/0").start()
+    world.advance(GATHERED)
+    assert world.machine.lasting.allocation == {"a": 1, "b": 1}
+    given = next(name for name, task in world.machine.lasting.assigned.items() if task == "b")
+    mine, its = (b, agents["a"][0]) if given == "n0/0" else (other, agents["a"][1])
+    assert not mine.granted, "task a still trains there"
+    for agent in agents["a"].values():
+        agent.ready(world.task("a").number)
+    assert its.stopped and not mine.granted, "its workers have been told to stop, and may still be there"
+    its.rendezvous()
+    assert mine.granted
+    exclusive(world)
+
+
+def test_a_lost_node_is_made_good_by_the_plan_and_given_back() -> None:
+    world = World()
+    agents = crowd(world, 6, a=(3, 4), b=(1, 4))
+    assert (len(members(world, "a")), len(members(world, "b"))) == (3, 3)
+    victim = members(world, "a")[0]
+    for task in agents.values():
+        agent = task[int(victim[1:])]
+        world.do(ev.Disconnected(conn=agent.conn or 0))
+        agent.conn = None
+    world.advance(1.0)
+    settle(world, agents)
+    exclusive(world)
+    assert (len(members(world, "a")), len(members(world, "b"))) == (3, 2), "the minimum of a is kept"
+    assert world.event("plan_made").fields["allocation"] == {"a": 3, "b": 2}
+    number = int(victim[1:])
+    for task_id, task in agents.items():
+        task[number] = world.agent(
+            f"{task_id}{number}again", task=task_id, nodes=task[0 if number else 1].nodes, place=f"{victim}/0"
+        )
+        task[number].start()
+    settle(world, agents)
+    exclusive(world)
+    assert (len(members(world, "a")), len(members(world, "b"))) == (3, 3)
+    assert world.task("a").restarts == world.task("b").restarts == 0
+
+
+def test_a_task_that_ends_leaves_its_places_to_the_others() -> None:
+    world = World()
+    agents = crowd(world, 4, a=(1, 4), b=(1, 4))
+    for agent in agents["b"].values():
+        if agent.workers:
+            agent.say(wire.WorkerDone(worker=agent.worker()))
+    for agent in agents["b"].values():
+        agent.say(wire.Bye(succeeded=bool(agent.workers)))
+    settle(world, agents)
+    assert members(world, "a") == ["n0", "n1", "n2", "n3"]
+    assert "b" not in world.machine.tasks
+
+
+def test_weights_decide() -> None:
+    world = World()
+    agents = crowd(world, 4, a=(1, 4))
+    agents["b"] = {n: world.agent(f"b{n}", task="b", nodes=(1, 4), place=f"n{n}/0") for n in range(4)}
+    for agent in agents["b"].values():
+        agent.register(weight=5.0).rendezvous()
+    settle(world, agents)
+    assert (len(members(world, "a")), len(members(world, "b"))) == (1, 3)
+
+
+def test_a_task_whose_minimum_does_not_fit_waits_and_starts_when_it_does() -> None:
+    world = World()
+    agents = crowd(world, 3, a=(2, 3), b=(2, 3))
+    assert len(members(world, "a")) == 3 and not world.task("b").formed
+    for number in range(3, 5):
+        for task in agents:
+            agents[task][number] = world.agent(f"{task}{number}", task=task, nodes=(2, 3), place=f"n{number}/0").start()
+    settle(world, agents)
+    assert (len(members(world, "a")), len(members(world, "b"))) in ((3, 2), (2, 3))
+
+
+def test_a_running_task_that_no_longer_fits_is_paused_and_goes_on_later() -> None:
+    world = World()
+    agents = crowd(world, 4, a=(2, 2), b=(2, 2))
+    saved = wire.CheckpointSaved(worker=next(a.worker() for a in agents["b"].values() if a.workers), path="/c", step=7)
+    next(a for a in agents["b"].values() if a.workers).say(saved)
+    node = members(world, "a")[0]
+    number = int(node[1:])
+    for task in agents.values():
+        agent = task[number]
+        world.do(ev.Disconnected(conn=agent.conn or 0))
+        agent.conn = None
+    world.advance(1.0)
+    settle(world, agents)
+    exclusive(world)
+    paused = [task for task in "ab" if not world.task(task).formed]
+    assert len(paused) == 1, "of two tasks with a minimum of two, three places can run one"
+    for task_id, task in agents.items():
+        again = world.agent(f"{task_id}{number}x", task=task_id, nodes=(2, 2), place=f"{node}/0")
+        task[number] = again.start()
+    settle(world, agents)
+    exclusive(world)
+    assert (len(members(world, "a")), len(members(world, "b"))) == (2, 2)
+
+
+def test_an_overtaken_answer_changes_nothing() -> None:
+    world = World()
+    world.answers_at_once = False
+    agents = crowd(world, 4, a=(1, 4), b=(1, 4))
+    (old,) = world.questions
+    world.advance(GATHERED)
+    agents["a"][0].drain()
+    (new,) = world.questions
+    assert new.key != old.key
+    world.do(ev.Planned(key=old.key, allocation={"a": 1, "b": 3}))
+    assert "b" not in world.machine.lasting.assigned.values()
+    world.answer()
+    assert "b" in world.machine.lasting.assigned.values()
+
+
+def test_a_plan_overtaken_half_way_is_left_without_harm() -> None:
+    """Task a is leaving a place for b when b goes: it keeps the place, and nobody has computed anything twice."""
+    world = World()
+    agents = crowd(world, 2, a=(1, 2))
+    b = [world.agent(f"b{n}", task="b", nodes=(1, 1), place=f"n{n}/0").start() for n in range(2)]
+    world.advance(GATHERED)
+    assert world.task("a").epoch is not None and world.task("a").epoch.kind == "leave"
+    for agent in b:
+        agent.say(wire.Bye(succeeded=False))
+    assert set(world.machine.lasting.assigned.values()) == {"a"}
+    settle(world, agents)
+    assert members(world, "a") == ["n0", "n1"]
+    assert world.task("a").restarts == 0
+
+
+@pytest.mark.parametrize("moment", ["asked", "leaving", "stopping", "granted"])
+def test_a_restarted_coordinator_goes_on_with_the_plan(moment: str) -> None:
+    world = World()
+    world.answers_at_once = moment != "asked"
+    agents = crowd(world, 2, a=(1, 2))
+    world.answer()
+    settle(world, agents)
+    agents["b"] = {n: world.agent(f"b{n}", task="b", nodes=(1, 2), place=f"n{n}/0").start() for n in range(2)}
+    world.advance(GATHERED)
+    if moment in ("stopping", "granted"):
+        for agent in agents["a"].values():
+            agent.ready(world.task("a").number)
+        assert any(agent.stopped for agent in agents["a"].values())
+    if moment == "granted":
+        settle_once = [agent for agent in agents["a"].values() if agent.stopped]
+        for agent in settle_once:
+            agent.rendezvous()
+        assert any(agent.granted for agent in agents["b"].values())
+    world.answers_at_once = True
+    world.start()
+    for agent in [*agents["a"].values(), *agents["b"].values()]:
+        agent.register()
+        exclusive(world)
+    settle(world, agents)
+    exclusive(world)
+    assert (len(members(world, "a")), len(members(world, "b"))) == (1, 1)
+
+
+def test_an_agent_that_comes_back_late_does_not_get_its_place_back() -> None:
+    """It was cut off and given up, and its place is another task's now: its workers are fenced."""
+    world = World()
+    agents = crowd(world, 2, a=(1, 2))
+    late = agents["a"][1]
+    world.do(ev.Disconnected(conn=late.conn or 0))
+    late.conn = None
+    world.advance(1.0)
+    b = world.agent("b1", task="b", nodes=(1, 1), place="n1/0").start()
+    world.advance(GATHERED)
+    assert b.granted
+    late.register()
+    assert late.all(wire.Fence) and late.stopped and not world.task("a").agents[late.name].waiting
+    assert world.machine.lasting.assigned == {"n0/0": "a", "n1/0": "b"}
+    late.rendezvous()
+    assert not late.granted
+    exclusive(world)
+
+
+def test_agents_without_a_label_are_left_alone() -> None:
+    world = World()
+    own = [world.agent(f"c{n}", task="c").start().boot() for n in range(2)]
+    crowd(world, 2, a=(1, 2), b=(1, 2))
+    assert all(agent.granted for agent in own)
+    assert set(world.machine.lasting.assigned.values()) == {"a", "b"}
