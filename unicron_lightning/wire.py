@@ -259,7 +259,9 @@ class Fence(Message, frozen=True, kw_only=True, tag="fence"):
 
 
 class TaskOver(Message, frozen=True, kw_only=True, tag="task_over"):
-    """[also to workers that are not members] The task has ended: end with success."""
+    """[also to workers] The task has ended. If well: those that are not members end; else (it failed, or was cancelled)
+    all do, at once.
+    """
 
     succeeded: bool
 

@@ -282,16 +282,16 @@ class Agent:
                 self._shared.update(grant=message)
             case wire.Ranks() if message.round == view.number:
                 self._shared.update(ranks=message)
-            case wire.Stop() if view.grant is not None:
-                logger.warning("stop_ordered agent=%s reason=%s", self._options.agent, message.reason)
-                self._shared.update(stop=message)
-                self._loop.call_later(self._options.stop_timeout, self._kill_stopping, view.number)
+            case wire.Stop():
+                self._stop(message.reason)
             case wire.Refused():
                 raise SessionRefused(message.reason)
             case wire.Fence():
                 self._fence(message)
             case wire.TaskOver():
                 self._shared.update(over=message)
+                if not message.succeeded:
+                    self._stop("the task was ended")  # workers of plain scripts do not hear of it otherwise
                 self._local.broadcast(message)
             case wire.Welcome():
                 self._local.send(message.worker, message)
@@ -310,6 +310,14 @@ class Agent:
         logger.warning("worker_fenced worker=%s reason=%s", fence.worker, fence.reason)
         self._fenced.add(fence.worker)  # in case it is not found yet
         self._supervisor.kill(fence.worker)
+
+    def _stop(self, reason: str) -> None:
+        """Have torchelastic stop the workers of this round, if it has any."""
+        view = self._shared.now
+        if view.grant is not None:
+            logger.warning("stop_ordered agent=%s reason=%s", self._options.agent, reason)
+            self._shared.update(stop=wire.Stop(reason=reason))
+            self._loop.call_later(self._options.stop_timeout, self._kill_stopping, view.number)
 
     def _kill_stopping(self, number: int) -> None:
         """Kill those that do not heed SIGTERM: torchelastic would give them 30 s."""

@@ -20,7 +20,7 @@ from unicron_lightning.coordinator.store import LoggedEvent, Store
 from unicron_lightning.jobs import Job, problem
 
 NO_TOKEN: Final = (
-    "this coordinator has no token: expected one (UNICRON_TOKEN or server.token_file), also on loopback, "
+    "this coordinator has no token: expected one (UNICRON_TOKEN or coordinator.token_file), also on loopback, "
     "as whoever submits a job runs commands as the user of the nodes' daemons"
 )
 

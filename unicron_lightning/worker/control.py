@@ -225,7 +225,8 @@ class Control:
             self.condition.notify_all()
         if isinstance(message, wire.Epoch):
             self._judge(message)
-        elif isinstance(message, wire.TaskOver) and not self.is_member:
+        elif isinstance(message, wire.TaskOver) and not (self.is_member and message.succeeded):
+            # Members of a task that was cancelled go at once: a step that some of them begin would never end.
             _leave(0 if message.succeeded else 1)
 
     def _concerns_me(self, epoch: wire.Epoch) -> bool:
