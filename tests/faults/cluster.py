@@ -111,6 +111,8 @@ class Cluster:
         per_node: of ``--nproc-per-node``.
         schedule: faults that the workers carry out themselves; see `train`.
         conf: further ``--rdzv-conf``.
+        task: its name.
+        beside: another task's cluster, whose coordinator it shares and whose block it is used within.
         settings: what differs from `SETTINGS`.
     """
 
@@ -124,17 +126,24 @@ class Cluster:
         schedule: list[dict[str, Any]] | None = None,
         conf: str = "",
         settings: Mapping[str, Any] | None = None,
+        task: str = "task",
+        beside: Cluster | None = None,
     ) -> None:
         self.folder = folder
         self.settings = {**SETTINGS, **(settings or {})}
         self.notes = Notes(folder)
-        self.state_dir = folder / "state"
+        self.task = task
+        self.state_dir = folder / "state" if beside is None else beside.state_dir
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
         self.replaced: list[int] = []
         self._nodes, self._per_node, self._conf = nodes, per_node, conf
         self._mark = uuid.uuid4().hex
-        self._temporary = Path(tempfile.mkdtemp(prefix="faults-"))  # short enough for UNIX sockets
-        self.port = free_port()
+        self._beside = beside
+        if beside is None:
+            self._temporary = Path(tempfile.mkdtemp(prefix="faults-"))  # short enough for UNIX sockets
+            self.port = free_port()
+        else:
+            self._temporary, self.port = beside._temporary, beside.port
         (folder / "settings.json").write_text(json.dumps(self.settings))
         (folder / "schedule.json").write_text(json.dumps(schedule or []))
         self.schedule = schedule or []
@@ -156,7 +165,8 @@ class Cluster:
         for agent in self.agents.values():
             agent.wait()
         until("the end of all processes", lambda: not self.processes(), 10)
-        shutil.rmtree(self._temporary)
+        if self._beside is None:
+            shutil.rmtree(self._temporary)
 
     # ---- what is done to it
 
@@ -164,7 +174,7 @@ class Cluster:
         """Start an agent; one that had this label must be gone."""
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "unicron"),
-            *("--rdzv-endpoint", f"127.0.0.1:{self.port}", "--rdzv-id", "task"),
+            *("--rdzv-endpoint", f"127.0.0.1:{self.port}", "--rdzv-id", self.task),
             *("--rdzv-conf", ",".join(filter(None, [self._conf, f"node={node},state_dir={self.state_dir}"]))),
             *("--nnodes", self._nodes, "--nproc-per-node", str(self._per_node), "--max-restarts", "1000"),
             *(str(SCRIPT), str(self.folder)),
@@ -204,6 +214,8 @@ class Cluster:
         self.watch(lambda: all(agent.poll() is not None for agent in self.agents.values()), "the agents' end", seconds)
         codes = {node: agent.returncode for node, agent in self.agents.items()}
         assert set(codes.values()) == {0}, f"exit statuses {codes}"
+        if self._beside is not None:
+            return
         if not linger and (pid := self.coordinator()) is not None:
             kill(pid, signal.SIGTERM)
         until("the coordinator's end", lambda: self.coordinator() is None, 15)
@@ -235,10 +247,12 @@ class Cluster:
         return found
 
     def events(self, name: str | None = None) -> list[dict[str, Any]]:
-        """The coordinator's event log, from its database."""
+        """The coordinator's event log, from its database: of this task, and of no task."""
         path = self.state_dir / "coordinator.sqlite"
         with contextlib.closing(sqlite3.connect(path, timeout=10)) as database:
-            rows = database.execute("SELECT at, name, incident, fields FROM events ORDER BY seq").fetchall()
+            rows = database.execute(
+                "SELECT at, name, incident, fields FROM events WHERE coalesce(task, ?1) = ?1 ORDER BY seq", (self.task,)
+            ).fetchall()
         return [
             {"at": at, "name": of, "incident": incident, **json.loads(fields)}
             for at, of, incident, fields in rows

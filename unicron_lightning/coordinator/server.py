@@ -31,9 +31,10 @@ from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.api import NO_TOKEN, Api
 from unicron_lightning.coordinator.config import CoordinatorConfig, default_state_dir, prepare_state_dir, read_token
 from unicron_lightning.coordinator.machine import Machine
-from unicron_lightning.coordinator.planning import planning_of
+from unicron_lightning.coordinator.planning import Knowledge, Planning
 from unicron_lightning.coordinator.question import Question
 from unicron_lightning.coordinator.session import Session
+from unicron_lightning.coordinator.startup import inputs_at_start
 from unicron_lightning.coordinator.store import NewEvent, Store
 from unicron_lightning.errors import ConfigError, PortInUse
 
@@ -79,7 +80,7 @@ class Server:
         self.machine = Machine(config.limits(), self.store.load())
         self._sessions: dict[int, Session] = {}
         self._conn_ids = itertools.count(1)
-        self._planning = planning_of(config)
+        self._planning = Planning()
         self._timers: dict[ev.TimerKey, asyncio.TimerHandle] = {}
         self._look: asyncio.TimerHandle | None = None
         self._stop = asyncio.Event()
@@ -105,6 +106,8 @@ class Server:
             await web.SockSite(runner, self._socket).start()
             self._announce()
             self.apply(ev.Started(about=self.about()))
+            for event in inputs_at_start(self._config, self.machine.cluster):
+                self.apply(event)
             self._look_for_ended()
             await self._stop.wait()
         finally:
@@ -177,7 +180,11 @@ class Server:
 
     def _ask(self, question: Question) -> None:
         loop = asyncio.get_running_loop()
-        self._planning.ask(question, lambda answer: _call(loop, self.apply, answer))
+        if not self._config.planner.enabled:
+            loop.call_soon(self.apply, keep(question))
+            return
+        known = Knowledge.of(self.machine.cluster, self._config.planner)
+        self._planning.ask(question, known, lambda answer: _call(loop, self.apply, answer))
 
     def _fire(self, key: ev.TimerKey) -> None:
         self._timers.pop(key, None)
