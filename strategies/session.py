@@ -51,7 +51,8 @@ class Session:
         if environ.under_agent():
             own = environ.read()
             self.control = Control(own.agent_socket, own.worker, own.local_rank, self._on_failure)
-            welcome = self.control.hello(capacity)
+            self.control.hello(capacity)
+            welcome = self.control.wait_welcome()
             if welcome.founder:
                 welcome = self._wait_founded(self.control)
             self.is_joiner, self.resume = not welcome.founder, welcome.resume

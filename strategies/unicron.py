@@ -157,15 +157,17 @@ class UnicronStrategy(ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        super().setup_environment()
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         check_trainer(trainer)
         if self._shape is None:
             self._shape = declare(trainer, self._num_micro_batches)
         self._runs += 1
-        if self._session is None:
+        begins = self._session is None
+        if self._session is None:  # before the device is touched: a warm worker waits in there until it has a slot
             self._session, is_new = Session.of_process(self.root_device, self._shape.micro_batches, self._on_world)
+        super().setup_environment()
+        if begins:
             self._collectives = Collectives(self._session)
             self._collectives.records = is_new
             self._collectives.scope = f"{self._runs}"

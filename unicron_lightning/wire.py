@@ -52,7 +52,10 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerHello(Message, frozen=True, kw_only=True, tag="worker_hello"):
-    """The Unicron strategy runs in this worker. Answered by `Welcome`. Says that the task recovers in process."""
+    """The Unicron strategy runs in this worker. Says that the task recovers in process.
+
+    Answered by `Welcome`: at once if its agent has a slot, else as soon as it gets one.
+    """
 
     worker: str
     local_rank: int
@@ -164,7 +167,7 @@ class Register(Message, frozen=True, kw_only=True, tag="register"):
     waiting: bool
     """Whether the agent now waits in next_rendezvous for a grant of ``round``."""
     granted: bool
-    """Whether the grant of ``round`` has arrived."""
+    """Whether the grant of ``round`` has arrived, and not only a warm one."""
     store: Address | None
     local_world: int | None
     workers: list[WorkerInfo]
@@ -175,6 +178,8 @@ class Register(Message, frozen=True, kw_only=True, tag="register"):
     agent of those that name the same has workers at a time."""
     weight: float = 1.0
     """w(t), what the task's FLOPs are worth beside those of other tasks."""
+    warm: bool = False
+    """Whether a warm grant of ``round`` is all that has arrived: the workers are not of the task yet."""
 
 
 class RendezvousBegin(Message, frozen=True, kw_only=True, tag="rendezvous"):
@@ -229,12 +234,18 @@ class Refused(Message, frozen=True, kw_only=True, tag="refused"):
 
 
 class Grant(Message, frozen=True, kw_only=True, tag="grant"):
-    """The slot is the task's: start workers. ``master`` is the store of group rank 0's agent for plain scripts."""
+    """The slot is the task's: start workers. ``master`` is the store of group rank 0's agent for plain scripts.
+
+    A ``warm`` one gives no slot: the workers are started, say hello, and wait for their `Welcome`. It is followed by
+    another grant for the same round, which does give the slot, by `Stop` or by `TaskOver`.
+    """
 
     round: int
     group_rank: int
     group_world: int
+    """Of a warm grant: numbers that nobody else has at the moment; the strategy does not go by them."""
     master: Address
+    warm: bool = False
 
 
 class Ranks(Message, frozen=True, kw_only=True, tag="ranks"):

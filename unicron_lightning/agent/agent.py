@@ -23,11 +23,13 @@ from typing import Any, Final, TypeVar
 
 from unicron_lightning import environ, wire
 from unicron_lightning.agent.embedded import EmbeddedCoordinator
+from unicron_lightning.agent.gate import Gate
 from unicron_lightning.agent.local import LocalHooks, LocalServer
 from unicron_lightning.agent.options import AgentOptions
 from unicron_lightning.agent.roster import Roster
 from unicron_lightning.agent.scratch import ScratchFolder
 from unicron_lightning.agent.session import CoordinatorSession, SessionHooks
+from unicron_lightning.agent.slot_lock import SlotLock
 from unicron_lightning.agent.supervisor import Exit, Supervisor, WatchedProcess
 from unicron_lightning.agent.view import RoundView, SharedView
 from unicron_lightning.errors import SessionRefused, UnicronError
@@ -47,9 +49,10 @@ class Agent:
     Args:
         options: the user's options.
         num_keys: returns how many keys the present round's store holds; called in the agent's thread.
+        lock: of the slot, if it has a label.
     """
 
-    def __init__(self, options: AgentOptions, num_keys: Callable[[], int]) -> None:
+    def __init__(self, options: AgentOptions, num_keys: Callable[[], int], lock: SlotLock | None = None) -> None:
         self._options = options
         self._num_keys = num_keys
         self._scratch = ScratchFolder()
@@ -61,6 +64,7 @@ class Agent:
             self.socket_path,
             LocalHooks(accept=self._accept, received=self._from_worker, left=self._roster.leaves),
         )
+        self._gate = Gate(lock, self._goes_on, self._local.send)
         self._fenced: set[str] = set()
         self._leaving = False
         self._failed = False
@@ -181,6 +185,7 @@ class Agent:
             for task in (ticking, keeping_up):
                 task.cancel()
             await asyncio.gather(ticking, keeping_up, return_exceptions=True)
+            self._gate.close()
             self._supervisor.close()
             await self._local.close()
             self._embedded.release()
@@ -223,6 +228,7 @@ class Agent:
             self._on_exit(worker, assumed)
         self._shared.update(number=number, store=store, local_world=None, grant=None, ranks=None, stop=None)
         self._failed = False
+        self._gate.begin_round()
         self._fenced.clear()
         self._store_evidence = False
         self._send(wire.RendezvousBegin(round=number, store=store))
@@ -264,13 +270,14 @@ class Agent:
             max_nodes=options.max_nodes,
             round=view.number,
             waiting=view.waiting,
-            granted=view.grant is not None,
+            granted=view.grant is not None and not view.grant.warm,
             store=view.store,
             local_world=view.local_world,
             workers=self._roster.infos(),
             epoch=self._roster.epoch,
             slot=options.slot,
             weight=options.weight,
+            warm=view.grant is not None and view.grant.warm,
         )
 
     def _from_coordinator(self, message: wire.ToAgent) -> None:
@@ -278,7 +285,7 @@ class Agent:
         match message:
             case wire.Registered():
                 self._embedded.met()
-            case wire.Grant() if message.round == view.number and view.grant is None:
+            case wire.Grant() if message.round == view.number and (view.grant is None or view.grant.warm):
                 self._shared.update(grant=message)
             case wire.Ranks() if message.round == view.number:
                 self._shared.update(ranks=message)
@@ -294,7 +301,7 @@ class Agent:
                     self._stop("the task was ended")  # workers of plain scripts do not hear of it otherwise
                 self._local.broadcast(message)
             case wire.Welcome():
-                self._local.send(message.worker, message)
+                self._gate.welcome(message)
             case wire.LookupReply():
                 self._roster.saw_reply(message)
                 self._local.send(message.worker, message)
@@ -331,6 +338,9 @@ class Agent:
         view = self._shared.now
         mine = environ.worker_id(self._options.agent, hello.local_rank, view.number)
         return hello.worker == mine and 0 <= hello.local_rank < (view.local_world or 0)
+
+    def _goes_on(self, worker: str) -> bool:
+        return worker in self._roster and self._shared.now.stop is None
 
     def _from_worker(self, worker: str, message: wire.FromWorker) -> None:
         if isinstance(message, wire.WorkerHello):

@@ -93,7 +93,7 @@ class UnicronRendezvousHandler(RendezvousHandler):
 
     @override
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait until the coordinator grants this agent's slot.
+        """Wait until the coordinator grants this agent's slot, or has its workers started without one, to be warm.
 
         Raises:
             RendezvousFailed: the coordinator refuses this agent or can't be reached.
@@ -101,13 +101,11 @@ class UnicronRendezvousHandler(RendezvousHandler):
         """
         with clean_exit_on_sigterm():
             agent = self._agent or self._start()
-            if self._lock is not None:
-                self._lock.release()  # torchelastic has stopped the workers
             number, grant = self._begin_round(agent)
-            while not self._slot_is_ours(agent):
+            while not (grant.warm or self._slot_is_ours(agent)):
                 number, grant = self._begin_round(agent)
-        logger.info("granted task=%s round=%d group_rank=%d of %d", self._options.task, number, grant.group_rank,
-                    grant.group_world)  # fmt: skip
+        logger.info("granted task=%s round=%d group_rank=%d of %d warm=%s", self._options.task, number,
+                    grant.group_rank, grant.group_world, grant.warm)  # fmt: skip
         self._prepare_environment(agent, number)
         return RendezvousInfo(
             store=self._rank_store(agent, grant),  # type: ignore[arg-type] # all that torchelastic calls is there
@@ -144,7 +142,7 @@ class UnicronRendezvousHandler(RendezvousHandler):
 
     def _start(self) -> Agent:
         atexit.register(self.shutdown)  # first: a signal may end the process from here on
-        agent = self._agent = Agent(self._options, self._num_keys)
+        agent = self._agent = Agent(self._options, self._num_keys, self._lock)
         self._signals = SignalWatch(agent.leaving)
         agent.start()
         logger.info("agent_started agent=%s task=%s endpoint=%s", self._options.agent, self._options.task,
@@ -218,10 +216,12 @@ class UnicronRendezvousHandler(RendezvousHandler):
     def _rank_store(self, agent: Agent, grant: wire.Grant) -> RankStore:
         def ranks_of(local_world: int) -> tuple[int, int]:
             agent.announce_local_world(local_world)
-            answer: Any = agent.wait(lambda view: view.ranks or view.stop or view.over, self._options.timeout)
+            answer: Any = None
+            if not grant.warm:
+                answer = agent.wait(lambda view: view.ranks or view.stop or view.over, self._options.timeout)
             if isinstance(answer, wire.Ranks):
                 base, world = answer.base, answer.world
-            else:  # stopped before it began: any ranks do for workers that are stopped at the next poll
+            else:  # any ranks do for workers that are stopped before they begin, and for warm ones: none are theirs yet
                 base, world = grant.group_rank * local_world, grant.group_world * local_world
             os.environ[environ.BASE_RANK] = str(base)
             return base, world

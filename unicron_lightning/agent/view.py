@@ -31,7 +31,7 @@ class RoundView:
 
     @property
     def waiting(self) -> bool:
-        """Whether the agent waits for a grant of this round."""
+        """Whether the agent waits for a grant of this round, be it a warm one."""
         return self.number > 0 and self.grant is None and self.over is None
 
 

@@ -25,12 +25,13 @@ class TimerKey(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The machine's time limits, all in seconds. See `config.DetectionConfig` for their reasons."""
+    """What the machine goes by: time limits in seconds, and switches. See `config` for their reasons."""
 
     reconnect_grace: float = 0.25
     restart_grace: float = 10.0
     comm_error_grace: float = 0.5
     join_grace: float = 0.5
+    warm_standby: bool = False
     exit_when_idle: bool = False
     idle_linger: float = 3.0
     startup_linger: float = 30.0

@@ -9,7 +9,17 @@ from __future__ import annotations
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
-from unicron_lightning.coordinator import jobs, measuring, membership, nodes, registration, slots, state, workers
+from unicron_lightning.coordinator import (
+    jobs,
+    measuring,
+    membership,
+    nodes,
+    registration,
+    slots,
+    standby,
+    state,
+    workers,
+)
 from unicron_lightning.coordinator.allocation import gather, gathered, review_allocation, take_plan
 from unicron_lightning.coordinator.places import competing_tasks
 from unicron_lightning.coordinator.state import Agent, Cluster, Lasting, Pending, Task
@@ -182,7 +192,8 @@ class Machine:
                     workers.died(task, turn, task.workers_of(agent.id), "stopped")
                 slots.begin_rendezvous(task, turn, agent, message)
             case wire.LocalWorld():
-                if message.round == agent.round and agent.id in task.slots and agent.local_world is None:
+                started = agent.warm or agent.id in task.slots
+                if message.round == agent.round and started and agent.local_world is None:
                     agent.local_world = message.size
                     turn.save(task)
             case wire.StoreUsed():
@@ -289,7 +300,9 @@ class Machine:
 
     def _review(self, turn: Turn, task: Task) -> None:
         """Do what is due for the task now."""
+        standby.pass_on(task, turn)
         slots.review_slots(task, turn)
+        standby.review_standbys(task, turn)
         membership.review_members(task, turn)
         registration.review_end(task, turn)
         if task.over is not None and not task.agents:

@@ -5,7 +5,8 @@ What an agent says in `wire.Register` decides between four cases:
 * *new*: it waits for a grant like any other;
 * *back in time*: it gets again whatever it may have missed (grant, ranks, welcome, epoch, go), and a worker that it no
   longer names is taken for dead unless its own word on it follows shortly;
-* *back too late*, or unknown though it has a grant: its workers are fenced and it must rendezvous again;
+* *back too late*, or unknown though it has a grant: its workers are fenced and it must rendezvous again, unless they
+  are only warm: those had no part in anything;
 * *unknown, granted, and its task unknown too*: the coordinator has lost its store. The task is rebuilt from what the
   agents tell: for ``restart_grace`` seconds nothing is published while training goes on, then one ``fail`` epoch is,
   over the workers that hold state (those whose last report was for an epoch >= 1). Lost with the store are: records,
@@ -17,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from unicron_lightning import wire
-from unicron_lightning.coordinator import slots, workers
+from unicron_lightning.coordinator import slots, standby, workers
 from unicron_lightning.coordinator.jobs import is_job
 from unicron_lightning.coordinator.membership import concerned, finish, open_incident, send_go
 from unicron_lightning.coordinator.state import Agent, Task
@@ -72,12 +73,14 @@ def register(task: Task, turn: Turn, conn: int, message: wire.Register, *, creat
         turn.send(agent, wire.TaskOver(succeeded=task.over))
     elif resumed:
         _resume(task, turn, agent, message)
-    elif created and message.granted:
+    elif created and (message.granted or message.warm):
         task.rebuilding = True
         turn.timer("rebuild", turn.limits.restart_grace, task=task.id)
-        _adopt(task, turn, agent, message)
+        (_adopt if message.granted else _adopt_warm)(task, turn, agent, message)
     elif task.rebuilding and message.granted and len(task.slots) < task.max_nodes:
         _adopt(task, turn, agent, message)
+    elif message.warm:
+        _adopt_warm(task, turn, agent, message)
     else:
         _take_new(task, turn, agent, message)
     _review_restoring(task, turn)
@@ -146,7 +149,7 @@ def restore(task: Task, turn: Turn) -> None:
 
 def bye(task: Task, turn: Turn, agent: Agent, message: wire.Bye) -> None:
     """The agent ends and has stopped its workers."""
-    if message.succeeded:
+    if message.succeeded and not agent.warm:
         task.agents_succeeded += 1
         for worker in task.workers_of(agent.id):
             workers.finished(task, turn, worker, how="exit")
@@ -214,6 +217,21 @@ def _adopt(task: Task, turn: Turn, agent: Agent, message: wire.Register) -> None
     _reconcile_workers(task, turn, agent, message)
 
 
+def _adopt_warm(task: Task, turn: Turn, agent: Agent, message: wire.Register) -> None:
+    """Believe an agent that its workers are warm. They never had a part in the task: there is nothing to fence."""
+    slots.leave_slot(task, agent)
+    agent.round = message.round
+    agent.store = message.store
+    agent.warm = True
+    agent.holder = agent.stopping = False
+    agent.gone = []
+    agent.local_world = message.local_world
+    task.arrivals += 1
+    agent.arrived = task.arrivals
+    turn.save(task)
+    _reconcile_workers(task, turn, agent, message)
+
+
 def _resume(task: Task, turn: Turn, agent: Agent, message: wire.Register) -> None:
     if message.round > agent.round:
         workers.died(task, turn, task.workers_of(agent.id), "stopped")
@@ -222,18 +240,27 @@ def _resume(task: Task, turn: Turn, agent: Agent, message: wire.Register) -> Non
         slots.begin_rendezvous(task, turn, agent, begin)
         if agent.id in task.slots and not agent.waiting:
             slots.send_grant(task, turn, agent)
+        elif agent.warm:
+            standby.send_warm_grant(task, turn, agent)
     elif message.granted and message.round > agent.round:
         # Only a store that lost its last writes (power failure) knows less of a grant than the agent.
         _adopt(task, turn, agent, message)
         return
+    elif message.warm and (message.round > agent.round or agent.waiting):
+        _adopt_warm(task, turn, agent, message)  # As above.
+        return
+    if agent.warm and message.round == agent.round:
+        standby.resume(task, turn, agent, message)
     if agent.id in task.slots and message.round == agent.round:
+        if message.warm:
+            slots.send_grant(task, turn, agent)
         if agent.local_world is None:
             agent.local_world = message.local_world
         elif agent.ranked:
             slots.send_ranks(task, turn, agent)
         if task.regrouping:
             turn.send(agent, wire.Stop(reason="the task's nodes changed"))
-    if agent.stopping and message.granted and message.round == agent.round:
+    if agent.stopping and (message.granted or message.warm) and message.round == agent.round:
         turn.send(agent, wire.Stop(reason="its slot was taken back"))
     _reconcile_workers(task, turn, agent, message)
     _repeat_epoch(task, turn, agent, message.epoch)

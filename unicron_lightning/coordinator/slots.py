@@ -32,7 +32,8 @@ def review_slots(task: Task, turn: Turn) -> None:
 
 def begin_rendezvous(task: Task, turn: Turn, agent: Agent, message: wire.RendezvousBegin) -> None:
     """The agent wants a grant; its workers of earlier rounds are gone (the caller has buried them)."""
-    if message.round < agent.round or (message.round == agent.round and (agent.waiting or agent.id in task.slots)):
+    known = agent.waiting or agent.warm or agent.id in task.slots
+    if message.round < agent.round or (message.round == agent.round and known):
         return  # Said again after a reconnection.
     agent.holder = agent.id in task.slots
     leave_slot(task, agent)
@@ -48,12 +49,14 @@ def begin_rendezvous(task: Task, turn: Turn, agent: Agent, message: wire.Rendezv
 
 
 def leave_slot(task: Task, agent: Agent) -> None:
-    """The agent's slot, if it has one, becomes free."""
+    """The agent's slot, if it has one, becomes free; its workers of this round, warm ones too, are not of the task."""
     if agent.id in task.slots:
         task.slots.remove(agent.id)
     agent.local_world = None
     agent.ranked = False
     agent.waiting = False
+    agent.warm = False
+    agent.hellos = {}
 
 
 def revoke(task: Task, turn: Turn, agent: Agent, reason: str) -> None:
@@ -168,8 +171,10 @@ def _grant(task: Task, turn: Turn, agents: list[Agent]) -> None:
         agent.waiting = False
         agent.holder = True
         agent.batch = task.batches
-        agent.local_world = None
-        agent.ranked = False
+        if agent.warm:  # Its workers run, under ranks that mean nothing: `standby` welcomes them.
+            agent.warm, agent.ranked = False, True
+        else:
+            agent.local_world, agent.ranked = None, False
     for agent in agents:
         send_grant(task, turn, agent)
         turn.emit(

@@ -66,6 +66,15 @@ class Agent(msgspec.Struct, kw_only=True):
     """Its slot was taken back: it was told to stop its workers and to rendezvous again, and has not yet."""
     missing: list[str] = []
     """Live workers that the agent did not name when it registered again; its own word on them may still come."""
+    warm: bool = False
+    """Its workers of ``round`` were started without a slot, and it has got none since."""
+    hellos: dict[str, wire.WorkerHello] = {}
+    """Its warm workers that wait to be welcomed: they are not in `Task.workers` yet."""
+
+    @property
+    def all_warm(self) -> bool:
+        """Whether all its workers are warm and can be welcomed now."""
+        return self.warm and not self.gone and len(self.hellos) == self.local_world and self.conn is not None
 
     @property
     def place(self) -> str | None:
@@ -160,9 +169,9 @@ class Task(msgspec.Struct, kw_only=True):
         return self.max_nodes if self.target is None else self.target
 
     def queue(self) -> list[Agent]:
-        """Agents that wait for a grant, in the order in which they get it."""
-        waiting = [agent for agent in self.agents.values() if agent.waiting]
-        return sorted(waiting, key=lambda agent: (not agent.holder, agent.arrived))
+        """Agents that stand by, in the order in which they get a slot: who has warm workers comes first."""
+        standing = [agent for agent in self.agents.values() if agent.waiting or (agent.warm and not agent.gone)]
+        return sorted(standing, key=lambda agent: (not agent.all_warm, not agent.warm, not agent.holder, agent.arrived))
 
     def workers_of(self, agent: str) -> list[Worker]:
         """The agent's live workers, by local rank."""

@@ -98,7 +98,7 @@ def _worker(task: Task, worker: Worker | None, worker_id: str) -> dict[str, Any]
 
 
 def _agent(task: Task, agent: Agent) -> dict[str, Any]:
-    slot = "granted" if agent.id in task.slots else "waiting" if agent.waiting else "none"
+    standing = "warm" if agent.warm else "waiting" if agent.waiting else "none"
     return {
         "agent": agent.id,
         "node": agent.node,
@@ -106,6 +106,6 @@ def _agent(task: Task, agent: Agent) -> dict[str, Any]:
         "pid": agent.pid,
         "connected": agent.conn is not None,
         "round": agent.round,
-        "slot": slot,
+        "slot": "granted" if agent.id in task.slots else standing,
         "place": agent.place,
     }

@@ -26,14 +26,20 @@ Said = (
 
 
 def hello(task: Task, turn: Turn, agent: Agent, message: wire.WorkerHello) -> None:
-    """A worker with the strategy has started. Said again it is only answered again."""
+    """A worker with the strategy has started. Said again it is only answered again; a warm one is not answered yet."""
     worker = task.workers.get(message.worker)
     if worker is None:
-        stale = agent.id not in task.slots or round_of(message.worker) != agent.round or message.worker in agent.gone
-        if stale:
+        present = agent.id in task.slots or agent.warm
+        if not present or round_of(message.worker) != agent.round or message.worker in agent.gone:
             fence_stranger(task, turn, agent, message.worker)
             return
         task.elastic = True
+        if agent.warm:
+            if message.worker not in agent.hellos:
+                agent.hellos[message.worker] = message
+                fields = {"worker": message.worker, "pid": message.pid}
+                turn.emit_for(task, None, "warm_worker_hello", fields)
+            return
         worker = Worker(
             id=message.worker,
             agent=agent.id,
@@ -118,8 +124,12 @@ def worker_died(task: Task, turn: Turn, agent: Agent, message: wire.WorkerDied) 
     elif round_of(message.worker) == agent.round and message.worker not in agent.gone:
         # It never said hello: a plain script's worker, or one that died while it started.
         agent.gone.append(message.worker)
+        agent.hellos.pop(message.worker, None)
         turn.save(task)
-        if not ended_well and not task.regrouping:  # Then it was stopped on our order.
+        if agent.warm:  # It was not of the task: nothing has failed. torchrun starts it anew.
+            fields = {"worker": message.worker, "cause": message.cause, "code": message.code}
+            turn.emit_for(task, None, "warm_worker_died", fields)
+        elif not ended_well and not task.regrouping and not agent.stopping:  # Else it was stopped on our order.
             if not task.elastic:
                 open_incident(task)
             _log_death(task, turn, message.worker, message.cause, message.code, message.at)

@@ -8,6 +8,7 @@ The agent's death takes the worker with it: an end of file on the socket ends th
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
@@ -15,7 +16,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -34,6 +35,18 @@ def _leave(status: int) -> None:
     """Ends the process at once: neither Python's finalisers nor gloo's destructors may hold up a fenced worker."""
     logging.shutdown()
     os._exit(status)
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """Lets SIGTERM end the process at once, whoever handles it otherwise. Does nothing outside the main thread."""
+    in_main = threading.current_thread() is threading.main_thread()
+    handler = signal.signal(signal.SIGTERM, signal.SIG_DFL) if in_main else None
+    try:
+        yield
+    finally:
+        if handler is not None:
+            signal.signal(signal.SIGTERM, handler)
 
 
 class Control:
@@ -91,10 +104,16 @@ class Control:
         latest = self._latest
         return latest is not None and latest.number > number and latest.kind not in wire.PLANNED
 
-    def hello(self, capacity: int) -> wire.Welcome:
-        """Announces the worker and waits for the coordinator's word on its part (founder or joiner)."""
+    def hello(self, capacity: int) -> None:
+        """Announces the worker."""
         self.send(wire.WorkerHello(worker=self.worker, local_rank=self.local_rank, pid=os.getpid(), capacity=capacity))
-        with self.condition:
+
+    def wait_welcome(self) -> wire.Welcome:
+        """Waits for the coordinator's word on this worker's part (founder or joiner): until its agent has a slot.
+
+        SIGTERM ends the process meanwhile, whatever the script has made of it.
+        """
+        with terminable(), self.condition:
             self.condition.wait_for(lambda: self._welcome is not None)
         return self.welcome
 
@@ -109,13 +128,8 @@ class Control:
 
         Otherwise the wait ends with the process: SIGTERM, which Lightning would only note, ends it at once.
         """
-        in_main = threading.current_thread() is threading.main_thread()
-        handler = signal.signal(signal.SIGTERM, signal.SIG_DFL) if in_main else None
-        try:
+        with terminable():
             self.wait_newer(number)
-        finally:
-            if handler is not None:
-                signal.signal(signal.SIGTERM, handler)
 
     def wait_go(self, number: int) -> wire.Go | None:
         """Waits until all members are ready for epoch ``number``; None if a newer epoch came first."""

@@ -52,6 +52,9 @@ class ClusterConfig:
 
     drained: list[str] = field(default_factory=list)
     """Nodes that are drained when the coordinator starts, beside those that its state says are."""
+    warm_standby: bool = True
+    """Whether agents without a slot start their workers up to the strategy's start, to be there within a second when a
+    slot is free. Costs a start, and a worker's host memory, on each node that stands by."""
 
     def __post_init__(self) -> None:
         if not all(self.drained):
@@ -174,6 +177,7 @@ class CoordinatorConfig:
             restart_grace=self.detection.restart_grace,
             comm_error_grace=self.detection.comm_error_grace,
             join_grace=self.detection.join_grace,
+            warm_standby=self.cluster.warm_standby,
             exit_when_idle=self.coordinator.exit_when_idle,
             idle_linger=self.coordinator.idle_linger,
             startup_linger=self.coordinator.startup_linger,

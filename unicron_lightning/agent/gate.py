@@ -1,0 +1,72 @@
+"""Lets an agent's workers go on only when the slot's accelerators are theirs on this machine too.
+
+Workers of an ordinary grant are started under the slot's lock. Warm ones run without it: their welcome, with which they
+begin to use the accelerator, waits here until the lock is had. It is given back when the next round begins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Final
+
+from unicron_lightning import wire
+from unicron_lightning.agent.slot_lock import SlotLock
+
+logger = logging.getLogger(__name__)
+
+RETRY_SECONDS: Final = 0.05
+
+
+class Gate:
+    """Of one agent; lives in its event loop.
+
+    Args:
+        lock: of the slot; None if nobody else uses its accelerators.
+        goes_on: whether a worker is live and not to be stopped.
+        send: sends to a worker.
+    """
+
+    def __init__(
+        self, lock: SlotLock | None, goes_on: Callable[[str], bool], send: Callable[[str, wire.ToWorker], object]
+    ) -> None:
+        self._lock = lock
+        self._goes_on = goes_on
+        self._send = send
+        self._held: dict[str, wire.Welcome] = {}
+        self._retry: asyncio.TimerHandle | None = None
+
+    def begin_round(self) -> None:
+        """The workers of the round before are stopped: let go of the slot."""
+        self.close()
+        if self._lock is not None:
+            self._lock.release()
+
+    def welcome(self, message: wire.Welcome) -> None:
+        """Pass a welcome on, now or when the slot is free."""
+        self._held[message.worker] = message
+        self._review()
+
+    def close(self) -> None:
+        """Forget what is held."""
+        self._held.clear()
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
+
+    def _review(self) -> None:
+        self._held = {worker: word for worker, word in self._held.items() if self._goes_on(worker)}
+        if not self._held:
+            return
+        if self._lock is None or self._lock.acquire():
+            held, self._held = self._held, {}
+            for worker, word in held.items():
+                self._send(worker, word)
+        elif self._retry is None:
+            logger.warning("slot_in_use pid=%s held=%s", self._lock.holder(), sorted(self._held))
+            self._retry = asyncio.get_running_loop().call_later(RETRY_SECONDS, self._again)
+
+    def _again(self) -> None:
+        self._retry = None
+        self._review()
