@@ -36,6 +36,7 @@ from unicron_lightning.coordinator.question import Question
 from unicron_lightning.coordinator.session import Session
 from unicron_lightning.coordinator.startup import inputs_at_start
 from unicron_lightning.coordinator.store import NewEvent, Store
+from unicron_lightning.coordinator.unplanned import keep
 from unicron_lightning.errors import ConfigError, PortInUse
 
 logger = logging.getLogger(__name__)
