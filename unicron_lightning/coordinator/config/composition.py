@@ -8,7 +8,7 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from unicron_lightning.coordinator.config.schema import CoordinatorConfig, TaskConfig
+from unicron_lightning.coordinator.config.schema import CoordinatorConfig
 from unicron_lightning.errors import ConfigError, UnicronError
 
 
@@ -28,7 +28,6 @@ def from_composed(composed: DictConfig) -> CoordinatorConfig:
     """
     _check_keys(composed, prefix="")
     config = cast(CoordinatorConfig, OmegaConf.to_object(composed))
-    config.tasks = {str(name): _task(f"tasks.{name}", task) for name, task in composed.tasks.items()}
     config.jobs()
     return config
 
@@ -41,18 +40,12 @@ def explain(error: BaseException) -> str:
             known = _known(cause.object_type)
             if known and str(cause.key) not in known:
                 return f"{cause.full_key}: unknown key; known are {', '.join(known)}"
+            if "subclass of TaskConfig" in str(cause):
+                # Hydra can't add a key of a dictionary of dataclasses by a value, only by a choice.
+                return f"tasks.{cause.full_key}: no such task; make it by +tasks@tasks.{cause.full_key}=task first"
             return f"{cause.full_key}: {str(cause.msg or cause).splitlines()[0]}"
         cause = cause.__cause__
     return str(error)
-
-
-def _task(name: str, given: Any) -> TaskConfig:
-    if not isinstance(given, DictConfig):
-        raise ConfigError(f"{name}={given}: expected the fields of a task, {', '.join(_known(TaskConfig))}")
-    try:
-        return cast(TaskConfig, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TaskConfig), given)))
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{name}.{explain(error)}") from error
 
 
 def _of_timeout(factor: float, least: float = 0.0, *, _parent_: DictConfig) -> float:
@@ -63,7 +56,8 @@ def _of_timeout(factor: float, least: float = 0.0, *, _parent_: DictConfig) -> f
 def _check_keys(node: DictConfig, prefix: str) -> None:
     kind = OmegaConf.get_type(node)
     known = _known(kind)
-    for key in map(str, node):
+    key: Any
+    for key in node:
         name = f"{prefix}{key}"
         if known and key not in known:
             raise ConfigError(f"{name}: unknown key; known are {', '.join(known)}")

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
 
 from unicron_lightning.coordinator.events import Limits
 from unicron_lightning.errors import ConfigError
-
-if TYPE_CHECKING:
-    from unicron_lightning.jobs import Job
+from unicron_lightning.jobs import Job, problem
 
 
 @dataclass(kw_only=True)
@@ -82,8 +79,6 @@ class TaskConfig:
         Raises:
             ConfigError: it is wrong.
         """
-        from unicron_lightning.jobs import Job, problem
-
         job = Job(name=name, **vars(self))
         wrong = problem(job)
         if wrong is not None:
@@ -165,8 +160,7 @@ class CoordinatorConfig:
     detection: DetectionConfig
     coordinator: ProcessConfig = field(default_factory=ProcessConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    tasks: dict[str, Any] = field(default_factory=dict)
-    """`TaskConfig` by name; to Hydra anything, as it cannot add to a dictionary of dataclasses."""
+    tasks: dict[str, TaskConfig] = field(default_factory=dict)
     planner: PlannerConfig = field(default_factory=PlannerConfig)
     store: StoreConfig = field(default_factory=StoreConfig)
 
