@@ -6,6 +6,12 @@
     unicron resize TASK N|all                  have so many nodes train a task, from the next step on
     unicron drain NODE [NODE ...]              no workers there any more; they leave between two steps
     unicron undrain NODE [NODE ...]            workers may run there again
+    unicron agent [--node LABEL] [--slots N]   run submitted tasks on this node: a daemon
+    unicron submit FILE [--set KEY=VALUE]      have the nodes' daemons run a task
+    unicron cancel TASK                        end a task now
+    unicron jobs [--json]                      tasks that wait, run, or have ended
+    unicron top [--once]                       watch tasks and nodes
+    unicron logs TASK [--rank R] [--follow]    what a task prints on this node
     unicron plan FILE [--what-if EVENT NAME]   the best allocation of workers to tasks; asks no coordinator
 
 Exit status: 0 done; 1 the coordinator could not run; 2 wrong usage or configuration, or no coordinator answers.
@@ -17,7 +23,7 @@ import argparse
 import os
 import sys
 
-from unicron_lightning.cli import inspection, orders
+from unicron_lightning.cli import inspection, jobs, node, orders, top
 from unicron_lightning.errors import UnicronError
 from unicron_lightning.planning.command import add_parser as add_plan_parser
 
@@ -52,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="unicron", description="Training that heals itself.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     commands.add_parser("coordinator", help="run a coordinator, configured by key=value (see --help behind it)")
-    for group in (inspection, orders):
+    for group in (inspection, top, orders, jobs, node):
         group.add_parsers(commands)
     add_plan_parser(commands)
     return parser

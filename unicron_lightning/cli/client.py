@@ -14,6 +14,7 @@ from unicron_lightning.errors import CoordinatorUnavailable, UnicronError
 
 DEFAULT_ENDPOINT: Final = "127.0.0.1:29461"
 _TIMEOUT_SECONDS: Final = 5.0
+_REFUSALS: Final = (400, 403, 404, 409)
 
 
 def connecting() -> argparse.ArgumentParser:
@@ -40,7 +41,9 @@ def quoted(name: str) -> str:
     return urllib.parse.quote(name, safe="")
 
 
-def fetch(endpoint: str, path: str, token: str | None = None, *, method: str = "GET", **query: str) -> Any:
+def fetch(
+    endpoint: str, path: str, token: str | None = None, *, method: str = "GET", body: Any = None, **query: str
+) -> Any:
     """Ask a coordinator, or order something of it.
 
     Args:
@@ -48,6 +51,7 @@ def fetch(endpoint: str, path: str, token: str | None = None, *, method: str = "
         path: e.g. ``/v1/status``.
         token: what to show, None for nothing.
         method: GET, or POST for an order.
+        body: what goes with an order, as JSON; None for nothing.
         query: parameters.
 
     Returns:
@@ -62,12 +66,13 @@ def fetch(endpoint: str, path: str, token: str | None = None, *, method: str = "
     # No proxy: an endpoint is a host of the cluster.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        request = urllib.request.Request(url, headers=headers, method=method)
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(url, data=data, headers=headers, method=method)
         with opener.open(request, timeout=_TIMEOUT_SECONDS) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as error:
         with error:
-            refusal = _reason(error) if method == "POST" and error.code == 404 else None
+            refusal = _reason(error) if method == "POST" and error.code in _REFUSALS else None
         if refusal is not None:
             raise UnicronError(refusal) from None
         hint = " (token: UNICRON_TOKEN or --token-file)" if error.code == 401 else ""

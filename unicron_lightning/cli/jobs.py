@@ -1,0 +1,78 @@
+"""``unicron submit``, ``cancel`` and ``jobs``: tasks that the nodes' daemons run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from unicron_lightning.cli.client import connecting, fetch, quoted, token_of
+from unicron_lightning.errors import ConfigError
+
+_EXAMPLE = "examples/job.yaml"
+
+
+def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the commands to those of ``unicron``."""
+    submit = commands.add_parser("submit", parents=[connecting()], help="have the nodes' daemons run a task")
+    submit.add_argument("file", nargs="?", metavar="FILE", help="the task, in YAML")
+    submit.add_argument("--example", action="store_true", help="print an example of such a file")
+    submit.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a value of the file")
+    submit.set_defaults(run=_submit)
+    cancel = commands.add_parser("cancel", parents=[connecting()], help="end a task now, submitted or not")
+    cancel.add_argument("task", metavar="TASK", help="its name (torchrun's --rdzv-id)")
+    cancel.set_defaults(run=_cancel)
+    jobs = commands.add_parser("jobs", parents=[connecting()], help="show tasks that wait, run, or have ended")
+    jobs.add_argument("--json", action="store_true", help="print what the coordinator answers")
+    jobs.set_defaults(run=_jobs)
+
+
+def _submit(options: argparse.Namespace) -> int:
+    if options.example:
+        from importlib import resources
+
+        print(resources.files("unicron_lightning.conf").joinpath(_EXAMPLE).read_text(encoding="utf-8"), end="")
+        return 0
+    if options.file is None:
+        raise ConfigError("submit: no FILE: expected one (unicron submit --example prints one to begin with)")
+    import msgspec
+
+    from unicron_lightning.cli.job_file import read_job
+
+    job = msgspec.to_builtins(read_job(Path(options.file), options.set), str_keys=True)
+    answer = fetch(options.endpoint, "/v1/jobs", token_of(options), method="POST", body=job)
+    print(f"{answer['name']}: {answer['state']}")
+    return 0
+
+
+def _cancel(options: argparse.Namespace) -> int:
+    path = f"/v1/tasks/{quoted(options.task)}/cancel"
+    answer = fetch(options.endpoint, path, token_of(options), method="POST")
+    print(f"{answer['name']}: {answer['state']}")
+    return 0
+
+
+def _jobs(options: argparse.Namespace) -> int:
+    jobs: list[dict[str, Any]] = fetch(options.endpoint, "/v1/jobs", token_of(options))
+    if options.json:
+        print(json.dumps(jobs, indent=2))
+        return 0
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table()
+    for column in ("task", "state", "since", "started by", "reason"):
+        table.add_column(column)
+    for job in jobs:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(job["ended_at"] or job["submitted_at"]))
+        by = "unicron submit" if job["managed"] else "torchrun"
+        table.add_row(escape(job["name"]), job["state"], since, by, escape(job["reason"] or ""))
+    console = Console()
+    if jobs:
+        console.print(table)
+    else:
+        console.print("no jobs")
+    return 0

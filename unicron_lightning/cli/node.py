@@ -1,0 +1,133 @@
+"""``unicron agent``, the daemon of a node, and ``unicron logs``, what its tasks print."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+from unicron_lightning.cli.client import connecting, fetch, token_of
+from unicron_lightning.errors import ConfigError, CoordinatorUnavailable, UnicronError
+
+_POLL_SECONDS: Final = 0.2
+_TAIL_BYTES: Final = 64 << 10
+
+
+def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the commands to those of ``unicron``."""
+    agent = commands.add_parser("agent", parents=[connecting()], help="run submitted tasks on this node (a daemon)")
+    agent.add_argument("--node", metavar="LABEL", help="label of the node; default: the host's name")
+    agent.add_argument(
+        "--slots",
+        metavar="N|LABEL,...",
+        help="how many tasks' agents may have workers at a time: a number of equal slots, or their labels, of which "
+        "0 or 0-3 stand for accelerators; default: one for each accelerator, one if there is none",
+    )
+    agent.add_argument("--logs", metavar="DIR", help="where the tasks' logs go; default: below the temporary folder")
+    agent.add_argument("--log-size", type=float, default=16, metavar="MB", help="of one file; default: %(default)s")
+    agent.add_argument("--log-files", type=int, default=3, metavar="N", help="full files kept; default: %(default)s")
+    agent.add_argument("--local-addr", metavar="ADDR", help="this node's address for others; default: found out")
+    agent.add_argument(
+        "--stop-seconds", type=float, default=15, metavar="S", help="until what does not stop is killed (%(default)s)"
+    )
+    agent.set_defaults(run=_agent)
+    logs = commands.add_parser("logs", parents=[connecting()], help="show what a task prints on this node")
+    logs.add_argument("task", metavar="TASK")
+    logs.add_argument("--rank", type=int, metavar="R", help="only this global rank, as the coordinator knows it now")
+    logs.add_argument("--node", metavar="LABEL", help="only this node")
+    logs.add_argument("--slot", metavar="LABEL", help="only this slot")
+    logs.add_argument("--follow", action="store_true", help="go on until interrupted")
+    logs.add_argument("--logs", metavar="DIR", help="as given to unicron agent")
+    logs.set_defaults(run=_logs)
+
+
+def _agent(options: argparse.Namespace) -> int:
+    from unicron_lightning.node.daemon import serve
+    from unicron_lightning.node.options import make_options
+
+    made = make_options(
+        endpoint=options.endpoint,
+        node=options.node,
+        slots=options.slots,
+        logs=options.logs,
+        log_megabytes=options.log_size,
+        log_files=options.log_files,
+        token_file=options.token_file,
+        local_addr=options.local_addr,
+        stop_seconds=options.stop_seconds,
+    )
+    return serve(made)
+
+
+def _logs(options: argparse.Namespace) -> int:
+    from unicron_lightning.node.options import default_logs
+
+    folder = (Path(options.logs).absolute() if options.logs else default_logs()) / options.task
+    pattern = f"{options.node or '*'}/{options.slot or '*'}/*.log"
+    if options.rank is not None:
+        place, local_rank = _where(options)
+        pattern = f"{place}/rank{local_rank}.log"
+    files = sorted(folder.glob(pattern))
+    if not files:
+        raise ConfigError(f"no logs {folder}/{pattern} on this machine: expected --logs as given to its unicron agent")
+    heads = len(files) > 1
+    tails = [_Tail(path, str(path.relative_to(folder))) for path in files]
+    try:
+        last = None
+        while True:
+            for tail in tails:
+                text = tail.read()
+                if text and heads and last is not tail:
+                    print(f"==> {tail.name} <==")
+                if text:
+                    last = tail
+                    print(text, end="", flush=True)
+            if not options.follow:
+                return 0
+            time.sleep(_POLL_SECONDS)
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        for tail in tails:
+            tail.close()
+
+
+def _where(options: argparse.Namespace) -> tuple[str, int]:
+    """Place and local rank of a global rank."""
+    tasks: dict[str, Any] = fetch(options.endpoint, "/v1/status", token_of(options))["tasks"]
+    task = tasks.get(options.task)
+    if task is None:
+        raise CoordinatorUnavailable(f"no task {options.task!r} runs: expected --node and --slot instead of --rank")
+    member = next((each for each in task["members"] if each["rank"] == options.rank), None)
+    if member is None:
+        raise UnicronError(f"--rank {options.rank}: task {options.task!r} has ranks below {len(task['members'])}")
+    agent_id, _, rest = member["worker"].rpartition("/")
+    agent = next((each for each in task["agents"] if each["agent"] == agent_id), None)
+    if agent is None or agent["place"] is None:
+        raise UnicronError(f"--rank {options.rank} is not run by a unicron agent: its torchrun has its output")
+    return agent["place"], int(rest.partition("#")[0])
+
+
+class _Tail:
+    """The end of a file, and what is appended to it, also when another takes its place."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.name = name
+        self._path = path
+        self._file: BinaryIO = path.open("rb")
+        self._file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+
+    def read(self) -> str:
+        data = self._file.read()
+        try:
+            if self._path.stat().st_ino != Path(f"/proc/self/fd/{self._file.fileno()}").stat().st_ino:
+                self._file.close()
+                self._file = self._path.open("rb")
+                data += self._file.read()
+        except FileNotFoundError:
+            pass
+        return data.decode(errors="replace")
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,0 +1,146 @@
+"""``unicron top``: tasks, nodes and how fast training goes, as a live table."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+from unicron_lightning.cli.client import connecting, fetch, token_of
+from unicron_lightning.errors import ConfigError, CoordinatorUnavailable
+
+
+def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to those of ``unicron``."""
+    top = commands.add_parser("top", parents=[connecting()], help="watch tasks and nodes")
+    top.add_argument("--once", action="store_true", help="show them once and end")
+    top.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds; default: %(default)s")
+    top.set_defaults(run=_top)
+
+
+def _top(options: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.live import Live
+
+    if not options.interval > 0:
+        raise ConfigError(f"--interval {options.interval}: expected seconds > 0")
+    token = token_of(options)
+    speeds = Speeds()
+    status = fetch(options.endpoint, "/v1/status", token)
+    speeds.saw(status, time.monotonic())
+    console = Console()
+    if options.once:
+        time.sleep(options.interval)  # two looks make a speed
+        status = fetch(options.endpoint, "/v1/status", token)
+        speeds.saw(status, time.monotonic())
+        console.print(picture(status, speeds, None))
+        return 0
+    try:
+        with Live(
+            picture(status, speeds, None), console=console, screen=console.is_terminal, auto_refresh=False
+        ) as live:
+            while True:
+                time.sleep(options.interval)
+                away = None
+                try:
+                    status = fetch(options.endpoint, "/v1/status", token)
+                    speeds.saw(status, time.monotonic())
+                except CoordinatorUnavailable as error:
+                    away = str(error)
+                live.update(picture(status, speeds, away), refresh=True)
+    except KeyboardInterrupt:
+        return 0
+
+
+class Speeds:
+    """Steps per second of tasks, from their steps at different times, over the last 30 seconds or so."""
+
+    _SECONDS = 30.0
+
+    def __init__(self) -> None:
+        self._seen: dict[str, list[tuple[float, int]]] = {}
+
+    def saw(self, status: dict[str, Any], now: float) -> None:
+        """Take note of a status.
+
+        Args:
+            status: the coordinator's answer.
+            now: seconds, of any clock that goes evenly.
+        """
+        for name, task in status["tasks"].items():
+            step = task["progress"]["step"] if task["progress"] else 0
+            seen = self._seen.setdefault(name, [])
+            if seen and step < seen[-1][1]:
+                seen.clear()  # a new life began at an earlier step
+            seen.append((now, step))
+            while len(seen) > 2 and seen[1][0] < now - self._SECONDS:
+                del seen[0]
+
+    def of(self, task: str) -> float | None:
+        """Its steps per second; None if it was seen once."""
+        seen = self._seen.get(task, [])
+        if len(seen) < 2 or seen[-1][0] == seen[0][0]:
+            return None
+        return (seen[-1][1] - seen[0][1]) / (seen[-1][0] - seen[0][0])
+
+
+def picture(status: dict[str, Any], speeds: Speeds, away: str | None) -> Any:
+    """What is shown.
+
+    Args:
+        status: the coordinator's newest answer.
+        speeds: steps per second.
+        away: why there is no newer one, if so.
+    """
+    from rich.console import Group
+    from rich.markup import escape
+
+    about = status["coordinator"]
+    head = f"coordinator {about['host']}:{about['port']}  pid {about['pid']}"
+    parts: list[Any] = [head] if away is None else [f"[red]{escape(away)}[/]"]
+    parts.append(_tasks(status, speeds) if status["tasks"] else "no tasks")
+    if status["nodes"]:
+        parts.append(_nodes(status))
+    if status["drained"]:
+        parts.append(f"drained: {escape(', '.join(status['drained']))}")
+    return Group(*parts)
+
+
+def _tasks(status: dict[str, Any], speeds: Speeds) -> Any:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table()
+    for column in ("task", "state", "slots", "workers", "step", "steps/s", "incidents", "places"):
+        table.add_column(column, justify="right" if column in ("workers", "step", "steps/s", "incidents") else "left")
+    for name, task in status["tasks"].items():
+        has = sum(1 for agent in task["agents"] if agent["slot"] == "granted")
+        alive = sum(1 for member in task["members"] if member["alive"])
+        speed = speeds.of(name)
+        places = [place for place, owner in status["assigned"].items() if owner == name]
+        table.add_row(
+            escape(name),
+            task["state"],
+            f"{has} of {task['min_nodes']}:{task['max_nodes']}",
+            str(alive),
+            str(task["progress"]["step"]) if task["progress"] else "",
+            "" if speed is None else f"{speed:.2f}",
+            str(task["incidents"]),
+            escape(" ".join(places)),
+        )
+    return table
+
+
+def _nodes(status: dict[str, Any]) -> Any:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table()
+    for column in ("node", "host", "state", "slot", "has", "agents"):
+        table.add_column(column)
+    for label, node in status["nodes"].items():
+        state = "away" if not node["connected"] else "drained" if node["drained"] else "ready"
+        for place, (slot, about) in enumerate(node["slots"].items()):
+            first = (escape(label), escape(node["host"]), state) if place == 0 else ("", "", "")
+            table.add_row(*first, escape(slot), escape(about["assigned"] or ""), escape(" ".join(about["agents"])))
+    return table
