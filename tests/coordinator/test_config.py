@@ -106,7 +106,7 @@ def test_a_choice_changes_what_it_is_for(override: str, key: str, value: object)
         (["detection.timeout=soon"], "detection.timeout: Value 'soon' of type 'str' could not be converted to Float"),
         (["detection.timeout=0"], "detection.timeout=0.0: expected a number > 0"),
         (["detection.join_grace=inf"], "detection.join_grace=inf: expected a number >= 0"),
-        (["planner.scaling_exponent=2"], "planner.scaling_exponent=2.0: expected a number in (0, 1]"),
+        (["planner.grow_seconds=0"], "planner.grow_seconds=0.0: expected a number > 0"),
         (["store.events_kept=0"], "store.events_kept=0: expected a number > 0"),
         (["+tasks.a.command=[x]"], "tasks.a: no such task; make it by +tasks@tasks.a=task first"),
         (["+tasks@tasks.a=task", "tasks.a.comand=[x]"], "tasks.a.comand: unknown key; known are command, "),

@@ -52,10 +52,17 @@ class Knowledge:
             slot_mtbf=planner.node_mtbf_hours * 3600.0,
             worker_mtbf=planner.worker_mtbf_hours * 3600.0,
         )
+        transitions = throughput.transition_times(
+            tasks,
+            shrink_seconds=planner.shrink_seconds,
+            grow_seconds=planner.grow_seconds,
+            restart_seconds=planner.restart_seconds,
+            cold_seconds=planner.cold_seconds,
+        )
         return cls(
             performances=throughput.performances(tasks, lasting.jobs),
             running_seconds=failures.running_seconds,
-            transition_seconds=throughput.transition_times(tasks).expected_seconds,
+            transition_seconds=transitions.expected_seconds,
         )
 
 

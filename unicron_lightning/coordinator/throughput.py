@@ -112,15 +112,30 @@ def flops_per_step(task: Task | None, job: Job | None) -> float | None:
     return None if task is None else task.measured.flops_per_step
 
 
-def transition_times(tasks: Mapping[str, Task]) -> TransitionTimes:
-    """D_transition by task and kind, from the transitions measured."""
+def transition_times(
+    tasks: Mapping[str, Task],
+    *,
+    shrink_seconds: float = 0.5,
+    grow_seconds: float = 1.0,
+    restart_seconds: float = 15.0,
+    cold_seconds: float = 30.0,
+) -> TransitionTimes:
+    """D_transition by task and kind, from the transitions measured.
+
+    Args:
+        tasks: those that have begun.
+        shrink_seconds: median that is expected of `TransitionKind.SHRINK_IN_PLACE` before any was measured.
+        grow_seconds: of GROW_IN_PLACE.
+        restart_seconds: of RESTART.
+        cold_seconds: of RECONFIGURE_COLD.
+    """
     from unicron_lightning.planner.transitions import Transition, TransitionKind, TransitionTime, TransitionTimes
 
     priors = {
-        TransitionKind.SHRINK_IN_PLACE: TransitionTime(median_seconds=0.5),
-        TransitionKind.GROW_IN_PLACE: TransitionTime(median_seconds=1.0),
-        TransitionKind.RESTART: TransitionTime(median_seconds=15.0),
-        TransitionKind.RECONFIGURE_COLD: TransitionTime(median_seconds=30.0),
+        TransitionKind.SHRINK_IN_PLACE: TransitionTime(median_seconds=shrink_seconds),
+        TransitionKind.GROW_IN_PLACE: TransitionTime(median_seconds=grow_seconds),
+        TransitionKind.RESTART: TransitionTime(median_seconds=restart_seconds),
+        TransitionKind.RECONFIGURE_COLD: TransitionTime(median_seconds=cold_seconds),
     }
     measured = [(name, each) for name, task in tasks.items() for each in task.measured.transitions]
     measured.sort(key=lambda item: item[1].at)

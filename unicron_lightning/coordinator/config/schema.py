@@ -96,16 +96,19 @@ class PlannerConfig:
     """Node-hours per failure of a whole node."""
     worker_mtbf_hours: float = 720.0
     """Hours per failure of the workers in one slot, their node left aside."""
-    transition_seconds: float = 5.0
-    """How long a task stands still when its workers change."""
-    scaling_exponent: float = 0.95
-    """T(t,x) is x to this power for a task of which nothing is known, in (0, 1]."""
+    shrink_seconds: float = 0.5
+    """How long a task stands still when workers leave it and the others train on."""
+    grow_seconds: float = 1.0
+    """The same when workers join those that train."""
+    restart_seconds: float = 15.0
+    """The same when all its workers start anew."""
+    cold_seconds: float = 30.0
+    """The same when it starts on other slots from a checkpoint, or for the first time."""
 
     def __post_init__(self) -> None:
         _check_positive("planner", node_mtbf_hours=self.node_mtbf_hours, worker_mtbf_hours=self.worker_mtbf_hours)
-        _check_positive("planner", transition_seconds=self.transition_seconds)
-        if not 0 < self.scaling_exponent <= 1:
-            raise ConfigError(f"planner.scaling_exponent={self.scaling_exponent}: expected a number in (0, 1]")
+        _check_positive("planner", shrink_seconds=self.shrink_seconds, grow_seconds=self.grow_seconds)
+        _check_positive("planner", restart_seconds=self.restart_seconds, cold_seconds=self.cold_seconds)
 
 
 @dataclass(kw_only=True)
