@@ -68,6 +68,8 @@ class World:
         self.events: list[ev.Emit] = []
         self.oracles: dict[str, Oracle] = {}
         self.agents: dict[int, FakeAgent] = {}
+        self.daemons: dict[int, Any] = {}
+        """Nodes' daemons by connection, see `coordinator.daemons`."""
         self.conns = 0
         self.nodes = (1, 4)
         self.answers_at_once = True
@@ -81,9 +83,9 @@ class World:
         self.stopped = False
         self.questions: list[Question] = []
         """Asked and not answered yet."""
-        for agent in self.agents.values():
-            agent.conn = None
-        self.agents = {}
+        for peer in (*self.agents.values(), *self.daemons.values()):
+            peer.conn = None
+        self.agents, self.daemons = {}, {}
         self.do(ev.Started())
 
     def lose_disk(self) -> None:
@@ -179,6 +181,10 @@ class World:
 
     def _carry_out(self, action: ev.Action) -> None:
         match action:
+            case ev.Send(conn=conn, message=message) if conn in self.daemons:
+                self.daemons[conn].receive(message)
+            case ev.Close(conn=conn) if conn in self.daemons:
+                self.daemons.pop(conn).conn = None
             case ev.Send(conn=conn, message=message):
                 agent = self.agents.get(conn)
                 assert agent is not None, f"sent over a connection that is gone: {message}"
