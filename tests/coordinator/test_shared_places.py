@@ -19,6 +19,7 @@ from unicron_lightning.coordinator.places import usable_places
 from unicron_lightning.coordinator.state import Task
 
 TASKS = ("a", "b", "c")
+FAULTS = ("agent_dies", "cut", "worker_fails", "worker_fails", "finishes")
 
 
 class SharedPlaces(RuleBasedStateMachine):
