@@ -18,11 +18,11 @@ from unicron_lightning.planning.sections import read_section
 class JobFile:
     """The whole file."""
 
-    command: list[str]
+    command: list[str | int | float]
     """The script and its arguments, as they would follow torchrun's own."""
     name: str | None = None
     """The task's id; default: the file's name without its ending."""
-    environment: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str | int | float] = field(default_factory=dict)
     """Added to the environment of its processes."""
     folder: str | None = None
     """Where its processes run, on every node; a relative path begins at the file. Default: where the daemons run."""
@@ -68,7 +68,13 @@ def read_job(path: Path, overrides: list[str]) -> Job:
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     folder = None if given.folder is None else str((path.parent / given.folder).absolute())
-    job = Job(**{**asdict(given), "name": given.name or path.stem, "folder": folder})
+    texts = {
+        "name": given.name or path.stem,
+        "folder": folder,
+        "command": [str(word) for word in given.command],
+        "environment": {name: str(value) for name, value in given.environment.items()},
+    }
+    job = Job(**{**asdict(given), **texts})
     wrong = problem(job)
     if wrong is not None:
         raise ConfigError(f"{path}: {wrong}")

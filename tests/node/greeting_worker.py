@@ -1,0 +1,17 @@
+"""`agent.toy_worker`, after it has printed the variable GREETING."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from agent.toy_worker import ToyWorker
+
+from unicron_lightning.agent.lifeline import tie_to_agent
+
+tie_to_agent()
+print(os.environ["GREETING"])
+ToyWorker(Path(sys.argv[1])).run()

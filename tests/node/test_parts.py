@@ -1,0 +1,213 @@
+"""The daemon's parts without processes: slots, what to do when, logs, command lines, job files."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unicron_lightning.cli.job_file import read_job
+from unicron_lightning.errors import ConfigError
+from unicron_lightning.jobs import Job
+from unicron_lightning.node.command import torchrun_command, torchrun_environment
+from unicron_lightning.node.logs import LogPipe, RotatingFile
+from unicron_lightning.node.options import NodeOptions, make_options
+from unicron_lightning.node.reconcile import GIVEN_UP_SECONDS, KILLED_SECONDS, Key, State, Steps, steps
+from unicron_lightning.node.slots import Slot, slots_of, visible_devices
+from unicron_lightning.nodewire import Launch
+
+EIGHT = [str(number) for number in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("text", "devices", "expected"),
+    [
+        (None, [], [("0", None)]),
+        (None, ["0", "1"], [("0", "0"), ("1", "1")]),
+        ("3", [], [("0", None), ("1", None), ("2", None)]),
+        ("1", EIGHT, [("0", "0,1,2,3,4,5,6,7")]),
+        ("4", EIGHT, [("0", "0,1"), ("1", "2,3"), ("2", "4,5"), ("3", "6,7")]),
+        ("0-3,4-7", EIGHT, [("0-3", "0,1,2,3"), ("4-7", "4,5,6,7")]),
+        ("0,2", ["GPU-a", "GPU-b", "GPU-c"], [("0", "GPU-a"), ("2", "GPU-c")]),
+        ("left,right", EIGHT, [("left", None), ("right", None)]),
+        ("0,1", [], [("0", None), ("1", None)]),
+    ],
+)
+def test_accelerators_are_divided(text: str | None, devices: list[str], expected: list[tuple[str, str | None]]) -> None:
+    assert [(slot.label, slot.devices) for slot in slots_of(text, devices)] == expected
+
+
+@pytest.mark.parametrize("text", ["0", "3", "a,a", "a,", "a/b,c", "7-9,1", "3-1,0"])
+def test_slots_that_cannot_be_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--slots"):
+        slots_of(text, EIGHT)
+
+
+def test_accelerators_are_found(tmp_path: Path) -> None:
+    for name in ("nvidia10", "nvidia2", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert visible_devices({}, tmp_path) == ["2", "10"]
+    assert visible_devices({"CUDA_VISIBLE_DEVICES": "5, GPU-x"}, tmp_path) == ["5", "GPU-x"]
+    assert visible_devices({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == []
+
+
+def launch(name: str = "j", slot: str = "0", *, ending: bool = False, **fields: Any) -> Launch:
+    job = Job(name=name, command=["train.py", "--x"], submitted_at=5.0, **fields)
+    return Launch(job=job, slot=slot, ending=ending)
+
+
+KEY = Key("j", 5.0, "0")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "state", "expected"),
+    [
+        (launch(), None, Steps(start=(launch(),))),
+        (launch(), State(running=True), Steps()),
+        (launch(), State(running=False, code=0, ended_at=100.0), Steps()),
+        (launch(), State(running=False, code=1, ended_at=90.0), Steps(wake_at=90.0 + GIVEN_UP_SECONDS)),
+        (launch(), State(running=False, code=1, ended_at=100.0 - GIVEN_UP_SECONDS), Steps(start=(launch(),))),
+        (launch(), State(running=False, code=-9, ended_at=100.0), Steps(wake_at=100.0 + KILLED_SECONDS)),
+        (launch(), State(running=True, stopping=True), Steps()),
+        (launch(), State(running=False, stopping=True, code=0, ended_at=100.0), Steps(start=(launch(),))),
+        (launch(ending=True), None, Steps()),
+        (launch(ending=True), State(running=False, code=-9), Steps()),
+        (None, State(running=True), Steps(stop=(KEY,))),
+        (None, State(running=True, stopping=True), Steps()),
+        (None, State(running=False, code=0), Steps(forget=(KEY,))),
+    ],
+)
+def test_what_is_to_be_done(wanted: Launch | None, state: State | None, expected: Steps) -> None:
+    known = {} if state is None else {KEY: state}
+    assert steps([wanted] if wanted else [], known, 100.0) == expected
+
+
+def test_a_job_of_the_same_name_is_another_one() -> None:
+    other = Launch(job=Job(name="j", command=["train.py"], submitted_at=6.0), slot="0")
+    assert steps([other], {KEY: State(running=True)}, 0.0) == Steps(start=(other,), stop=(KEY,))
+
+
+def test_a_full_file_is_turned_over(tmp_path: Path) -> None:
+    file = RotatingFile(tmp_path / "a" / "x.log", size=10, number=2)
+    for text in (b"11111", b"11111", b"2222222", b"33333", b"4" * 20, b"5"):
+        file.write(text)
+    file.close()
+    found = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
+    assert found == {"x.log": b"5", "x.log.1": b"4" * 20, "x.log.2": b"33333"}
+    again = RotatingFile(tmp_path / "a" / "x.log", size=10, number=2)
+    again.write(b"6")
+    again.close()
+    assert (tmp_path / "a" / "x.log").read_bytes() == b"56", "it is appended to"
+    none = RotatingFile(tmp_path / "b.log", size=3, number=0)
+    none.write(b"111")
+    none.write(b"2")
+    none.close()
+    assert [path.name for path in tmp_path.glob("b*")] == ["b.log"]
+    assert (tmp_path / "b.log").read_bytes() == b"2"
+
+
+async def test_a_pipe_takes_what_several_write(tmp_path: Path) -> None:
+    pipe = LogPipe(tmp_path / "pipe", RotatingFile(tmp_path / "x.log", size=1 << 20, number=1))
+    pipe.note("begins")
+    for text in ("first\n", "second\n" * 1000):
+        with (tmp_path / "pipe").open("w") as writer:
+            writer.write(text)
+        await asyncio.sleep(0)
+    pipe.close()
+    assert (tmp_path / "x.log").read_text() == "---- begins\nfirst\n" + "second\n" * 1000
+    assert not (tmp_path / "pipe").exists()
+
+
+def options(**changes: Any) -> NodeOptions:
+    given: dict[str, Any] = {"endpoint": "h:1", "node": "n", "slots": "1", "logs": None, "log_megabytes": 1.0,
+                             "log_files": 1, "token_file": None, "local_addr": None, "stop_seconds": 5.0}  # fmt: skip
+    return make_options(**{**given, **changes})
+
+
+def test_how_torchrun_is_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("UNICRON_TOKEN", "secret")
+    made = options()
+    made = NodeOptions(**{**vars(made), "slots": (Slot(label="0", devices="3"),)})
+    one = launch(environment={"A": "b"}, min_nodes=2, max_nodes=4, workers_per_node=8, max_restarts=3, weight=2.5)
+    words = " ".join(torchrun_command(one, made)[1:])
+    assert words == (
+        "-m unicron_lightning.node.launch --rdzv-backend unicron --rdzv-endpoint h:1 --rdzv-id j "
+        "--rdzv-conf node=n,slot=0,weight=2.5,embedded=false --nnodes 2:4 --nproc-per-node 8 --max-restarts 3 "
+        "train.py --x"
+    )
+    inherited = {"HOME": "/h", "UNICRON_AGENT": "of another", "UNICRON_TOKEN": "secret"}
+    environment = torchrun_environment(one, made, tmp_path, inherited)
+    assert (
+        environment.items() >= {"HOME": "/h", "A": "b", "CUDA_VISIBLE_DEVICES": "3", "UNICRON_TOKEN": "secret"}.items()
+    )
+    assert "UNICRON_AGENT" not in environment
+    assert environment["UNICRON_DAEMON_PID"] == str(os.getpid())
+    file = tmp_path / "token"
+    file.write_text("secret")
+    made = options(token_file=str(file))
+    assert f"token_file={file}" in " ".join(torchrun_command(one, made))
+    assert "UNICRON_TOKEN" not in torchrun_environment(one, made, tmp_path, inherited), "scripts need not know it"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"endpoint": "h:x"}, "expected HOST"),
+        ({"node": "a/b"}, "--node a/b: expected letters"),
+        ({"node": "a,b"}, "--node a,b: expected letters"),
+        ({"log_megabytes": 0.0}, "--log-size 0.0"),
+        ({"stop_seconds": 0.0}, "--stop-seconds 0.0"),
+        ({"token_file": "/no/such"}, "token_file=/no/such"),
+    ],
+)
+def test_wrong_options_are_refused(changes: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNICRON_TOKEN", "secret")
+    with pytest.raises(ConfigError, match=words):
+        options(**changes)
+
+
+def test_without_a_token_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("UNICRON_TOKEN", raising=False)
+    with pytest.raises(ConfigError, match="whoever submits a job runs commands as you"):
+        options(endpoint="127.0.0.1:1")
+
+
+def test_a_job_file_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "gpt.yaml"
+    file.write_text("command: [train.py, 10, 0.5]\nfolder: src\nprofile: {1: 1e15}\nmax_nodes: 4\n")
+    expected = Job(
+        name="gpt",
+        command=["train.py", "10", "0.5"],
+        folder=str(tmp_path / "src"),
+        profile={1: 1e15},
+        weight=2.0,
+        environment={"SEED": "7"},
+        max_nodes=4,
+    )
+    assert read_job(file, ["weight=2", "environment.SEED=7"]) == expected
+    example = resources.files("unicron_lightning.conf").joinpath("examples/job.yaml")
+    with resources.as_file(example) as path:
+        assert read_job(path, []).name == "gpt"
+
+
+@pytest.mark.parametrize(
+    ("text", "override", "words"),
+    [
+        ("command: [x]\nmax_node: 4\n", "weight=1", "max_node=4: unknown key, expected one of command, name"),
+        ("name: j\n", "weight=1", "command is missing"),
+        ("command: [x]\n", "weight=much", "weight='much': expected `float`"),
+        ("command: [x]\n", "weight=-1", "weight=-1.0: expected a number > 0"),
+        ("command: [x]\n", "weight", "--set weight: expected key=value"),
+        ("- x\n", "weight=1", "expected a mapping"),
+    ],
+)
+def test_a_wrong_job_file_is_refused_in_words(text: str, override: str, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "j.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_job(file, [override])
+    assert words in str(caught.value)
