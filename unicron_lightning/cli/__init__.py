@@ -3,6 +3,7 @@
     unicron coordinator [key=value ...]        run a coordinator (--cfg job: show its configuration)
     unicron status [--task T] [--json]         what it coordinates
     unicron events [--task T] [--since SEQ]    what happened
+    unicron incidents [--task T] [--csv]       what failures have cost
     unicron resize TASK N|all                  have so many nodes train a task, from the next step on
     unicron drain NODE [NODE ...]              no workers there any more; they leave between two steps
     unicron undrain NODE [NODE ...]            workers may run there again
@@ -23,7 +24,7 @@ import argparse
 import os
 import sys
 
-from unicron_lightning.cli import inspection, jobs, node, orders, top
+from unicron_lightning.cli import incidents, inspection, jobs, node, orders, top
 from unicron_lightning.errors import UnicronError
 from unicron_lightning.planning.command import add_parser as add_plan_parser
 
@@ -58,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="unicron", description="Training that heals itself.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     commands.add_parser("coordinator", help="run a coordinator, configured by key=value (see --help behind it)")
-    for group in (inspection, top, orders, jobs, node):
+    for group in (inspection, incidents, top, orders, jobs, node):
         group.add_parsers(commands)
     add_plan_parser(commands)
     return parser

@@ -7,18 +7,20 @@ machine, and its state into answers; what an order does is the machine's.
 from __future__ import annotations
 
 import hmac
+import time
 from typing import Any, Final, Protocol
 
 import msgspec
 from aiohttp import web
 
+from unicron_lightning.coordinator import accounting, jobs
 from unicron_lightning.coordinator import events as ev
-from unicron_lightning.coordinator import jobs
 from unicron_lightning.coordinator.machine import Machine
 from unicron_lightning.coordinator.status import cluster_status, task_status
 from unicron_lightning.coordinator.store import LoggedEvent, Store
 from unicron_lightning.jobs import Job, problem
 
+_MOST_INCIDENTS: Final = 100_000
 NO_TOKEN: Final = (
     "this coordinator has no token: expected one (UNICRON_TOKEN or coordinator.token_file), also on loopback, "
     "as whoever submits a job runs commands as the user of the nodes' daemons"
@@ -82,6 +84,7 @@ class Api:
         app.router.add_get("/healthz", self._get_health)
         app.router.add_get("/v1/status", self._get_status)
         app.router.add_get("/v1/events", self._get_events)
+        app.router.add_get("/v1/incidents", self._get_incidents)
         app.router.add_post("/v1/tasks/{task}/resize", self._post_resize)
         app.router.add_post("/v1/tasks/{task}/cancel", self._post_cancel)
         app.router.add_get("/v1/jobs", self._get_jobs)
@@ -106,6 +109,12 @@ class Api:
         return web.json_response(
             {"coordinator": coordinator, "tasks": tasks, "drained": machine.drained, **cluster_status(machine.cluster)}
         )
+
+    async def _get_incidents(self, request: web.Request) -> web.Response:
+        """What failures have cost; ``?task=`` only those of one task."""
+        only = request.query.get("task")
+        closed = self._shell.store.events(task=only, name=accounting.CLOSED, limit=_MOST_INCIDENTS)
+        return web.json_response(accounting.book(closed, self._shell.machine.cluster, time.time(), only=only))
 
     async def _post_resize(self, request: web.Request) -> web.Response:
         """``?nodes=N``: have N nodes train the task; ``nodes=all``: as many as there are."""

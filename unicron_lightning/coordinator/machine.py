@@ -8,8 +8,8 @@ knows connections and which task an input is for; everything about one task is i
 from __future__ import annotations
 
 from unicron_lightning import wire
-from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator import (
+    accounting,
     jobs,
     measuring,
     membership,
@@ -20,6 +20,7 @@ from unicron_lightning.coordinator import (
     state,
     workers,
 )
+from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.allocation import gather, gathered, review_allocation, take_plan
 from unicron_lightning.coordinator.places import competing_tasks
 from unicron_lightning.coordinator.state import Agent, Cluster, Lasting, Pending, Task
@@ -101,8 +102,7 @@ class Machine:
         if turn.places_changed:
             self._review_places(turn)
         self._review_idle(turn)
-        for task, logged in turn.news:
-            measuring.take(task, turn, logged)
+        self._keep_books(turn)
         return turn.actions
 
     # ---- inputs ----------------------------------------------------------------------------------------------------
@@ -319,6 +319,15 @@ class Machine:
         for task in competing_tasks(self._cluster):
             self._review(turn, task)
         nodes.review(self._cluster, turn)
+
+    def _keep_books(self, turn: Turn) -> None:
+        """Measure and account for what has happened. Nothing is decided by it."""
+        for task, logged in list(turn.news):
+            measuring.take(task, turn, logged)
+            accounting.take(task, turn, logged)
+        if turn.actions:
+            for task in self._cluster.tasks.values():
+                accounting.review(task, turn)
 
     def _pending_of(self, conn: int) -> Pending | None:
         for items in self._cluster.pending.values():

@@ -43,8 +43,8 @@ _FIRST_STEP: Final[Mapping[str, TransitionName]] = {
 _OWN_DEATHS: Final = ("exit", "signal", "silent")
 
 
-def progressed(task: Task, turn: Turn, message: wire.Progress) -> None:
-    """A worker has told of its newest step."""
+def progressed(task: Task, turn: Turn, message: wire.Progress) -> bool:
+    """A worker has told of its newest step; whether it is the first told of in the epoch."""
     measured = task.measured
     if message.flops_per_step is not None and message.flops_per_step != measured.flops_per_step:
         measured.flops_per_step = message.flops_per_step
@@ -52,7 +52,7 @@ def progressed(task: Task, turn: Turn, message: wire.Progress) -> None:
     pace = measured.pace
     others = pace.worker not in ("", message.worker)
     if pace.stands or not pace.epoch or others or message.step <= pace.step:
-        return
+        return False
     at = turn.now if message.at is None else message.at
     seconds = (at - pace.at) / (message.step - pace.step)
     first = not pace.worker
@@ -60,6 +60,7 @@ def progressed(task: Task, turn: Turn, message: wire.Progress) -> None:
     if not first and seconds > 0:  # clocks may be set back
         pace.seconds = [*pace.seconds, seconds][-_WINDOW:]
         _conclude(task, turn, pace)
+    return first
 
 
 def take(task: Task, turn: Turn, event: ev.Emit) -> None:

@@ -95,6 +95,7 @@ def _review_restoring(task: Task, turn: Turn) -> None:
 def disconnected(task: Task, turn: Turn, agent: Agent) -> None:
     """The agent's connection has ended: it has a moment to come back."""
     agent.conn = None
+    agent.away_since = turn.now
     turn.timer("lost", turn.limits.reconnect_grace, task=task.id, agent=agent.id)
 
 
@@ -137,6 +138,7 @@ def restore(task: Task, turn: Turn) -> None:
     task.join_timer = False
     task.empty_grace = not task.agents and is_job(task, turn)
     for agent in list(task.agents.values()):
+        agent.away_since = agent.away_since if agent.conn is None and agent.away_since else turn.now
         agent.conn = None
         agent.missing = []
     turn.timer("restore", turn.limits.restart_grace, task=task.id)
@@ -176,7 +178,7 @@ def _declare_lost(task: Task, turn: Turn, agent: Agent) -> None:
     if agent.id in concerned(task) or not task.elastic:
         open_incident(task)
     had_slot = agent.id in task.slots
-    turn.emit(task, "agent_lost", agent=agent.id, node=agent.node)
+    turn.emit(task, "agent_lost", agent=agent.id, node=agent.node, away_since=agent.away_since)
     workers.died(task, turn, task.workers_of(agent.id), "node lost")
     _remove(task, turn, agent)
     task.lost = [*task.lost, agent.id][-_LOST_REMEMBERED:]

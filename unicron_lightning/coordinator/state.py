@@ -12,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from unicron_lightning import wire
+from unicron_lightning.coordinator.incident import Accounts
 from unicron_lightning.coordinator.measured import Lifetimes, Measured
 from unicron_lightning.jobs import Job
 from unicron_lightning.nodewire import Launch, NodeTask
@@ -47,6 +48,8 @@ class Agent(msgspec.Struct, kw_only=True):
     """Label of the accelerators on its node that its workers use; None: nobody else uses them."""
     conn: int | None
     """Its connection; None while it is away, in a grace period."""
+    away_since: float | None = None
+    """time.time() at which its connection ended last, or the coordinator began without it."""
     round: int = 0
     store: wire.Address | None = None
     waiting: bool = False
@@ -152,6 +155,7 @@ class Task(msgspec.Struct, kw_only=True):
     arrivals: int = 0
     batches: int = 0
     measured: Measured = msgspec.field(default_factory=Measured)
+    accounts: Accounts = msgspec.field(default_factory=Accounts)
 
     @property
     def settled(self) -> bool:

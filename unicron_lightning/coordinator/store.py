@@ -128,12 +128,14 @@ class Store:
                 self._db.execute("ROLLBACK")
             raise
 
-    def events(self, *, task: str | None = None, since: int = 0, limit: int = 10_000) -> list[LoggedEvent]:
-        """Events with a sequence number above ``since``, oldest first; of all tasks if ``task`` is None."""
+    def events(
+        self, *, task: str | None = None, name: str | None = None, since: int = 0, limit: int = 10_000
+    ) -> list[LoggedEvent]:
+        """Events with a sequence number above ``since``, oldest first; None stands for all tasks, or all names."""
         rows = self._db.execute(
             "SELECT seq, at, name, task, incident, fields FROM events"
-            " WHERE seq > ? AND (? IS NULL OR task = ?) ORDER BY seq LIMIT ?",
-            (since, task, task, limit),
+            " WHERE seq > ? AND (? IS NULL OR task = ?) AND (? IS NULL OR name = ?) ORDER BY seq LIMIT ?",
+            (since, task, task, name, name, limit),
         )
         return [
             LoggedEvent(seq=seq, at=at, name=name, task=of, incident=incident, fields=json.loads(fields))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from unicron_lightning import wire
-from unicron_lightning.coordinator import measuring
+from unicron_lightning.coordinator import accounting, measuring
 from unicron_lightning.coordinator.membership import bury, expel, needed, open_incident
 from unicron_lightning.coordinator.state import Agent, Checkpoint, Task, Worker, round_of
 from unicron_lightning.coordinator.turn import Turn
@@ -74,7 +74,8 @@ def said(task: Task, turn: Turn, agent: Agent, message: Said) -> None:
             # Not saved: it comes every second and is only shown.
             worker.step = message.step
             worker.metrics = message.metrics
-            measuring.progressed(task, turn, message)
+            if measuring.progressed(task, turn, message):
+                accounting.stepped(task, turn, turn.now if message.at is None else message.at)
         case wire.WorkerEvent():
             _event(task, turn, worker, message)
         case wire.Lookup():

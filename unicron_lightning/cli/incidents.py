@@ -1,0 +1,76 @@
+"""``unicron incidents``: what failures have cost."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+import time
+from typing import Any, Final
+
+from unicron_lightning.cli.client import connecting, fetch, token_of
+
+_PHASES: Final = ("detection", "transition", "sub_healthy")
+_UNITS: Final = ("seconds", "worker_seconds", "waf_seconds")
+_ABOUT: Final = (
+    *("task", "incident", "outcome", "cause", "failures", "fault_at", "known_at", "stepped_at", "closed_at"),
+    *("slots_before", "workers_before", "weight", "flops_per_step"),
+)
+
+
+def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to those of ``unicron``."""
+    parser = commands.add_parser("incidents", parents=[connecting()], help="show what failures have cost")
+    parser.add_argument("--task", metavar="ID", help="only this task (torchrun's --rdzv-id)")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print what the coordinator answers")
+    form.add_argument("--csv", action="store_true", help="a row per incident, times as seconds since 1970")
+    parser.set_defaults(run=_incidents)
+
+
+def _incidents(options: argparse.Namespace) -> int:
+    query = {"task": options.task} if options.task is not None else {}
+    answer = fetch(options.endpoint, "/v1/incidents", token_of(options), **query)
+    if options.json:
+        print(json.dumps(answer, indent=2))
+    elif options.csv:
+        _print_csv(answer["incidents"])
+    else:
+        _print_table(answer)
+    return 0
+
+
+def _print_csv(bills: list[dict[str, Any]]) -> None:
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    columns = [(phase, unit) for phase in _PHASES for unit in _UNITS]
+    writer.writerow([*_ABOUT, *(f"{phase}_{unit}" for phase, unit in columns)])
+    for bill in bills:
+        writer.writerow([*(bill[name] for name in _ABOUT), *(bill["phases"][phase][unit] for phase, unit in columns)])
+
+
+def _print_table(answer: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title="seconds / weighted worker-seconds lost / WAF-seconds (FLOP) lost", title_justify="left")
+    for column in ("task", "incident", "at", "cause", "detection", "transition", "sub-healthy", "end"):
+        table.add_column(column)
+    for bill in answer["incidents"]:
+        at = time.strftime("%m-%d %H:%M:%S", time.localtime(bill["fault_at"]))
+        costs = [_cost(bill["phases"][phase]) for phase in _PHASES]
+        table.add_row(
+            *(escape(bill["task"]), bill["incident"], at, escape(bill["cause"])), *costs, bill["outcome"] or "open"
+        )
+    sums = answer["totals"]
+    table.add_section()
+    table.add_row("all", str(sums["incidents"]), "", "", *(_cost(sums["phases"][phase]) for phase in _PHASES), "")
+    if sums["unknown_waf"]:
+        table.caption = f"{sums['unknown_waf']} without WAF-seconds: their FLOPs per step, or their pace, is not known"
+    Console().print(table)
+
+
+def _cost(phase: dict[str, float | None]) -> str:
+    waf = phase["waf_seconds"]
+    return f"{phase['seconds']:.2f} / {phase['worker_seconds']:.2f} / {'?' if waf is None else f'{waf:.3g}'}"
