@@ -110,3 +110,12 @@ def test_a_loss_that_is_no_number_is_no_malformed_message(loss: float) -> None:
     for decode in (wire.decode_from_worker, wire.decode_from_agent):
         received = decode(said)
         assert isinstance(received, wire.Progress) and received.metrics == {"loss": None}
+
+
+def test_members_go_at_once_when_the_task_is_cancelled(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[int] = []
+    monkeypatch.setattr(control_module, "_leave", left.append)
+    agent.say(epoch(1, "init", "a", "b"), go(1), wire.TaskOver(succeeded=True))
+    assert left == [], "a member ends by itself"
+    agent.say(wire.TaskOver(succeeded=False))
+    assert left == [1]

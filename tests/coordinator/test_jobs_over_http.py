@@ -1,0 +1,71 @@
+"""Submitting and cancelling over HTTP: what is taken in, what is refused, in which words."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from coordinator.shell import Coordinator, connected, train
+
+from unicron_lightning import nodewire, wire
+
+TOKEN = {"Authorization": "Bearer secret"}
+
+
+async def test_jobs_are_taken_in_told_to_daemons_and_cancelled(tmp_path: Path) -> None:
+    with Coordinator(tmp_path / "state", env={"UNICRON_TOKEN": "secret"}) as coordinator:
+        async with aiohttp.ClientSession(headers=TOKEN) as http:
+
+            async def ask(method: str, path: str, body: Any = None) -> tuple[int, Any]:
+                data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
+                async with http.request(method, f"{coordinator.url}{path}", data=data) as answer:
+                    return answer.status, json.loads(await answer.text())
+
+            job = {"name": "j", "command": ["train.py"], "profile": {"1": 1e12}}
+            assert (await ask("POST", "/v1/jobs", job))[1]["state"] == "queued"
+            for body, status, words in [
+                (b"{", 400, "expected a job: Input data was truncated"),
+                ({"name": "k"}, 400, "expected a job: Object missing required field `command`"),
+                ({**job, "weigth": 1}, 400, "expected a job: Object contains unknown field `weigth`"),
+                ({**job, "name": "k", "weight": "heavy"}, 400, "expected a job: Expected `float`, got `str`"),
+                ({**job, "name": "k", "max_nodes": 0}, 400, "min_nodes=1, max_nodes=0: expected 1 <= min_nodes"),
+                (job, 409, "there is a task 'j' already"),
+            ]:
+                answered, answer = await ask("POST", "/v1/jobs", body)
+                assert (answered, answer["error"][: len(words)]) == (status, words)
+            assert await ask("GET", "/v1/jobs/x") == (404, {"error": "no job 'x' is known"})
+            async with http.ws_connect(f"{coordinator.url}/v1/node") as daemon:
+                hello = nodewire.NodeHello(protocol=wire.PROTOCOL_VERSION, node="n", host="h", pid=1, started_at=1.0,
+                                           slots=["0"], tasks=[])  # fmt: skip
+                await daemon.send_str(wire.encode(hello).decode())
+                while not (run := nodewire.decode_to_node(await daemon.receive_str(timeout=10))).launches:
+                    pass
+                assert [(each.job.name, each.slot) for each in run.launches] == [("j", "0")]
+                assert (await ask("POST", "/v1/nodes/n/drain"))[0] == 200
+                assert (await ask("POST", "/v1/tasks/j/cancel"))[1]["state"] == "cancelled"
+                while nodewire.decode_to_node(await daemon.receive_str(timeout=10)).launches:
+                    pass
+            assert (await ask("GET", "/v1/jobs/j"))[1]["state"] == "cancelled"
+            assert (await ask("POST", "/v1/tasks/j/cancel"))[0] == 404
+            coordinator.kill()
+            coordinator.start()
+            assert [each["state"] for each in (await ask("GET", "/v1/jobs"))[1]] == ["cancelled"]
+
+
+async def test_without_a_token_nothing_is_run(tmp_path: Path) -> None:
+    """Any user of this machine can reach a loopback port; that must not let them run commands as the daemons' user."""
+    with Coordinator(tmp_path / "state") as coordinator:
+        async with connected(coordinator.url, "a", nodes=(1, 1)) as agents, aiohttp.ClientSession() as http:
+            await train(agents)
+            job = json.dumps({"name": "j", "command": ["train.py"]}).encode()
+            for path in ("/v1/jobs", "/v1/node"):
+                request = http.post(coordinator.url + path, data=job) if path == "/v1/jobs" else None
+                async with request or http.get(coordinator.url + path) as answer:
+                    assert answer.status == 403
+                    assert "this coordinator has no token" in json.loads(await answer.text())["error"]
+            async with http.post(f"{coordinator.url}/v1/tasks/t/cancel") as answer:
+                assert json.loads(await answer.text())["state"] == "cancelled"
+            assert (await asyncio.wait_for(agents[0].hear(wire.TaskOver), 10)).succeeded is False
