@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import time
 from pathlib import Path
 from typing import Any
 
 from unicron_lightning.cli.client import connecting, fetch, quoted, token_of
-from unicron_lightning.errors import ConfigError
+from unicron_lightning.errors import ConfigError, CoordinatorUnavailable
 
 _EXAMPLE = "examples/job.yaml"
+_POLL_SECONDS = 0.5
 
 
 def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -20,6 +22,7 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     submit.add_argument("file", nargs="?", metavar="FILE", help="the task, in YAML")
     submit.add_argument("--example", action="store_true", help="print an example of such a file")
     submit.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a value of the file")
+    submit.add_argument("--wait", action="store_true", help="until it has ended; status 1 unless it succeeded")
     submit.set_defaults(run=_submit)
     cancel = commands.add_parser("cancel", parents=[connecting()], help="end a task now, submitted or not")
     cancel.add_argument("task", metavar="TASK", help="its name (torchrun's --rdzv-id)")
@@ -43,8 +46,19 @@ def _submit(options: argparse.Namespace) -> int:
 
     job = msgspec.to_builtins(read_job(Path(options.file), options.set), str_keys=True)
     answer = fetch(options.endpoint, "/v1/jobs", token_of(options), method="POST", body=job)
-    print(f"{answer['name']}: {answer['state']}")
-    return 0
+    print(f"{answer['name']}: {answer['state']}", flush=True)
+    return _wait(options, answer["name"]) if options.wait else 0
+
+
+def _wait(options: argparse.Namespace, name: str) -> int:
+    """Wait for a job's end, also while the coordinator is away."""
+    job: dict[str, Any] = {"ended_at": None}
+    while job["ended_at"] is None:
+        time.sleep(_POLL_SECONDS)
+        with contextlib.suppress(CoordinatorUnavailable):
+            job = fetch(options.endpoint, f"/v1/jobs/{quoted(name)}", token_of(options))
+    print(f"{name}: {job['state']} ({job['reason']})")
+    return 0 if job["state"] == "succeeded" else 1
 
 
 def _cancel(options: argparse.Namespace) -> int:
