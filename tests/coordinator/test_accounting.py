@@ -246,6 +246,22 @@ def test_a_coordinator_restarted_in_the_middle_goes_on_with_the_bill():
     assert phases(bill, "worker_seconds") == pytest.approx([1.5, 6.0, 3.0])
 
 
+def test_the_first_step_is_dated_by_its_worker():
+    world, (a, b, _) = training(3)
+    die(world, b, 0.0)
+    world.advance(1)
+    settle(world)
+    stepped_at = world.now + 0.5
+    world.advance(2)
+    fields = {"epoch": world.task().number, "step": 9, "world": 2}
+    a.say(wire.WorkerEvent(worker=a.worker(), name="recovered", at=stepped_at, fields=fields))
+    world.advance(1)
+    come_back(world, b, a)
+    (bill,) = closed(world)
+    assert phases(bill) == pytest.approx([0.0, 1.5, 2.5])
+    assert phases(bill, "worker_seconds") == pytest.approx([0.0, 4.5, 2.5])
+
+
 def test_progress_ends_a_transition_if_the_word_of_the_first_step_was_lost():
     world, (a, b, _) = training(3)
     die(world, b, 0.0)

@@ -33,6 +33,8 @@ BATCH = 4
 VALIDATION_BATCHES = 5
 STEP_POINTS = ("micro_batch", "launched", "reduced", "commit", "committed")
 """Points of a step, which is the first thing that they tell."""
+FLOPS_PER_STEP = 1e9
+"""As told; the number is made up."""
 SETTLED_STEPS = 3
 """Steps in a world before the next group of faults is armed: what came before has healed."""
 
@@ -175,6 +177,7 @@ class Model(pl.LightningModule):
         self.notes, self.faults, self.full, self.pace, self.slow = notes, faults, full, pace, slow
         self.last_ids: list[int] = []
         self.place = 0
+        self.flops_per_step = FLOPS_PER_STEP
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y, ids = batch

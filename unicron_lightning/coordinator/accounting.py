@@ -60,13 +60,11 @@ def stepped(task: Task, turn: Turn, at: float) -> None:
     """The newest settled world has finished a step, its first as far as is known."""
     accounts, epoch = task.accounts, task.measured.pace.epoch
     waiting = [incident for incident in accounts.open if incident.stepped_at is None and incident.number < epoch]
-    if waiting:
-        at = min(turn.now, max(at, *(incident.known_at for incident in waiting)))
-        _advance(accounts, at)
-        for incident in waiting:
-            incident.stepped_at = at
+    at = min(turn.now, max([at, *(incident.known_at for incident in waiting)])) if waiting else turn.now
+    _advance(accounts, at)
+    for incident in waiting:
+        incident.stepped_at = at
         turn.save(task)
-    _advance(accounts, turn.now)
     accounts.level = task.measured.pace.level
 
 

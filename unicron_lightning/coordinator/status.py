@@ -45,6 +45,7 @@ def task_status(task: Task) -> dict[str, Any]:
         "agents": [_agent(task, agent) for agent in task.agents.values()],
         "checkpoint": {"path": task.checkpoint.path, "step": task.checkpoint.step} if task.checkpoint else None,
         "progress": {"step": stepped.step, "metrics": stepped.metrics} if stepped else None,
+        "step_seconds": {slots: round(speed.seconds, 6) for slots, speed in sorted(task.measured.speeds.items())},
         "incident": task.incident,
         "incidents": task.incidents,
         "restarts": task.restarts,

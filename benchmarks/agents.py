@@ -1,0 +1,237 @@
+"""Many agents' sessions on one coordinator process: how long until the last of them has heard of a failure.
+
+    python benchmarks/agents.py [--agents 1000] [--tasks 10 1] [--events 30] [--clients 3] [--seconds 10] [--json FILE]
+
+One real coordinator on loopback, with its store on disk, and client processes that simulate agents with one worker each
+over real WebSockets (`agent_client`): they register, are granted, say hello, are members, answer every epoch, tell of
+progress once a second, and of the first step of each epoch. Each of ``--tasks`` divides the agents among so many tasks,
+in a run of its own.
+
+Then failures, one after the other, each when everything has settled: in turns a worker dies (its agent tells, and comes
+back with a new one), and an agent's connection is closed (another agent comes for it). What is measured is the time
+from that moment in the client that does it, to the moment at which the last of the other agents of the task has the
+whole message of the next epoch, by the clock that all processes share. An agent whose connection ends has
+``reconnect_grace`` (0.25 s) to come back before it is lost: that is subtracted, and said.
+
+Also: the coordinator's memory (largest resident set) and its share of a core while nothing happens but heartbeats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+from measure import Figures
+from processes import Processes, free_port
+
+TARGET_P99_MS, TARGET_MB = 100.0, 300.0
+RECONNECT_GRACE = 0.25
+
+
+class Clients:
+    """The client processes, and what they have told."""
+
+    def __init__(self, number: int, port: int) -> None:
+        command = [sys.executable, str(Path(__file__).with_name("agent_client.py")), str(port)]
+        self.processes = [
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(number)
+        ]
+        for process in self.processes:
+            assert process.stdout is not None
+            os.set_blocking(process.stdout.fileno(), False)
+        self._buffers = [b"" for _ in self.processes]
+        self.epochs: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
+        self.struck: dict[str, float] = {}
+        self.settled: dict[str, int] = {}
+
+    def order(self, number: int, **order: Any) -> None:
+        stdin = self.processes[number].stdin
+        assert stdin is not None
+        stdin.write(json.dumps(order).encode() + b"\n")
+        stdin.flush()
+
+    def read(self) -> None:
+        """Take in what they have told since."""
+        for number, process in enumerate(self.processes):
+            assert process.poll() is None, "a client has ended"
+            assert process.stdout is not None
+            data = self._buffers[number] + (process.stdout.read() or b"")
+            *lines, self._buffers[number] = data.split(b"\n")
+            for line in lines:
+                told = json.loads(line)
+                if "struck" in told:
+                    self.struck[told["struck"]] = told["at"]
+                elif "settled" in told:
+                    for task, epoch in told["settled"].items():
+                        self.settled[task] = max(epoch, self.settled.get(task, 0))
+                else:
+                    self.epochs[told["task"], told["epoch"]].append(told)
+
+    def whole(self, task: str, size: int) -> bool:
+        """Whether the newest epoch of a task has settled, with so many members."""
+        newest = max((epoch for of, epoch in self.epochs if of == task), default=0)
+        settled = newest and self.settled.get(task, 0) == newest
+        return bool(settled) and sum(part["count"] for part in self.epochs[task, newest]) == size
+
+    def close(self) -> None:
+        for process in self.processes:
+            if process.stdin is not None:
+                process.stdin.close()
+        for process in self.processes:
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def wait(clients: Clients, what: str, probe: Any, seconds: float = 300.0) -> Any:
+    """Until ``probe`` returns something true."""
+    deadline = time.monotonic() + seconds
+    while not (found := probe()):
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.05)
+        clients.read()
+    return found
+
+
+def measure(agents: int, tasks: int, events: int, number_of_clients: int, seconds: float) -> Figures:
+    """One run."""
+    size = agents // tasks
+    nodes = (max(1, size - size // 10), size)
+    names = [(f"n{place}.0", f"task{place % tasks}", nodes) for place in range(size * tasks)]
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory(prefix="agents-") as folder:
+        processes = Processes(Path(folder) / "run", {})
+        port = free_port()
+        command = [sys.executable, "-m", "unicron_lightning.coordinator", f"coordinator.port={port}"]
+        coordinator = processes.start("coordinator", [*command, f"store.state_dir={folder}/state"])
+        clients = None
+        try:
+            await_port(port)
+            seen = psutil.Process(coordinator.pid)
+            clients = Clients(number_of_clients, port)
+            began = time.monotonic()
+            for place in range(number_of_clients):
+                clients.order(place, do="start", agents=names[place::number_of_clients])
+            home = {name: place % number_of_clients for place, (name, _, _) in enumerate(names)}
+            wait(clients, "all members", lambda: all(clients.whole(f"task{n}", size) for n in range(tasks)), 600)
+            start_seconds = time.monotonic() - began
+            time.sleep(2)
+            quiet = share(seen, seconds)
+            times = [strike(clients, home, number, tasks, size) for number in range(events)]
+            memory = memory_mb(coordinator.pid)
+        finally:
+            if clients is not None:
+                clients.close()
+            processes.stop()
+    about = {"agents": size * tasks, "tasks": tasks, "events": events, "clients": number_of_clients}
+    figures = {"start_s": round(start_seconds, 2), "quiet_cpu": round(quiet, 3), **memory}
+    loads = {"load_before": round(load, 2), "load_after": round(os.getloadavg()[0], 2)}
+    return {**about, **figures, **loads, "died_ms": times[0::2], "closed_ms": times[1::2]}
+
+
+def strike(clients: Clients, home: dict[str, int], number: int, tasks: int, size: int) -> float:
+    """One failure; milliseconds until the last of the others was told, then everything is as before."""
+    task = f"task{number % tasks}"
+    index = random.Random(number).randrange(size)
+    name = f"n{index * tasks + number % tasks}.0"
+    clients.read()
+    before = clients.settled[task]
+    closes = number % 2 == 1
+    clients.struck.pop(name, None)
+    clients.order(home[name], do="close" if closes else "die", agent=name)
+
+    def told() -> tuple[int, float] | None:
+        epochs = sorted(epoch for of, epoch in clients.epochs if of == task and epoch > before)
+        for epoch in epochs:
+            parts = clients.epochs[task, epoch]
+            if parts[0]["kind"] == "fail" and sum(part["count"] for part in parts) >= size - 1:
+                return epoch, max(part["last"] for part in parts)
+        return None
+
+    _, last = wait(clients, f"the epoch after {before} of {task}", told)
+    wait(clients, "all members again", lambda: clients.whole(task, size))
+    time.sleep(0.5)
+    return round(1e3 * (last - clients.struck[name] - (RECONNECT_GRACE if closes else 0.0)), 2)
+
+
+def await_port(port: int) -> None:
+    """Until the coordinator listens."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        except OSError:
+            assert time.monotonic() < deadline, "the coordinator does not answer"
+            time.sleep(0.05)
+        else:
+            return
+
+
+def share(process: psutil.Process, seconds: float) -> float:
+    """Of one core."""
+    before = process.cpu_times()
+    time.sleep(seconds)
+    after = process.cpu_times()
+    return (after.user + after.system - before.user - before.system) / seconds
+
+
+def memory_mb(pid: int) -> Figures:
+    """Resident set, now and at its largest, in MB of 10^6 bytes."""
+    lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    kib = {"rss_mb": lines["VmRSS"], "peak_mb": lines["VmHWM"]}
+    return {name: round(int(text.split()[0]) * 1024 / 1e6, 1) for name, text in kib.items()}
+
+
+def quantile(values: list[float], share_: float) -> float:
+    """Nearest rank, the upper one: of 30 values the 0.99 quantile is the largest."""
+    return sorted(values)[min(len(values) - 1, int(share_ * len(values)))]
+
+
+def table(results: list[Figures]) -> str:
+    """Markdown."""
+    lines = [
+        "| agents | tasks | failure | events | p50 ms | p99 ms | memory MB | CPU, quiet | start s | load |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for r in results:
+        for name, key in (("worker died", "died_ms"), ("connection closed, less 250 ms", "closed_ms")):
+            if values := r[key]:
+                lines.append(
+                    f"| {r['agents']} | {r['tasks']} | {name} | {len(values)} | {statistics.median(values):.1f} "
+                    f"| {quantile(values, 0.99):.1f} | {r['peak_mb']} | {100 * r['quiet_cpu']:.0f} % | {r['start_s']} "
+                    f"| {r['load_before']}-{r['load_after']} |"
+                )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--agents", type=int, default=1000)
+    parser.add_argument("--tasks", type=int, nargs="+", default=[10, 1])
+    parser.add_argument("--events", type=int, default=30)
+    parser.add_argument("--clients", type=int, default=3, help="client processes")
+    parser.add_argument("--seconds", type=float, default=10.0, help="for how long the quiet coordinator is watched")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
+    options = parser.parse_args()
+    results = [measure(options.agents, n, options.events, options.clients, options.seconds) for n in options.tasks]
+    print(table(results))
+    if options.json is not None:
+        options.json.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
