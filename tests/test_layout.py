@@ -17,6 +17,8 @@ else:
 
 ROOT = Path(__file__).resolve().parents[1]
 LINKED = ("callbacks", "conf", "strategies")
+PLUGINS = "hydra_plugins"
+"""A namespace package at the root, as Hydra wants it."""
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50
 
@@ -51,11 +53,17 @@ def test_packages_list_is_what_is_on_disk(project: dict) -> None:
         if folder.parts and folder.parts[0] in ("unicron_lightning", *LINKED)
     }
     listed = project["tool"]["setuptools"]["packages"]
-    assert sorted(listed) == sorted(on_disk)
+    plugins = {".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / PLUGINS).glob("*/__init__.py")}
+    assert sorted(listed) == sorted(on_disk | plugins | {PLUGINS})
     assert set(project["tool"]["setuptools"]["package-dir"]) == {
         "unicron_lightning",
+        PLUGINS,
         *(f"unicron_lightning.{name}" for name in LINKED),
     }
+
+
+def test_the_namespace_of_hydras_plugins_is_nobodys() -> None:
+    assert [path.name for path in (ROOT / PLUGINS).iterdir() if path.is_file()] == []
 
 
 def test_every_data_file_of_the_package_is_packaged(project: dict) -> None:

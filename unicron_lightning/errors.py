@@ -10,6 +10,7 @@
     ├── NotPlainData (worker.codec)         state to be sent holds something other than plain data
     ├── ProgramsDiffer (worker.engine)      the members' scripts have taken different paths
     ├── CollectiveInStep (strategies.collectives)  a collective where ranks run different numbers of batches
+    ├── SweepJobFailed (launcher.launch)    a job of a Hydra sweep failed
     ├── StaleTable (planner.table)          plans made ahead are asked for in another state than theirs
     │   the step protocol's own, never seen by users:
     ├── CommunicatorAborted (worker.communicator)

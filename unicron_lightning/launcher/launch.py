@@ -1,0 +1,176 @@
+"""What Hydra asks of a launcher: run these jobs, and return what became of each, in order."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import JobReturn, JobRuntime, JobStatus, configure_log, filter_overrides, setup_globals
+from hydra.types import HydraContext
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from unicron_lightning.coordinator.config import read_token
+from unicron_lightning.errors import ConfigError, UnicronError
+from unicron_lightning.jobs import Job, problem
+from unicron_lightning.launcher import result
+from unicron_lightning.launcher.config import LauncherConfig
+from unicron_lightning.launcher.job import Script, job_name, job_of, this_script
+from unicron_lightning.launcher.local import local_cluster, nothing_listens
+from unicron_lightning.launcher.sweep import Ended, Sweep, asking
+
+logger = logging.getLogger(__name__)
+
+
+class SweepJobFailed(UnicronError):
+    """A job of a sweep failed; the message says which, and why."""
+
+
+def launch(
+    options: LauncherConfig,
+    context: HydraContext,
+    config: DictConfig,
+    job_overrides: Sequence[Sequence[str]],
+    first_number: int,
+) -> list[JobReturn]:
+    """Run the jobs of a sweep.
+
+    Args:
+        options: the launcher's.
+        context: Hydra's.
+        config: the sweep's.
+        job_overrides: those of each job.
+        first_number: ``hydra.job.num`` of the first.
+
+    Raises:
+        ConfigError: an option is wrong.
+        CoordinatorUnavailable: no coordinator answers, or it was away for too long.
+        UnicronError: the coordinator refuses a job.
+    """
+    setup_globals()
+    configure_log(config.hydra.hydra_logging, config.hydra.verbose)
+    sweep_dir = Path(str(config.hydra.sweep.dir)).absolute()
+    sweep_dir.mkdir(parents=True, exist_ok=True)
+    script, identity = this_script(), secrets.token_hex(3)
+    jobs: list[Job] = []
+    returns: list[JobReturn] = []
+    for number, overrides in enumerate(job_overrides, first_number):
+        logger.info("\t#%d : %s", number, " ".join(filter_overrides(overrides)))
+        composed = _composed(context, config, overrides, number)
+        folder = _folder(composed, sweep_dir)
+        jobs.append(_job(options, script, composed, overrides, sweep_dir, folder, identity))
+        returns.append(_unfinished(composed, folder))
+        result.forget(folder)
+    with _cluster(options, sweep_dir) as (endpoint, token):
+        sweep = Sweep(
+            asking(endpoint, token),
+            poll_seconds=options.poll_seconds,
+            unavailable_seconds=options.unavailable_seconds,
+        )
+        logger.info("sweep_submitted jobs=%d endpoint=%s dir=%s", len(jobs), endpoint, sweep_dir)
+        ends = sweep.run(jobs)
+    for job, returned, end in zip(jobs, returns, ends, strict=True):
+        finish(returned, job.name, end)
+    return returns
+
+
+def finish(returned: JobReturn, name: str, end: Ended) -> None:
+    """Complete what Hydra is told of a job.
+
+    Args:
+        returned: to be completed; its ``working_dir`` is the job's output folder.
+        name: the job's.
+        end: how it ended by the coordinator's word.
+    """
+    folder = Path(str(returned.working_dir))
+    found = result.read(folder)
+    if end.state != "succeeded":
+        said = found.error if found is not None else None
+        reasons = "; ".join(each for each in (end.reason, said) if each) or "no reason is known"
+        returned.status = JobStatus.FAILED
+        returned.return_value = SweepJobFailed(f"job {name} {end.state}: {reasons}")
+        return
+    returned.status = JobStatus.COMPLETED
+    if found is None:
+        logger.warning("result_missing job=%s folder=%s: expected a folder that all nodes share", name, folder)
+    elif found.odd is not None:
+        logger.warning("result_not_plain job=%s type=%s: expected numbers, strings, lists, dicts", name, found.odd)
+    returned.return_value = None if found is None else found.value
+
+
+@contextmanager
+def _cluster(options: LauncherConfig, sweep_dir: Path) -> Iterator[tuple[str, str | None]]:
+    if options.embedded and nothing_listens(options.endpoint):
+        with local_cluster(options.slots, sweep_dir / ".unicron") as cluster:
+            yield cluster
+    else:
+        yield options.endpoint, read_token(options.token_file)
+
+
+def _composed(context: HydraContext, config: DictConfig, overrides: Sequence[str], number: int) -> DictConfig:
+    """The configuration of one job, as Hydra's own launchers make it."""
+    composed: DictConfig = context.config_loader.load_sweep_config(config, list(overrides))
+    with open_dict(composed):
+        composed.hydra.job.id = str(number)
+        composed.hydra.job.num = number
+    return composed
+
+
+def _job(
+    options: LauncherConfig,
+    script: Script,
+    composed: DictConfig,
+    overrides: Sequence[str],
+    sweep_dir: Path,
+    folder: Path,
+    identity: str,
+) -> Job:
+    number = int(composed.hydra.job.num)
+    job = job_of(
+        name=job_name(str(composed.hydra.job.name), identity, number),
+        number=number,
+        script=script,
+        hydra_overrides=list(composed.hydra.overrides.hydra),
+        overrides=overrides,
+        sweep_dir=sweep_dir,
+        folder=folder,
+        working_dir=Path.cwd(),
+        environment=_environment(options, composed, os.environ),
+        options=options,
+    )
+    wrong = problem(job)
+    if wrong is not None:
+        raise ConfigError(f"hydra.launcher: {wrong}")
+    return job
+
+
+def _environment(options: LauncherConfig, composed: DictConfig, here: Mapping[str, str]) -> dict[str, str]:
+    copied = {name: here[name] for name in ("PYTHONPATH", *composed.hydra.job.env_copy) if name in here}
+    return {**copied, **{str(name): str(value) for name, value in options.environment.items()}}
+
+
+def _folder(composed: DictConfig, sweep_dir: Path) -> Path:
+    """The job's output folder; its name may ask ``${hydra:...}``, which is of the configuration that Hydra has now."""
+    hydra_config = HydraConfig.instance()
+    before = hydra_config.cfg
+    hydra_config.set_config(composed)
+    try:
+        return sweep_dir / str(composed.hydra.sweep.subdir)
+    finally:
+        hydra_config.cfg = before
+
+
+def _unfinished(composed: DictConfig, folder: Path) -> JobReturn:
+    """What is known of a job before it runs."""
+    keys = [str(key) for key in composed if key != "hydra"]
+    return JobReturn(
+        overrides=list(composed.hydra.overrides.task),
+        cfg=OmegaConf.masked_copy(composed, keys),
+        hydra_cfg=OmegaConf.masked_copy(composed, "hydra"),
+        working_dir=str(folder),
+        task_name=str(JobRuntime.instance().get("name")),
+    )

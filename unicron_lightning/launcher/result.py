@@ -1,0 +1,110 @@
+"""What a job's script returns, from the process that ran it back to the sweep: a JSON file in the job's output folder.
+
+JSON, as whoever can write to a shared folder must not be able to run code where the sweep was started. So only plain
+data comes back: None, numbers (NumPy's and torch's too), strings, and lists and dicts of these; tuples become lists.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+_FOLDER: Final = ".unicron"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """How a process of a job ended.
+
+    Attributes:
+        value: what the script returned; None also if that was no plain data.
+        error: the exception that it raised, in words; None if it returned.
+        odd: the type of what it returned if that was no plain data, else None.
+    """
+
+    value: Any = None
+    error: str | None = None
+    odd: str | None = None
+
+
+class ResultCallback(Callback):
+    """Writes the result when the script has returned or raised; Hydra makes one in each process of a job."""
+
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
+        given = job_return._return_value  # the property raises it if it is an exception
+        if job_return.status is not JobStatus.COMPLETED:
+            result = Result(error=f"{type(given).__name__}: {given}")
+        else:
+            try:
+                result = Result(value=plain(given))
+            except TypeError:
+                result = Result(odd=f"{type(given).__module__}.{type(given).__qualname__}")
+        write(Path(config.hydra.runtime.output_dir), int(os.environ.get("RANK", "0")), result)
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON can hold it.
+
+    Raises:
+        TypeError: it can't.
+    """
+    if isinstance(value, DictConfig | ListConfig):
+        value = OmegaConf.to_container(value, resolve=True)
+    return json.loads(json.dumps(value, default=_scalar))
+
+
+def write(folder: Path, rank: int, result: Result) -> None:
+    """Note the result of the process with this rank.
+
+    Args:
+        folder: the job's output folder.
+        rank: torchrun's RANK.
+        result: of the process.
+    """
+    path = _path(folder, rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}")
+    partial.write_text(json.dumps(vars(result)), encoding="utf-8")
+    partial.replace(path)
+
+
+def read(folder: Path) -> Result | None:
+    """The result of the lowest rank that has one; None if none has, or the file is not one of ours."""
+    paths = sorted((folder / _FOLDER).glob("rank*.json"), key=lambda path: (len(path.name), path.name))
+    if not paths:
+        return None
+    try:
+        return Result(**json.loads(paths[0].read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def forget(folder: Path) -> None:
+    """Remove what an earlier sweep into the same folder left."""
+    for path in (folder / _FOLDER).glob("rank*.json"):
+        path.unlink(missing_ok=True)
+
+
+def _path(folder: Path, rank: int) -> Path:
+    return folder / _FOLDER / f"rank{rank}.json"
+
+
+def _scalar(value: Any) -> Any:
+    # Of NumPy and torch, which are not imported for this. Of more than one element it raises.
+    item = getattr(value, "item", None)
+    if not callable(item):
+        raise TypeError(f"{type(value).__name__} is no plain data")
+    try:
+        found = item()
+    except (RuntimeError, ValueError) as error:
+        raise TypeError(f"{type(value).__name__} has more than one element") from error
+    if not isinstance(found, bool | int | float | str):
+        raise TypeError(f"{type(value).__name__} is no plain data")
+    return found

@@ -1,0 +1,29 @@
+"""Runs a module in a process that ends with its parent, however that ends.
+
+python -m unicron_lightning.launcher.tied PARENT-PID MODULE ARGUMENTS
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import runpy
+import signal
+import sys
+from typing import Final
+
+_PR_SET_PDEATHSIG: Final = 1
+
+
+def main() -> None:
+    """Tie this process to its parent, then be the module."""
+    parent, module = int(sys.argv[1]), sys.argv[2]
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent:  # it died before the call had effect
+        sys.exit(1)
+    sys.argv[:] = [module, *sys.argv[3:]]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
