@@ -1,6 +1,6 @@
 # Every target sets itself up on a fresh machine: it needs python3 (3.10 or newer) and a package index, nothing else.
 #
-#   make demo        train a small GPT through three failures, and show that it cost nothing
+#   make demo        train a small GPT through three failures, then two tasks that share six nodes
 #   make test        all tests but the long chaos runs
 #   make chaos       200 random faults, seeded
 #   make bench       the figures in the README, measured here

@@ -1,174 +1,34 @@
-"""``python -m unicron_lightning.demo``: trains through three failures and proves that it cost what it should."""
+"""``python -m unicron_lightning.demo``: a task that trains through failures, then two that share a cluster."""
 
 from __future__ import annotations
 
 import argparse
 import shutil
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
-from unicron_lightning.demo.cluster import Cluster
-from unicron_lightning.demo.picture import draw
-from unicron_lightning.demo.proof import (
-    Exactness,
-    Line,
-    WorkProof,
-    longest_gap,
-    loss_curve,
-    prove_exactness,
-    prove_work,
-    step_times,
-    worlds,
-)
-from unicron_lightning.demo.timeline import first_of_each, moments
-
-TOLERANCE = 1e-5
-"""Largest parameter difference accepted: rounding, as the order of additions differs, grown by AdamW over all steps."""
-NODES = 3
-_GAP_SECONDS = 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fault:
-    """What was done to the run."""
-
-    name: str
-    at: float
-    step: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """What is left of a run."""
-
-    diary: list[Line]
-    faults: list[Fault]
-    dead: set[int]
-    events: list[Line]
+from unicron_lightning.demo import failures, sharing
 
 
 def main() -> int:
     """Returns the exit status: 0 if everything claimed was shown."""
     parser = argparse.ArgumentParser(prog="python -m unicron_lightning.demo", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("demo-output"), help="folder for logs and the picture")
-    parser.add_argument("--steps-per-epoch", type=int, default=130)
+    parser.add_argument("--out", type=Path, default=Path("demo-output"), help="folder for logs and the pictures")
+    parser.add_argument("--act", type=int, choices=(1, 2), help="only this one")
+    parser.add_argument("--steps-per-epoch", type=int, default=130, help="of the first act's two epochs")
     options = parser.parse_args()
     console = Console(width=110)
     shutil.rmtree(options.out, ignore_errors=True)
-    arguments = ["--epochs", "2", "--steps-per-epoch", str(options.steps_per_epoch)]
-    broken, clean = (options.out / name for name in ("failures", "reference"))
-    console.rule("1. Training through failures")
-    with Cluster(broken.absolute(), NODES, arguments) as cluster:
-        run = _train_through_failures(cluster, console)
-    console.rule("2. The same training without failures")
-    with Cluster(clean.absolute(), NODES, arguments) as cluster:
-        cluster.wait(300)
-        reference = cluster.diary
-    console.print(f"{len(loss_curve(reference))} steps done")
-    console.rule("3. What happened")
-    _tell(console, run)
-    curves = loss_curve(run.diary), loss_curve(reference)
-    picture = options.out / "loss.png"
-    draw(picture, curves, worlds(run.diary), [(fault.step, fault.name) for fault in run.faults])
-    console.rule("4. What it cost")
-    work = prove_work(run.diary, run.dead, options.steps_per_epoch)
-    exactness = prove_exactness(broken, clean, curves)
-    passed = _judge(console, run, work, exactness)
-    console.print(f"loss curves: {picture}")
-    return 0 if passed else 1
-
-
-def _train_through_failures(cluster: Cluster, console: Console) -> Run:
-    faults: list[Fault] = []
-    dead: set[int] = set()
-
-    def struck(name: str, at: float) -> None:
-        faults.append(Fault(name=name, at=at, step=cluster.step()))
-        console.print(f"step {cluster.step():>3}: {name}")
-
-    cluster.until(lambda: _in_step(cluster, 20, 1))
-    dead.add(cluster.worker(1))
-    struck("SIGKILL of a worker in the middle of its micro-batches", cluster.kill_worker(1))
-    cluster.until(lambda: _world(cluster, NODES, faults[-1].at))
-    console.print(f"step {cluster.step():>3}: the worker is back")
-    wanted = cluster.step() + 15
-    cluster.until(lambda: _in_step(cluster, wanted, 0))
-    dead.add(cluster.worker(0))
-    struck("SIGKILL of an agent with its worker", cluster.kill_agent(0))
-    cluster.until(lambda: _world(cluster, NODES - 1, faults[-1].at))
-    cluster.start_agent(0)
-    cluster.until(lambda: _world(cluster, NODES, faults[-1].at + 1))
-    console.print(f"step {cluster.step():>3}: a new agent and its worker have joined")
-    wanted = cluster.step() + 15
-    cluster.until(lambda: _finished(cluster, wanted))
-    struck("SIGKILL of the coordinator", cluster.kill_coordinator())
-    cluster.wait(300)
-    return Run(diary=cluster.diary, faults=faults, dead=dead, events=cluster.events())
-
-
-def _in_step(cluster: Cluster, step: int, node: int) -> Line | None:
-    """The second micro-batch, by the node's worker in a full world, of a step that is not before ``step``."""
-    if cluster.step() < step or _world(cluster, NODES, 0) is None:
-        return None
-    pid = cluster.worker(node)
-    mine = [x for x in cluster.diary if x["event"] == "micro_batch" and x["pid"] == pid]
-    return mine[-1] if len(mine) > 1 and mine[-1]["step"] == mine[-2]["step"] == cluster.step() else None
-
-
-def _world(cluster: Cluster, size: int, after: float) -> Line | None:
-    """A step finished by so many workers."""
-    return next((x for x in cluster.diary if x["event"] == "step" and x["at"] > after and x["world"] == size), None)
-
-
-def _finished(cluster: Cluster, step: int) -> Line | None:
-    return next((x for x in cluster.diary if x["event"] == "step" and x["step"] >= step), None)
-
-
-def _tell(console: Console, run: Run) -> None:
-    table = Table(title="milliseconds after each kill")
-    for name in ("fault", "ms", "what", "detail"):
-        table.add_column(name, justify="right" if name == "ms" else "left", overflow="fold")
-    times = step_times(run.diary)
-    for number, fault in enumerate(run.faults):
-        until = run.faults[number + 1].at if number + 1 < len(run.faults) else float("inf")
-        story = first_of_each(moments(run.events, fault.at, until))
-        table.add_row(fault.name, "0.0", "killed", f"during step {fault.step + 1}", style="red")
-        for moment in story:
-            table.add_row("", f"{moment.milliseconds:.1f}", moment.what, moment.detail)
-        gap = 1e3 * longest_gap(times, fault.at, fault.at + _GAP_SECONDS)
-        table.add_row("", f"{gap:.1f}", "longest gap", f"between finished steps in the first {_GAP_SECONDS} s")
-        table.add_section()
-    console.print(table)
-
-
-def _judge(console: Console, run: Run, work: WorkProof, exactness: Exactness) -> bool:
-    losses = exactness.val_losses
-    checks = [
-        ("every failure was healed", len(run.faults) == 3 and worlds(run.diary)[max(worlds(run.diary))] == NODES),
-        (f"finished micro-batches of survivors computed again: {work.wasted}", work.wasted == 0),
-        (f"micro-batches taken over from dead workers and computed again: {work.recomputed} of {work.needed}", True),
-        (
-            f"samples lost: {work.lost_samples}, used twice: {work.repeated_samples}",
-            work.lost_samples == work.repeated_samples == 0,
-        ),
-        ("all workers end with bitwise equal parameters", exactness.identical),
-        (
-            f"largest parameter difference to the run without failures: {exactness.largest_difference:.2e}",
-            exactness.largest_difference <= TOLERANCE,
-        ),
-        (f"largest difference of the loss curves: {exactness.losses:.2e}", exactness.losses <= TOLERANCE),
-        (
-            f"validation loss {losses[0]:.6f} with failures, {losses[1]:.6f} without",
-            abs(losses[0] - losses[1]) <= TOLERANCE,
-        ),
-    ]
-    for text, passed in checks:
-        console.print(f"[{'green' if passed else 'bold red'}]{'ok  ' if passed else 'FAIL'}[/] {text}")
-    return all(passed for _, passed in checks)
+    passed = []
+    if options.act != 2:
+        console.rule("[bold]First act: one task, three failures")
+        passed.append(failures.show(console, options.out, options.steps_per_epoch))
+    if options.act != 1:
+        console.rule("[bold]Second act: two tasks share six nodes")
+        passed.append(sharing.show(console, options.out / "sharing"))
+    return 0 if all(passed) else 1
 
 
 if __name__ == "__main__":

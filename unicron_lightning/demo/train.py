@@ -29,7 +29,12 @@ class Diary(Callback):
 
     def __init__(self, folder: Path) -> None:
         self._file = (folder / f"worker-{os.getpid()}.jsonl").open("a", buffering=1)
-        self._write(event="start", round=int(os.environ.get("UNICRON_ROUND", "1")), node=os.environ.get("UNICRON_NODE"))
+        self._write(
+            event="start",
+            task=os.environ.get("UNICRON_TASK"),
+            round=int(os.environ.get("UNICRON_ROUND", "1")),
+            node=os.environ.get("UNICRON_NODE"),
+        )
 
     def micro_batch(self, step: int, samples: list[int]) -> None:
         """A micro-batch is being computed for the step after ``step`` finished ones."""
@@ -49,12 +54,28 @@ class DemoGPT(GPT):
     """The model, with each micro-batch noted in the diary when its forward is done."""
 
     diary: Diary
+    pace: float
+    """Seconds of sleep per micro-batch, in the place of an accelerator's work."""
+    flops_per_step: float
 
     @override
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
+        time.sleep(self.pace)
         self.diary.micro_batch(self.trainer.global_step, batch[0].tolist())
         return loss
+
+
+class StopWhenTold(Callback):
+    """Ends the training when there is a file ``stop``, at a step that all workers agree on."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step % 10 == 0 and trainer.strategy.broadcast(self._path.exists()):
+            trainer.should_stop = True
 
 
 def main() -> None:
@@ -66,6 +87,9 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=3)
     parser.add_argument("--accumulate", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--max-steps", type=int, default=-1)
+    parser.add_argument("--pace", type=float, default=0.0, help="seconds to sleep per micro-batch")
+    parser.add_argument("--until-told", action="store_true", help="end when OUT/stop is there, without validation")
     options = parser.parse_args()
     torch.set_num_threads(1)
     pl.seed_everything(7, verbose=False)
@@ -74,7 +98,9 @@ def main() -> None:
     validate = DataLoader(Windows(0.9, 1.0, LENGTH, 120), batch_size=8)
     diary = Diary(options.out)
     model = DemoGPT(length=LENGTH, steps=options.epochs * options.steps_per_epoch)
-    model.diary = diary
+    model.diary, model.pace = diary, options.pace
+    tokens = options.nodes * options.accumulate * options.batch_size * LENGTH
+    model.flops_per_step = 6.0 * sum(parameter.numel() for parameter in model.parameters()) * tokens
     trainer = pl.Trainer(
         strategy="unicron",
         accelerator="cpu",
@@ -82,8 +108,14 @@ def main() -> None:
         num_nodes=options.nodes,
         accumulate_grad_batches=options.accumulate,
         max_epochs=options.epochs,
+        max_steps=options.max_steps,
+        limit_val_batches=0 if options.until_told else 1.0,
         gradient_clip_val=1.0,
-        callbacks=[diary, ModelCheckpoint(options.out / "checkpoints", save_last=True)],
+        callbacks=[
+            diary,
+            ModelCheckpoint(options.out / "checkpoints", save_last=True),
+            StopWhenTold(options.out / "stop"),
+        ][: 3 if options.until_told else 2],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -91,8 +123,9 @@ def main() -> None:
     trainer.fit(model, train, validate)
     result = {
         "parameters": {name: parameter.detach() for name, parameter in model.named_parameters()},
-        "val_loss": float(trainer.callback_metrics["val_loss"]),
+        "val_loss": float(trainer.callback_metrics.get("val_loss", float("nan"))),
         "steps": trainer.global_step,
+        "flops_per_step": model.flops_per_step,
     }
     torch.save(result, options.out / f"final-{os.getpid()}.pt")
 

@@ -1,0 +1,174 @@
+"""A coordinator, a daemon per node and submitted jobs on this machine, and the means to break them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+Line = dict[str, Any]
+
+
+class Nodes:
+    """Everything that runs. A context manager that leaves no process behind.
+
+    Args:
+        out: folder for logs, the coordinator's state and the tasks' own folders.
+        number: of nodes, each with one slot.
+    """
+
+    def __init__(self, out: Path, number: int) -> None:
+        out.mkdir(parents=True, exist_ok=True)
+        self.out = out
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port = int(probe.getsockname()[1])
+        self._environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONWARNINGS": "ignore",
+            "UNICRON_TOKEN": secrets.token_hex(16),
+        }
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._offsets: dict[Path, int] = {}
+        self.diaries: dict[str, list[Line]] = {}
+        state = out / "coordinator"
+        self._start("coordinator", "coordinator", f"coordinator.port={self._port}", f"store.state_dir={state}")
+        self.until(self._answers, "the coordinator")
+        for node in range(number):
+            self.start_node(f"node{node}")
+
+    def __enter__(self) -> Nodes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in reversed(self._processes.values()):
+            process.terminate()
+        for process in reversed(self._processes.values()):
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    # ---- what is done
+
+    def start_node(self, node: str) -> float:
+        """Starts (again) the node's daemon, as a service manager would; returns when."""
+        at = time.time()
+        logs = str(self.out / "logs")
+        self._start(node, "agent", "--node", node, "--slots", "1", "--logs", logs, *self._endpoint())
+        return at
+
+    def submit(self, name: str, command: Sequence[str], **limits: float) -> None:
+        """Submits a job, which gets the folder NAME for what it writes."""
+        folder = self.out / name
+        folder.mkdir()
+        self.diaries[name] = []
+        definition = {"name": name, "command": [*command, "--out", str(folder)], **limits}
+        path = self.out / f"{name}.yaml"
+        path.write_text(json.dumps(definition))  # JSON is YAML
+        words = [sys.executable, "-m", "unicron_lightning.cli", "submit", str(path), *self._endpoint()]
+        subprocess.run(words, env=self._environment, check=True, stdout=subprocess.DEVNULL, timeout=60)
+
+    def kill_node(self, node: str) -> float:
+        """SIGKILLs everything that runs on a node, as its power failing would; returns when."""
+        workers = [
+            line["pid"]
+            for diary in self.diaries.values()
+            for line in diary
+            if line["event"] == "start" and line["node"] == node
+        ]
+        at = time.time()
+        self._processes[node].kill()  # torchrun has the parent death signal
+        for worker in workers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker, signal.SIGKILL)
+        self._processes.pop(node).wait()
+        return at
+
+    def stop(self, task: str) -> float:
+        """Has a task end its training well; returns when."""
+        (self.out / task / "stop").touch()
+        return time.time()
+
+    # ---- what is seen
+
+    def until(self, condition: Callable[[], bool], what: str, timeout: float = 150.0) -> None:
+        """Waits.
+
+        Raises:
+            TimeoutError: not within ``timeout`` seconds; says where the logs are.
+        """
+        deadline = time.monotonic() + timeout
+        while not condition():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not within {timeout:g} s: {what}; logs are in {self.out}")
+            time.sleep(0.05)
+
+    def world(self, task: str, after: float = 0.0) -> int:
+        """Workers that finished the task's last step, if that was later than ``after``."""
+        steps = self.steps(task)
+        return int(steps[-1]["world"]) if steps and steps[-1]["at"] > after else 0
+
+    def steps(self, task: str) -> list[Line]:
+        """The finished steps, each once, in order."""
+        self._read(task)
+        first: dict[int, Line] = {}
+        for line in self.diaries[task]:
+            if line["event"] == "step":
+                first.setdefault(line["step"], line)
+        return [first[step] for step in sorted(first)]
+
+    def nodes_of(self, task: str) -> list[str]:
+        """Nodes whose slot is the task's by the plan in force."""
+        assigned = self.get("/v1/status")["assigned"]
+        return sorted(place.split("/")[0] for place, name in assigned.items() if name == task)
+
+    def state_of(self, task: str) -> str:
+        """queued, running, succeeded, ..."""
+        return str(self.get(f"/v1/jobs/{task}")["state"])
+
+    def events(self) -> list[Line]:
+        """The coordinator's event log."""
+        return list(self.get("/v1/events"))
+
+    def get(self, path: str) -> Any:
+        """Asks the coordinator."""
+        headers = {"Authorization": f"Bearer {self._environment['UNICRON_TOKEN']}"}
+        request = urllib.request.Request(f"http://127.0.0.1:{self._port}{path}", headers=headers)
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return json.load(answer)
+
+    def _read(self, task: str) -> None:
+        for path in sorted((self.out / task).glob("worker-*.jsonl")):
+            with path.open() as file:
+                file.seek(self._offsets.get(path, 0))
+                text = file.read()
+            whole = text[: text.rfind("\n") + 1]
+            self._offsets[path] = self._offsets.get(path, 0) + len(whole.encode())
+            self.diaries[task].extend(json.loads(line) for line in whole.splitlines())
+
+    def _answers(self) -> bool:
+        try:
+            return bool(self.get("/healthz"))
+        except OSError:
+            return False
+
+    def _endpoint(self) -> list[str]:
+        return ["--endpoint", f"127.0.0.1:{self._port}"]
+
+    def _start(self, name: str, *words: str) -> None:
+        command = [sys.executable, "-m", "unicron_lightning.cli", *words]
+        with (self.out / f"{name}.log").open("ab") as log:
+            self._processes[name] = subprocess.Popen(command, env=self._environment, stdout=log, stderr=log)

@@ -1,0 +1,210 @@
+"""The second act: two tasks share six nodes; a node dies and returns, a task ends, and the plan moves nodes.
+
+Two cores cannot show what six accelerators do, so a micro-batch sleeps in the place of most of its computing.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from unicron_lightning.demo.nodes import Line, Nodes
+from unicron_lightning.demo.report import report
+from unicron_lightning.demo.sharing_picture import draw
+from unicron_lightning.demo.waf import Phase, Work, longest_stand, mean_waf, waf_over_time
+
+NODES: Final = 6
+WEIGHTS: Final = {"heavy": 2.0, "light": 1.0}
+MINIMUMS: Final = {"heavy": 2, "light": 1}
+MOST: Final = 4
+TOLERANCE: Final = 1e-5
+"""Largest parameter difference accepted: rounding, as the order of additions differs, grown by AdamW over all steps."""
+STAND_SECONDS: Final = 2.0
+"""Longest time without a step that is accepted around a change, beyond the time of a step."""
+RECOVERED: Final = 0.75
+"""Least part of the WAF before that is accepted after; more is noise of what else the machine does."""
+_STEADY_SECONDS: Final = 5.0
+_TRAIN: Final = ["-m", "unicron_lightning.demo.train", "--nodes", str(MOST), "--accumulate", "3"]
+_ENDLESS: Final = ["--steps-per-epoch", "2000", "--epochs", "50"]
+
+
+@dataclass(kw_only=True)
+class Story:
+    """What happened when; times are time.time()."""
+
+    phases: list[Phase] = field(default_factory=list)
+    moments: list[tuple[float, str]] = field(default_factory=list)
+    allocations: list[dict[str, int]] = field(default_factory=list)
+    killed: set[int] = field(default_factory=set)
+
+
+def show(console: Console, out: Path) -> bool:
+    """Plays the act; whether everything claimed was shown.
+
+    Args:
+        console: for the story.
+        out: new folder for logs and the picture.
+    """
+    with Nodes(out.absolute(), NODES) as nodes:
+        story = _play(nodes, console)
+        events = nodes.events()
+        steps = {task: nodes.steps(task) for task in WEIGHTS}
+    works = {task: Work(ends=[line["at"] for line in lines], worth=_worth(task, out)) for task, lines in steps.items()}
+    _tell(console, story, events, works)
+    worlds = {task: [(line["at"], line["world"]) for line in lines] for task, lines in steps.items()}
+    picture = out / "sharing.png"
+    draw(picture, worlds, waf_over_time(works, story.phases[0].start, story.phases[-1].end), story.moments)
+    console.print("the same steps by one process without failures, to compare with ...")
+    differences = {task: _difference(out, task, lines[-1]["step"]) for task, lines in steps.items()}
+    wasted = sum(_computed_again(nodes.diaries[task], story.killed) for task in WEIGHTS)
+    passed = report(console, _checks(story, events, works, differences, wasted))
+    console.print(f"allocation and WAF over time: {picture}")
+    return passed
+
+
+def _play(nodes: Nodes, console: Console) -> Story:
+    story = Story()
+
+    def struck(at: float, what: str) -> None:
+        story.moments.append((at, what))
+        console.print(f"{what}")
+
+    def steady(name: str, **worlds: int) -> None:
+        """Waits for tasks to train with so many workers each, and then a while, which is a phase."""
+        since = time.time()
+        for task, size in worlds.items():
+            nodes.until(partial(_trains, nodes, task, size, since), f"{task} with {size} workers")
+        start = time.time()
+        if story.moments:
+            story.phases.append(Phase(name=f"{story.moments[-1][1]}: until all is in place", start=since, end=start))
+        time.sleep(_STEADY_SECONDS)
+        story.phases.append(Phase(name=name, start=start, end=time.time()))
+        story.allocations.append({task: len(nodes.nodes_of(task)) for task in WEIGHTS})
+        console.print(f"{name}: nodes {story.allocations[-1]}")
+
+    for task, weight in WEIGHTS.items():
+        command = [*_TRAIN, *_ENDLESS, "--pace", "0.04", "--until-told"]
+        nodes.submit(task, command, weight=weight, min_nodes=MINIMUMS[task], max_nodes=MOST)
+    steady("two tasks, six nodes", heavy=4, light=2)
+    victim = nodes.nodes_of("heavy")[-1]
+    story.killed = {x["pid"] for x in nodes.diaries["heavy"] if x["event"] == "start" and x["node"] == victim}
+    struck(nodes.kill_node(victim), "a node of the heavy task dies")
+    steady("five nodes left", heavy=4, light=1)
+    struck(nodes.start_node(victim), "the node returns")
+    steady("six nodes again", heavy=4, light=2)
+    struck(nodes.stop("heavy"), "the heavy task ends")
+    nodes.until(lambda: nodes.state_of("heavy") == "succeeded", "the heavy task's end")
+    steady("the light task has the room", light=4)
+    nodes.stop("light")
+    nodes.until(lambda: nodes.state_of("light") == "succeeded", "the light task's end")
+    return story
+
+
+def _trains(nodes: Nodes, task: str, size: int, since: float) -> bool:
+    return nodes.world(task, since) == size
+
+
+def _tell(console: Console, story: Story, events: list[Line], works: dict[str, Work]) -> None:
+    table = Table(title="WAF as measured, by phase")
+    for name in ("phase", "seconds", "WAF (weighted GFLOP/s)"):
+        table.add_column(name, justify="left" if name == "phase" else "right")
+    for phase in story.phases:
+        table.add_row(phase.name, f"{phase.end - phase.start:.1f}", f"{mean_waf(works, phase) / 1e9:.2f}")
+    console.print(table)
+    timeline = Table(title="milliseconds after each event")
+    for name in ("event", "ms", "task", "what"):
+        timeline.add_column(name, justify="right" if name == "ms" else "left", overflow="fold")
+    ends = [at for at, _ in story.moments[1:]] + [float("inf")]
+    for (at, what), end in zip(story.moments, ends, strict=True):
+        timeline.add_row(what, "0.0", "", "", style="red")
+        for event in events:
+            if at <= event["at"] < end and (text := _words(event)) is not None:
+                timeline.add_row("", f"{1e3 * (event['at'] - at):.1f}", event["task"] or "", text)
+        timeline.add_section()
+    console.print(timeline)
+
+
+def _words(event: Line) -> str | None:
+    """What an event of the log means to the story; None for the others."""
+    fields: dict[str, Any] = event["fields"]
+    match event["name"]:
+        case "agent_lost" | "slot_granted" | "slot_revoked":
+            return f"{event['name'].replace('_', ' ')}: {fields['node']}"
+        case "plan_made":
+            return f"plan: {fields['before']} -> {fields['allocation']}, found in {fields.get('milliseconds', 0):g} ms"
+        case "epoch_published":
+            return f"epoch {fields['number']}: {fields['kind']}, {len(fields['members'])} workers"
+        case "task_over":
+            return "over: all its workers have finished"
+    return None
+
+
+def _worth(task: str, out: Path) -> float:
+    (path, *_) = sorted((out / task).glob("final-*.pt"))
+    return WEIGHTS[task] * float(torch.load(path, weights_only=True)["flops_per_step"])
+
+
+def _difference(out: Path, task: str, steps: int) -> float:
+    """Largest difference of a parameter, of any worker, to a world of one that did the same steps."""
+    folder = out / f"reference-{task}"
+    folder.mkdir()
+    command = [sys.executable, *_TRAIN, *_ENDLESS, "--max-steps", str(steps), "--until-told", "--out", str(folder)]
+    subprocess.run(command, check=True, capture_output=True, timeout=600)
+    (path,) = folder.glob("final-*.pt")
+    wanted = torch.load(path, weights_only=True)["parameters"]
+    worst = 0.0
+    for path in (out / task).glob("final-*.pt"):
+        found = torch.load(path, weights_only=True)
+        assert found["steps"] == steps, f"{path} is of step {found['steps']}, expected {steps}"
+        worst = max([worst, *(float((found["parameters"][n] - wanted[n]).abs().max()) for n in wanted)])
+    return worst
+
+
+def _computed_again(diary: list[Line], killed: set[int]) -> int:
+    """Micro-batches that were computed again though the worker that had finished them lived on."""
+    by_place: dict[tuple[Any, ...], list[Line]] = defaultdict(list)
+    for line in diary:
+        if line["event"] == "micro_batch":
+            key = (line["step"], tuple(line["samples"]))
+            by_place[key].append(line)
+    return sum(1 for lines in by_place.values() if len(lines) > 1 and lines[0]["pid"] not in killed)
+
+
+def _checks(
+    story: Story, events: list[Line], works: dict[str, Work], differences: dict[str, float], wasted: int
+) -> list[tuple[str, bool]]:
+    full, fewer, again, alone = story.allocations
+    before, during, after = (mean_waf(works, story.phases[number]) for number in (0, 2, 4))
+    died = story.moments[0][0]
+    stands = {task: longest_stand(work, died, died + 5.0) for task, work in works.items()}
+    usual = {task: longest_stand(work, story.phases[0].start, story.phases[0].end) for task, work in works.items()}
+    names = {event["name"] for event in events}
+    told = ", ".join(f"{task} {1e3 * stands[task]:.0f} ms (usual: {1e3 * usual[task]:.0f} ms)" for task in works)
+    waf = f"WAF {before / 1e9:.2f} before, {during / 1e9:.2f} without the node, {after / 1e9:.2f} after"
+    moved = f"the plan moved a node from the light task to the heavy one: {full} -> {fewer}"
+    return [
+        (moved, fewer == {**full, "light": 1}),
+        (f"and gave it back: {again}", again == full),
+        (f"the light task took the room of the one that ended: {alone}", alone == {"heavy": 0, "light": MOST}),
+        (
+            f"longest time without a step after the node's death: {told}",
+            all(stand < STAND_SECONDS + usual[task] for task, stand in stands.items()),
+        ),
+        (waf, after > RECOVERED * before),
+        ("no task was restarted", "task_restarts" not in names),
+        (f"micro-batches computed again though their worker lived: {wasted}", wasted == 0),
+        *(
+            (f"{task}: largest parameter difference to a run without failures: {worst:.2e}", worst <= TOLERANCE)
+            for task, worst in differences.items()
+        ),
+    ]
