@@ -47,6 +47,15 @@ def review_allocation(cluster: Cluster, turn: Turn) -> bool:
     return True
 
 
+def standing(cluster: Cluster) -> Question | None:
+    """The situation now, to plan ahead for what may happen; None if no plan is in force, or no other is possible."""
+    places, tasks = usable_places(cluster), competing_tasks(cluster)
+    if len(tasks) < 2 or cluster.lasting.planned != _key(places, tasks):
+        return None
+    question = _question(cluster, cluster.lasting.planned, places, tasks)
+    return question if all(task.before == task.left for task in question.tasks) else None
+
+
 def gather(cluster: Cluster, turn: Turn, agent: Agent, is_new: bool) -> None:
     """An agent has registered: where several tasks compete it counts in a moment, together with those that come then.
 
@@ -128,7 +137,7 @@ def _question(cluster: Cluster, key: str, places: list[Place], tasks: list[Task]
                 name=task.id,
                 weight=task.weight,
                 min_places=task.min_nodes,
-                max_places=min(task.limit, sum(1 for place in places if task.id in place.tasks)),
+                max_places=_most(task, places),
                 runs=bool(task.established) or (task.formed and not task.elastic),
                 before=max(lasting.allocation.get(task.id, 0), standing[task.id]),
                 left=standing[task.id],
@@ -136,6 +145,12 @@ def _question(cluster: Cluster, key: str, places: list[Place], tasks: list[Task]
             for task in tasks
         ),
     )
+
+
+def _most(task: Task, places: list[Place]) -> int:
+    """Most places that the task can use now."""
+    able = sum(1 for place in places if task.id in place.tasks)
+    return task.limit if able == len(places) else min(task.limit, able)
 
 
 def _key(places: list[Place], tasks: list[Task]) -> str:

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator import throughput
-from unicron_lightning.coordinator.question import Question
+from unicron_lightning.coordinator.question import Competitor, Question
 from unicron_lightning.coordinator.state import Cluster
 
 if TYPE_CHECKING:
     from unicron_lightning.coordinator.config import PlannerConfig
+    from unicron_lightning.planner.events import Event
     from unicron_lightning.planner.performance.model import PerformanceModel
     from unicron_lightning.planner.plan import Plan
     from unicron_lightning.planner.state import ClusterState
@@ -71,20 +72,35 @@ class Planning:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="unicron-planner")
-        self._last: Question | None = None
-        self._table: PlanTable | None = None
+        self._ahead: Ahead | None = None
 
     def ask(self, question: Question, known: Knowledge, then: Callable[[ev.Planned], None]) -> None:
         """Answer in the planner's thread, where ``then`` is called with it, and go on to plan ahead."""
 
         def work() -> None:
             try:
-                state, plan, answer = self._answer(question, known)
+                answer = self._answer(question, known)
                 then(answer)
-                self._plan_ahead(question, state, plan)
+                self._plan_ahead(question.standing(answer.allocation), known)
             except Exception:
                 # The tasks go on as they are; the next change asks anew.
                 logger.exception("planning_failed question=%s", question)
+
+        self._thread.submit(work)
+
+    def plan_ahead(self, standing: Question, known: Knowledge) -> None:
+        """In the planner's thread, make the plans for what may happen next; those that are there already are kept.
+
+        Args:
+            standing: the situation now, in which nothing is to be changed.
+            known: what is known now.
+        """
+
+        def work() -> None:
+            try:
+                self._plan_ahead(standing, known)
+            except Exception:
+                logger.exception("planning_ahead_failed standing=%s", standing)
 
         self._thread.submit(work)
 
@@ -92,77 +108,101 @@ class Planning:
         """Wait for what is being planned, and end the thread."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _answer(self, question: Question, known: Knowledge) -> tuple[ClusterState, Plan, ev.Planned]:
+    def _answer(self, question: Question, known: Knowledge) -> ev.Planned:
         from unicron_lightning.planner.solver import solve
 
         began = time.perf_counter()
-        state = self._state(question, known)
-        plan = self._foreseen(state)
+        plan = self._ahead.plan(question) if self._ahead is not None else None
         foreseen = plan is not None
         if plan is None:
-            plan = solve(state)
-        answer = ev.Planned(
+            plan = solve(_state(question, known))
+        return ev.Planned(
             key=question.key,
             allocation=dict(plan.allocation),
             waf=plan.waf,
             milliseconds=round(1e3 * (time.perf_counter() - began), 3),
             foreseen=foreseen,
         )
-        return state, plan, answer
 
-    def _foreseen(self, state: ClusterState) -> Plan | None:
-        if self._table is None:
-            return None
-        plans = self._table.plans.values()
-        return next((plan for plan in plans if plan.state.fingerprint == state.fingerprint), None)
-
-    def _plan_ahead(self, question: Question, state: ClusterState, plan: Plan) -> None:
+    def _plan_ahead(self, standing: Question, known: Knowledge) -> None:
         from unicron_lightning.planner.table import PlanTable
 
-        self._last = question
-        self._table = PlanTable.of(state.adopt(plan.allocation), self._table)
-
-    def _state(self, question: Question, known: Knowledge) -> ClusterState:
-        from unicron_lightning.planner.reward import Curve
-        from unicron_lightning.planner.state import ClusterState
-        from unicron_lightning.planner.task import PlanTask
-
-        # The same for small changes of the cluster: what was planned ahead is for the same curves.
-        reach = 1 << max(3, (question.num_places + question.node_places).bit_length())
-        curves = tuple(
-            Curve.of(
-                PlanTask(
-                    name=task.name,
-                    performance=known.performances[task.name],
-                    transition_seconds=known.transition_seconds(task.name),
-                    weight=task.weight,
-                    min_workers=task.min_places,
-                    max_workers=max(task.max_places, task.min_places),
-                    may_pause=not task.runs,
-                ),
-                unit=1,
-                num_workers=reach,
-            )
-            for task in question.tasks
-        )
-        return ClusterState(
-            tasks=curves,
-            num_workers=question.num_places,
-            running_seconds=known.running_seconds,
-            allocation={task.name: task.before for task in question.tasks},
-            lost={task.name: task.before - task.left for task in question.tasks if task.before > task.left},
-            node_workers=question.node_places,
-            pivot=_pivot(question, self._last),
-        )
+        state = _state(standing, known)
+        before = self._ahead
+        if before is None or before.state.fingerprint != state.fingerprint or before.standing != standing:
+            table = PlanTable.of(state, before.table if before is not None else None)
+            self._ahead = Ahead(standing=standing, state=state, table=table)
 
 
-def _pivot(question: Question, last: Question | None) -> str | None:
-    """The task that the event was about, as the planner names it in the plans that it makes ahead."""
-    struck = [task.name for task in question.tasks if task.before > task.left]
-    if struck:
-        return min(struck)
-    if last is None:
+@dataclass(frozen=True, kw_only=True)
+class Ahead:
+    """The plans for what may happen next.
+
+    Attributes:
+        standing: the situation that they were made in, in which nothing was to be changed.
+        state: the same for the planner.
+        table: the plans.
+    """
+
+    standing: Question
+    state: ClusterState
+    table: PlanTable
+
+    def plan(self, question: Question) -> Plan | None:
+        """The plan for a situation that differs by one foreseen event; None if it does not."""
+        event = event_between(self.standing, question)
+        return None if event is None else self.table.look_up(self.state, event)
+
+
+def event_between(standing: Question, question: Question) -> Event | None:
+    """What has happened, if it is one event of those that are planned ahead; None if it is something else, or more."""
+    from unicron_lightning.planner.events import Finish, Join, Loss
+
+    old = {task.name: task for task in standing.tasks}
+    new = {task.name: task for task in question.tasks}
+    if any(name not in old or _terms(task) != _terms(old[name]) for name, task in new.items()):
         return None
-    names, before = ({task.name for task in each.tasks} for each in (question, last))
-    changed = sorted(names ^ before)
-    return changed[0] if len(changed) == 1 else None
+    gone = sorted(old.keys() - new.keys())
+    struck = {name: task.before - task.left for name, task in new.items() if task.before > task.left}
+    lost = standing.num_places - question.num_places
+    if gone:
+        return Finish(task=gone[0]) if len(gone) == 1 and not struck and not lost else None
+    if lost > 0 and len(struck) <= 1:
+        return Loss(num_workers=lost, by_task=tuple(struck.items()))
+    return Join(num_workers=-lost) if lost < 0 and not struck else None
+
+
+def _terms(task: Competitor) -> tuple[object, ...]:
+    return task.weight, task.min_places, task.max_places, task.runs, task.before
+
+
+def _state(question: Question, known: Knowledge) -> ClusterState:
+    from unicron_lightning.planner.reward import Curve
+    from unicron_lightning.planner.state import ClusterState
+    from unicron_lightning.planner.task import PlanTask
+
+    reach = question.num_places + question.node_places
+    curves = tuple(
+        Curve.of(
+            PlanTask(
+                name=task.name,
+                performance=known.performances[task.name],
+                transition_seconds=known.transition_seconds(task.name),
+                weight=task.weight,
+                min_workers=task.min_places,
+                max_workers=max(task.max_places, task.min_places),
+                may_pause=not task.runs,
+            ),
+            unit=1,
+            num_workers=reach,
+        )
+        for task in question.tasks
+    )
+    return ClusterState(
+        tasks=curves,
+        num_workers=question.num_places,
+        running_seconds=known.running_seconds,
+        allocation={task.name: task.before for task in question.tasks},
+        lost={task.name: task.before - task.left for task in question.tasks if task.before > task.left},
+        node_workers=question.node_places,
+    )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,3 +44,12 @@ class Question:
     num_places: int
     node_places: int
     tasks: tuple[Competitor, ...]
+
+    def standing(self, allocation: Mapping[str, int]) -> Question:
+        """The situation when the answer ``allocation`` is in force."""
+        tasks = tuple(
+            replace(task, runs=task.runs or places > 0, before=places, left=places)
+            for task in self.tasks
+            for places in [allocation[task.name]]
+        )
+        return replace(self, tasks=tasks)

@@ -28,6 +28,7 @@ from aiohttp import WSCloseCode, WSMsgType, web
 
 from unicron_lightning import nodewire, wire
 from unicron_lightning.coordinator import events as ev
+from unicron_lightning.coordinator.allocation import standing
 from unicron_lightning.coordinator.api import NO_TOKEN, Api
 from unicron_lightning.coordinator.config import CoordinatorConfig, default_state_dir, prepare_state_dir, read_token
 from unicron_lightning.coordinator.machine import Machine
@@ -42,6 +43,7 @@ from unicron_lightning.errors import ConfigError, PortInUse
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.25
+_AHEAD_SECONDS = 3.0
 
 
 class Server:
@@ -84,6 +86,7 @@ class Server:
         self._planning = Planning()
         self._timers: dict[ev.TimerKey, asyncio.TimerHandle] = {}
         self._look: asyncio.TimerHandle | None = None
+        self._ahead: asyncio.TimerHandle | None = None
         self._stop = asyncio.Event()
         self._failed = False
         self.store_error: str | None = None
@@ -110,10 +113,11 @@ class Server:
             for event in inputs_at_start(self._config, self.machine.cluster):
                 self.apply(event)
             self._look_for_ended()
+            self._plan_ahead()
             await self._stop.wait()
         finally:
             self._stop.set()
-            for timer in (*self._timers.values(), self._look):
+            for timer in (*self._timers.values(), self._look, self._ahead):
                 if timer is not None:
                     timer.cancel()
             for session in list(self._sessions.values()):
@@ -186,6 +190,13 @@ class Server:
             return
         known = Knowledge.of(self.machine.cluster, self._config.planner)
         self._planning.ask(question, known, lambda answer: _call(loop, self.apply, answer))
+
+    def _plan_ahead(self) -> None:
+        """Every few seconds: keeps the plans for what may happen next up to what is known."""
+        question = standing(self.machine.cluster) if self._config.planner.enabled else None
+        if question is not None:
+            self._planning.plan_ahead(question, Knowledge.of(self.machine.cluster, self._config.planner))
+        self._ahead = asyncio.get_running_loop().call_later(_AHEAD_SECONDS, self._plan_ahead)
 
     def _fire(self, key: ev.TimerKey) -> None:
         self._timers.pop(key, None)
