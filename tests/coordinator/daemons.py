@@ -24,6 +24,8 @@ class FakeDaemon:
         self.conn: int | None = None
         self.launches: list[Launch] = []
         self.told = 0
+        self.pids = 1000
+        """The newest process of its agents."""
         self.refused: str | None = None
         self.runs: dict[tuple[str, str], NodeTask] = {}
 
@@ -63,7 +65,8 @@ class FakeDaemon:
         for key in self.runs.keys() - wanted.keys():
             del self.runs[key]
         for key in wanted.keys() - self.runs.keys():
-            self.runs[key] = NodeTask(job=wanted[key].job, slot=key[1], pid=1, starts=1)
+            self.pids += 1
+            self.runs[key] = NodeTask(job=wanted[key].job, slot=key[1], pid=self.pids, starts=1)
         self.tell()
 
     def ends(self, job: str, slot: str, code: int) -> None:

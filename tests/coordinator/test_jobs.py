@@ -224,6 +224,24 @@ def test_a_job_that_ended_while_the_daemon_was_away_is_stopped_there():
     assert launch.job.submitted_at == world.machine.cluster.lasting.jobs["j"].submitted_at, "a new one of that name"
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_an_agent_that_starts_after_its_job_s_end_begins_nothing(again: bool):
+    world = World()
+    daemon = FakeDaemon(world, "n", "0", "1").connect()
+    submit(world, "j", nodes=(1, 2))
+    world.advance(1.0)
+    agent = runs(world, daemon, "j", "0", (1, 2))
+    agent.exit()
+    agent.bye(succeeded=True)
+    assert daemon.wanted == [("j", "0"), ("j", "1")], "both are left to end by themselves"
+    if again:
+        submit(world, "j", nodes=(1, 2))
+    late = world.agent("late", task="j", nodes=(1, 2), place="n/1")
+    late.register(pid=daemon.runs["j", "1"].pid)
+    assert late.last(wire.Refused).reason == "job 'j' is over"
+    assert status(world, "j") == ("queued" if again else "succeeded")
+
+
 def test_of_two_daemons_with_one_label_the_newer_stays():
     world = World()
     old = FakeDaemon(world, "n", "0", pid=1, started_at=1.0).connect()

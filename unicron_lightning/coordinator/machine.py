@@ -149,7 +149,7 @@ class Machine:
         if task is not None and not known and _undecided(task):
             self._cluster.pending.setdefault(task.id, []).append(Pending(conn=conn, messages=[message]))
             return
-        reason = registration.refusal(task, message)
+        reason = registration.refusal(task, message) or (None if known else nodes.outdated(self._cluster, message))
         if reason is None and self._cluster.conns.get(conn, (message.task, message.agent)) != (
             message.task,
             message.agent,

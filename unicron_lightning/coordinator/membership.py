@@ -58,7 +58,7 @@ def needed(task: Task) -> list[str]:
 
 def open_incident(task: Task) -> None:
     """Give the failure an id, unless it belongs to one that is not recovered from yet."""
-    if task.incident is None:
+    if task.incident is None and task.over is None:
         task.incidents += 1
         task.incident = f"i{task.incidents}"
 

@@ -126,6 +126,18 @@ def review_given_up(cluster: Cluster, turn: Turn) -> list[Task]:
     return ended
 
 
+def outdated(cluster: Cluster, message: wire.Register) -> str | None:
+    """Why an agent that a daemon started can't begin: its job is over. None if it is of no daemon, or its job is not.
+
+    It was told too late: it was still starting. It must not begin the task anew.
+    """
+    node = cluster.nodes.get(message.node)
+    own = next((each for each in node.tasks if each.pid == message.pid), None) if node else None
+    if own is None or own.job.name != message.task or cluster.lasting.jobs.get(message.task) == own.job:
+        return None
+    return f"job {message.task!r} is over"
+
+
 def _refusal(old: Node | None, message: NodeHello) -> str | None:
     if message.protocol != wire.PROTOCOL_VERSION:
         return (
