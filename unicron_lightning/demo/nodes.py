@@ -78,8 +78,12 @@ class Nodes:
         definition = {"name": name, "command": [*command, "--out", str(folder)], **limits}
         path = self.out / f"{name}.yaml"
         path.write_text(json.dumps(definition))  # JSON is YAML
-        words = [sys.executable, "-m", "unicron_lightning.cli", "submit", str(path), *self._endpoint()]
-        subprocess.run(words, env=self._environment, check=True, stdout=subprocess.DEVNULL, timeout=60)
+        self.order("submit", str(path))
+
+    def order(self, *words: str) -> None:
+        """Runs a command of ``unicron``, as an operator would."""
+        command = [sys.executable, "-m", "unicron_lightning.cli", *words, *self._endpoint()]
+        subprocess.run(command, env=self._environment, check=True, stdout=subprocess.DEVNULL, timeout=60)
 
     def kill_node(self, node: str) -> float:
         """SIGKILLs everything that runs on a node, as its power failing would; returns when."""
