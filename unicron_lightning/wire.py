@@ -225,6 +225,8 @@ class Registered(Message, frozen=True, kw_only=True, tag="registered"):
     """The session stands."""
 
     coordinator: str
+    worker_timeout: float | None = None
+    """Seconds without a heartbeat after which a worker is dead, for agents whose user did not say."""
 
 
 class Refused(Message, frozen=True, kw_only=True, tag="refused"):

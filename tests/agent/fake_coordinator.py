@@ -27,6 +27,7 @@ class FakeCoordinator:
         self.token = token
         self.answers = True
         self.refuse: str | None = None
+        self.worker_timeout: float | None = None
         self.said: list[tuple[str, wire.Message]] = []
         self.registers: list[wire.Register] = []
         self.port = 0
@@ -135,7 +136,8 @@ class FakeCoordinator:
         if self.refuse is not None:
             await socket.send_str(wire.encode(wire.Refused(reason=self.refuse)).decode())
             return
-        await socket.send_str(wire.encode(wire.Registered(coordinator="fake")).decode())
+        registered = wire.Registered(coordinator="fake", worker_timeout=self.worker_timeout)
+        await socket.send_str(wire.encode(registered).decode())
 
     async def _answer(self, agent: str, message: Any) -> None:
         match message:

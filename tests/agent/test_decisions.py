@@ -55,7 +55,7 @@ def test_defaults() -> None:
         "127.0.0.1:29461",
         "127.0.0.1",
         True,
-        10.0,
+        None,
     )
     assert chosen.agent.startswith(f"{chosen.node}-")
 

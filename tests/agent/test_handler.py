@@ -207,8 +207,12 @@ def test_fence(bench: Bench) -> None:
     assert bench.fake.wait_for(wire.WorkerDied).worker == name
 
 
-def test_silent_worker(bench: Bench) -> None:
-    bench.make(worker_timeout="0.6")
+@pytest.mark.parametrize(
+    ("by_user", "by_coordinator"), [("0.6", None), ("0.6", 1000.0), (None, 0.6)], ids=["user", "both", "coordinator"]
+)
+def test_silent_worker(bench: Bench, by_user: str | None, by_coordinator: float | None) -> None:
+    bench.fake.worker_timeout = by_coordinator
+    bench.make(**({} if by_user is None else {"worker_timeout": by_user}))
     bench.rendezvous()
     name = bench.spawn(0)
     with LocalWorker(name):

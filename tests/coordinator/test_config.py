@@ -77,7 +77,8 @@ def test_a_time_that_is_given_does_not_follow() -> None:
 
 
 def test_agents_can_come_back_however_short_the_base_is() -> None:
-    assert configured("detection.timeout=0.1").detection.restart_grace == 3.0
+    detection = configured("detection.timeout=0.1").detection
+    assert (detection.restart_grace, detection.worker_timeout) == (3.0, 3.0)
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TICK_SECONDS: Final = 0.25
+DEFAULT_WORKER_TIMEOUT: Final = 10.0
+"""Seconds, until the coordinator has said."""
 _CALL_SECONDS: Final = 0.2
 _GOODBYE_SECONDS: Final = 2.0
 
@@ -54,6 +56,7 @@ class Agent:
 
     def __init__(self, options: AgentOptions, num_keys: Callable[[], int], lock: SlotLock | None = None) -> None:
         self._options = options
+        self._worker_timeout = options.worker_timeout or DEFAULT_WORKER_TIMEOUT
         self._num_keys = num_keys
         self._scratch = ScratchFolder()
         self._shared = SharedView()
@@ -211,7 +214,7 @@ class Agent:
             if (late := now - last - TICK_SECONDS) > 1.0:
                 self._roster.excuse(late)
             last = now
-            for worker in [] if self._leaving else self._roster.silent(now, self._options.worker_timeout):
+            for worker in [] if self._leaving else self._roster.silent(now, self._worker_timeout):
                 self._give_up(worker, "silent")
             self._look_for_store_use()
             self._embedded.reap()
@@ -284,6 +287,7 @@ class Agent:
         view = self._shared.now
         match message:
             case wire.Registered():
+                self._worker_timeout = self._options.worker_timeout or message.worker_timeout or self._worker_timeout
                 self._embedded.met()
             case wire.Grant() if message.round == view.number and (view.grant is None or view.grant.warm):
                 self._shared.update(grant=message)

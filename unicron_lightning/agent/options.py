@@ -33,7 +33,7 @@ CONF_KEYS: Final = {
     "token_file": "file with the shared secret (default: environment variable UNICRON_TOKEN)",
     "slot": "label of the accelerators on the node that this agent's workers use, if other tasks' agents use them too",
     "weight": "what the task's work is worth beside that of other tasks (default 1)",
-    "worker_timeout": "seconds without a heartbeat after which a worker is killed (default 10)",
+    "worker_timeout": "seconds without a heartbeat after which a worker is killed (default: the coordinator's, 10)",
     "stop_timeout": "seconds that workers get to stop when a plain script must restart, before SIGKILL (default 10)",
     "connect_timeout": "seconds to reach the coordinator at the start (default 30)",
     "timeout": "seconds to wait in the rendezvous while the coordinator is away (torchrun's default 900)",
@@ -66,7 +66,8 @@ class AgentOptions:
     token: str | None
     host: str
     """This agent's address for sockets of other nodes' workers."""
-    worker_timeout: float = 10.0
+    worker_timeout: float | None = None
+    """None: as the coordinator says."""
     stop_timeout: float = 10.0
     connect_timeout: float = 30.0
     timeout: float = 900.0
@@ -114,7 +115,7 @@ def from_parameters(parameters: RendezvousParameters) -> AgentOptions:
         state_dir=_state_dir(conf.get("state_dir"), host, port),
         token=token,
         host=DEFAULT_HOST if loopback else own_address(parameters.local_addr, host, port),
-        worker_timeout=_seconds(conf, "worker_timeout", 10.0),
+        worker_timeout=_seconds(conf, "worker_timeout", 10.0) if "worker_timeout" in conf else None,
         stop_timeout=_seconds(conf, "stop_timeout", 10.0),
         connect_timeout=_seconds(conf, "connect_timeout", 30.0),
         timeout=_seconds(conf, "timeout", 900.0),

@@ -31,6 +31,7 @@ class Limits:
     restart_grace: float = 10.0
     comm_error_grace: float = 0.5
     join_grace: float = 0.5
+    worker_timeout: float = 10.0
     warm_standby: bool = False
     exit_when_idle: bool = False
     idle_linger: float = 3.0

@@ -66,7 +66,7 @@ def register(task: Task, turn: Turn, conn: int, message: wire.Register, *, creat
     else:
         agent.conn = conn
         turn.cancel("lost", task=task.id, agent=agent.id)
-    turn.send(agent, wire.Registered(coordinator="unicron"))
+    turn.send(agent, wire.Registered(coordinator="unicron", worker_timeout=turn.limits.worker_timeout))
     fields = {"agent": agent.id, "node": agent.node, "host": agent.host, "pid": agent.pid, "resumed": resumed}
     turn.emit_for(task, None, "agent_registered", fields)
     if task.over is not None:

@@ -129,10 +129,16 @@ class DetectionConfig:
     """A death explains a failed collective if it is reported within this time; else the epoch is renewed in place."""
     join_grace: float
     """Workers of one agent join together if they get ready within this time of each other."""
+    worker_timeout: float
+    """A worker without a heartbeat for this long is killed by its agent, unless the agent's user chose another time."""
 
     def __post_init__(self) -> None:
         _check_positive(
-            "detection", timeout=self.timeout, heartbeat=self.heartbeat, register_timeout=self.register_timeout
+            "detection",
+            timeout=self.timeout,
+            heartbeat=self.heartbeat,
+            register_timeout=self.register_timeout,
+            worker_timeout=self.worker_timeout,
         )
         _check_not_negative(
             "detection",
@@ -174,6 +180,7 @@ class CoordinatorConfig:
             restart_grace=self.detection.restart_grace,
             comm_error_grace=self.detection.comm_error_grace,
             join_grace=self.detection.join_grace,
+            worker_timeout=self.detection.worker_timeout,
             warm_standby=self.cluster.warm_standby,
             exit_when_idle=self.coordinator.exit_when_idle,
             idle_linger=self.coordinator.idle_linger,
