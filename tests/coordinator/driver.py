@@ -161,6 +161,17 @@ class World:
             assert len(task.slots) <= task.max_nodes or self.lasting is not None
             assert set(task.slots) <= set(task.agents)
             assert {worker.agent for worker in task.workers.values()} <= set(task.agents)
+            self._check_warm(task)
+
+    def _check_warm(self, task: state.Task) -> None:
+        """Who is warm has no slot and no worker that counts; nobody is on a drained node, or in a plain task."""
+        for agent in task.agents.values():
+            assert agent.warm + agent.waiting + (agent.id in task.slots) <= 1, agent
+            assert agent.warm or not agent.hellos, agent
+            if agent.warm and task.over is None:
+                assert not task.workers_of(agent.id)
+                assert agent.node not in self.machine.drained
+                assert task.elastic or task.rebuilding
 
     def _check_lives(self, before: bytes, actions: list[ev.Action]) -> None:
         """A new life begins only if nobody is left that has the task's state."""
@@ -223,6 +234,8 @@ class World:
                 oracle.check_epoch(message, drained=self.lasting is not None)
             case wire.Go():
                 oracle.check_go(message)
+            case wire.Welcome():
+                assert agent.granted, "a worker is welcomed that has no slot"
             case wire.Fence():
                 oracle.dead.add(message.worker)
 
@@ -260,6 +273,7 @@ class FakeAgent:
         self.round = 0
         self.waiting = False
         self.granted = False
+        self.warm = False
         self.stopped = False
         self.local_world: int | None = None
         self.workers: dict[str, wire.WorkerInfo] = {}
@@ -271,8 +285,8 @@ class FakeAgent:
         self.inbox.append(message)
         self.stopped = self.stopped or isinstance(message, wire.Stop)
         match message:
-            case wire.Grant() if message.round == self.round and self.waiting:
-                self.waiting, self.granted = False, True
+            case wire.Grant() if message.round == self.round and (self.waiting or self.warm):
+                self.waiting, self.granted, self.warm = False, not message.warm, message.warm
             case wire.Epoch():
                 self.epoch = max(self.epoch, message.number)
             case wire.Fence():
@@ -313,6 +327,7 @@ class FakeAgent:
             local_world=self.local_world,
             workers=list(self.workers.values()),
             epoch=self.epoch,
+            warm=self.warm,
         )
 
     def register(self, **changes: Any) -> FakeAgent:
@@ -341,7 +356,7 @@ class FakeAgent:
     def rendezvous(self) -> FakeAgent:
         self.round += 1
         self.waiting, self.granted, self.local_world, self.workers = True, False, None, {}
-        self.stopped = False
+        self.warm = self.stopped = False
         if self.conn is not None:
             self.say(wire.RendezvousBegin(round=self.round, store=self.store))
         return self
@@ -352,7 +367,7 @@ class FakeAgent:
 
     def launch(self) -> FakeAgent:
         """torchrun starts the workers of the granted round."""
-        assert self.granted
+        assert self.granted or self.warm
         self.local_world = self.size
         self.say(wire.LocalWorld(round=self.round, size=self.size))
         for local_rank in range(self.size):
@@ -376,6 +391,14 @@ class FakeAgent:
         self.workers[name] = wire.WorkerInfo(worker=name, local_rank=local_rank, hello=old.hello, ready=message)
         if self.conn is not None:
             self.say(message)
+
+    def warm_up(self) -> FakeAgent:
+        """Launch without a slot, hello: all workers wait to be welcomed."""
+        assert self.warm
+        self.launch()
+        for local_rank in range(self.size):
+            self.hello(local_rank)
+        return self
 
     def boot(self, *, capacity: int = 8) -> FakeAgent:
         """Launch, hello, built: all workers can become members."""

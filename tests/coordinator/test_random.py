@@ -45,9 +45,11 @@ class Histories(RuleBasedStateMachine):
         spare=st.integers(0, 2),
         capacity=st.integers(2, 8),
         size=st.integers(1, 2),
+        warm=st.booleans(),
         extra=st.data(),
     )
-    def begin(self, low, spare, capacity, size, extra):
+    def begin(self, low, spare, capacity, size, warm, extra):
+        self.world = World(warm_standby=warm)
         self.world.nodes = (low, low + spare)
         self.capacity = capacity
         self.size = size
@@ -130,9 +132,10 @@ class Histories(RuleBasedStateMachine):
 
     def go_on(self, agent: FakeAgent) -> None:
         """torchrun does the next thing that is due on this node."""
-        if agent.granted and agent.local_world is None and agent.conn is not None:
+        started = agent.granted or agent.warm
+        if started and agent.local_world is None and agent.conn is not None:
             agent.launch()
-        elif agent.granted and (len(agent.workers) < agent.size or agent.stopped) and agent.local_world is not None:
+        elif started and (len(agent.workers) < agent.size or agent.stopped) and agent.local_world is not None:
             agent.rendezvous()
 
     def worker_goes_on(self, agent: FakeAgent, local_rank: int) -> None:
@@ -144,6 +147,8 @@ class Histories(RuleBasedStateMachine):
         if info.hello is None:
             if agent.conn is not None:
                 agent.hello(local_rank, capacity=self.capacity)
+        elif not any(word.worker == info.worker for word in agent.all(wire.Welcome)):
+            return  # it waits
         elif info.ready is None:
             agent.ready(0, local_rank)
         elif epochs and info.worker in {member.worker for member in epochs[-1].members}:
@@ -188,6 +193,8 @@ class Histories(RuleBasedStateMachine):
         if task.finishing or len(self.agents) < task.min_nodes:
             return
         assert len(task.slots) == min(len(self.agents), task.max_nodes)
+        warm = [agent for agent in task.agents.values() if agent.all_warm]
+        assert len(warm) == (len(self.agents) - len(task.slots) if self.world.limits.warm_standby else 0)
         assert task.settled
         assert not task.epoch.hold
         assert len(task.members()) == min(len(task.slots) * self.size, self.capacity)

@@ -300,10 +300,9 @@ class Machine:
 
     def _review(self, turn: Turn, task: Task) -> None:
         """Do what is due for the task now."""
-        standby.pass_on(task, turn)
         slots.review_slots(task, turn)
-        standby.review_standbys(task, turn)
         membership.review_members(task, turn)
+        standby.review_standbys(task, turn)
         registration.review_end(task, turn)
         if task.over is not None and not task.agents:
             self._cluster.tasks.pop(task.id, None)

@@ -20,31 +20,20 @@ from __future__ import annotations
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import workers
-from unicron_lightning.coordinator.slots import leave_slot
+from unicron_lightning.coordinator.slots import leave_slot, review_slots
 from unicron_lightning.coordinator.state import Agent, Task
 from unicron_lightning.coordinator.turn import Turn
 
 
-def pass_on(task: Task, turn: Turn) -> None:
-    """Free as many slots of dead workers as there are warm agents to take them. To be called before slots are granted.
-
-    One whose agent is away is left alone: it is lost in a moment, or has more to tell.
-    """
-    if task.over is not None or task.finishing or task.rebuilding:
-        return
-    spare = [agent for agent in task.queue() if agent.all_warm and turn.may_start(agent)]
-    held = [task.agents[agent_id] for agent_id in task.slots if not turn.drains(task.agents[agent_id])]
-    dead = [agent for agent in held if agent.gone and agent.conn is not None and not task.workers_of(agent.id)]
-    room = max(0, task.limit - len(held))
-    for agent in dead[: max(0, len(spare) - room)]:
-        leave_slot(task, agent)
-        turn.emit(task, "slot_passed_on", agent=agent.id, node=agent.node)
-
-
 def review_standbys(task: Task, turn: Turn) -> None:
-    """Welcome the warm workers of agents that have a slot now; have those that stand by warm theirs. Idempotent."""
+    """Welcome the warm workers of agents that have a slot now; have those that stand by warm theirs. Idempotent.
+
+    To be called when it is settled what follows from deaths: if that is a new life, those welcomed are its founders.
+    """
     if task.over is not None:
         return
+    if _pass_on(task, turn):
+        review_slots(task, turn)
     for agent_id in list(task.slots):
         agent = task.agents[agent_id]
         hellos, agent.hellos = agent.hellos, {}
@@ -74,6 +63,24 @@ def resume(task: Task, turn: Turn, agent: Agent, message: wire.Register) -> None
         del agent.hellos[worker]
         agent.gone.append(worker)
     turn.save(task)
+
+
+def _pass_on(task: Task, turn: Turn) -> bool:
+    """Free as many slots of dead workers as there are warm agents to take them; whether there were any.
+
+    One whose agent is away is left alone: it is lost in a moment, or has more to tell.
+    """
+    if task.finishing or task.rebuilding:
+        return False
+    spare = [agent for agent in task.queue() if agent.all_warm and turn.may_start(agent)]
+    held = [task.agents[agent_id] for agent_id in task.slots if not turn.drains(task.agents[agent_id])]
+    dead = [agent for agent in held if agent.gone and agent.conn is not None and not task.workers_of(agent.id)]
+    room = max(0, task.limit - len(held))
+    given = dead[: max(0, len(spare) - room)]
+    for agent in given:
+        leave_slot(task, agent)
+        turn.emit(task, "slot_passed_on", agent=agent.id, node=agent.node)
+    return bool(given)
 
 
 def _may_be_warm(task: Task, turn: Turn, agent: Agent) -> bool:
