@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from unicron_lightning.cli.job_file import read_job
+from unicron_lightning.cli.node import Tail
+from unicron_lightning.cli.top import Speeds
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.jobs import Job
 from unicron_lightning.node.command import torchrun_command, torchrun_environment
@@ -41,7 +43,7 @@ def test_accelerators_are_divided(text: str | None, devices: list[str], expected
     assert [(slot.label, slot.devices) for slot in slots_of(text, devices)] == expected
 
 
-@pytest.mark.parametrize("text", ["0", "3", "a,a", "a,", "a/b,c", "7-9,1", "3-1,0"])
+@pytest.mark.parametrize("text", ["0", "3", "a,a", "a,", "a/b,c", "..,a", "7-9,1", "3-1,0"])
 def test_slots_that_cannot_be_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--slots"):
         slots_of(text, EIGHT)
@@ -108,6 +110,37 @@ def test_a_full_file_is_turned_over(tmp_path: Path) -> None:
     none.close()
     assert [path.name for path in tmp_path.glob("b*")] == ["b.log"]
     assert (tmp_path / "b.log").read_bytes() == b"2"
+
+
+def test_a_log_is_read_over_its_turning(tmp_path: Path) -> None:
+    path = tmp_path / "x.log"
+    path.write_text("".join(f"line {number}\n" for number in range(100)))
+    tail = Tail(path, size=20)
+    assert tail.read() == "line 98\nline 99\n"
+    with path.open("a") as file:
+        file.write("old")
+    path.replace(tmp_path / "x.log.1")
+    assert tail.read() == "old", "for a moment there is none"
+    path.write_text("new")
+    assert tail.read() == "new"
+    assert tail.read() == ""
+    tail.close()
+
+
+def test_speeds_are_of_the_last_half_minute() -> None:
+    speeds = Speeds()
+
+    def saw(now: float, step: int) -> None:
+        speeds.saw({"tasks": {"t": {"progress": {"step": step}}}}, now)
+
+    saw(0.0, 100)
+    assert speeds.of("t") is None
+    for second in range(1, 100):
+        saw(float(second), 100 + second * (2 if second < 50 else 3))
+    assert speeds.of("t") == pytest.approx(3.0)
+    saw(100.0, 7)
+    assert speeds.of("t") is None, "a new life began at an earlier step"
+    assert speeds.of("x") is None
 
 
 async def test_a_pipe_takes_what_several_write(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -68,20 +69,20 @@ def _logs(options: argparse.Namespace) -> int:
     if options.rank is not None:
         place, local_rank = _where(options)
         pattern = f"{place}/rank{local_rank}.log"
-    files = sorted(folder.glob(pattern))
-    if not files:
+    if not any(folder.glob(pattern)):
         raise ConfigError(f"no logs {folder}/{pattern} on this machine: expected --logs as given to its unicron agent")
-    heads = len(files) > 1
-    tails = [_Tail(path, str(path.relative_to(folder))) for path in files]
+    tails: dict[Path, Tail] = {}
     try:
         last = None
         while True:
-            for tail in tails:
-                text = tail.read()
-                if text and heads and last is not tail:
-                    print(f"==> {tail.name} <==")
+            for path in sorted(folder.glob(pattern)):
+                if path not in tails:
+                    tails[path] = Tail(path)
+                text = tails[path].read()
+                if text and len(tails) > 1 and last != path:
+                    print(f"==> {path.relative_to(folder)} <==")
                 if text:
-                    last = tail
+                    last = path
                     print(text, end="", flush=True)
             if not options.follow:
                 return 0
@@ -89,7 +90,7 @@ def _logs(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         return 0
     finally:
-        for tail in tails:
+        for tail in tails.values():
             tail.close()
 
 
@@ -109,19 +110,26 @@ def _where(options: argparse.Namespace) -> tuple[str, int]:
     return agent["place"], int(rest.partition("#")[0])
 
 
-class _Tail:
-    """The end of a file, and what is appended to it, also when another takes its place."""
+class Tail:
+    """The end of a file, and what is appended to it, also when another takes its place.
 
-    def __init__(self, path: Path, name: str) -> None:
-        self.name = name
+    Args:
+        path: the file.
+        size: bytes of the end; the line in which they begin is left out.
+    """
+
+    def __init__(self, path: Path, size: int = _TAIL_BYTES) -> None:
         self._path = path
         self._file: BinaryIO = path.open("rb")
-        self._file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        if path.stat().st_size > size:
+            self._file.seek(-size - 1, os.SEEK_END)
+            self._file.readline()
 
     def read(self) -> str:
+        """What has come since the last time."""
         data = self._file.read()
         try:
-            if self._path.stat().st_ino != Path(f"/proc/self/fd/{self._file.fileno()}").stat().st_ino:
+            if self._path.stat().st_ino != os.fstat(self._file.fileno()).st_ino:
                 self._file.close()
                 self._file = self._path.open("rb")
                 data += self._file.read()
@@ -130,4 +138,5 @@ class _Tail:
         return data.decode(errors="replace")
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()

@@ -15,7 +15,7 @@ from unicron_lightning.coordinator.config import read_token
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.node.slots import Slot, slots_of, visible_devices
 
-_NODE: Final = re.compile(r"[A-Za-z0-9._-]+")
+_NODE: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _MEGABYTE: Final = 1 << 20
 
 

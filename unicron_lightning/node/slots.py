@@ -11,7 +11,7 @@ from typing import Final
 
 from unicron_lightning.errors import ConfigError
 
-_LABEL: Final = re.compile(r"[A-Za-z0-9._-]+")
+_LABEL: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _RANGE: Final = re.compile(r"(\d+)-(\d+)")
 
 
