@@ -153,7 +153,7 @@ def test_a_job_that_torchrun_gave_up_has_failed():
     assert status(world, "j") == "queued"
     daemon.ends("j", "1", 1)
     assert status(world, "j") == "failed"
-    assert job_status(world.machine.cluster, "j")["reason"] == "torchrun ended with status 1 at n/0"
+    assert job_status(world.machine.cluster, "j")["reason"].startswith("torchrun ended with status 1 at n/")
 
 
 def test_a_job_whose_torchrun_was_killed_is_not_given_up():

@@ -169,8 +169,8 @@ def test_how_torchrun_is_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     words = " ".join(torchrun_command(one, made)[1:])
     assert words == (
         "-m unicron_lightning.node.launch --rdzv-backend unicron --rdzv-endpoint h:1 --rdzv-id j "
-        "--rdzv-conf node=n,slot=0,weight=2.5,embedded=false --nnodes 2:4 --nproc-per-node 8 --max-restarts 3 "
-        "train.py --x"
+        "--rdzv-conf node=n,slot=0,weight=2.5,embedded=false,connect_timeout=900 "
+        "--nnodes 2:4 --nproc-per-node 8 --max-restarts 3 train.py --x"
     )
     inherited = {"HOME": "/h", "UNICRON_AGENT": "of another", "UNICRON_TOKEN": "secret"}
     environment = torchrun_environment(one, made, tmp_path, inherited)

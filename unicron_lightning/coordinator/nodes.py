@@ -68,7 +68,7 @@ def report(turn: Turn, node: Node, message: NodeReport) -> None:
             fields = {"node": node.label, "slot": each.slot, "code": each.code, "starts": each.starts}
             turn.actions.append(ev.Emit(name="launch_ended", task=each.job.name, incident=None, fields=fields))
     node.tasks = message.tasks
-    _changed(turn)
+    turn.places_changed = True  # not worth saving: a daemon tells it anew
 
 
 def disconnected(turn: Turn, node: Node) -> None:
@@ -101,7 +101,6 @@ def review(cluster: Cluster, turn: Turn) -> None:
         if launches == node.launches and not node.untold:
             continue
         node.launches = launches
-        turn.save_lasting()
         if node.conn is not None:
             node.untold = False
             turn.actions.append(ev.Send(conn=node.conn, message=NodeRun(launches=launches)))

@@ -6,17 +6,22 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
 
 from unicron_lightning import environ
 from unicron_lightning.node.launch import DAEMON_PID, PIPES
 from unicron_lightning.node.options import NodeOptions
 from unicron_lightning.nodewire import Launch
 
+_CONNECT_SECONDS: Final = 900
+
 
 def torchrun_command(launch: Launch, options: NodeOptions) -> list[str]:
     """The arguments of the process."""
     job = launch.job
     conf = {"node": options.node, "slot": launch.slot, "weight": f"{job.weight!r}", "embedded": "false"}
+    # The daemon was just told to start it: a coordinator that is not there is being restarted.
+    conf["connect_timeout"] = f"{_CONNECT_SECONDS}"
     if options.token_file is not None:
         conf["token_file"] = str(options.token_file)
     return [
