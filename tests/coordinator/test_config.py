@@ -33,6 +33,7 @@ GROUPS = {
     "tasks.NAME": schema.TaskConfig,
     "planner": schema.PlannerConfig,
     "detection": schema.DetectionConfig,
+    "severity": schema.SeverityConfig,
     "store": schema.StoreConfig,
 }
 
@@ -57,6 +58,7 @@ def test_the_yaml_files_say_what_the_schema_does() -> None:
     assert config.coordinator == schema.ProcessConfig()
     assert config.cluster == schema.ClusterConfig()
     assert config.planner == schema.PlannerConfig()
+    assert config.severity == schema.SeverityConfig()
     assert config.store == schema.StoreConfig()
     assert config.tasks == {}
 
@@ -108,6 +110,7 @@ def test_a_choice_changes_what_it_is_for(override: str, key: str, value: object)
         (["detection.timeout=0"], "detection.timeout=0.0: expected a number > 0"),
         (["detection.join_grace=inf"], "detection.join_grace=inf: expected a number >= 0"),
         (["planner.grow_seconds=0"], "planner.grow_seconds=0.0: expected a number > 0"),
+        (["severity.crash_attempts=0"], "severity.crash_attempts=0: expected a number > 0"),
         (["store.events_kept=0"], "store.events_kept=0: expected a number > 0"),
         (["+tasks.a.command=[x]"], "tasks.a: no such task; make it by +tasks@tasks.a=task first"),
         (["+tasks@tasks.a=task", "tasks.a.comand=[x]"], "tasks.a.comand: unknown key; known are command, "),

@@ -45,8 +45,11 @@ def _status(options: argparse.Namespace) -> int:
         console.print("no tasks")
     for task_id, task in tasks.items():
         console.print(_task_table(task_id, task))
-    if answer["drained"]:
-        console.print(f"drained: {escape(', '.join(answer['drained']))}", highlight=False)
+    drained = [node for node in answer["drained"] if node not in answer["cordoned"]]
+    if drained:
+        console.print(f"drained: {escape(', '.join(drained))}", highlight=False)
+    for node, reason in answer["cordoned"].items():
+        console.print(f"cordoned: {escape(node)}: {escape(reason)}", highlight=False)
     return 0
 
 

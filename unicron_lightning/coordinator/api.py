@@ -106,9 +106,9 @@ class Api:
         shell, machine = self._shell, self._shell.machine
         tasks = {task.id: task_status(task) for task in machine.tasks.values()}
         coordinator = {**shell.about(), "started_at": shell.started_at, "store_error": shell.store_error}
-        return web.json_response(
-            {"coordinator": coordinator, "tasks": tasks, "drained": machine.drained, **cluster_status(machine.cluster)}
-        )
+        answer = {"coordinator": coordinator, "tasks": tasks, "drained": machine.drained}
+        answer["cordoned"] = machine.lasting.cordoned
+        return web.json_response({**answer, **cluster_status(machine.cluster)})
 
     async def _get_incidents(self, request: web.Request) -> web.Response:
         """What failures have cost; ``?task=`` only those of one task."""

@@ -33,6 +33,14 @@ class Limits:
     join_grace: float = 0.5
     worker_timeout: float = 10.0
     warm_standby: bool = False
+    recovery_time: float = 300.0
+    reattempt_limit: int = 3
+    reattempt_window: float = 300.0
+    soon_steps: int = 3
+    cordon_failures: int = 4
+    cordon_window: float = 3600.0
+    crash_attempts: int = 5
+    crash_lives: int = 10
     exit_when_idle: bool = False
     idle_linger: float = 3.0
     startup_linger: float = 30.0

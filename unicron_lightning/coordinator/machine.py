@@ -23,6 +23,7 @@ from unicron_lightning.coordinator import (
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.allocation import gather, gathered, review_allocation, take_plan
 from unicron_lightning.coordinator.places import competing_tasks
+from unicron_lightning.coordinator.severity import apply as severity
 from unicron_lightning.coordinator.state import Agent, Cluster, Lasting, Pending, Task
 from unicron_lightning.coordinator.turn import Turn
 from unicron_lightning.nodewire import NodeHello
@@ -52,8 +53,9 @@ class Machine:
 
     @property
     def drained(self) -> list[str]:
-        """The nodes that are to have no workers, to be read only."""
-        return self._cluster.lasting.drained
+        """The nodes, or agents, that are to have no workers: by an operator's order, or cordoned."""
+        lasting = self._cluster.lasting
+        return [*lasting.drained, *(node for node in lasting.cordoned if node not in lasting.drained)]
 
     @property
     def lasting(self) -> Lasting:
@@ -99,6 +101,10 @@ class Machine:
             case ev.TimerFired():
                 self._timer(turn, event.key)
         self._replay_pending(turn)
+        while turn.cordoned:
+            turn.cordoned = False
+            for task in list(self._cluster.tasks.values()):
+                self._review(turn, task)
         if turn.places_changed:
             self._review_places(turn)
         self._review_idle(turn)
@@ -122,6 +128,7 @@ class Machine:
             turn.actions.append(ev.Emit(name="coordinator_restored", task=None, incident=None, fields=fields))
         for task in list(cluster.tasks.values()):
             registration.restore(task, turn)
+            severity.restore(task)
             self._review(turn, task)
         nodes.restore(cluster, turn)
         if self._limits.exit_when_idle:
@@ -200,12 +207,14 @@ class Machine:
                 if message.round == agent.round:
                     slots.store_used(task, turn)
             case wire.WorkerDied():
+                severity.worker_died(task, turn, agent, message)
                 workers.worker_died(task, turn, agent, message)
             case wire.WorkerHello():
                 workers.hello(task, turn, agent, message)
             case wire.Record():
                 workers.record(task, turn, agent, message)
             case _:
+                severity.heard(task, turn, agent, message)
                 workers.said(task, turn, agent, message)
 
     def _node_said(self, turn: Turn, event: ev.NodeSaid) -> None:
@@ -236,10 +245,16 @@ class Machine:
                 self._review(turn, task)
 
     def _drain(self, turn: Turn, event: ev.Drain) -> None:
-        drained = self._cluster.lasting.drained
-        if (event.node in drained) == event.drained:
+        lasting = self._cluster.lasting
+        if event.drained and event.node not in lasting.drained:
+            lasting.drained.append(event.node)
+        elif not event.drained and event.node in self.drained:
+            lasting.drained = [node for node in lasting.drained if node != event.node]
+            lasting.cordoned.pop(event.node, None)
+            for task in self._cluster.tasks.values():
+                severity.lift(task, turn, event.node)
+        else:
             return
-        (drained.append if event.drained else drained.remove)(event.node)
         name = "node_drains" if event.drained else "node_undrained"
         turn.actions.append(ev.Emit(name=name, task=None, incident=None, fields={"node": event.node}))
         turn.save_lasting()
@@ -288,7 +303,9 @@ class Machine:
             case "rebuild" if task.rebuilding:
                 membership.rebuild_due(task, turn)
             case "comm_error" if task.comm_error_epoch:
-                membership.comm_error_due(task, turn)
+                severity.comm_error_due(task, turn)
+            case "recovery":
+                severity.overdue(task, turn)
             case "join":
                 task.join_timer = False
                 task.join_due = True
@@ -300,10 +317,13 @@ class Machine:
 
     def _review(self, turn: Turn, task: Task) -> None:
         """Do what is due for the task now."""
-        slots.review_slots(task, turn)
-        membership.review_members(task, turn)
-        standby.review_standbys(task, turn)
-        registration.review_end(task, turn)
+        again = True
+        while again:
+            slots.review_slots(task, turn)
+            membership.review_members(task, turn)
+            standby.review_standbys(task, turn)
+            registration.review_end(task, turn)
+            again = severity.review(task, turn)
         if task.over is not None and not task.agents:
             self._cluster.tasks.pop(task.id, None)
             turn.actions.append(ev.Forget(task=task.id))

@@ -96,4 +96,10 @@ def _counts(cluster: Cluster, task: Task, agent: Agent) -> bool:
 
 
 def _drained(cluster: Cluster, agent: Agent) -> bool:
-    return agent.node in cluster.lasting.drained or agent.id in cluster.lasting.drained
+    return is_drained(cluster, agent)
+
+
+def is_drained(cluster: Cluster, agent: Agent) -> bool:
+    """Whether the agent, or its node, is to have no workers, whatever the plan: drained, or cordoned."""
+    lasting = cluster.lasting
+    return agent.node in lasting.drained or agent.id in lasting.drained or agent.node in lasting.cordoned

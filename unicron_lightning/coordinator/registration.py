@@ -21,6 +21,7 @@ from unicron_lightning import wire
 from unicron_lightning.coordinator import slots, standby, workers
 from unicron_lightning.coordinator.jobs import is_job
 from unicron_lightning.coordinator.membership import concerned, finish, open_incident, send_go
+from unicron_lightning.coordinator.severity import apply as severity
 from unicron_lightning.coordinator.state import Agent, Task
 from unicron_lightning.coordinator.turn import Turn
 
@@ -177,6 +178,7 @@ def review_end(task: Task, turn: Turn) -> None:
 def _declare_lost(task: Task, turn: Turn, agent: Agent) -> None:
     if agent.id in concerned(task) or not task.elastic:
         open_incident(task)
+    severity.agent_lost(task, turn, agent)
     had_slot = agent.id in task.slots
     turn.emit(task, "agent_lost", agent=agent.id, node=agent.node, away_since=agent.away_since)
     workers.died(task, turn, task.workers_of(agent.id), "node lost")

@@ -14,6 +14,7 @@ import msgspec
 from unicron_lightning import wire
 from unicron_lightning.coordinator.incident import Accounts
 from unicron_lightning.coordinator.measured import Lifetimes, Measured
+from unicron_lightning.coordinator.severity.record import Record
 from unicron_lightning.jobs import Job
 from unicron_lightning.nodewire import Launch, NodeTask
 
@@ -145,6 +146,8 @@ class Task(msgspec.Struct, kw_only=True):
     empty_grace: bool = False
     """Nobody is there. Agents that were lost are given time to come back; a job waits for them as long as it takes."""
 
+    severity: Record = msgspec.field(default_factory=Record)
+    """What the severity workflow goes by."""
     incident: str | None = None
     incidents: int = 0
     restarts: int = 0
@@ -247,6 +250,8 @@ class Lasting(msgspec.Struct, kw_only=True):
 
     drained: list[str] = []
     """Nodes, or agents by their ids, that are to have no workers."""
+    cordoned: dict[str, str] = {}
+    """Nodes that were isolated because of their failures, with the reasons: drained, but by no operator's order."""
     assigned: dict[str, str] = {}
     """The plan in force: the task of each place, "" for nobody."""
     allocation: dict[str, int] = {}

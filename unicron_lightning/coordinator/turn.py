@@ -6,7 +6,8 @@ from typing import Any
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
-from unicron_lightning.coordinator.places import is_assigned, is_elsewhere, occupied
+from unicron_lightning.coordinator.places import is_assigned, is_drained, is_elsewhere, occupied
+from unicron_lightning.coordinator.severity.rules import Decision
 from unicron_lightning.coordinator.state import Agent, Cluster, Task
 
 
@@ -22,14 +23,32 @@ class Turn:
         self.lasting = cluster.lasting
         self.places_changed = False
         self._cluster = cluster
+        self.decisions: dict[str, list[Decision]] = {}
+        """By task: what the severity workflow has decided and is to be carried out."""
+        self.cordoned = False
+        """A node was cordoned: all tasks are to be looked at."""
         self.actions: list[ev.Action] = []
         self.news: list[tuple[Task, ev.Emit]] = []
         """Events of tasks logged in this turn, for those that keep the books."""
 
     def drains(self, agent: Agent) -> bool:
         """Whether the agent is to have no workers: its node is drained, or its place another task's."""
-        drained = agent.node in self.lasting.drained or agent.id in self.lasting.drained
-        return drained or is_elsewhere(self._cluster, agent)
+        return is_drained(self._cluster, agent) or is_elsewhere(self._cluster, agent)
+
+    def spares(self, task: Task, node: str) -> bool:
+        """Whether the task, and each that has agents on the node, has agents enough elsewhere for its minimum."""
+        for other in self._cluster.tasks.values():
+            rest = [a for a in other.agents.values() if a.node != node and not is_drained(self._cluster, a)]
+            concerned = other is task or any(agent.node == node for agent in other.agents.values())
+            if concerned and other.over is None and len(rest) < other.min_nodes:
+                return False
+        return True
+
+    def cordon(self, node: str, reason: str) -> None:
+        """Have no workers on a node until an operator undrains it."""
+        self.lasting.cordoned[node] = reason
+        self.cordoned = self.places_changed = True
+        self.save_lasting()
 
     def may_start(self, agent: Agent) -> bool:
         """Whether the agent may have workers: nobody else has any at its place, or is to."""
@@ -40,7 +59,7 @@ class Turn:
         if not self.drains(agent):
             return "the task has nodes enough"
         if agent.place is None or not is_elsewhere(self._cluster, agent):
-            return f"node {agent.node} drains"
+            return f"node {agent.node} {'is cordoned' if agent.node in self.lasting.cordoned else 'drains'}"
         other = self.lasting.assigned.get(agent.place)
         return f"the plan gives {agent.place} to {f'task {other}' if other else 'nobody'}"
 

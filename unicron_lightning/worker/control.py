@@ -171,6 +171,8 @@ class Control:
         """Ends the thread and the connection."""
         if self._closed:
             return
+        if (progress := self._progress) is not None:
+            self.send(progress)  # if it ends by an error: how far it came
         self._closed = True
         os.write(self._wake_write, b"x")
         self._thread.join()

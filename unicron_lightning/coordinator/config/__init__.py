@@ -7,6 +7,7 @@ from unicron_lightning.coordinator.config.schema import (
     DetectionConfig,
     PlannerConfig,
     ProcessConfig,
+    SeverityConfig,
     StoreConfig,
     TaskConfig,
 )
@@ -17,6 +18,7 @@ __all__ = [
     "DetectionConfig",
     "PlannerConfig",
     "ProcessConfig",
+    "SeverityConfig",
     "StoreConfig",
     "TaskConfig",
     "default_state_dir",

@@ -131,6 +131,8 @@ class DetectionConfig:
     """Workers of one agent join together if they get ready within this time of each other."""
     worker_timeout: float
     """A worker without a heartbeat for this long is killed by its agent, unless the agent's user chose another time."""
+    recovery_time: float
+    """Members that do not report for an epoch, or do not enter it, within this time are restarted."""
 
     def __post_init__(self) -> None:
         _check_positive(
@@ -139,6 +141,7 @@ class DetectionConfig:
             heartbeat=self.heartbeat,
             register_timeout=self.register_timeout,
             worker_timeout=self.worker_timeout,
+            recovery_time=self.recovery_time,
         )
         _check_not_negative(
             "detection",
@@ -147,6 +150,29 @@ class DetectionConfig:
             comm_error_grace=self.comm_error_grace,
             join_grace=self.join_grace,
         )
+
+
+@dataclass(kw_only=True)
+class SeverityConfig:
+    """Group ``severity``: when the answer to an error was not enough. See docs/severity.md."""
+
+    reattempt_limit: int = 3
+    """So often is a broken connection renewed in place, without a finished step, before a suspect is restarted."""
+    reattempt_window: float = 300.0
+    """Renewals longer ago do not count."""
+    soon_steps: int = 3
+    """A worker that took part in fewer steps failed soon after it came: such failures speak against its node."""
+    cordon_failures: int = 4
+    """So many of them in a row on one node, and it is cordoned."""
+    cordon_window: float = 3600.0
+    """Failures longer ago do not count."""
+    crash_attempts: int = 5
+    """A task that failed so often at the same step, with no step finished beyond it, is stopped."""
+    crash_lives: int = 10
+    """The same for lives from a checkpoint none of which got further than those before."""
+
+    def __post_init__(self) -> None:
+        _check_positive("severity", **vars(self))
 
 
 @dataclass(kw_only=True)
@@ -171,6 +197,7 @@ class CoordinatorConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     tasks: dict[str, TaskConfig] = field(default_factory=dict)
     planner: PlannerConfig = field(default_factory=PlannerConfig)
+    severity: SeverityConfig = field(default_factory=SeverityConfig)
     store: StoreConfig = field(default_factory=StoreConfig)
 
     def limits(self) -> Limits:
@@ -181,6 +208,8 @@ class CoordinatorConfig:
             comm_error_grace=self.detection.comm_error_grace,
             join_grace=self.detection.join_grace,
             worker_timeout=self.detection.worker_timeout,
+            recovery_time=self.detection.recovery_time,
+            **vars(self.severity),
             warm_standby=self.cluster.warm_standby,
             exit_when_idle=self.coordinator.exit_when_idle,
             idle_linger=self.coordinator.idle_linger,

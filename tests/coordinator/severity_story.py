@@ -1,0 +1,189 @@
+"""Stories of a task's errors, told to the severity workflow alone, and one into each row of its table."""
+
+from __future__ import annotations
+
+from unicron_lightning.coordinator.events import Limits
+from unicron_lightning.coordinator.severity.record import Failure, Record
+from unicron_lightning.coordinator.severity.rules import Decision, View
+from unicron_lightning.coordinator.severity.workflow import (
+    Error,
+    Named,
+    NewLife,
+    Progress,
+    Seen,
+    Settled,
+    handle,
+)
+
+NODES = ("a", "b", "c")
+
+
+class Story:
+    """A task with an agent and a worker on each node, named alike."""
+
+    def __init__(self, *, spared: str = "abc", nodes: str = "abc", **limits: float) -> None:
+        self.limits = Limits(**limits)  # type: ignore[arg-type]
+        self.record = Record()
+        self.nodes = nodes
+        self.spared = frozenset(spared)
+        self.now = 1000.0
+        self.round = 0
+        self.all: list[Decision] = []
+        self.settle(0)
+
+    def see(self, seen: Seen, *, gone: str = "") -> list[Decision]:
+        view = View(
+            members=tuple((node, node) for node in self.nodes),
+            spared=self.spared,
+            agents=frozenset(self.nodes) - set(gone),
+        )
+        decisions = handle(self.record, seen, self.limits, view, self.now)
+        self.all += decisions
+        return decisions
+
+    def settle(self, step: int, without: str = "", *, gone: str = "") -> list[Decision]:
+        """A new epoch in which everybody else is a member; those that were not are new workers."""
+        members = {f"{node}#{self.round}": node for node in self.nodes if node not in without}
+        kept = {worker: member.node for worker, member in self.record.joined.items()}
+        names = {worker: node for worker, node in kept.items() if node not in without}
+        names |= {worker: node for worker, node in members.items() if node not in names.values()}
+        return self.see(Settled(step=step, members=names), gone=gone)
+
+    def fail(self, node: str, kind: str = "exited_abnormally", *, gone: str = "") -> list[Decision]:
+        """A member on the node fails; its agent starts another."""
+        worker = next(worker for worker, member in self.record.joined.items() if member.node == node)
+        self.round += 1
+        failure = Failure(kind=kind, node=node, agent=node, worker=worker, cause="exit 1", at=self.now)
+        return self.see(Error(failure=failure), gone=gone)
+
+    def fail_and_return(self, node: str, step: int, kind: str = "exited_abnormally", *, gone: str = "") -> None:
+        """A member fails when ``step`` steps are finished, the others go on, and its successor joins them."""
+        self.fail(node, kind, gone=gone)
+        self.settle(step, without=node, gone=gone)
+        self.settle(step)
+
+    def start_fails(self, node: str, *, training: bool, sent: bool = False) -> list[Decision]:
+        """A worker that is no member yet fails."""
+        self.round += 1
+        failure = Failure(kind="exited_abnormally", node=node, agent=node, worker=f"{node}?", cause="x", at=self.now)
+        return self.see(Error(failure=failure, round=self.round, training=training, sent=sent))
+
+    def disconnect(self) -> list[Decision]:
+        return self.see(Error(failure=Failure(kind="connection_failed", node="", agent="", at=self.now)))
+
+    def broken(self, node: str, kind: str = "ecc_error") -> list[Decision]:
+        return self.see(Error(failure=Failure(kind=kind, node=node, agent=node, at=self.now)))
+
+    def rules(self) -> list[str]:
+        return [decision.rule for decision in self.all]
+
+    def actions(self) -> list[str]:
+        return [decision.action for decision in self.all]
+
+
+# ---- one way into each row of the table
+
+
+def connection_fails() -> Story:
+    story = Story()
+    story.disconnect()
+    return story
+
+
+def connection_fails_again() -> Story:
+    story = Story()
+    for _ in range(4):
+        story.see(Named(agent="b"))
+        story.disconnect()
+    return story
+
+
+def process_fails() -> Story:
+    story = Story()
+    story.fail_and_return("b", 10)
+    return story
+
+
+def node_keeps_failing() -> Story:
+    story = Story()
+    for number in range(5):
+        story.fail_and_return("b", 10 + 2 * number)
+    return story
+
+
+def needed_node_keeps_failing() -> Story:
+    story = Story(spared="")
+    for number in range(5):
+        story.fail_and_return("b", 10 + 2 * number)
+    return story
+
+
+def lost_node_keeps_failing() -> Story:
+    story = Story()
+    for number in range(5):
+        story.fail_and_return("b", 10 + 2 * number, "lost_connection", gone="b")
+    return story
+
+
+def node_is_lost() -> Story:
+    story = Story()
+    story.fail_and_return("b", 10, "lost_connection", gone="b")
+    return story
+
+
+def node_is_broken() -> Story:
+    story = Story()
+    story.broken("b")
+    return story
+
+
+def needed_node_is_broken() -> Story:
+    story = Story(spared="ac")
+    story.broken("b")
+    return story
+
+
+def no_way_past_a_step() -> Story:
+    story = Story()
+    for number in range(5):
+        story.see(Progress(step=7))
+        story.fail(NODES[number % 3])
+        story.see(NewLife())
+        story.settle(0)
+    return story
+
+
+def no_way_past_a_checkpoint() -> Story:
+    story = Story()
+    story.see(Progress(step=150))
+    for number in range(10):
+        story.fail(NODES[number % 3])
+        story.see(NewLife())
+        story.settle(100)
+        story.see(Progress(step=110 + number))
+    return story
+
+
+def no_way_to_start() -> Story:
+    story = Story()
+    story.see(NewLife())
+    for _ in range(5):
+        for node in NODES:
+            story.start_fails(node, training=False)
+    return story
+
+
+WAYS = {
+    "connection fails": connection_fails,
+    "connection fails again": connection_fails_again,
+    "process fails": process_fails,
+    "node keeps failing": node_keeps_failing,
+    "needed node keeps failing": needed_node_keeps_failing,
+    "lost node keeps failing": lost_node_keeps_failing,
+    "node is lost": node_is_lost,
+    "node is broken": node_is_broken,
+    "needed node is broken": needed_node_is_broken,
+    "no way past a step": no_way_past_a_step,
+    "no way past a checkpoint": no_way_past_a_checkpoint,
+    "no way to start": no_way_to_start,
+}

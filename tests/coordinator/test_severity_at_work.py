@@ -1,0 +1,369 @@
+"""The severity workflow in the coordinator: what agents and workers get to hear of its decisions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from coordinator.driver import FakeAgent, World, members, running, settle
+
+from unicron_lightning import wire
+from unicron_lightning.coordinator import events as ev
+
+
+def progress(agent: FakeAgent, step: int) -> None:
+    agent.say(wire.Progress(worker=agent.worker(), step=step, metrics={}))
+
+
+def answer(world: World, *agents: FakeAgent, step: int = 0) -> None:
+    """These agents' workers report for the newest epoch; none is further than ``step``."""
+    number = world.task().number
+    for agent in agents:
+        agent.ready(number, step=step)
+
+
+def disconnect(world: World, *agents: FakeAgent) -> None:
+    """They tell of a broken connection that no death explains; what comes of it is not answered yet."""
+    for agent in agents:
+        agent.say(wire.CommError(worker=agent.worker(), epoch=world.task().number, error="reset"))
+    world.advance(1)
+
+
+def come_back(agent: FakeAgent) -> FakeAgent:
+    """torchrun starts the agent's workers anew."""
+    return agent.rendezvous().boot()
+
+
+def three(**limits: Any) -> tuple[World, list[FakeAgent]]:
+    world = World(**limits)
+    return world, running(world, 3, nodes=(1, 4))[:3]
+
+
+def joined(**limits: Any) -> tuple[World, list[FakeAgent]]:
+    """Three members, of which one is enough."""
+    world = World(**limits)
+    world.nodes = (1, 4)
+    agents = []
+    for name in "abc":
+        agents.append(world.agent(name).start().boot())
+        settle(world)
+    assert len(members(world)) == 3
+    return world, agents
+
+
+# ---- SEV3 and its escalation
+
+
+def test_a_connection_that_keeps_failing_costs_the_suspect_its_workers():
+    world, (a, b, c) = joined()
+    step = world.task().severity.step
+    for _ in range(3):
+        disconnect(world, a, b)
+        assert (world.task().epoch.kind, len(members(world))) == ("fail", 3)
+        answer(world, a, b, c, step=step)
+    disconnect(world, a, b)
+    assert "the last in rank order" in world.event("error_escalated").fields["reason"]
+    assert [message.worker for message in b.all(wire.Fence)] == ["b/0#1"]
+    assert members(world) == ["a/0#1", "c/0#1"]
+    answer(world, a, c, step=step)
+    come_back(b)
+    assert (world.task().epoch.kind, members(world)) == ("join", ["a/0#1", "c/0#1", "b/0#2"])
+    assert "task_stopped" not in world.names()
+
+
+def test_a_connection_that_fails_between_steps_is_renewed_as_often_as_it_takes():
+    world, agents = joined()
+    for step in range(10, 30):
+        disconnect(world, *agents)
+        answer(world, *agents, step=step)
+        progress(agents[0], step + 1)
+    assert not {"error_escalated", "workers_restarted", "task_stopped"} & set(world.names())
+
+
+# ---- recovery ends
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_member_that_never_reports_is_killed_and_the_others_go_on(restart):
+    world, (a, b, c) = joined(recovery_time=60)
+    c.die()
+    answer(world, a, step=3)
+    if restart:
+        world.start()
+        for agent in (a, b, c):
+            agent.register()
+    world.advance(59)
+    assert not b.all(wire.Fence)
+    world.advance(2)
+    assert [message.worker for message in b.all(wire.Fence)] == ["b/0#1"]
+    assert world.event("workers_restarted").fields["kind"] == "recovery_stuck"
+    assert members(world) == ["a/0#1"]
+    answer(world, a, step=3)
+    assert world.task().settled
+
+
+def test_nobody_reports_and_a_new_life_begins():
+    world, agents = joined(recovery_time=60)
+    agents[2].die()
+    world.advance(61)
+    assert world.task().life == 2
+    assert agents[0].all(wire.Fence) and agents[1].all(wire.Fence)
+
+
+def test_a_join_waits_for_the_step_boundary_as_long_as_it_takes_and_then_for_nobody():
+    world, (a, b, c) = joined(recovery_time=60)
+    d = world.agent("d").start().boot()
+    d.ready(world.task().number)
+    world.advance(1000)
+    assert world.task().epoch.kind == "join" and not world.task().settled
+    answer(world, a, b, step=9)
+    world.advance(61)
+    assert [message.worker for message in c.all(wire.Fence)] == ["c/0#1"]
+    assert world.task().epoch.kind == "fail"
+
+
+def test_a_joiner_that_never_comes_does_not_hold_up_the_others():
+    world, (a, b, c) = joined(recovery_time=60)
+    d = world.agent("d").start().boot()
+    answer(world, a, b, c, step=9)
+    world.advance(61)
+    assert [message.worker for message in d.all(wire.Fence)] == ["d/0#1"]
+    assert members(world) == ["a/0#1", "b/0#1", "c/0#1"]
+
+
+def test_a_member_that_never_gets_connected_is_restarted():
+    world, (a, b, c) = joined(recovery_time=60)
+    for agent in (a, b, c):
+        enter(world, agent)
+    world.advance(1000)
+    c.die()
+    answer(world, a, b, step=5)
+    assert world.task().settled
+    enter(world, a)
+    world.advance(61)
+    assert [message.worker for message in b.all(wire.Fence)] == ["b/0#1"]
+    assert members(world) == ["a/0#1"]
+
+
+def enter(world: World, agent: FakeAgent) -> None:
+    fields = {"epoch": world.task().number, "step": 1}
+    agent.say(wire.WorkerEvent(worker=agent.worker(), name="entered_epoch", at=0.0, fields=fields))
+
+
+# ---- SEV2 to SEV1: the node
+
+
+def fail_after_joining(world: World, agent: FakeAgent, others: list[FakeAgent], step: int) -> None:
+    """Its worker joins, fails in its first step, and the others go on."""
+    agent.die(cause="exit", code=1)
+    answer(world, *others, step=step)
+    if "node_cordoned" not in world.names():
+        come_back(agent)
+        if world.task().epoch.kind == "join":
+            answer(world, *others, agent, step=step + 9)
+
+
+def test_a_node_whose_workers_fail_again_and_again_is_cordoned_and_a_stand_by_takes_its_place():
+    world = World()
+    world.nodes = (2, 2)
+    a, b = (world.agent(name).start() for name in "ab")
+    for agent in (a, b):
+        agent.boot()
+    settle(world)
+    spare = world.agent("s").start()
+    assert spare.waiting
+    for step in range(10, 60, 10):
+        if "node_cordoned" not in world.names():
+            fail_after_joining(world, b, [a], step)
+    assert world.machine.lasting.cordoned.keys() == {"node-b"}
+    assert "4 failures in a row" in world.machine.lasting.cordoned["node-b"]
+    assert world.machine.drained == ["node-b"]
+    assert spare.granted
+    spare.boot()
+    settle(world)
+    assert members(world) == ["a/0#1", "s/0#1"]
+    assert "task_stopped" not in world.names()
+
+
+def cordoned() -> tuple[World, FakeAgent, FakeAgent]:
+    world = World()
+    world.nodes = (1, 2)
+    a, b = (world.agent(name).start().boot() for name in "ab")
+    settle(world)
+    settle(world)
+    assert len(members(world)) == 2
+    for step in range(10, 60, 10):
+        if "node_cordoned" not in world.names():
+            fail_after_joining(world, b, [a], step)
+    assert "node_cordoned" in world.names()
+    return world, a, b
+
+
+def test_an_operator_lifts_the_cordon():
+    world, a, b = cordoned()
+    settle(world)
+    if not b.waiting:
+        b.rendezvous()
+    assert b.waiting and not b.granted
+    world.start()
+    for agent in (a, b):
+        agent.register()
+    assert world.machine.drained == ["node-b"], "remembered"
+    assert not b.granted
+    b.drain(False)
+    assert world.machine.drained == [] and not world.machine.lasting.cordoned
+    assert b.granted
+
+
+def test_a_cordoned_node_is_drained_and_undrained_as_any_other():
+    world, _, b = cordoned()
+    b.drain()
+    b.drain(False)
+    assert world.machine.drained == []
+
+
+def test_a_node_that_the_minimum_needs_is_not_cordoned():
+    world = World(crash_attempts=9)
+    a, b = running(world, 2, nodes=(2, 2))
+    for step in range(10, 70, 10):
+        fail_after_joining(world, b, [a], step)
+    assert "cordon_withheld" in world.names()
+    assert not world.machine.drained
+    assert len(members(world)) == 2
+
+
+def test_an_agent_lost_isolates_nothing_but_itself():
+    world, (a, b, c) = joined()
+    c.drop()
+    world.advance(1)
+    answer(world, a, b, step=9)
+    assert not world.machine.drained
+    assert "node_cordoned" not in world.names()
+
+
+def test_agents_of_one_node_lost_again_and_again():
+    world, (a, b, c) = joined()
+    settled = [a, b]
+    number = 0
+    while "node_cordoned" not in world.names():
+        number += 1
+        assert number <= 5
+        c.drop()
+        world.advance(1)
+        answer(world, *settled, step=10 * number)
+        c = world.agent("c").start().boot() if "node_cordoned" not in world.names() else c
+        if world.task().epoch.kind == "join":
+            answer(world, *settled, c, step=10 * number + 9)
+    assert world.machine.drained == ["node-c"]
+
+
+# ---- the crash loop
+
+
+def test_a_task_that_fails_at_one_step_for_good_is_stopped_with_its_diagnosis():
+    world = World()
+    a, b = running(world, 2, nodes=(1, 4))
+    lives = 0
+    while "task_stopped" not in world.names():
+        lives += 1
+        assert lives <= 6
+        progress(a, 7)
+        for agent in (a, b):
+            agent.die(cause="exit", code=1)
+        if "task_stopped" not in world.names():
+            for agent in (a, b):
+                agent.rendezvous().boot()
+            settle_all(world, a, b)
+    assert lives == 5
+    said = world.event("task_stopped").fields
+    assert said["step"] == 7 and said["attempts"] == 5 and said["causes"] == ["exit 1"]
+    assert said["nodes"] == ["node-a", "node-b"]
+    assert "exit 1" in said["reason"]
+    assert a.last(wire.TaskOver).succeeded is False and b.last(wire.TaskOver).succeeded is False
+    assert world.event("task_over").fields["reason"] == said["reason"]
+    for agent in (a, b):
+        agent.bye(succeeded=False)
+    assert "t" not in world.machine.tasks
+
+
+def settle_all(world: World, *agents: FakeAgent) -> None:
+    """All epochs that come one after the other, until all are members; no step is finished."""
+    for _ in range(4):
+        if not world.task().settled:
+            names = members(world)
+            answer(world, *(agent for agent in agents if agent.worker() in names))
+
+
+def test_a_task_that_goes_on_between_failures_is_never_stopped():
+    world = World()
+    a, b = running(world, 2, nodes=(1, 4))
+    for step in range(50):
+        progress(a, 10 * step + 7)
+        for agent in (a, b):
+            agent.die()
+        for agent in (a, b):
+            agent.rendezvous().boot()
+        settle_all(world, a, b)
+    assert world.task().life == 51
+
+
+def test_a_task_whose_workers_never_get_ready_is_stopped():
+    world = World()
+    world.nodes = (1, 2)
+    agents = [world.agent(name).start() for name in "ab"]
+    for number in range(5):
+        assert "task_stopped" not in world.names(), number
+        for agent in agents:
+            agent.launch().hello()
+            agent.die(cause="exit", code=1)
+            if world.machine.tasks["t"].over is None:
+                agent.rendezvous()
+    assert world.event("task_stopped").fields["rule"] == "no way to start"
+
+
+def test_a_plain_script_is_none_of_its_business():
+    world = World()
+    world.nodes = (1, 2)
+    a = world.agent("a").start()
+    for _ in range(20):
+        a.launch()
+        a.say(wire.StoreUsed(round=a.round))
+        a.die(cause="exit", code=1)
+        a.rendezvous()
+    assert a.granted and "task_stopped" not in world.names()
+
+
+def test_the_chaos_of_a_benchmark_cordons_nothing_and_stops_nothing():
+    """200 kills in twelve minutes over four nodes, each soon after the last one has healed."""
+    world = World()
+    world.nodes = (1, 4)
+    agents = [world.agent(name).start().boot() for name in "abcd"]
+    for _ in range(4):
+        if not world.task().settled:
+            settle(world)
+    step = 10
+    for number in range(200):
+        victim = agents[(number * 7 + number // 5) % 4]
+        step += 9
+        victim.die()
+        answer(world, *(agent for agent in agents if agent is not victim), step=step)
+        world.advance(3.6)
+        come_back(victim)
+        step += 9
+        answer(world, *agents, step=step)
+        progress(agents[0], step + 4)
+    assert not {"node_cordoned", "cordon_withheld", "task_stopped"} & set(world.names())
+
+
+def test_what_an_operator_stops_is_no_failure():
+    world, (a, b, c) = joined()
+    for _ in range(6):
+        world.do(ev.Drain(node="node-c", drained=True))
+        answer(world, a, b, step=5)
+        if world.task().number and c.stopped:
+            c.say(wire.WorkerDied(worker=c.worker(), cause="signal", code=15, at=1.0))
+            c.rendezvous()
+        world.do(ev.Drain(node="node-c", drained=False))
+        c.boot()
+        answer(world, a, b, c, step=5)
+    assert not world.task().severity.series and not world.task().severity.failed

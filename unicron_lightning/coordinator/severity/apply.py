@@ -1,0 +1,243 @@
+"""The severity workflow at work on a task: what it is told, and what becomes of its decisions.
+
+`worker_died`, `agent_lost` and `heard` are told of what comes in, before it changes the task; `review`, after each
+input, finds out by itself which epochs were published and settled, and when a new life began.
+"""
+
+from __future__ import annotations
+
+import signal
+
+from unicron_lightning import wire
+from unicron_lightning.coordinator import membership
+from unicron_lightning.coordinator.severity.record import Awaited, Failure
+from unicron_lightning.coordinator.severity.rules import Decision, View
+from unicron_lightning.coordinator.severity.workflow import (
+    Error,
+    Named,
+    NewLife,
+    Overdue,
+    Progress,
+    Seen,
+    Settled,
+    handle,
+)
+from unicron_lightning.coordinator.state import Agent, Task, Worker, round_of
+from unicron_lightning.coordinator.turn import Turn
+
+_FIRST_STEPS = ("started", "recovered", "grown", "shrunk")
+"""Events of a worker that has finished its first step in an epoch."""
+_SENT = (signal.SIGKILL, signal.SIGTERM)
+"""Signals that no fault of a process itself raises."""
+
+
+def worker_died(task: Task, turn: Turn, agent: Agent, message: wire.WorkerDied) -> None:
+    """A worker's process has ended; told before the worker is buried."""
+    ended_well = message.cause == "exit" and message.code == 0
+    worker = task.workers.get(message.worker)
+    known = worker is not None and worker.agent == agent.id
+    # Those that are gone were stopped or killed on order, or went with a sibling that was told of.
+    starting = round_of(message.worker) == agent.round and message.worker not in agent.gone
+    starting = starting and agent.id in task.slots and not agent.stopping
+    if not _concerned(task) or ended_well or not (known or starting):
+        return
+    kind = "silent" if message.cause == "silent" else "exited_abnormally"
+    failure = _failure(task, turn, agent, kind, message.worker, _cause(message))
+    sent = message.cause == "signal" and message.code in _SENT
+    error = Error(failure=failure, round=agent.round, training=bool(task.established), sent=sent)
+    _feed(task, turn, error)
+
+
+def agent_lost(task: Task, turn: Turn, agent: Agent) -> None:
+    """An agent is gone, and its workers with it; told before they are buried."""
+    members = [worker for worker in task.workers_of(agent.id) if worker.id in task.severity.joined]
+    if _concerned(task) and members:
+        failure = _failure(task, turn, agent, "lost_connection", members[0].id, "the agent was lost")
+        _feed(task, turn, Error(failure=failure))
+
+
+def heard(task: Task, turn: Turn, agent: Agent, message: wire.FromAgent) -> None:
+    """A worker says how far it is, or that a connection has failed."""
+    record = task.severity
+    step = None
+    match message:
+        case wire.Progress():
+            step = message.step if message.worker in record.joined else None
+        case wire.CheckpointSaved():
+            step = message.step if message.worker in record.joined else None
+        case wire.WorkerEvent() if message.worker in record.joined:
+            if message.name in _FIRST_STEPS:
+                step = message.fields.get("step")
+            elif message.name == "entered_epoch" and message.fields.get("epoch") == task.number:
+                record.tells = True
+                record.entered.append(message.worker)
+        case wire.CommError() if message.worker in record.joined and message.epoch in (record.epoch, task.number):
+            _feed(task, turn, Named(agent=agent.id))
+    if isinstance(step, int) and step > record.step:
+        weighs = bool(record.attempts or record.lives or record.starts or record.series or record.reattempts)
+        _feed(task, turn, Progress(step=step))
+        if weighs:
+            turn.save(task)
+
+
+def comm_error_due(task: Task, turn: Turn) -> None:
+    """No death explained a communication error in time."""
+    pending = task.epoch is not None and not task.settled and task.epoch.kind not in wire.PLANNED
+    if not _concerned(task) or task.comm_error_epoch != task.number or task.epoch is None or pending:
+        membership.comm_error_due(task, turn)
+        return
+    # Who told of it first need not be where it comes from: see `workflow.suspect`.
+    failure = Failure(kind="connection_failed", node="", agent="", step=task.severity.step, at=turn.now)
+    _feed(task, turn, Error(failure=failure))
+    task.comm_error_epoch = 0
+
+
+def overdue(task: Task, turn: Turn) -> None:
+    """The newest epoch has had its time."""
+    record, late = task.severity, []
+    if _concerned(task) and task.epoch is not None:
+        live = [task.workers[member.worker] for member in task.live_members()]
+        late = [w.agent for w in live if (w.id not in record.entered if task.settled else w.ready != task.number)]
+    record.awaited = ""
+    agents = tuple((agent_id, task.agents[agent_id].node) for agent_id in dict.fromkeys(late))
+    _feed(task, turn, Overdue(agents=agents))
+    turn.save(task)
+
+
+def restore(task: Task) -> None:
+    """The coordinator begins anew, without timers."""
+    task.severity.awaited = ""
+
+
+def lift(task: Task, turn: Turn, node: str) -> None:
+    """An operator trusts the node again: what it did before is forgotten."""
+    if task.severity.series.pop(node, None) is not None:
+        turn.save(task)
+
+
+def review(task: Task, turn: Turn) -> bool:
+    """See what has become of epochs since the last input, and carry out what was decided.
+
+    Returns:
+        Whether the task has changed, and is to be looked at again.
+    """
+    if not _concerned(task):
+        return False
+    record = task.severity
+    if task.life != record.life:
+        record.life = task.life
+        _feed(task, turn, NewLife())
+    planned = task.epoch is not None and task.epoch.kind in wire.PLANNED
+    renewed = False
+    if task.number != record.epoch:
+        if planned and not record.settled:
+            _settled(task, turn)  # and another change followed at once
+        record.epoch, record.settled, renewed = task.number, False, True
+        record.entered.clear()
+        record.rounds = {agent: number for agent, number in record.rounds.items() if agent in task.agents}
+    if task.settled and not record.settled:
+        record.settled = renewed = True
+        _settled(task, turn)
+    _set_timer(task, turn, planned=planned, renewed=renewed)
+    decisions = turn.decisions.pop(task.id, [])
+    changed = [_carry_out(task, turn, decision) for decision in decisions if task.over is None]
+    return any(changed)
+
+
+def _concerned(task: Task) -> bool:
+    return task.elastic and task.over is None and not task.finishing and not task.rebuilding
+
+
+def _feed(task: Task, turn: Turn, seen: Seen) -> None:
+    decisions = handle(task.severity, seen, turn.limits, _view(task, turn), turn.now)
+    turn.decisions.setdefault(task.id, []).extend(decisions)
+
+
+def _view(task: Task, turn: Turn) -> View:
+    members = tuple((member.agent, member.node) for member in task.live_members())
+    record = task.severity
+    nodes = {agent.node for agent in task.agents.values()} | {failure.node for failure in record.unjudged}
+    spared = frozenset(node for node in nodes if turn.spares(task, node))
+    return View(members=members, spared=spared, agents=frozenset(task.agents))
+
+
+def _failure(task: Task, turn: Turn, agent: Agent, kind: str, worker: str, cause: str) -> Failure:
+    step = task.severity.step
+    return Failure(kind=kind, node=agent.node, agent=agent.id, worker=worker, cause=cause, step=step, at=turn.now)
+
+
+def _cause(message: wire.WorkerDied) -> str:
+    if message.cause == "silent":
+        return "silent"
+    names = {int(number): f" ({number.name})" for number in signal.Signals} if message.cause == "signal" else {}
+    return f"{message.cause} {message.code}{names.get(message.code, '')}"
+
+
+def _settled(task: Task, turn: Turn) -> None:
+    there = [task.workers[worker] for worker in task.established if worker in task.workers]
+    members = {worker.id: task.agents[worker.agent].node for worker in there}
+    _feed(task, turn, Settled(step=max((worker.step for worker in there), default=0), members=members))
+    turn.save(task)
+
+
+def _set_timer(task: Task, turn: Turn, *, planned: bool, renewed: bool) -> None:
+    """A planned epoch waits for the step boundary, whenever that is: its time runs once somebody is there."""
+    record = task.severity
+    awaited: Awaited = ""
+    if task.epoch is not None and not task.settled:
+        awaited = "reports" if not planned or any(_waits(task, worker) for worker in task.established) else ""
+    elif task.epoch is not None and record.tells:
+        awaited = "entries" if any(m.worker not in record.entered for m in task.live_members()) else ""
+    if awaited == record.awaited and not (awaited and renewed):
+        return
+    record.awaited = awaited
+    if awaited:
+        turn.timer("recovery", turn.limits.recovery_time, task=task.id)
+    else:
+        turn.cancel("recovery", task=task.id)
+
+
+def _waits(task: Task, worker: str) -> bool:
+    return worker in task.workers and task.workers[worker].ready == task.number
+
+
+def _carry_out(task: Task, turn: Turn, decision: Decision) -> bool:
+    """Returns whether the task has changed."""
+    error = decision.error
+    fields = {"rule": decision.rule, "reason": decision.reason, **decision.facts}
+    if error is None:
+        _stop(task, turn, decision)
+        return True
+    fields = {"agent": error.agent, "node": error.node, "kind": error.kind, **fields}
+    if decision.action == "reattempt":
+        task.comm_error_epoch = task.number
+        membership.comm_error_due(task, turn)
+        return True
+    if decision.action == "cordon":
+        turn.cordon(error.node, decision.reason)
+        turn.emit(task, "node_cordoned", **fields)
+        return True
+    if "withheld" in decision.facts:
+        turn.emit(task, "cordon_withheld", **fields)
+    if decision.action == "escalate":
+        membership.open_incident(task)
+        turn.emit(task, "error_escalated", **fields)
+    left = task.workers_of(error.agent) if decision.action == "restart" and error.worker is None else []
+    return _restart(task, turn, left, fields)
+
+
+def _restart(task: Task, turn: Turn, left: list[Worker], fields: dict[str, object]) -> bool:
+    if not left:
+        return False
+    membership.open_incident(task)
+    turn.emit(task, "workers_restarted", workers=[worker.id for worker in left], **fields)
+    for worker in left:
+        membership.expel(task, turn, worker, f"{fields['kind']}: restarted")
+    return True
+
+
+def _stop(task: Task, turn: Turn, decision: Decision) -> None:
+    turn.emit(task, "task_stopped", rule=decision.rule, reason=decision.reason, **decision.facts)
+    for worker in list(task.workers.values()):
+        membership.expel(task, turn, worker, "the task is stopped")
+    membership.finish(task, turn, succeeded=False, reason=decision.reason)

@@ -1,0 +1,55 @@
+"""Kinds of errors and their severities: the paper's table of in-band detection, and what was added to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+Severity = Literal["SEV1", "SEV2", "SEV3"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorKind:
+    """A row of the table.
+
+    Attributes:
+        name: as errors of this kind are reported.
+        method: how it is detected, in the paper's words; "" for what is none of the paper's.
+        severity: what it is treated as when it first appears.
+        seen: by what it is known today; "" if nothing reports it yet.
+    """
+
+    name: str
+    method: str
+    severity: Severity
+    seen: str = ""
+
+
+_HEALTH = "node health monitoring"
+_PROCESS = "process supervision"
+_EXCEPTION = "exception propagation"
+_STATISTICS = "online statistical monitoring"
+
+KINDS: Final = (
+    ErrorKind(name="lost_connection", method=_HEALTH, severity="SEV1", seen="the agent's connection is not renewed"),
+    ErrorKind(name="exited_abnormally", method=_PROCESS, severity="SEV2", seen="exit status or signal of a worker"),
+    ErrorKind(name="connection_failed", method=_EXCEPTION, severity="SEV3", seen="`CommError` that no death explains"),
+    ErrorKind(name="illegal_memory_access", method=_EXCEPTION, severity="SEV2"),
+    ErrorKind(name="ecc_error", method=_EXCEPTION, severity="SEV1"),
+    ErrorKind(name="invalid_dma_mapping", method=_EXCEPTION, severity="SEV1"),
+    ErrorKind(name="nvlink_error", method=_EXCEPTION, severity="SEV1"),
+    ErrorKind(name="gpu_driver_error", method=_EXCEPTION, severity="SEV1"),
+    ErrorKind(name="cuda_error", method=_EXCEPTION, severity="SEV2"),
+    ErrorKind(name="other_network_error", method=_EXCEPTION, severity="SEV3"),
+    ErrorKind(name="other_software_error", method=_EXCEPTION, severity="SEV2"),
+    ErrorKind(name="nccl_timeout", method=_STATISTICS, severity="SEV3"),
+    ErrorKind(name="link_flapping", method=_STATISTICS, severity="SEV3"),
+    ErrorKind(name="task_hang", method=_STATISTICS, severity="SEV2"),
+    ErrorKind(name="unnamed_software_error", method=_STATISTICS, severity="SEV2"),
+    ErrorKind(name="silent", method="", severity="SEV2", seen="no heartbeat of a worker for `worker_timeout`"),
+    ErrorKind(name="recovery_stuck", method="", severity="SEV2", seen="no report for an epoch, or no entry, in time"),
+    ErrorKind(name="keeps_failing", method="", severity="SEV2", seen="SEV3 again and again without a finished step"),
+)
+
+SEVERITY: Final[dict[str, Severity]] = {kind.name: kind.severity for kind in KINDS}
+"""Severity by name of the kind."""

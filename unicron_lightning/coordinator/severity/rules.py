@@ -1,0 +1,222 @@
+"""The transition table of the severity workflow: what is done when, the first rule that holds counts.
+
+docs/severity.md shows this table; a test holds the two together. The predicates look at a `Case` and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from unicron_lightning.coordinator.events import Limits
+from unicron_lightning.coordinator.severity.record import Failure, Record
+
+Trigger = Literal["SEV3", "SEV2", "SEV1", "judged"]
+Action = Literal["reattempt", "escalate", "restart", "isolate", "cordon", "stop"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """What is so at the moment.
+
+    Attributes:
+        members: agent and node of each member of the newest epoch that lives, in rank order.
+        spared: nodes without which every task that runs there still has agents enough for its minimum.
+        agents: those that the task has.
+    """
+
+    members: tuple[tuple[str, str], ...] = ()
+    spared: frozenset[str] = frozenset()
+    agents: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What a rule decides on. ``error`` is None when epochs or starts are judged."""
+
+    record: Record
+    limits: Limits
+    view: View
+    now: float
+    error: Failure | None = None
+
+    @property
+    def node(self) -> str:
+        """The node that the error is on."""
+        return "" if self.error is None else self.error.node
+
+    @property
+    def retried(self) -> int:
+        """SEV3 answered in place within the window, since a step was finished."""
+        return sum(1 for at in self.record.reattempts if self.now - at < self.limits.reattempt_window)
+
+    @property
+    def in_a_row(self) -> int:
+        """Failures of the node within the window, each of a worker that had just come."""
+        series = self.record.series.get(self.node)
+        return 0 if series is None else sum(1 for at in series.times if self.now - at < self.limits.cordon_window)
+
+    @property
+    def blamed(self) -> bool:
+        """Whether it is the node that fails so often, and not the script.
+
+        A script that cannot get past a step fails on all nodes and lets nobody go on: either the others have finished
+        steps since the node's failures began, or nobody else has failed.
+        """
+        if self.in_a_row < self.limits.cordon_failures:
+            return False
+        record = self.record
+        if record.mark - record.series[self.node].mark >= self.limits.soon_steps:
+            return True
+        return all(failure.node == self.node for failure in [*record.failed, *record.unjudged])
+
+    @property
+    def spared(self) -> bool:
+        """Whether all can do without the node."""
+        return self.node in self.view.spared
+
+    @property
+    def gone(self) -> bool:
+        """Whether the agent is gone already."""
+        return self.error is not None and self.error.agent not in self.view.agents
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """A row. ``when`` and ``then`` are ``holds`` and the action in words."""
+
+    name: str
+    on: Trigger
+    when: str
+    holds: Callable[[Case], bool]
+    action: Action
+    then: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What is to be done.
+
+    Attributes:
+        rule: by which row.
+        action: what.
+        error: what gave rise to it; None for "stop".
+        reason: for people.
+        facts: what goes into the event log beside it.
+    """
+
+    rule: str
+    action: Action
+    error: Failure | None
+    reason: str
+    facts: dict[str, Any]
+
+
+def _always(_: Case) -> bool:
+    return True
+
+
+RULES: Final = (
+    Rule(
+        name="connection fails again",
+        on="SEV3",
+        when="answered in place `reattempt_limit` times within `reattempt_window`, and no step was finished since",
+        holds=lambda case: case.retried >= case.limits.reattempt_limit,
+        action="escalate",
+        then="SEV2 `keeps_failing` on the suspect",
+    ),
+    Rule(
+        name="connection fails",
+        on="SEV3",
+        when="else",
+        holds=_always,
+        action="reattempt",
+        then="a new epoch and communicator, the same members and processes",
+    ),
+    Rule(
+        name="node keeps failing",
+        on="SEV2",
+        when="the `cordon_failures`th failure in a row within `cordon_window`, the node is to blame and can be spared",
+        holds=lambda case: case.blamed and case.spared,
+        action="cordon",
+        then="as SEV1: no task has workers there until `unicron undrain NODE`",
+    ),
+    Rule(
+        name="needed node keeps failing",
+        on="SEV2",
+        when="the same, but a task needs the node for its minimum",
+        holds=lambda case: case.blamed,
+        action="restart",
+        then="as below; the event says `withheld`",
+    ),
+    Rule(
+        name="process fails",
+        on="SEV2",
+        when="else",
+        holds=_always,
+        action="restart",
+        then="what is left of the agent's workers is killed; torchrun starts them anew and they join",
+    ),
+    Rule(
+        name="lost node keeps failing",
+        on="SEV1",
+        when="as for SEV2: blamed, and can be spared",
+        holds=lambda case: case.blamed and case.spared,
+        action="cordon",
+        then="its next agents get no slot until `unicron undrain NODE`",
+    ),
+    Rule(
+        name="node is lost",
+        on="SEV1",
+        when="the agent is gone",
+        holds=lambda case: case.gone,
+        action="isolate",
+        then="the others go on; whoever stands by gets the slot; a new agent of the node is welcome",
+    ),
+    Rule(
+        name="node is broken",
+        on="SEV1",
+        when="the agent is there, the node can be spared",
+        holds=lambda case: case.spared,
+        action="cordon",
+        then="its workers leave at a step boundary; none until `unicron undrain NODE`",
+    ),
+    Rule(
+        name="needed node is broken",
+        on="SEV1",
+        when="the agent is there, a task needs the node for its minimum",
+        holds=_always,
+        action="restart",
+        then="as for SEV2; the event says `withheld`",
+    ),
+    Rule(
+        name="no way past a step",
+        on="judged",
+        when="`crash_attempts` epochs failed at the same step",
+        holds=lambda case: case.record.attempts >= case.limits.crash_attempts,
+        action="stop",
+        then="the task ends, with its diagnosis",
+    ),
+    Rule(
+        name="no way past a checkpoint",
+        on="judged",
+        when="`crash_lives` lives in a row ended by failures of workers, none got further than those before",
+        holds=lambda case: case.record.lives >= case.limits.crash_lives,
+        action="stop",
+        then="the task ends, with its diagnosis",
+    ),
+    Rule(
+        name="no way to start",
+        on="judged",
+        when="one agent's workers failed in `crash_attempts` rounds before anybody trained",
+        holds=lambda case: max(case.record.starts.values(), default=0) >= case.limits.crash_attempts,
+        action="stop",
+        then="the task ends, with its diagnosis",
+    ),
+)
+
+
+def first(on: Trigger, case: Case) -> Rule | None:
+    """The rule that holds; None if nothing is to be done, which only "judged" knows."""
+    return next((rule for rule in RULES if rule.on == on and rule.holds(case)), None)

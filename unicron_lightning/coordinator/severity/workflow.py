@@ -1,0 +1,272 @@
+"""The severity workflow of one task: a pure state machine, inputs in, `Decision`s out.
+
+It keeps a `Record`, which it changes in place; times are arguments. What it must tell apart is failures *with progress
+between* from those without. A task that finishes steps may fail as often as it likes: that is what it is built for.
+
+*Progress* is a step beyond all that were ever known to be finished. An *attempt* is a settled epoch; it has failed if
+one of its workers failed, and counts if it got no further than the newest step known (`Record.mark`), or nowhere at
+all. On the way back to that step from a checkpoint failures count for nothing, but the life does, once, if nobody
+survives it.
+
+How far an epoch had come is known when the next one is settled, as all members then say where they are: its failures
+are judged there, or where a new life begins.
+
+Of a node those failures count that are *soon*: of workers that did not take part in ``soon_steps`` steps. One that does
+ends its node's series.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Union
+
+from unicron_lightning.coordinator.events import Limits
+from unicron_lightning.coordinator.severity.errors import SEVERITY
+from unicron_lightning.coordinator.severity.record import KEPT, Failure, Joined, Record, Series
+from unicron_lightning.coordinator.severity.rules import Case, Decision, View, first
+
+
+@dataclass(frozen=True, kw_only=True)
+class Error:
+    """Something failed.
+
+    Attributes:
+        failure: what.
+        round: of the agent's rendezvous, in which a worker that is no member failed.
+        training: whether anybody has the task's state.
+        sent: a signal that only others send (KILL, TERM): before a worker is a member it says nothing of the node.
+    """
+
+    failure: Failure
+    round: int = 0
+    training: bool = True
+    sent: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Named:
+    """An agent's worker told of a failed connection."""
+
+    agent: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """So many steps are finished in this life."""
+
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settled:
+    """A new epoch has all its members' reports: the newest step told, and the node of each member."""
+
+    step: int
+    members: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewLife:
+    """Nobody that has the task's state is left."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overdue:
+    """The newest epoch's time is up: ``agents`` and nodes whose workers it still waits for."""
+
+    agents: tuple[tuple[str, str], ...]
+
+
+Seen = Union[Error, Named, Progress, Settled, NewLife, Overdue]
+
+
+def handle(record: Record, seen: Seen, limits: Limits, view: View, now: float) -> list[Decision]:
+    """Take in one input; ``now`` is time.time()."""
+    match seen:
+        case Error():
+            return _error(record, seen, limits, view, now)
+        case Named():
+            record.named[seen.agent] = record.named.get(seen.agent, 0) + 1
+        case Progress():
+            _progress(record, seen.step, limits)
+        case Settled():
+            decisions = _judge(record, seen.step, limits, view, now)
+            record.base = record.step
+            joined = {w: Joined(node=node, step=record.step) for w, node in seen.members.items()}
+            record.joined = {worker: record.joined.get(worker, new) for worker, new in joined.items()}
+            return decisions
+        case NewLife():
+            return _new_life(record, limits, view, now)
+        case Overdue():
+            stuck = [
+                Failure(kind="recovery_stuck", node=node, agent=agent, step=record.step, at=now)
+                for agent, node in seen.agents
+            ]
+            return [decision for failure in stuck for decision in _alive(record, failure, limits, view, now)]
+    return []
+
+
+def suspect(record: Record, view: View) -> tuple[str, str, str] | None:
+    """Whom to blame for a connection that keeps failing: agent, node, and why; None if nobody is there.
+
+    Both ends of a broken connection tell of it, so reports alone may not decide: of those named most often the last in
+    rank order, which has joined last.
+    """
+    if not view.members:
+        return None
+    order = list(dict.fromkeys(view.members))
+    most = max(record.named.get(agent, 0) for agent, _ in order)
+    named = [(agent, node) for agent, node in order if record.named.get(agent, 0) == most]
+    why = "named most often" if len(named) == 1 and most else "unknown: the last in rank order"
+    return (*named[-1], why)
+
+
+def _error(record: Record, seen: Error, limits: Limits, view: View, now: float) -> list[Decision]:
+    failure = seen.failure
+    severity = SEVERITY[failure.kind]
+    if severity == "SEV3":
+        return _connection(record, failure, limits, view, now)
+    if failure.worker is None:
+        return _alive(record, failure, limits, view, now)
+    if failure.worker in record.joined:
+        # How far it had come is not known yet.
+        record.unjudged.append(failure)
+        return []
+    if record.rounds.get(failure.agent) == seen.round:
+        return []
+    record.rounds[failure.agent] = seen.round
+    _remember(record, failure)
+    if not seen.training:
+        record.starts[failure.agent] = record.starts.get(failure.agent, 0) + 1
+    if not seen.sent:
+        _count(record, failure)
+    return [*_decide(record, failure, limits, view, now), *_give_up(record, limits, view, now)]
+
+
+def _connection(record: Record, failure: Failure, limits: Limits, view: View, now: float) -> list[Decision]:
+    case = Case(record=record, limits=limits, view=view, now=now, error=failure)
+    rule = first("SEV3", case)
+    assert rule is not None
+    facts = {"times": case.retried}
+    if rule.action == "reattempt" or (blamed := suspect(record, view)) is None:
+        record.reattempts.append(now)
+        return [Decision(rule=rule.name, action="reattempt", error=failure, reason=failure.cause, facts=facts)]
+    agent, node, why = blamed
+    reason = f"the connection failed {case.retried + 1} times at step {record.step}; suspect {agent}, {why}"
+    escalated = Failure(kind="keeps_failing", node=node, agent=agent, cause=reason, step=record.step, at=now)
+    record.reattempts.clear()
+    record.named.clear()
+    decision = Decision(rule=rule.name, action="escalate", error=escalated, reason=reason, facts=facts)
+    return [decision, *_alive(record, escalated, limits, view, now)]
+
+
+def _alive(record: Record, failure: Failure, limits: Limits, view: View, now: float) -> list[Decision]:
+    """An error of an agent as a whole: it waits for nothing to be decided on, but the epoch may have failed by it."""
+    record.unjudged.append(failure)
+    _count(record, failure)
+    return _decide(record, failure, limits, view, now)
+
+
+def _progress(record: Record, step: int, limits: Limits) -> None:
+    if step > record.step:
+        record.step = step
+        record.reattempts.clear()
+        record.named.clear()
+        for member in record.joined.values():
+            if step - member.step >= limits.soon_steps:
+                _lasted(record, member)
+    if step > record.mark:
+        record.mark = step
+        record.attempts = record.lives = 0
+        record.starts.clear()
+        record.failed.clear()
+
+
+def _judge(record: Record, step: int, limits: Limits, view: View, now: float) -> list[Decision]:
+    """The failures of the epoch that has ended, now that it is known how far it came."""
+    for failure in record.unjudged:
+        came = record.joined.pop(failure.worker or "", None)  # it has no part in what the task finishes from here on
+        if came is None:
+            continue  # counted and decided on when it was seen
+        if max(step, record.step) - came.step < limits.soon_steps:
+            _count(record, failure)
+        else:
+            _lasted(record, came)
+    failures, record.unjudged = record.unjudged, []
+    _progress(record, step, limits)
+    for failure in failures:
+        _remember(record, failure)
+    if any(failure.kind != "lost_connection" for failure in failures) and record.step in (record.mark, record.base):
+        record.attempts += 1
+    new = [failure for failure in failures if failure.worker is not None]
+    decided = [decision for failure in new for decision in _decide(record, failure, limits, view, now)]
+    return [*decided, *_give_up(record, limits, view, now)]
+
+
+def _new_life(record: Record, limits: Limits, view: View, now: float) -> list[Decision]:
+    if any(failure.kind != "lost_connection" for failure in record.unjudged):
+        record.lives += 1
+    decisions = _judge(record, record.step, limits, view, now)
+    record.step = record.base = 0
+    record.joined.clear()
+    record.reattempts.clear()
+    record.named.clear()
+    return decisions
+
+
+def _decide(record: Record, failure: Failure, limits: Limits, view: View, now: float) -> list[Decision]:
+    case = Case(record=record, limits=limits, view=view, now=now, error=failure)
+    severity = SEVERITY[failure.kind]
+    rule = first(severity, case)
+    assert rule is not None
+    facts: dict[str, object] = {"severity": severity}
+    if "needed" in rule.name:
+        facts["withheld"] = "cordon"
+    what = failure.cause or failure.kind
+    reason = f"{case.in_a_row} failures in a row, the last: {what}" if case.blamed else what
+    if rule.action == "cordon":
+        record.series.pop(failure.node, None)
+        record.attempts = 0  # the task goes on without it: that is another attempt
+        record.starts.clear()
+    return [Decision(rule=rule.name, action=rule.action, error=failure, reason=reason, facts=facts)]
+
+
+def _give_up(record: Record, limits: Limits, view: View, now: float) -> list[Decision]:
+    rule = first("judged", Case(record=record, limits=limits, view=view, now=now))
+    if rule is None:
+        return []
+    counts = {"attempts": record.attempts, "lives": record.lives, "starts": max(record.starts.values(), default=0)}
+    last = [f"{failure.worker or failure.agent}: {failure.cause or failure.kind}" for failure in record.failed[-5:]]
+    facts = {
+        "step": record.mark,
+        **counts,
+        "nodes": _unique(failure.node for failure in record.failed),
+        "causes": _unique(failure.cause or failure.kind for failure in record.failed),
+        "last": last,
+    }
+    often = {"no way past a step": "attempts", "no way past a checkpoint": "lives"}.get(rule.name, "starts")
+    reason = f"{rule.name}: failed {counts[often]} times at step {record.mark}; the last: {'; '.join(last)}"
+    return [Decision(rule=rule.name, action="stop", error=None, reason=reason, facts=facts)]
+
+
+def _count(record: Record, failure: Failure) -> None:
+    """One more of its node's failures in a row."""
+    series = record.series.setdefault(failure.node, Series(mark=record.mark))
+    series.times = [*series.times, failure.at][-KEPT:]
+    series.step = record.step
+
+
+def _lasted(record: Record, member: Joined) -> None:
+    """It took part in steps enough: if it came after its node's failures, they are over."""
+    series = record.series.get(member.node)
+    if series is not None and member.step >= series.step:
+        del record.series[member.node]
+
+
+def _remember(record: Record, failure: Failure) -> None:
+    record.failed = [*record.failed, failure][-KEPT:]
+
+
+def _unique(words: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(words))
