@@ -269,3 +269,33 @@ def test_agents_without_a_label_are_left_alone() -> None:
     crowd(world, 2, a=(1, 2), b=(1, 2))
     assert all(agent.granted for agent in own)
     assert set(world.machine.lasting.assigned.values()) == {"a", "b"}
+
+
+def test_with_its_store_lost_the_coordinator_takes_over_the_plan_that_the_agents_tell() -> None:
+    world = World()
+    agents = crowd(world, 6, a=(2, 4), b=(1, 4))
+    before = {task: members(world, task) for task in "ab"}
+    world.lose_disk()
+    world.start()
+    for agent in [*agents["b"].values(), *agents["a"].values()]:
+        agent.register()
+        world.advance(0.3)  # one may be granted what another still uses: the lock on the machine is for that
+    settle(world, agents)
+    exclusive(world)
+    assert {task: members(world, task) for task in "ab"} == before
+    assert not any(agent.all(wire.Stop) for agent in agents["a"].values() if agent.workers)
+    assert world.task("a").restarts == world.task("b").restarts == 0
+
+
+def test_of_two_agents_of_a_task_at_a_place_the_one_that_is_there_gets_it() -> None:
+    """After a restart of the coordinator the other's end is not known yet."""
+    world = World()
+    world.agent("old", task="a", nodes=(2, 3), place="n0/0").start()
+    world.start()
+    new = world.agent("new", task="a", nodes=(2, 3), place="n0/0").start()
+    other = world.agent("other", task="a", nodes=(2, 3), place="n1/0").start()
+    world.advance(0.6)
+    world.advance(11.0)
+    assert new.granted
+    assert other.granted
+    exclusive(world)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from coordinator.driver import FakeAgent, World
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -18,6 +19,7 @@ from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.places import usable_places
 from unicron_lightning.coordinator.state import Task
 
+pytestmark = pytest.mark.timeout(300)
 TASKS = ("a", "b", "c")
 FAULTS = ("agent_dies", "cut", "worker_fails", "worker_fails", "finishes")
 
@@ -190,7 +192,8 @@ def _known(world: World, fake: FakeAgent) -> dict[str, object]:
 
 
 SharedPlaces.TestCase.settings = settings(
-    max_examples=150,
+    max_examples=80,
+    phases=[Phase.generate, Phase.shrink],
     stateful_step_count=40,
     deadline=None,
     derandomize=True,

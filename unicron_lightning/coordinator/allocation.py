@@ -32,6 +32,8 @@ def review_allocation(cluster: Cluster, turn: Turn) -> bool:
     places, tasks = usable_places(cluster), competing_tasks(cluster)
     key = _key(places, tasks)
     lasting = cluster.lasting
+    if any(task.rebuilding for task in tasks):
+        return False  # nothing is known of the plan in force but from the agents, and not all have come yet
     if key == lasting.planned:
         cluster.asked = None
         return False
@@ -105,7 +107,7 @@ def _put_in_force(
     if was != lasting.allocation or before != lasting.assigned:
         turn.actions.append(ev.Emit(name="plan_made", task=None, incident=None, fields=fields))
     for task in competing_tasks(cluster):
-        if not counts[task.id] and task.formed:
+        if not counts[task.id] and task.formed and not task.finishing:
             pause(task, turn)
 
 

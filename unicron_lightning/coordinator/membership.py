@@ -101,6 +101,7 @@ def rebuild_due(task: Task, turn: Turn) -> None:
     task.established = [worker.id for worker in holders]
     open_incident(task)
     _publish(task, turn, "fail", [_member(task, worker) for worker in holders])
+    _turn_into_joiners(task, turn, set(task.established))
 
 
 def finish(task: Task, turn: Turn, *, succeeded: bool, reason: str) -> None:

@@ -91,8 +91,9 @@ def _counts(cluster: Cluster, task: Task, agent: Agent) -> bool:
     One that has just lost its connection makes no new claim, as its node may be gone and its neighbours will be found
     to be in a moment; what its task has is its task's until it is given up.
     """
-    there = agent.conn is not None or task.restoring or cluster.lasting.assigned.get(agent.place or "") == task.id
-    return there and not agent.fresh and not _drained(cluster, agent)
+    its_own = cluster.lasting.assigned.get(agent.place or "") == task.id
+    there = its_own or task.restoring or (agent.conn is not None and not agent.fresh)
+    return there and not _drained(cluster, agent)
 
 
 def _drained(cluster: Cluster, agent: Agent) -> bool:

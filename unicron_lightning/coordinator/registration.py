@@ -74,17 +74,36 @@ def register(task: Task, turn: Turn, conn: int, message: wire.Register, *, creat
         turn.send(agent, wire.TaskOver(succeeded=task.over))
     elif resumed:
         _resume(task, turn, agent, message)
-    elif created and (message.granted or message.warm):
-        task.rebuilding = True
-        turn.timer("rebuild", turn.limits.restart_grace, task=task.id)
+    elif (created and (message.granted or message.warm)) or _was_running(task, message):
+        _has_room(task, turn)
+        if not task.rebuilding:
+            task.rebuilding = True
+            turn.timer("rebuild", turn.limits.restart_grace, task=task.id)
         (_adopt if message.granted else _adopt_warm)(task, turn, agent, message)
-    elif task.rebuilding and message.granted and len(task.slots) < task.max_nodes:
+    elif task.rebuilding and message.granted and _has_room(task, turn):
         _adopt(task, turn, agent, message)
     elif message.warm:
         _adopt_warm(task, turn, agent, message)
     else:
         _take_new(task, turn, agent, message)
     _review_restoring(task, turn)
+
+
+def _was_running(task: Task, message: wire.Register) -> bool:
+    """Whether the agent's workers are in an epoch of a task that was taken for a new one: an agent that stands by, and
+    so knows nothing of it, was the first to come to a coordinator that has lost its store.
+    """
+    unknown = task.life == 1 and task.number == 0 and message.agent not in task.lost
+    return unknown and message.granted and message.epoch > 0
+
+
+    """Whether a slot is free for an agent that has workers; one granted to an agent that has none yet is taken back."""
+    """Whether there is a slot for an agent that has workers; one granted to an agent that has none yet is taken back."""
+    if len(task.slots) >= task.max_nodes:
+        idle = [task.agents[agent_id] for agent_id in task.slots if not task.workers_of(agent_id)]
+        if idle:
+            slots.revoke(task, turn, idle[-1], "another agent has the task's workers")
+    return len(task.slots) < task.max_nodes
 
 
 def _review_restoring(task: Task, turn: Turn) -> None:
@@ -216,6 +235,9 @@ def _adopt(task: Task, turn: Turn, agent: Agent, message: wire.Register) -> None
     agent.ranked = message.local_world is not None
     if agent.id not in task.slots:
         task.slots.append(agent.id)
+    if agent.place is not None and turn.lasting.assigned.get(agent.place) != task.id:
+        turn.lasting.assigned[agent.place] = task.id
+        turn.save_lasting()
     task.formed = True
     task.number = max(task.number, message.epoch)
     _reconcile_workers(task, turn, agent, message)

@@ -140,7 +140,7 @@ def _review_drained(task: Task, turn: Turn) -> None:
 
 
 def _review_grants(task: Task, turn: Turn) -> None:
-    queue = [agent for agent in task.queue() if turn.may_start(agent)]
+    queue = _one_of_each_place([agent for agent in task.queue() if turn.may_start(agent)])
     if not queue or task.finishing or task.rebuilding:
         return
     if not task.formed:
@@ -162,6 +162,14 @@ def _review_grants(task: Task, turn: Turn) -> None:
         task.changed = False
         _grant(task, turn, queue[: task.limit])
         task.incident = None
+
+
+def _one_of_each_place(queue: list[Agent]) -> list[Agent]:
+    """Without those that wait behind another at the same place: of two, one of an earlier torchrun may be dead."""
+    best: dict[str, Agent] = {}
+    for agent in sorted(queue, key=lambda agent: agent.conn is None):
+        best.setdefault(agent.place or agent.id, agent)
+    return [agent for agent in queue if best[agent.place or agent.id] is agent]
 
 
 def _grant(task: Task, turn: Turn, agents: list[Agent]) -> None:
