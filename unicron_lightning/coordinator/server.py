@@ -309,6 +309,8 @@ class Server:
 def serve(config: CoordinatorConfig) -> int:
     """Run a coordinator to its end; returns the exit status of the process."""
     token = read_token(config.coordinator.token_file)
+    if config.tasks and token is None:
+        raise ConfigError(f"tasks={list(config.tasks)}: {NO_TOKEN}")
 
     async def main() -> bool:
         return await Server(config, token).run()
