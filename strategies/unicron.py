@@ -166,14 +166,13 @@ class UnicronStrategy(ParallelStrategy):
         begins = self._session is None
         if self._session is None:  # before the device is touched: a warm worker waits in there until it has a slot
             self._session, is_new = Session.of_process(self.root_device, self._shape.micro_batches, self._on_world)
-        super().setup_environment()
-        if begins:
             self._collectives = Collectives(self._session)
             self._collectives.records = is_new
-            self._collectives.scope = f"{self._runs}"
-            seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed() & 0xFFFFFFFF))
-            self._seed = self._collectives.broadcast(seed, 0)
+        super().setup_environment()
         self._gather.scope = f"{self._runs}"
+        if begins:
+            seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed() & 0xFFFFFFFF))
+            self._seed = self._gather.broadcast(seed, 0)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

@@ -1,0 +1,189 @@
+"""An agent for the tests of the state machine, with its workers: it says what the test has it say."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from unicron_lightning import wire
+from unicron_lightning.coordinator import events as ev
+
+if TYPE_CHECKING:
+    from coordinator.driver import World
+
+M = TypeVar("M", bound=wire.Message)
+
+
+class FakeAgent:
+    """One agent and its workers, as told by the test. It remembers what a real agent would tell when it registers."""
+
+    def __init__(self, world: World, name: str, task: str, nodes: tuple[int, int], size: int) -> None:
+        self.world = world
+        self.name = name
+        self.node = f"node-{name}"
+        self.slot: str | None = None
+        self.task = task
+        self.nodes = nodes
+        self.size = size
+        self.conn: int | None = None
+        self.round = 0
+        self.waiting = False
+        self.granted = False
+        self.warm = False
+        self.stopped = False
+        self.local_world: int | None = None
+        self.workers: dict[str, wire.WorkerInfo] = {}
+        self.epoch = 0
+        self.inbox: list[wire.ToAgent] = []
+        self.outbox: list[wire.FromAgent] = []
+
+    def receive(self, message: wire.ToAgent) -> None:
+        self.inbox.append(message)
+        self.stopped = self.stopped or isinstance(message, wire.Stop)
+        match message:
+            case wire.Grant() if message.round == self.round and (self.waiting or self.warm):
+                self.waiting, self.granted, self.warm = False, not message.warm, message.warm
+            case wire.Epoch():
+                self.epoch = max(self.epoch, message.number)
+            case wire.Fence():
+                self.workers.pop(message.worker, None)
+            case wire.Welcome() if not message.founder and (info := self.workers.get(message.worker)) is not None:
+                # told that the first epoch was formed without it: it sets up as a joiner, and says so when it is ready
+                if info.ready is not None and info.ready.epoch == 0:
+                    self.workers[message.worker] = msgspec.structs.replace(info, ready=None)
+
+    def all(self, kind: type[M]) -> list[M]:
+        return [message for message in self.inbox if isinstance(message, kind)]
+
+    def last(self, kind: type[M]) -> M:
+        return self.all(kind)[-1]
+
+    def worker(self, local_rank: int = 0) -> str:
+        return f"{self.name}/{local_rank}#{self.round}"
+
+    @property
+    def store(self) -> wire.Address:
+        return wire.Address(host=self.name, port=1000 + self.round)
+
+    def registration(self) -> wire.Register:
+        return wire.Register(
+            protocol=wire.PROTOCOL_VERSION,
+            task=self.task,
+            agent=self.name,
+            node=self.node,
+            slot=self.slot,
+            host="127.0.0.1",
+            pid=1,
+            min_nodes=self.nodes[0],
+            max_nodes=self.nodes[1],
+            round=self.round,
+            waiting=self.waiting,
+            granted=self.granted,
+            store=self.store if self.round else None,
+            local_world=self.local_world,
+            workers=list(self.workers.values()),
+            epoch=self.epoch,
+            warm=self.warm,
+        )
+
+    def register(self, **changes: Any) -> FakeAgent:
+        self.world.conns += 1
+        self.conn = self.world.conns
+        self.world.agents[self.conn] = self
+        self.say(wire.Register(**{**_fields(self.registration()), **changes}))
+        kept, self.outbox = self.outbox, []
+        for message in kept:
+            if self.conn is not None:
+                self.say(message)
+        return self
+
+    def say(self, message: wire.FromAgent) -> None:
+        """Say something, or keep it until the agent registers again."""
+        if self.conn is None:
+            self.outbox.append(message)
+            return
+        self.world.do(ev.Received(conn=self.conn, message=message))
+
+    def drain(self, drained: bool = True) -> FakeAgent:
+        """An operator wants no workers on this agent's node, or allows them again."""
+        self.world.do(ev.Drain(node=self.node, drained=drained))
+        return self
+
+    def rendezvous(self) -> FakeAgent:
+        self.round += 1
+        self.waiting, self.granted, self.local_world, self.workers = True, False, None, {}
+        self.warm = self.stopped = False
+        if self.conn is not None:
+            self.say(wire.RendezvousBegin(round=self.round, store=self.store))
+        return self
+
+    def start(self) -> FakeAgent:
+        """Register and rendezvous for the first time."""
+        return self.register().rendezvous()
+
+    def launch(self) -> FakeAgent:
+        """torchrun starts the workers of the granted round."""
+        assert self.granted or self.warm
+        self.local_world = self.size
+        self.say(wire.LocalWorld(round=self.round, size=self.size))
+        for local_rank in range(self.size):
+            self.workers[self.worker(local_rank)] = wire.WorkerInfo(
+                worker=self.worker(local_rank), local_rank=local_rank
+            )
+        return self
+
+    def hello(self, local_rank: int = 0, *, capacity: int = 8) -> Any:
+        name = self.worker(local_rank)
+        message = wire.WorkerHello(worker=name, local_rank=local_rank, pid=7, capacity=capacity)
+        self.workers[name] = wire.WorkerInfo(worker=name, local_rank=local_rank, hello=message)
+        self.say(message)
+        return next(reversed(self.all(wire.Welcome)), None)
+
+    def ready(self, epoch: int, local_rank: int = 0, *, step: int = 0) -> None:
+        name = self.worker(local_rank)
+        state_ = {"step": step, "has_state": epoch > 0}
+        message = wire.WorkerReady(worker=name, epoch=epoch, state=state_)
+        old = self.workers[name]
+        self.workers[name] = wire.WorkerInfo(worker=name, local_rank=local_rank, hello=old.hello, ready=message)
+        if self.conn is not None:
+            self.say(message)
+
+    def warm_up(self) -> FakeAgent:
+        """Launch without a slot, hello: all workers wait to be welcomed."""
+        assert self.warm
+        self.launch()
+        for local_rank in range(self.size):
+            self.hello(local_rank)
+        return self
+
+    def boot(self, *, capacity: int = 8) -> FakeAgent:
+        """Launch, hello, built: all workers can become members."""
+        self.launch()
+        for local_rank in range(self.size):
+            self.hello(local_rank, capacity=capacity)
+        for local_rank in range(self.size):
+            self.ready(0, local_rank)
+        return self
+
+    def die(self, local_rank: int = 0, *, cause: Any = "signal", code: int = 9) -> None:
+        name = self.worker(local_rank)
+        self.workers.pop(name, None)
+        self.say(wire.WorkerDied(worker=name, cause=cause, code=code, at=self.world.now))
+
+    def exit(self, local_rank: int = 0) -> None:
+        self.die(local_rank, cause="exit", code=0)
+
+    def bye(self, *, succeeded: bool) -> None:
+        self.say(wire.Bye(succeeded=succeeded))
+
+    def drop(self) -> None:
+        """The connection breaks."""
+        assert self.conn is not None
+        conn, self.conn = self.conn, None
+        del self.world.agents[conn]
+        self.world.do(ev.Disconnected(conn=conn))
+
+
+def _fields(message: wire.Register) -> dict[str, Any]:
+    return {name: getattr(message, name) for name in message.__struct_fields__}
