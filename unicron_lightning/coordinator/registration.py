@@ -97,8 +97,8 @@ def _was_running(task: Task, message: wire.Register) -> bool:
     return unknown and message.granted and message.epoch > 0
 
 
+def _has_room(task: Task, turn: Turn) -> bool:
     """Whether a slot is free for an agent that has workers; one granted to an agent that has none yet is taken back."""
-    """Whether there is a slot for an agent that has workers; one granted to an agent that has none yet is taken back."""
     if len(task.slots) >= task.max_nodes:
         idle = [task.agents[agent_id] for agent_id in task.slots if not task.workers_of(agent_id)]
         if idle:
