@@ -77,6 +77,8 @@ class World:
         """(Re)start the coordinator from what is on disk; all connections are gone."""
         tasks = {task_id: state.decode_task(blob) for task_id, blob in self.disk.items()}
         self.machine = Machine(self.limits, state.Cluster(tasks=tasks, lasting=self._stored()))
+        self._origin = self.machine.snapshot()
+        self._history: list[tuple[ev.Input, float]] = []
         self.timers: dict[ev.TimerKey, float] = {}
         self.stopped = False
         self.questions: list[Question] = []
@@ -92,6 +94,13 @@ class World:
         self.lasting = None if self.lasting is None else state.encode(state.Lasting())
         for task, old in self.oracles.items():
             self.oracles[task] = Oracle(dead=old.dead, capacity=old.capacity, blank=True)
+
+    def check_replay(self) -> None:
+        """All inputs since the coordinator's start, given to another one, lead to the same state."""
+        other = Machine(self.limits, state.decode_cluster(self._origin))
+        for event, at in self._history:
+            other.handle(event, at)
+        assert other.snapshot() == self.machine.snapshot()
 
     def _stored(self) -> state.Lasting:
         return state.Lasting() if self.lasting is None else state.decode_lasting(self.lasting)
@@ -138,6 +147,7 @@ class World:
     def do(self, event: ev.Input) -> None:
         """One input, its actions carried out, everything checked."""
         self._observe(event)
+        self._history.append((event, self.now))
         before = self.machine.snapshot()
         twin = Machine(self.limits, state.decode_cluster(before))
         actions = self.machine.handle(event, self.now)

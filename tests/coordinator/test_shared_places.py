@@ -146,6 +146,7 @@ class SharedPlaces(RuleBasedStateMachine):
                 self.everybody_goes_on()
             self.world.advance(3)
             self.no_place_is_granted_twice()
+        self.world.check_replay()
         tasks = [task for task in self.world.machine.tasks.values() if task.over is None and not task.finishing]
         for task in tasks:
             self.check_ended(task)
