@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 from coordinator.driver import FakeAgent, World, members, running, settle
+from rich.console import Console
 
 from unicron_lightning import wire
+from unicron_lightning.cli.inspection import _task_table
 from unicron_lightning.coordinator import events as ev
+from unicron_lightning.coordinator.status import task_status
 
 
 def spared(count: int = 1, **limits: float) -> tuple[World, FakeAgent, FakeAgent, list[FakeAgent]]:
@@ -239,6 +244,15 @@ def test_of_those_welcomed_as_joiners_none_can_begin_a_life():
     b.die()
     assert world.task().life == 2 and s.all(wire.Fence), "it was to join, and starts anew"
     assert t.last(wire.Welcome).founder and set(world.task().slots) == {"s", "t"}
+
+
+def test_the_status_tells_who_is_warm():
+    world, _, _, _ = spared()
+    status = task_status(world.task())
+    assert [(agent["agent"], agent["slot"]) for agent in status["agents"]][-1] == ("s", "warm")
+    output = io.StringIO()
+    Console(file=output, width=200).print(_task_table("t", status))
+    assert "agent stands by, warm" in output.getvalue()
 
 
 # ---- coordinators and connections that come and go

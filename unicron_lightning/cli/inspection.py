@@ -82,7 +82,8 @@ def _task_table(task_id: str, task: dict[str, Any]) -> Any:
 def _agent_state(agent: dict[str, Any]) -> str:
     if not agent["connected"]:
         return "agent away"
-    return {"granted": "agent runs", "waiting": "agent stands by", "none": "agent without slot"}[agent["slot"]]
+    states = {"granted": "agent runs", "warm": "agent stands by, warm", "waiting": "agent stands by"}
+    return states.get(agent["slot"], "agent without slot")
 
 
 def _events(options: argparse.Namespace) -> int:

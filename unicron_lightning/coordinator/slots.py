@@ -139,8 +139,13 @@ def _review_drained(task: Task, turn: Turn) -> None:
         start_regroup(task, turn, "nodes drain")
 
 
+def next_in_line(task: Task, turn: Turn) -> list[Agent]:
+    """Agents without a slot that may have one, in the order in which they get it."""
+    return _one_of_each_place([agent for agent in task.queue() if turn.may_start(agent)])
+
+
 def _review_grants(task: Task, turn: Turn) -> None:
-    queue = _one_of_each_place([agent for agent in task.queue() if turn.may_start(agent)])
+    queue = next_in_line(task, turn)
     if not queue or task.finishing or task.rebuilding:
         return
     if not task.formed:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import workers
-from unicron_lightning.coordinator.slots import leave_slot, review_slots
+from unicron_lightning.coordinator.slots import leave_slot, next_in_line, review_slots
 from unicron_lightning.coordinator.state import Agent, Task
 from unicron_lightning.coordinator.turn import Turn
 
@@ -72,7 +72,7 @@ def _pass_on(task: Task, turn: Turn) -> bool:
     """
     if task.finishing or task.rebuilding:
         return False
-    spare = [agent for agent in task.queue() if agent.all_warm and turn.may_start(agent)]
+    spare = [agent for agent in next_in_line(task, turn) if agent.all_warm]
     held = [task.agents[agent_id] for agent_id in task.slots if not turn.drains(task.agents[agent_id])]
     dead = [agent for agent in held if agent.gone and agent.conn is not None and not task.workers_of(agent.id)]
     room = max(0, task.limit - len(held))
