@@ -128,6 +128,28 @@ def test_a_lost_node_is_made_good_by_the_plan_and_given_back() -> None:
     assert world.task("a").restarts == world.task("b").restarts == 0
 
 
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_task_that_lost_all_it_had_does_not_drive_out_one_that_runs(plain: bool) -> None:
+    world = World()
+    agents = {}
+    for task in "ab":
+        agents[task] = {n: world.agent(f"{task}{n}", task=task, nodes=(1, 1), place=f"n{n}/0") for n in range(2)}
+        for agent in agents[task].values():
+            agent.start()
+    world.advance(GATHERED)
+    for agent in [agent for each in agents.values() for agent in each.values() if agent.granted]:
+        (agent.launch if plain else agent.boot)()
+    settle(world, {} if plain else agents)
+    (lost,) = [number for number, agent in agents["a"].items() if agent.granted]
+    world.answers_at_once = False
+    for each in agents.values():
+        world.do(ev.Disconnected(conn=each[lost].conn or 0))
+        each[lost].conn = None
+    world.advance(1.0)
+    (question,) = world.questions
+    assert {task.name: task.runs for task in question.tasks} == {"a": False, "b": True}
+
+
 def test_a_task_that_ends_leaves_its_places_to_the_others() -> None:
     world = World()
     agents = crowd(world, 4, a=(1, 4), b=(1, 4))

@@ -140,7 +140,7 @@ def _question(cluster: Cluster, key: str, places: list[Place], tasks: list[Task]
                 weight=task.weight,
                 min_places=task.min_nodes,
                 max_places=_most(task, places),
-                runs=bool(task.established) or (task.formed and not task.elastic),
+                runs=bool(task.slots) and (bool(task.established) or (task.formed and not task.elastic)),
                 before=max(lasting.allocation.get(task.id, 0), standing[task.id]),
                 left=standing[task.id],
             )
