@@ -1,0 +1,88 @@
+"""Escalation with real processes: a crash loop is stopped, a bad node is cordoned, a hung recovery ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from coordinator.shell import Coordinator
+from faults.cluster import Cluster, kill, lives, until
+from faults.judge import Reference, check_exact
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(240)]
+
+
+@contextmanager
+def failing(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, *limits: str, agents: int, **settings: Any
+) -> Iterator[Cluster]:
+    """A cluster of workers that fail as the settings say, and a coordinator that loses patience soon."""
+    monkeypatch.setattr("faults.cluster.SCRIPT", Path(__file__).parent / "failing.py")
+    cluster = Cluster(folder, agents=agents, settings=settings)
+    cluster.state_dir.mkdir()
+    with Coordinator(cluster.state_dir, *limits, "coordinator.exit_when_idle=true", port=cluster.port), cluster:
+        yield cluster
+
+
+def test_a_script_that_raises_at_a_step_is_stopped_with_its_diagnosis(tmp_path: Path, monkeypatch) -> None:
+    limits = ["severity.crash_attempts=2"]
+    with failing(monkeypatch, tmp_path, *limits, agents=2, full=2, raises_from=4, slow=0.02) as cluster:
+        until("the agents' end", lambda: all(agent.poll() is not None for agent in cluster.agents.values()), 150)
+        assert {agent.returncode for agent in cluster.agents.values()} == {1}
+        (stopped,) = cluster.events("task_stopped")
+        assert stopped["step"] == 4
+        assert stopped["rule"] == "no way past a step"
+        assert stopped["attempts"] == 2
+        assert stopped["causes"] == ["exit 1"]
+        assert set(stopped["nodes"]) <= {"n0", "n1"}
+        (over,) = cluster.events("task_over")
+        assert over["succeeded"] is False
+        assert over["reason"] == stopped["reason"]
+        assert not cluster.events("node_cordoned"), "it is no node's fault"
+        assert {line["step"] for line in cluster.notes("step")} == {0, 1, 2, 3}
+
+
+def test_a_node_on_which_every_worker_dies_is_cordoned_and_the_others_train_on(tmp_path: Path, monkeypatch) -> None:
+    limits = ["severity.cordon_failures=2", "cluster.warm_standby=false"]
+    with failing(monkeypatch, tmp_path, *limits, agents=2, full=1, raises_from=0, on="n1", pace=0.05) as cluster:
+        cluster.watch(lambda: cluster.notes("step") and cluster.events("node_cordoned"), "the cordon", 150)
+        (event,) = cluster.events("node_cordoned")
+        assert event["node"] == "n1"
+        assert "exit 1" in event["reason"]
+        (world,) = cluster.wait_world(1, after=time.time())
+        assert world["node"] == "n0"
+        assert len({line["pid"] for line in cluster.notes("step")}) == 1, "n0 was never restarted"
+        until("the agent's standing by", lambda: "cordoned: n1" in shown(cluster), 60)
+        assert cluster.agents["n1"].poll() is None
+        died = len(cluster.events("worker_died"))
+        cluster.finish(120)
+        assert len(cluster.events("worker_died")) == died, "no worker was started on n1 any more"
+        assert not cluster.events("task_stopped")
+
+
+def test_a_worker_that_hangs_in_a_recovery_is_killed_and_joins_again(
+    tmp_path: Path, monkeypatch, reference: Reference
+) -> None:
+    with failing(monkeypatch, tmp_path, "detection.recovery_time=5", agents=3, hangs="n1") as cluster:
+        before = {line["node"]: line["pid"] for line in cluster.wait_world(3)}
+        kill(before["n0"])
+        cluster.watch(lambda: cluster.events("workers_restarted"), "the restart", 60)
+        (event,) = cluster.events("workers_restarted")
+        assert (event["node"], event["kind"]) == ("n1", "recovery_stuck")
+        until("the hung worker's end", lambda: not lives(before["n1"]), 20)
+        cluster.wait_world(3, after=time.time(), seconds=90)
+        cluster.finish(120)
+        check_exact(tmp_path, reference, workers=3)
+
+
+def shown(cluster: Cluster) -> str:
+    """What `unicron status` prints."""
+    code = "from unicron_lightning.cli import main; main()"
+    command = [sys.executable, "-c", code, "status", "--endpoint", f"127.0.0.1:{cluster.port}"]
+    return subprocess.run(command, check=True, timeout=60, capture_output=True, text=True).stdout
