@@ -41,7 +41,7 @@ class Managed:
                 daemon.terminate()
         for name, daemon in self.daemons.items():
             try:
-                daemon.wait(40)
+                daemon.wait(60)
             except subprocess.TimeoutExpired:
                 print(f"==== {name} does not end")
                 daemon.kill()
@@ -59,7 +59,7 @@ class Managed:
     def start(self, node: str, slots: str = "1") -> subprocess.Popen[bytes]:
         """Start a node's daemon."""
         options = ["--endpoint", self.endpoint, "--node", node, "--slots", slots, "--logs", str(self.logs)]
-        command = [sys.executable, "-c", MAIN, "agent", *options, "--stop-seconds", "5"]
+        command = [sys.executable, "-c", MAIN, "agent", *options, "--stop-seconds", "40"]
         with (self.folder / f"daemon-{node}.log").open("ab") as log:
             self.daemons[node] = subprocess.Popen(command, stdout=log, stderr=log, env=self.environment)
         return self.daemons[node]

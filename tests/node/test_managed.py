@@ -41,7 +41,7 @@ def test_cancel_stops_everything_of_a_job(tmp_path: Path) -> None:
         processes = managed.below("n0")
         assert len(processes) >= 2
         assert managed.unicron("cancel", "j") == "j: cancelled\n"
-        until("the end of all its processes", lambda: gone(processes), 30)
+        until("the end of all its processes", lambda: gone(processes), 60)
         assert managed.jobs() == {"j": "cancelled"}
         assert managed.unicron("cancel", "j", status=2) == "unicron: no task 'j'; there are: []\n"
 
@@ -52,7 +52,7 @@ def test_cancel_stops_a_task_that_its_user_started(tmp_path: Path) -> None:
         cluster.wait_events(1, "started")
         (worker,) = until("its worker", lambda: workers_of(cluster.agents[0].pid))
         unicron("cancel", "task", "--endpoint", f"127.0.0.1:{cluster.port}")
-        assert cluster.agents[0].wait(30) == 1
+        assert cluster.agents[0].wait(60) == 1
         assert gone([worker])
 
 

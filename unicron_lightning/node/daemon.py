@@ -13,6 +13,7 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
+from typing import Final
 
 from unicron_lightning import wire
 from unicron_lightning.errors import SessionRefused
@@ -23,6 +24,9 @@ from unicron_lightning.node.reconcile import Key, key_of, steps
 from unicron_lightning.nodewire import Launch, NodeHello, NodeReport, NodeRun, NodeTask
 
 logger = logging.getLogger(__name__)
+
+_PATIENCE_SECONDS: Final = 15.0
+"""torchrun hears of its task's end itself; workers of plain scripts may then take their ``stop_timeout`` of 10 s."""
 
 
 class Daemon:
@@ -76,6 +80,8 @@ class Daemon:
     async def _stop_all(self) -> None:
         self._ending.set()  # from now on a signal kills
         self._wanted = ()
+        for agent in self._agents.values():
+            agent.stop(patience_seconds=0.0)
         self._review()
         while self._agents:
             self._changed.clear()
@@ -106,7 +112,7 @@ class Daemon:
         for key in due.forget:
             del self._agents[key]
         for key in due.stop:
-            self._agents[key].stop()
+            self._agents[key].stop(_PATIENCE_SECONDS)
         for launch in due.start:
             self._agent(launch).start()
         loop = asyncio.get_running_loop()

@@ -46,7 +46,8 @@ class AgentProcess:
         self._pidfd = -1
         self._scratch: Path | None = None
         self._pipes: list[LogPipe] = []
-        self._kill: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._terminated = False
         self._below: list[psutil.Process] = []
         self._starts = 0
         self._state = State(running=False)
@@ -72,15 +73,28 @@ class AgentProcess:
             logger.error("launch_failed task=%s slot=%s error=%s", self.launch.job.name, self.launch.slot, error)
             self._ended(CANT_START, f"can't be started: {error}")
 
-    def stop(self) -> None:
-        """Have it end; what has not ended in time is killed."""
-        if self._process is None or self._state.stopping:
+    def stop(self, patience_seconds: float) -> None:
+        """Have it end: by itself if it does so in time, else by SIGTERM; what has not ended then in time is killed.
+
+        A SIGTERM while it cleans up by itself would keep it from doing so.
+        """
+        if self._process is None or self._terminated:
             return
         self._state = State(running=True, stopping=True)
+        self._set_timer(patience_seconds, self._terminate)
+
+    def _terminate(self) -> None:
+        assert self._process is not None
+        self._terminated = True
         self._below = self._descendants()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGTERM)
-        self._kill = asyncio.get_running_loop().call_later(self._options.stop_seconds, self.kill)
+        self._set_timer(self._options.stop_seconds, self.kill)
+
+    def _set_timer(self, seconds: float, then: Callable[[], None]) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(seconds, then)
 
     def kill(self) -> None:
         """SIGKILL all of it now."""
@@ -130,9 +144,9 @@ class AgentProcess:
         self._ended(code, f"ended with {how}{' as told' if self._state.stopping else ''}")
 
     def _ended(self, code: int, words: str) -> None:
-        if self._kill is not None:
-            self._kill.cancel()
-            self._kill = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         self._note(words)
         logger.info("agent_ended task=%s slot=%s code=%d", self.launch.job.name, self.launch.slot, code)
         for pipe in self._pipes:
@@ -140,7 +154,7 @@ class AgentProcess:
         self._pipes = []
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
-        self._process, self._below, self._scratch = None, [], None
+        self._process, self._below, self._scratch, self._terminated = None, [], None, False
         self._state = State(running=False, stopping=self._state.stopping, code=code, ended_at=time.monotonic())
         self._on_exit()
 
