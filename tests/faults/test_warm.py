@@ -30,8 +30,11 @@ def warm_agent(cluster: Cluster, world: list[Note]) -> str:
 def rejoined(cluster: Cluster, before: list[Note], since: float) -> float:
     """Wait until a worker of the warm node has taken part in a step; tell how long after ``since`` it had, in parts."""
     spare = warm_agent(cluster, before)
-    after = cluster.wait_world(2, after=since)
-    joiner = next(line for line in after if line["node"] == spare)
+
+    def steps() -> list[Note]:
+        return [line for line in cluster.wait_world(2, after=since) if line["node"] == spare]
+
+    (joiner,) = cluster.watch(steps, f"a step of {spare}", 60)
     assert joiner["pid"] not in {line["pid"] for line in before}
     events = [event for event in cluster.events() if event["at"] >= since]
     at = {name: next(e["at"] for e in events if e["name"] == name) - since for name in ("slot_granted", "worker_hello")}

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -119,3 +122,29 @@ def test_members_go_at_once_when_the_task_is_cancelled(agent: Agent, monkeypatch
     assert left == [], "a member ends by itself"
     agent.say(wire.TaskOver(succeeded=False))
     assert left == [1]
+
+
+WAITS = """
+import signal, sys
+from unicron_lightning.worker.control import Control
+signal.signal(signal.SIGTERM, lambda *_: None)
+control = Control(sys.argv[1], "a", 0, lambda epoch: None)
+control.hello(1)
+control.wait_welcome()
+"""
+
+
+def test_a_worker_that_waits_to_be_welcomed_ends_at_sigterm(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "socket"))
+        listener.listen()
+        with subprocess.Popen([sys.executable, "-c", WAITS, str(tmp_path / "socket")]) as process:
+            connection, _ = listener.accept()
+            with connection, connection.makefile("rb") as lines:
+                while not isinstance(wire.decode_from_worker(next(lines)), wire.WorkerHello):
+                    pass
+                assert isinstance(wire.decode_from_worker(next(lines)), wire.Heartbeat), "it goes on to say it lives"
+                while process.poll() is None:  # the first may come before it waits
+                    process.terminate()
+                    time.sleep(0.05)
+                assert process.returncode == -signal.SIGTERM
