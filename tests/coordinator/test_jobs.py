@@ -269,6 +269,18 @@ def test_nothing_is_launched_on_a_drained_node():
     assert daemon.wanted == [("j", "0")]
 
 
+def test_nothing_is_launched_on_a_cordoned_node():
+    world = World()
+    world.machine.lasting.cordoned["n"] = "it fails again and again"
+    daemon = FakeDaemon(world, "n", "0").connect()
+    submit(world, "j")
+    world.advance(1.0)
+    assert daemon.wanted == []
+    world.do(ev.Drain(node="n", drained=False))
+    world.advance(1.0)
+    assert daemon.wanted == [("j", "0")], "undrain lifts it"
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [

@@ -40,7 +40,7 @@ def usable_places(cluster: Cluster) -> list[Place]:
     nodes: dict[str, str] = {}
     tasks: dict[str, set[str]] = {}
     for node in cluster.nodes.values():
-        if node.label not in cluster.lasting.drained:
+        if node.label not in cluster.lasting.drained and node.label not in cluster.lasting.cordoned:
             for place in node.places:
                 nodes[place] = node.label
                 tasks[place] = {job for job in cluster.lasting.jobs if job in cluster.tasks}

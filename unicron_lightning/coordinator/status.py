@@ -67,7 +67,7 @@ def _node(cluster: Cluster, node: Node) -> dict[str, Any]:
         "host": node.host,
         "pid": node.pid,
         "connected": node.conn is not None,
-        "drained": node.label in cluster.lasting.drained,
+        "drained": node.label in cluster.lasting.drained or node.label in cluster.lasting.cordoned,
         "slots": {
             slot: {
                 "assigned": cluster.lasting.assigned.get(f"{node.label}/{slot}") or None,
