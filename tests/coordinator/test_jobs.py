@@ -156,6 +156,22 @@ def test_a_job_that_torchrun_gave_up_has_failed():
     assert job_status(world.machine.cluster, "j")["reason"].startswith("torchrun ended with status 1 at n/")
 
 
+def test_a_job_that_ended_well_while_the_coordinator_was_away_has_succeeded():
+    world = World()
+    daemon = FakeDaemon(world, "n", "0").connect()
+    submit(world, "j")
+    submit(world, "waits")
+    world.advance(1.0)
+    runs(world, daemon, "j", "0")
+    world.start()
+    daemon.connect()
+    daemon.ends("j", "0", 0)
+    assert status(world, "j") == "running", "its agent may still come and say so itself"
+    world.advance(20.0)
+    assert status(world, "j") == "succeeded"
+    assert ("waits", "0") in daemon.wanted
+
+
 def test_a_job_whose_torchrun_was_killed_is_not_given_up():
     world = World()
     daemon = FakeDaemon(world, "n", "0").connect()

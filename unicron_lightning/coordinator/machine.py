@@ -332,7 +332,7 @@ class Machine:
         """Have the tasks that share places planned anew, and do what is due for them: one may have made way for
         another.
         """
-        for task in nodes.review_given_up(self._cluster, turn):
+        for task in nodes.review_ended(self._cluster, turn):
             self._review(turn, task)
         review_allocation(self._cluster, turn)
         for task in competing_tasks(self._cluster):

@@ -106,9 +106,11 @@ def review(cluster: Cluster, turn: Turn) -> None:
             turn.actions.append(ev.Send(conn=node.conn, message=NodeRun(launches=launches)))
 
 
-def review_given_up(cluster: Cluster, turn: Turn) -> list[Task]:
-    """End the jobs of which nothing runs any more because torchrun gave up (its restarts are used, or its options are
-    refused); returns them.
+def review_ended(cluster: Cluster, turn: Turn) -> list[Task]:
+    """End the jobs of which nothing runs any more by torchrun's own doing; returns them.
+
+    It gave up (its restarts are used, or its options are refused); or it ended well while the coordinator was away, so
+    that its agent could not say so.
     """
     ended = []
     for job in list(cluster.lasting.jobs.values()):
@@ -117,10 +119,11 @@ def review_given_up(cluster: Cluster, turn: Turn) -> list[Task]:
             continue
         of_job = [(node, each) for node in cluster.nodes.values() for each in node.tasks if _is_of(each, job)]
         failed = [(node, each) for node, each in of_job if each.pid is None and (each.code or 0) > 0]
-        if failed and all(each.pid is None for _, each in of_job):
-            node, each = failed[0]
+        done = failed or [(node, each) for node, each in of_job if each.pid is None and each.code == 0]
+        if done and all(each.pid is None for _, each in of_job):
+            node, each = done[0]
             reason = f"torchrun ended with status {each.code} at {node.label}/{each.slot}"
-            finish(task, turn, succeeded=False, reason=reason)
+            finish(task, turn, succeeded=not failed, reason=reason)
             ended.append(task)
     return ended
 
