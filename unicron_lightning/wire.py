@@ -277,6 +277,8 @@ class TaskOver(Message, frozen=True, kw_only=True, tag="task_over"):
     """
 
     succeeded: bool
+    reason: str = ""
+    """For the user of one that failed."""
 
 
 class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):

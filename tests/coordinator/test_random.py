@@ -49,7 +49,7 @@ class Histories(RuleBasedStateMachine):
         extra=st.data(),
     )
     def begin(self, low, spare, capacity, size, warm, extra):
-        self.world = World(warm_standby=warm)
+        self.world = self.make_world(warm_standby=warm)
         self.world.nodes = (low, low + spare)
         self.capacity = capacity
         self.size = size
@@ -58,6 +58,9 @@ class Histories(RuleBasedStateMachine):
         if extra.draw(st.booleans(), "running"):
             for _ in range(5):
                 self.everybody_goes_on()
+
+    def make_world(self, **limits):
+        return World(**limits)
 
     # ---- what goes well
 

@@ -102,6 +102,16 @@ def test_a_member_that_never_reports_is_killed_and_the_others_go_on(restart):
     assert world.task().settled
 
 
+def test_a_recovery_ends_when_the_task_does():
+    world, (a, b, c) = joined(recovery_time=60)
+    a.say(wire.WorkerDone(worker=a.worker()))
+    c.die()
+    assert world.task().epoch.kind == "fail" and not world.task().settled
+    world.advance(61)
+    assert [message.worker for message in b.all(wire.Fence)] == ["b/0#1"]
+    assert b.last(wire.TaskOver).succeeded, "all of its work was done"
+
+
 def test_nobody_reports_and_a_new_life_begins():
     world, agents = joined(recovery_time=60)
     agents[2].die()

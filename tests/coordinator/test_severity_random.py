@@ -50,9 +50,11 @@ class Watched(World):
 class Severe(Histories):
     def __init__(self) -> None:
         super().__init__()
-        self.world = Watched(**LOW)
         self.step = 0
         self.hung: set[str] = set()
+
+    def make_world(self, **limits: Any) -> World:
+        return Watched(**LOW, **limits)
 
     @precondition(lambda self: self.agents)
     @rule(pick=st.integers(0, 7))

@@ -45,6 +45,8 @@ def test_a_script_that_raises_at_a_step_is_stopped_with_its_diagnosis(tmp_path: 
         assert over["succeeded"] is False
         assert over["reason"] == stopped["reason"]
         assert not cluster.events("node_cordoned"), "it is no node's fault"
+        for node in ("n0", "n1"):
+            assert "failed 2 times at step 4" in (tmp_path / f"agent-{node}.log").read_text(), "torchrun's user is told"
         assert {line["step"] for line in cluster.notes("step")} == {0, 1, 2, 3}
 
 

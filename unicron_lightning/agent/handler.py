@@ -168,7 +168,9 @@ class UnicronRendezvousHandler(RendezvousHandler):
             raise RendezvousFailed(str(error)) from None
         if isinstance(decision, wire.TaskOver):
             # The graceful exit that torchelastic offers ends in an AttributeError in its launcher.
-            logger.info("task_over task=%s succeeded=%s", self._options.task, decision.succeeded)
+            level = logging.INFO if decision.succeeded else logging.WARNING
+            logger.log(level, "task_over task=%s succeeded=%s reason=%r", self._options.task, decision.succeeded,
+                       decision.reason)  # fmt: skip
             raise SystemExit(0 if decision.succeeded else 1)
         if isinstance(decision, CoordinatorUnavailable):
             raise RendezvousFailed(str(decision))

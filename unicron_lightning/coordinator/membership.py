@@ -109,7 +109,7 @@ def finish(task: Task, turn: Turn, *, succeeded: bool, reason: str) -> None:
     task.over = succeeded
     ended(task, turn, succeeded=succeeded, reason=reason)
     for agent in task.agents.values():
-        turn.send(agent, wire.TaskOver(succeeded=succeeded))
+        turn.send(agent, wire.TaskOver(succeeded=succeeded, reason=reason))
     turn.emit(task, "task_over", succeeded=succeeded, reason=reason, life=task.life, epoch=task.number)
 
 

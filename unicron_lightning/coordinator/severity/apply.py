@@ -39,7 +39,7 @@ def worker_died(task: Task, turn: Turn, agent: Agent, message: wire.WorkerDied) 
     # Those that are gone were stopped or killed on order, or went with a sibling that was told of.
     starting = round_of(message.worker) == agent.round and message.worker not in agent.gone
     starting = starting and agent.id in task.slots and not agent.stopping
-    if not _concerned(task) or ended_well or not (known or starting):
+    if not _concerned(task) or task.finishing or ended_well or not (known or starting):
         return
     kind = "silent" if message.cause == "silent" else "exited_abnormally"
     failure = _failure(task, turn, agent, kind, message.worker, _cause(message))
@@ -51,7 +51,7 @@ def worker_died(task: Task, turn: Turn, agent: Agent, message: wire.WorkerDied) 
 def agent_lost(task: Task, turn: Turn, agent: Agent) -> None:
     """An agent is gone, and its workers with it; told before they are buried."""
     members = [worker for worker in task.workers_of(agent.id) if worker.id in task.severity.joined]
-    if _concerned(task) and members:
+    if _concerned(task) and not task.finishing and members:
         failure = _failure(task, turn, agent, "lost_connection", members[0].id, "the agent was lost")
         _feed(task, turn, Error(failure=failure))
 
@@ -140,12 +140,14 @@ def review(task: Task, turn: Turn) -> bool:
         _settled(task, turn)
     _set_timer(task, turn, planned=planned, renewed=renewed)
     decisions = turn.decisions.pop(task.id, [])
+    if task.finishing:  # A recovery has to end here as well, but nothing is given up any more.
+        decisions = [decision for decision in decisions if decision.action != "stop"]
     changed = [_carry_out(task, turn, decision) for decision in decisions if task.over is None]
     return any(changed)
 
 
 def _concerned(task: Task) -> bool:
-    return task.elastic and task.over is None and not task.finishing and not task.rebuilding
+    return task.elastic and task.over is None and not task.rebuilding
 
 
 def _feed(task: Task, turn: Turn, seen: Seen) -> None:
