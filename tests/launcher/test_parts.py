@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +209,21 @@ def test_ends_are_in_the_order_of_the_jobs() -> None:
     assert [end.state for end in run(coordinator)] == ["succeeded", "failed", "succeeded"]
     assert coordinator.jobs == ["j-0", "j-1", "j-2"]
     assert coordinator.cancelled == []
+
+
+def test_a_sweep_that_is_terminated_cancels_its_jobs() -> None:
+    class Terminated(FakeCoordinator):
+        def __call__(self, path: str, **options: Any) -> Any:
+            if path == "/v1/jobs" and not options:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().__call__(path, **options)
+
+    coordinator = Terminated({0: "succeeded", 1: "running", 2: "queued"}, {0: "succeeded", 1: "running", 2: "queued"})
+    with pytest.raises(SystemExit) as ended:
+        run(coordinator)
+    assert ended.value.code == 143
+    assert set(coordinator.cancelled) >= {"j-1", "j-2"}
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_a_job_that_the_coordinator_has_forgotten_is_lost() -> None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import logging
+import signal
+import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -56,26 +60,32 @@ class Sweep:
             UnicronError: it refuses a job.
         """
         try:
-            for job in jobs:
-                self._ask("/v1/jobs", method="POST", body=msgspec.to_builtins(job, str_keys=True))
-                self._states[job.name] = "queued"
-            self._wait()
+            with _sigterm_raises():
+                self._submit_and_wait(jobs)
         except BaseException:
             self._cancel()
             raise
         return [self._ended[job.name] for job in jobs]
 
+    def _submit_and_wait(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            self._ask("/v1/jobs", method="POST", body=msgspec.to_builtins(job, str_keys=True))
+            self._states[job.name] = "queued"
+        self._wait()
+
     def _wait(self) -> None:
-        seen = time.monotonic()
+        away_since: float | None = None
         while self._states:
             try:
                 known = {each["name"]: each for each in self._ask("/v1/jobs")}
-                seen = time.monotonic()
+                away_since = None
                 self._review(known)
             except CoordinatorUnavailable as error:
                 # The jobs go on without it; so do we, until it is back.
-                logger.warning("coordinator_away %s", error)
-                if time.monotonic() - seen > self._unavailable_seconds:
+                if away_since is None:
+                    away_since = time.monotonic()
+                    logger.warning("coordinator_away %s", error)
+                if time.monotonic() - away_since >= self._unavailable_seconds:
                     raise
             if self._states:
                 time.sleep(self._poll_seconds)
@@ -107,3 +117,16 @@ def asking(endpoint: str, token: str | None) -> Callable[..., Any]:
         return fetch(endpoint, path, token, **options)
 
     return ask
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """Have SIGTERM, as of a batch system, end this process like Ctrl-C: by way of what has to be put away."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
