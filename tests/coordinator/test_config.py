@@ -177,6 +177,14 @@ def _spelt(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
+@pytest.mark.parametrize(("column", "choice"), [(3, "fast"), (4, "normal"), (5, "patient")])
+def test_the_table_of_derived_time_outs_is_right(column: int, choice: str) -> None:
+    section = DOCUMENT.read_text(encoding="utf-8").partition("## Derived time-outs")[2].partition("## Keys")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line.startswith("| `")]
+    detection = configured(f"detection={choice}").detection
+    assert {row[0].strip("`"): float(row[column]) for row in rows} == vars(detection)
+
+
 def test_the_document_names_every_choice() -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
     choices = [(path.parent.name, path.stem) for path in (ROOT / "conf").glob("*/*.yaml")]
