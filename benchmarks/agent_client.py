@@ -203,7 +203,7 @@ class Client:
 
     def arrived(self, task: str, epoch: int, kind: str, now: float) -> None:
         """An agent has the whole message of an epoch."""
-        seen = self._seen.setdefault((task, epoch), {"kind": kind, "count": 0, "last": 0.0, "told": False})
+        seen = self._seen.setdefault((task, epoch), {"kind": kind, "count": 0, "last": 0.0, "told": 0})
         seen["count"] += 1
         seen["last"] = now
 
@@ -257,8 +257,8 @@ class Client:
             await asyncio.sleep(0.1)
             now = time.monotonic()
             for (task, epoch), seen in self._seen.items():
-                if not seen["told"] and now - seen["last"] > QUIET_SECONDS:
-                    seen["told"] = True
+                if seen["told"] < seen["count"] and now - seen["last"] > QUIET_SECONDS:
+                    seen["told"] = seen["count"]
                     about = {"task": task, "epoch": epoch, "kind": seen["kind"]}
                     print(json.dumps({**about, "count": seen["count"], "last": seen["last"]}), flush=True)
             print(json.dumps({"settled": self._settled}), flush=True)

@@ -52,7 +52,8 @@ class Clients:
             assert process.stdout is not None
             os.set_blocking(process.stdout.fileno(), False)
         self._buffers = [b"" for _ in self.processes]
-        self.epochs: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
+        self.epochs: dict[tuple[str, int], dict[int, dict[str, Any]]] = defaultdict(dict)
+        """By task and epoch: what each client said last of it."""
         self.struck: dict[str, float] = {}
         self.settled: dict[str, int] = {}
 
@@ -77,13 +78,13 @@ class Clients:
                     for task, epoch in told["settled"].items():
                         self.settled[task] = max(epoch, self.settled.get(task, 0))
                 else:
-                    self.epochs[told["task"], told["epoch"]].append(told)
+                    self.epochs[told["task"], told["epoch"]][number] = told
 
     def whole(self, task: str, size: int) -> bool:
         """Whether the newest epoch of a task has settled, with so many members."""
         newest = max((epoch for of, epoch in self.epochs if of == task), default=0)
         settled = newest and self.settled.get(task, 0) == newest
-        return bool(settled) and sum(part["count"] for part in self.epochs[task, newest]) == size
+        return bool(settled) and sum(part["count"] for part in self.epochs[task, newest].values()) == size
 
     def close(self) -> None:
         for process in self.processes:
@@ -157,7 +158,7 @@ def strike(clients: Clients, home: dict[str, int], number: int, tasks: int, size
     def told() -> tuple[int, float] | None:
         epochs = sorted(epoch for of, epoch in clients.epochs if of == task and epoch > before)
         for epoch in epochs:
-            parts = clients.epochs[task, epoch]
+            parts = list(clients.epochs[task, epoch].values())
             if parts[0]["kind"] == "fail" and sum(part["count"] for part in parts) >= size - 1:
                 return epoch, max(part["last"] for part in parts)
         return None

@@ -147,8 +147,10 @@ class Machine:
             task = self._cluster.tasks.get(task_id)
             agent = task.agents.get(agent_id) if task else None
             if task is not None and agent is not None:
+                step = task.severity.step
                 self._from_agent(turn, task, agent, message)
-                self._review(turn, task)
+                if turn.decisions or task.severity.step != step or not workers.changes_nothing(task, message):
+                    self._review(turn, task)
 
     def _register(self, turn: Turn, conn: int, message: wire.Register) -> None:
         task = self._cluster.tasks.get(message.task)

@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from unicron_lightning import wire
@@ -114,7 +115,8 @@ def finish(task: Task, turn: Turn, *, succeeded: bool, reason: str) -> None:
 
 
 def _form(task: Task, turn: Turn) -> None:
-    complete = [agent_id for agent_id in task.slots if _slot_complete(task, agent_id)]
+    built = Counter(worker.agent for worker in task.workers.values() if worker.built)
+    complete = [agent_id for agent_id in task.slots if built[agent_id] == task.agents[agent_id].local_world]
     if len(complete) < task.min_nodes:
         return
     founders = [worker for agent_id in complete for worker in task.workers_of(agent_id) if worker.built]
@@ -130,12 +132,6 @@ def _turn_into_joiners(task: Task, turn: Turn, members: set[str]) -> None:
             worker.founder = worker.built = False
             word = wire.Welcome(worker=worker.id, founder=False, life=task.life, resume=None)
             turn.send(task.agents[worker.agent], word)
-
-
-def _slot_complete(task: Task, agent_id: str) -> bool:
-    """Whether every local rank of the slot has a worker that is built."""
-    built = [worker for worker in task.workers_of(agent_id) if worker.built]
-    return bool(built) and len(built) == task.agents[agent_id].local_world
 
 
 def _repair(task: Task, turn: Turn, live: list[wire.Member], *, deaths: bool) -> None:
@@ -225,12 +221,15 @@ def _resize(task: Task, turn: Turn) -> None:
 
 def _within(capacity: int, members: list[wire.Member]) -> list[wire.Member]:
     """Without the newest agents that the task cannot use: there are such when those that were to leave may stay."""
-    kept = list(members)
-    for agent_id in dict.fromkeys(member.agent for member in reversed(members)):
-        rest = [member for member in kept if member.agent != agent_id]
-        if len(rest) >= capacity:
-            kept = rest
-    return kept
+    if len(members) <= capacity:
+        return members
+    left = len(members)
+    gone: set[str] = set()
+    for agent_id, number in Counter(member.agent for member in reversed(members)).items():
+        if left - number >= capacity:
+            left -= number
+            gone.add(agent_id)
+    return [member for member in members if member.agent not in gone]
 
 
 def _admit(task: Task, turn: Turn, away: set[str], room: int) -> None:

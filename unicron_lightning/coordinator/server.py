@@ -1,7 +1,7 @@
 """The coordinator's shell: sockets, timers and the store around the pure `Machine`.
 
-One asyncio loop, no threads. Each input is handled to its end before the next: the machine decides, the store commits,
-then messages leave. So nobody ever acts on a decision that a restarted coordinator would not know of.
+One asyncio loop, no threads. The machine decides, the store commits, then messages leave: nobody ever acts on a
+decision that a restarted coordinator would not know of. What arrives together is one transaction.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from unicron_lightning import nodewire, wire
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.allocation import standing
 from unicron_lightning.coordinator.api import NO_TOKEN, Api
+from unicron_lightning.coordinator.batch import Batch
 from unicron_lightning.coordinator.config import CoordinatorConfig, default_state_dir, prepare_state_dir, read_token
 from unicron_lightning.coordinator.machine import Machine
 from unicron_lightning.coordinator.planning import Knowledge, Planning
 from unicron_lightning.coordinator.question import Question
 from unicron_lightning.coordinator.session import Session
 from unicron_lightning.coordinator.startup import inputs_at_start
-from unicron_lightning.coordinator.store import NewEvent, Store
+from unicron_lightning.coordinator.store import Store
 from unicron_lightning.coordinator.unplanned import keep
 from unicron_lightning.errors import ConfigError, PortInUse
 
@@ -87,6 +88,8 @@ class Server:
         self._timers: dict[ev.TimerKey, asyncio.TimerHandle] = {}
         self._look: asyncio.TimerHandle | None = None
         self._ahead: asyncio.TimerHandle | None = None
+        self._batch = Batch()
+        self._flushing = False
         self._stop = asyncio.Event()
         self._failed = False
         self.store_error: str | None = None
@@ -132,6 +135,17 @@ class Server:
 
     def apply(self, event: ev.Input) -> None:
         """Have the machine take in an input, and carry out its answer."""
+        self._handle(event)
+        self._flush()
+
+    def _take(self, event: ev.Input) -> None:
+        """The same a moment later, together with what else has arrived: a thousand reports are one transaction."""
+        self._handle(event)
+        if not self._flushing:
+            self._flushing = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _handle(self, event: ev.Input) -> None:
         if self._stop.is_set():
             return
         now = time.time()
@@ -143,45 +157,40 @@ class Server:
             logger.exception("machine_broken event=%s", event)
             self._failed = True
             self._stop.set()
+            self._batch = Batch()
             return
-        self._persist(actions, now)
         for action in actions:
+            if isinstance(action, ev.SetTimer):
+                self._cancel(action.key)
+                self._timers[action.key] = asyncio.get_running_loop().call_later(action.seconds, self._fire, action.key)
+            elif isinstance(action, ev.CancelTimer):
+                self._cancel(action.key)
+        self._batch.add(now, actions)
+
+    def _flush(self) -> None:
+        """Make durable what the machine has decided, then tell."""
+        self._flushing = False
+        batch, self._batch = self._batch, Batch()
+        try:
+            if batch.write(self.store, self.machine):
+                self.store_error = None
+        except sqlite3.Error as error:
+            # Recovery must not end because a disk is full: go on without a memory, and say so.
+            self.store_error = str(error)
+            logger.error("state_not_saved error=%s", error)
+        for action in batch.actions():
             match action:
                 case ev.Send(conn=conn, message=message):
                     if conn in self._sessions:
-                        self._sessions[conn].send(wire.encode(message).decode())
+                        self._sessions[conn].send(batch.frame(message))
                 case ev.Close(conn=conn, reason=reason):
                     if conn in self._sessions:
                         self._sessions[conn].finish(reason)
-                case ev.SetTimer(key=key, seconds=seconds):
-                    self._cancel(key)
-                    self._timers[key] = asyncio.get_running_loop().call_later(seconds, self._fire, key)
-                case ev.CancelTimer(key=key):
-                    self._cancel(key)
                 case ev.Ask(question=question):
                     self._ask(question)
                 case ev.StopServer(reason=reason):
                     logger.info("coordinator_stops reason=%s", reason)
                     self._stop.set()
-
-    def _persist(self, actions: list[ev.Action], now: float) -> None:
-        tasks = self.machine.tasks
-        save = [tasks[action.task] for action in actions if isinstance(action, ev.Save) and action.task in tasks]
-        forget = [a.task for a in actions if isinstance(a, ev.Forget) and a.task not in tasks]
-        emitted = [action for action in actions if isinstance(action, ev.Emit)]
-        lasting = self.machine.lasting if ev.SaveLasting() in actions else None
-        if not (save or forget or emitted or lasting):
-            return
-        news = [NewEvent(at=now, name=e.name, task=e.task, incident=e.incident, fields=e.fields) for e in emitted]
-        for event in news:
-            logger.info("%s task=%s incident=%s %s", event.name, event.task, event.incident, event.fields)
-        try:
-            self.store.write(save=save, forget=forget, events=news, lasting=lasting)
-            self.store_error = None
-        except sqlite3.Error as error:
-            # Recovery must not end because a disk is full: go on without a memory, and say so.
-            self.store_error = str(error)
-            logger.error("state_not_saved error=%s", error)
 
     def _ask(self, question: Question) -> None:
         loop = asyncio.get_running_loop()
@@ -211,13 +220,13 @@ class Server:
 
     async def _serve_agent(self, request: web.Request) -> web.StreamResponse:
         def take(conn: int, data: str) -> None:
-            self.apply(ev.Received(conn=conn, message=wire.decode_from_agent(data)))
+            self._take(ev.Received(conn=conn, message=wire.decode_from_agent(data)))
 
         return await self._serve(request, take)
 
     async def _serve_node(self, request: web.Request) -> web.StreamResponse:
         def take(conn: int, data: str) -> None:
-            self.apply(ev.NodeSaid(conn=conn, message=nodewire.decode_from_node(data)))
+            self._take(ev.NodeSaid(conn=conn, message=nodewire.decode_from_node(data)))
 
         if self._token is None:
             return web.json_response({"error": NO_TOKEN}, status=403)
@@ -240,7 +249,7 @@ class Server:
             await self._read(conn, socket_, take)
         finally:
             del self._sessions[conn]
-            self.apply(ev.Disconnected(conn=conn))
+            self._take(ev.Disconnected(conn=conn))
             await session.stop()
         return socket_
 

@@ -1,45 +1,54 @@
-"""The sending side of one agent's connection."""
+"""The sending side of one peer's connection."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-from dataclasses import dataclass
+import struct
+from typing import Final
 
-from aiohttp import ClientConnectionResetError, WSCloseCode, web
+from aiohttp import WSCloseCode, web
 
-logger = logging.getLogger(__name__)
+_MOST_WAITING_BYTES: Final = 64 << 20
+_TEXT: Final = 0x81
 
-_MOST_WAITING = 10_000
 
-
-@dataclass(frozen=True)
-class _Finish:
-    """Queued behind the last message."""
-
-    reason: str
+def frame_of(payload: bytes) -> bytes:
+    """A WebSocket text frame (RFC 6455, of a server: not masked). The same for all who are told the same."""
+    size = len(payload)
+    if size < 126:
+        return struct.pack("!BB", _TEXT, size) + payload
+    if size < 1 << 16:
+        return struct.pack("!BBH", _TEXT, 126, size) + payload
+    return struct.pack("!BBQ", _TEXT, 127, size) + payload
 
 
 class Session:
-    """Sends messages in order, without making the machine wait for a slow agent."""
+    """Sends messages in order, without making the machine wait for a slow peer.
+
+    Frames go straight to the transport, whole ones at a time, so that aiohttp's own (pings, closing) come between them:
+    through its coroutines a thousand agents would be a thousand tasks to be woken, and as many copies of a message.
+    """
 
     def __init__(self, socket: web.WebSocketResponse, transport: asyncio.Transport) -> None:
         self._socket = socket
         self._transport = transport
-        self._queue: asyncio.Queue[str | _Finish] = asyncio.Queue()
-        self._writer = asyncio.create_task(self._write())
+        self._closing: asyncio.Task[bool] | None = None
 
-    def send(self, frame: str) -> None:
-        """Queue a message. An agent that takes none for too long is cut off; it will register anew."""
-        if self._queue.qsize() < _MOST_WAITING:
-            self._queue.put_nowait(frame)
-        else:
+    def send(self, frame: bytes) -> None:
+        """Send what `frame_of` made. A peer that takes none for too long is cut off; it will register anew."""
+        if self._closing is not None or self._transport.is_closing():
+            return
+        if self._transport.get_write_buffer_size() > _MOST_WAITING_BYTES:
             self._transport.abort()
+            return
+        self._transport.write(frame)
 
     def finish(self, reason: str) -> None:
-        """Close the connection once all queued messages are sent."""
-        self._queue.put_nowait(_Finish(reason))
+        """Close the connection once all that was sent has left."""
+        if self._closing is None:
+            closing = self._socket.close(code=WSCloseCode.OK, message=reason.encode()[:120])
+            self._closing = asyncio.create_task(closing)
 
     async def close(self, code: WSCloseCode, reason: str) -> None:
         """Close the connection now."""
@@ -47,18 +56,8 @@ class Session:
         await self._socket.close(code=code, message=reason.encode()[:120])
 
     async def stop(self) -> None:
-        """End the writer; the socket is closed by whoever reads from it."""
-        self._writer.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._writer
-
-    async def _write(self) -> None:
-        try:
-            while True:
-                frame = await self._queue.get()
-                if isinstance(frame, _Finish):
-                    await self._socket.close(code=WSCloseCode.OK, message=frame.reason.encode()[:120])
-                    return
-                await self._socket.send_str(frame)
-        except (ClientConnectionResetError, ConnectionError):
-            logger.debug("connection_lost_while_sending")  # The reader hears of it as well.
+        """Wait for no closing any more; the socket is closed by whoever reads from it."""
+        if self._closing is not None:
+            self._closing.cancel()
+            with contextlib.suppress(asyncio.CancelledError, ConnectionError):
+                await self._closing

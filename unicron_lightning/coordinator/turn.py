@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection
 from typing import Any
 
 from unicron_lightning import wire
@@ -28,6 +30,7 @@ class Turn:
         self.cordoned = False
         """A node was cordoned: all tasks are to be looked at."""
         self.actions: list[ev.Action] = []
+        self._saved: set[str] = set()
         self.news: list[tuple[Task, ev.Emit]] = []
         """Events of tasks logged in this turn, for those that keep the books."""
 
@@ -35,14 +38,17 @@ class Turn:
         """Whether the agent is to have no workers: its node is drained, or its place another task's."""
         return is_drained(self._cluster, agent) or is_elsewhere(self._cluster, agent)
 
-    def spares(self, task: Task, node: str) -> bool:
-        """Whether the task, and each that has agents on the node, has agents enough elsewhere for its minimum."""
+    def spared(self, task: Task, nodes: Collection[str]) -> frozenset[str]:
+        """Those nodes without which the task, and each that has agents there, has agents enough for its minimum."""
+        needed: set[str] = set()
         for other in self._cluster.tasks.values():
-            rest = [a for a in other.agents.values() if a.node != node and not is_drained(self._cluster, a)]
-            concerned = other is task or any(agent.node == node for agent in other.agents.values())
-            if concerned and other.over is None and len(rest) < other.min_nodes:
-                return False
-        return True
+            if other.over is None:
+                there = {agent.node for agent in other.agents.values()}
+                usable = Counter(a.node for a in other.agents.values() if not is_drained(self._cluster, a))
+                enough = usable.total() - other.min_nodes
+                concerned = nodes if other is task else there.intersection(nodes)
+                needed.update(node for node in concerned if usable[node] > enough)
+        return frozenset(nodes) - needed
 
     def cordon(self, node: str, reason: str) -> None:
         """Have no workers on a node until an operator undrains it."""
@@ -92,9 +98,9 @@ class Turn:
 
     def save(self, task: Task) -> None:
         """Have the task's state written before anything of this turn is sent."""
-        action = ev.Save(task=task.id)
-        if action not in self.actions:
-            self.actions.append(action)
+        if task.id not in self._saved:
+            self._saved.add(task.id)
+            self.actions.append(ev.Save(task=task.id))
 
     def emit(self, task: Task, name: str, **fields: Any) -> None:
         """Log an event of the task under its open incident. What is worth an event is worth saving."""

@@ -166,6 +166,20 @@ def finished(task: Task, turn: Turn, worker: Worker, *, how: str) -> None:
     turn.emit_for(task, None, "worker_finished", {"worker": worker.id, "how": how, "step": worker.step})
 
 
+def changes_nothing(task: Task, message: wire.FromAgent) -> bool:
+    """Whether nothing can be due because of it: a thousand workers say such things all the time, or all at once."""
+    match message:
+        case wire.Progress() | wire.Lookup():
+            return True
+        case wire.WorkerEvent():
+            return message.name != "entered_epoch"
+        case wire.WorkerReady() if message.epoch == task.number and task.severity.awaited == "reports":
+            # The first report of a planned epoch has begun its time; the last one settles it.
+            others = (task.workers.get(member.worker) for member in reversed(task.members()))
+            return any(other is not None and other.ready != task.number for other in others)
+    return False
+
+
 def fence_stranger(task: Task, turn: Turn, agent: Agent, worker: str) -> None:
     """A worker that is not on record speaks: kill it, unless it is known to be ending well, or is being stopped."""
     if worker not in task.finished and not (agent.stopping and round_of(worker) == agent.round):

@@ -159,8 +159,7 @@ def _view(task: Task, turn: Turn) -> View:
     members = tuple((member.agent, member.node) for member in task.live_members())
     record = task.severity
     nodes = {agent.node for agent in task.agents.values()} | {failure.node for failure in record.unjudged}
-    spared = frozenset(node for node in nodes if turn.spares(task, node))
-    return View(members=members, spared=spared, agents=frozenset(task.agents))
+    return View(members=members, spared=turn.spared(task, nodes), agents=frozenset(task.agents))
 
 
 def _failure(task: Task, turn: Turn, agent: Agent, kind: str, worker: str, cause: str) -> Failure:
