@@ -321,3 +321,15 @@ def test_of_two_agents_of_a_task_at_a_place_the_one_that_is_there_gets_it() -> N
     assert new.granted
     assert other.granted
     exclusive(world)
+
+
+def test_a_task_alone_takes_no_place_with_which_it_cannot_begin() -> None:
+    world = World()
+    agents = crowd(world, 1, a=(2, 3))
+    assert set(world.machine.lasting.assigned.values()) == {""}
+    agents["a"][1] = world.agent("a1", task="a", nodes=(2, 3), place="n1/0").start()
+    settle(world, agents)
+    assert members(world, "a") == ["n0", "n1"]
+    agents["a"][1].drop()
+    world.advance(1.0)
+    assert world.machine.lasting.assigned == {"n0/0": "a"}, "it waits for another with what it has"

@@ -44,7 +44,7 @@ def review_allocation(cluster: Cluster, turn: Turn) -> bool:
         question = _question(cluster, key, places, tasks)
         turn.actions.append(ev.Ask(question=question))
         return _keep_standing(cluster, turn, places)
-    wanted = {task.id: min(task.limit, len(places)) for task in tasks}
+    wanted = {task.id: _alone(task, len(places)) for task in tasks}
     _put_in_force(cluster, turn, key, places, wanted, about={})
     return True
 
@@ -147,6 +147,11 @@ def _question(cluster: Cluster, key: str, places: list[Place], tasks: list[Task]
             for task in tasks
         ),
     )
+
+
+def _alone(task: Task, num_places: int) -> int:
+    """Places of the only task: all it can use; none as long as it cannot begin with them."""
+    return min(task.limit, num_places) if task.formed or num_places >= task.min_nodes else 0
 
 
 def _most(task: Task, places: list[Place]) -> int:
