@@ -183,6 +183,15 @@ def test_a_broken_connection_heals_in_place():
     assert phases(bill) == pytest.approx([0.0, 0.6, 0.0])
 
 
+def test_a_death_explains_the_broken_connection_that_was_heard_of_before_it():
+    world, (a, b, _) = training(3)
+    a.say(wire.CommError(worker=a.worker(), epoch=world.task().number, error="reset"))
+    die(world, b, 0.01)
+    recover(world, a, 0.5)
+    (incident,) = world.task().accounts.open
+    assert (incident.id, incident.cause, incident.failures) == ("i1", "signal", 1)
+
+
 def test_nobody_left_is_one_incident_until_the_restart_has_stepped():
     world, (a, b) = training(2)
     die(world, a, 0.0)

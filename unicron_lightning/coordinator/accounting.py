@@ -47,6 +47,8 @@ def take(task: Task, turn: Turn, event: ev.Emit) -> None:
     counts = event.name == "agent_lost" or event.fields.get("cause") in _OWN_DEATHS
     if counts and accounts.open and event.incident == accounts.open[-1].id:
         accounts.open[-1].failures += 1
+        if accounts.open[-1].cause == "comm_error":  # heard of first: the death explains it
+            accounts.open[-1].cause = _cause(event)
     if event.name in _FIRST_STEPS and event.fields.get("epoch") == task.measured.pace.epoch:
         stepped(task, turn, float(event.fields.get("at", turn.now)))
     elif event.name == "epoch_settled" and event.fields["kind"] == "leave":
@@ -155,12 +157,11 @@ def _open(task: Task, turn: Turn, event: ev.Emit) -> None:
     accounts.opened = _number(event.incident)
     happened = {"worker_died": "died_at", "agent_lost": "away_since"}.get(event.name, "")
     fault = fields.get(happened) or turn.now
-    cause = "node lost" if event.name == "agent_lost" else str(fields.get("cause", event.name))
     standing = any(incident.stepped_at is None for incident in accounts.open)
     level = _NOTHING if standing else accounts.level
     incident = Incident(
         id=event.incident,
-        cause=cause,
+        cause=_cause(event),
         fault_at=min(float(fault), turn.now),
         known_at=turn.now,
         number=task.measured.pace.epoch,
@@ -269,6 +270,10 @@ def _rate(task: Task, level: Level) -> float | None:
         return None
     nearest = min(speeds, key=lambda slots: abs(slots - level.slots))
     return level.slots / nearest / speeds[nearest].seconds
+
+
+def _cause(event: ev.Emit) -> str:
+    return "node lost" if event.name == "agent_lost" else str(event.fields.get("cause", event.name))
 
 
 def _number(incident: str) -> int:
