@@ -129,7 +129,8 @@ class SharedPlaces(RuleBasedStateMachine):
         holders: dict[str, str] = {}
         for task in self.world.machine.tasks.values():
             for agent in task.agents.values():
-                if agent.place is not None and (agent.id in task.slots or agent.stopping):
+                had_workers = agent.stopping and agent.gone
+                if agent.place is not None and (agent.id in task.slots or had_workers):
                     assert holders.setdefault(agent.place, agent.id) == agent.id, "two agents of one place"
         running: dict[str, str] = {}
         for fake in self.agents:
@@ -193,7 +194,7 @@ def _known(world: World, fake: FakeAgent) -> dict[str, object]:
 
 
 SharedPlaces.TestCase.settings = settings(
-    max_examples=80,
+    max_examples=300,
     phases=[Phase.generate, Phase.shrink],
     stateful_step_count=40,
     deadline=None,

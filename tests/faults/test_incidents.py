@@ -42,7 +42,6 @@ def test_the_phases_of_an_incident_are_those_that_the_workers_saw(tmp_path: Path
         killed_at = time.time()
         kill(killed["pid"])
         (alone,) = cluster.wait_world(1, after=killed_at)
-        assert measured(cluster, 1) > both, "four micro-batches instead of two"
         cluster.wait_world(2, after=alone["at"])
         bill = cluster.watch(
             lambda: next((b for b in ask(cluster, "incidents")["incidents"] if b["outcome"]), None), "its end", 20

@@ -66,13 +66,18 @@ def occupied(cluster: Cluster, agent: Agent) -> bool:
     """Whether another task's agent still has workers at this agent's place, or may have: it has not come back to wait
     since its slot was granted.
     """
+    return occupant(cluster, agent) is not None
+
+
+def occupant(cluster: Cluster, agent: Agent) -> tuple[Task, Agent] | None:
+    """Who occupies this agent's place, beside itself."""
     if agent.place is None:
-        return False
-    return any(
-        other.place == agent.place and other.id != agent.id and (other.id in task.slots or other.stopping)
-        for task in cluster.tasks.values()
-        for other in task.agents.values()
-    )
+        return None
+    for task in cluster.tasks.values():
+        for other in task.agents.values():
+            if other.place == agent.place and other.id != agent.id and (other.id in task.slots or other.stopping):
+                return task, other
+    return None
 
 
 def is_elsewhere(cluster: Cluster, agent: Agent) -> bool:

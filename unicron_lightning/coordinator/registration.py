@@ -74,6 +74,8 @@ def register(task: Task, turn: Turn, conn: int, message: wire.Register, *, creat
         turn.send(agent, wire.TaskOver(succeeded=task.over))
     elif resumed:
         _resume(task, turn, agent, message)
+    elif message.granted and not _place_is_free(turn, agent):
+        _take_new(task, turn, agent, message)
     elif (created and (message.granted or message.warm)) or _was_running(task, message):
         _has_room(task, turn)
         if not task.rebuilding:
@@ -87,6 +89,22 @@ def register(task: Task, turn: Turn, conn: int, message: wire.Register, *, creat
     else:
         _take_new(task, turn, agent, message)
     _review_restoring(task, turn)
+
+
+def _place_is_free(turn: Turn, agent: Agent) -> bool:
+    """Whether nobody else has workers at the place of an agent that comes with a grant of which nothing is known.
+
+    What was granted there since is taken back if it has started no workers: their machine's lock keeps it from that.
+    """
+    occupied = turn.occupant(agent)
+    if occupied is None:
+        return True
+    task, other = occupied
+    if other.local_world is not None or other.gone:
+        return False
+    if not other.stopping:
+        slots.revoke(task, turn, other, f"{agent.id} of task {agent.task} has its workers at {agent.place}")
+    return True
 
 
 def _was_running(task: Task, message: wire.Register) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
-from unicron_lightning.coordinator.places import is_assigned, is_drained, is_elsewhere, occupied
+from unicron_lightning.coordinator.places import is_assigned, is_drained, is_elsewhere, occupant, occupied
 from unicron_lightning.coordinator.severity.rules import Decision
 from unicron_lightning.coordinator.state import Agent, Cluster, Task
 
@@ -59,6 +59,10 @@ class Turn:
     def may_start(self, agent: Agent) -> bool:
         """Whether the agent may have workers: nobody else has any at its place, or is to."""
         return not self.drains(agent) and is_assigned(self._cluster, agent) and not occupied(self._cluster, agent)
+
+    def occupant(self, agent: Agent) -> tuple[Task, Agent] | None:
+        """Whose agent has workers at the agent's place, or may have."""
+        return occupant(self._cluster, agent)
 
     def why_without_workers(self, agent: Agent) -> str:
         """For messages: why the agent is to have no workers any more."""
