@@ -94,6 +94,7 @@ def comm_error_due(task: Task, turn: Turn) -> None:
 def rebuild_due(task: Task, turn: Turn) -> None:
     """All agents had time to tell what they know: go on with the workers that hold the task's state."""
     task.rebuilding = False
+    turn.places_changed = True
     turn.save(task)
     holders = [w for w in task.workers.values() if w.ready > 0 and w.state.get("has_state", True)]
     if not holders or task.over is not None:
