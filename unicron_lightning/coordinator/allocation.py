@@ -27,26 +27,22 @@ from unicron_lightning.coordinator.state import Agent, Cluster, Task
 from unicron_lightning.coordinator.turn import Turn
 
 
-def review_allocation(cluster: Cluster, turn: Turn) -> bool:
-    """Ask for a plan if what it follows from has changed; whether places were assigned anew here."""
+def review_allocation(cluster: Cluster, turn: Turn) -> None:
+    """Ask for a plan if what it follows from has changed; for a task alone, make it."""
     places, tasks = usable_places(cluster), competing_tasks(cluster)
     key = _key(places, tasks)
     lasting = cluster.lasting
     if any(task.rebuilding for task in tasks):
-        return False  # nothing is known of the plan in force but from the agents, and not all have come yet
+        return  # nothing is known of the plan in force but from the agents, and not all have come yet
     if key == lasting.planned:
         cluster.asked = None
-        return False
-    if key == cluster.asked:
-        return False
-    cluster.asked = key
-    if len(tasks) > 1:
-        question = _question(cluster, key, places, tasks)
-        turn.actions.append(ev.Ask(question=question))
-        return _keep_standing(cluster, turn, places)
-    wanted = {task.id: _alone(task, len(places)) for task in tasks}
-    _put_in_force(cluster, turn, key, places, wanted, about={})
-    return True
+    elif key != cluster.asked and len(tasks) > 1:
+        cluster.asked = key
+        _keep_standing(cluster, turn, places)
+        turn.actions.append(ev.Ask(question=_question(cluster, key, places, tasks)))
+    elif key != cluster.asked:
+        wanted = {task.id: _alone(task, len(places)) for task in tasks}
+        _put_in_force(cluster, turn, key, places, wanted, about={})
 
 
 def standing(cluster: Cluster) -> Question | None:
@@ -81,14 +77,13 @@ def gathered(cluster: Cluster, turn: Turn) -> None:
             agent.fresh = False
 
 
-def take_plan(cluster: Cluster, turn: Turn, event: ev.Planned) -> bool:
-    """Put the answer to the newest question in force; an older one's is dropped. Whether it was."""
+def take_plan(cluster: Cluster, turn: Turn, event: ev.Planned) -> None:
+    """Put the answer to the newest question in force; an older one's is dropped."""
     places, tasks = usable_places(cluster), competing_tasks(cluster)
-    if event.key != cluster.asked or event.key != _key(places, tasks):
-        return False
-    about = {"waf": event.waf, "milliseconds": event.milliseconds, "foreseen": event.foreseen}
-    _put_in_force(cluster, turn, event.key, places, dict(event.allocation), about)
-    return True
+    if event.key == cluster.asked == _key(places, tasks):
+        about = {"waf": event.waf, "milliseconds": event.milliseconds, "foreseen": event.foreseen}
+        _put_in_force(cluster, turn, event.key, places, event.allocation, about)
+        turn.places_changed = True
 
 
 def _put_in_force(
@@ -111,24 +106,20 @@ def _put_in_force(
             pause(task, turn)
 
 
-def _keep_standing(cluster: Cluster, turn: Turn, places: list[Place]) -> bool:
+def _keep_standing(cluster: Cluster, turn: Turn, places: list[Place]) -> None:
     """Until the answer comes: places that are gone, and those of tasks that are gone, are nobody's."""
-    usable = {place.name: place.tasks for place in places}
+    usable = {place.name: (NOBODY, *place.tasks) for place in places}
     lasting = cluster.lasting
-    standing = {
-        name: task for name, task in lasting.assigned.items() if name in usable and task in (NOBODY, *usable[name])
-    }
-    if standing == lasting.assigned:
-        return False
-    lasting.assigned = standing
-    turn.save_lasting()
-    return True
+    standing = {name: task for name, task in lasting.assigned.items() if task in usable.get(name, ())}
+    if standing != lasting.assigned:
+        lasting.assigned = standing
+        turn.save_lasting()
 
 
 def _question(cluster: Cluster, key: str, places: list[Place], tasks: list[Task]) -> Question:
+    """Only usable places may be assigned: `_keep_standing`."""
     lasting = cluster.lasting
-    usable = {place.name: place.tasks for place in places}
-    standing = Counter(task for name, task in lasting.assigned.items() if task in usable.get(name, ()))
+    standing = Counter(lasting.assigned.values())
     on_node = Counter(place.node for place in places)
     return Question(
         key=key,

@@ -97,7 +97,7 @@ class Machine:
             case ev.Cancel():
                 self._cancel(turn, event)
             case ev.Planned():
-                self._planned(turn, event)
+                take_plan(self._cluster, turn, event)
             case ev.TimerFired():
                 self._timer(turn, event.key)
         self._replay_pending(turn)
@@ -276,10 +276,6 @@ class Machine:
         task = self._cluster.tasks[event.task]
         membership.finish(task, turn, succeeded=False, reason=jobs.CANCELLED)
         self._review(turn, task)
-
-    def _planned(self, turn: Turn, event: ev.Planned) -> None:
-        if take_plan(self._cluster, turn, event):
-            turn.places_changed = True
 
     def _timer(self, turn: Turn, key: ev.TimerKey) -> None:
         if key.kind == "idle":

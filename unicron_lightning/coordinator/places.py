@@ -62,22 +62,14 @@ def competing_tasks(cluster: Cluster) -> list[Task]:
     return sorted(competing, key=lambda task: task.id)
 
 
-def occupied(cluster: Cluster, agent: Agent) -> bool:
-    """Whether another task's agent still has workers at this agent's place, or may have: it has not come back to wait
-    since its slot was granted.
-    """
-    return occupant(cluster, agent) is not None
-
-
-def occupant(cluster: Cluster, agent: Agent) -> tuple[Task, Agent] | None:
-    """Who occupies this agent's place, beside itself."""
-    if agent.place is None:
-        return None
-    for task in cluster.tasks.values():
-        for other in task.agents.values():
-            if other.place == agent.place and other.id != agent.id and (other.id in task.slots or other.stopping):
-                return task, other
-    return None
+def occupants(cluster: Cluster) -> dict[str, tuple[Task, Agent]]:
+    """By place, whose agent has workers there, or may have: it has not come back to wait since its slot was granted."""
+    return {
+        agent.place: (task, agent)
+        for task in cluster.tasks.values()
+        for agent in task.agents.values()
+        if agent.place is not None and (agent.stopping or agent.id in task.slots)
+    }
 
 
 def is_elsewhere(cluster: Cluster, agent: Agent) -> bool:
@@ -98,11 +90,7 @@ def _counts(cluster: Cluster, task: Task, agent: Agent) -> bool:
     """
     its_own = cluster.lasting.assigned.get(agent.place or "") == task.id
     there = its_own or task.restoring or (agent.conn is not None and not agent.fresh)
-    return there and not _drained(cluster, agent)
-
-
-def _drained(cluster: Cluster, agent: Agent) -> bool:
-    return is_drained(cluster, agent)
+    return there and not is_drained(cluster, agent)
 
 
 def is_drained(cluster: Cluster, agent: Agent) -> bool:

@@ -55,7 +55,6 @@ def register(task: Task, turn: Turn, conn: int, message: wire.Register, *, creat
             slot=message.slot,
             conn=conn,
         )
-        turn.places_changed = True
         if not task.agents:
             task.min_nodes, task.max_nodes = message.min_nodes, message.max_nodes
             if task.target is not None and not task.min_nodes <= task.target <= task.max_nodes:

@@ -141,7 +141,7 @@ def _review_drained(task: Task, turn: Turn) -> None:
 
 def next_in_line(task: Task, turn: Turn) -> list[Agent]:
     """Agents without a slot that may have one, in the order in which they get it."""
-    return _one_of_each_place([agent for agent in task.queue() if turn.may_start(agent)])
+    return _one_of_each_place(turn.startable(task.queue()))
 
 
 def _review_grants(task: Task, turn: Turn) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
-from unicron_lightning.coordinator.places import is_assigned, is_drained, is_elsewhere, occupant, occupied
+from unicron_lightning.coordinator.places import is_assigned, is_drained, is_elsewhere, occupants
 from unicron_lightning.coordinator.severity.rules import Decision
 from unicron_lightning.coordinator.state import Agent, Cluster, Task
 
@@ -56,13 +56,15 @@ class Turn:
         self.cordoned = self.places_changed = True
         self.save_lasting()
 
-    def may_start(self, agent: Agent) -> bool:
-        """Whether the agent may have workers: nobody else has any at its place, or is to."""
-        return not self.drains(agent) and is_assigned(self._cluster, agent) and not occupied(self._cluster, agent)
+    def startable(self, waiting: Iterable[Agent]) -> list[Agent]:
+        """Those of waiting agents that may have workers: nobody else has any at their places, or is to."""
+        ready = [agent for agent in waiting if not self.drains(agent) and is_assigned(self._cluster, agent)]
+        taken = occupants(self._cluster) if any(agent.place is not None for agent in ready) else {}
+        return [agent for agent in ready if agent.place not in taken]
 
     def occupant(self, agent: Agent) -> tuple[Task, Agent] | None:
-        """Whose agent has workers at the agent's place, or may have."""
-        return occupant(self._cluster, agent)
+        """Whose agent has workers at the place of one that has none, or may have."""
+        return None if agent.place is None else occupants(self._cluster).get(agent.place)
 
     def why_without_workers(self, agent: Agent) -> str:
         """For messages: why the agent is to have no workers any more."""
