@@ -157,6 +157,22 @@ class FakeAgent:
             self.hello(local_rank)
         return self
 
+    def worker_goes_on(self, local_rank: int = 0, *, capacity: int = 8) -> None:
+        """The worker says what is due next, e.g. answers the newest epoch if it is a member."""
+        info = self.workers.get(self.worker(local_rank))
+        epochs = self.all(wire.Epoch)
+        if info is None:
+            return
+        if info.hello is None:
+            if self.conn is not None:
+                self.hello(local_rank, capacity=capacity)
+        elif not any(word.worker == info.worker for word in self.all(wire.Welcome)):
+            return  # it waits
+        elif info.ready is None:
+            self.ready(0, local_rank)
+        elif epochs and info.worker in {member.worker for member in epochs[-1].members}:
+            self.ready(epochs[-1].number, local_rank)
+
     def boot(self, *, capacity: int = 8) -> FakeAgent:
         """Launch, hello, built: all workers can become members."""
         self.launch()

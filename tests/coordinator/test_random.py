@@ -143,19 +143,7 @@ class Histories(RuleBasedStateMachine):
 
     def worker_goes_on(self, agent: FakeAgent, local_rank: int) -> None:
         """The worker says what is due next, e.g. answers the newest epoch if it is a member."""
-        info = agent.workers.get(agent.worker(local_rank))
-        epochs = agent.all(wire.Epoch)
-        if info is None:
-            return
-        if info.hello is None:
-            if agent.conn is not None:
-                agent.hello(local_rank, capacity=self.capacity)
-        elif not any(word.worker == info.worker for word in agent.all(wire.Welcome)):
-            return  # it waits
-        elif info.ready is None:
-            agent.ready(0, local_rank)
-        elif epochs and info.worker in {member.worker for member in epochs[-1].members}:
-            agent.ready(epochs[-1].number, local_rank)
+        agent.worker_goes_on(local_rank, capacity=self.capacity)
 
     def teardown(self) -> None:
         """From here on nothing fails any more: the task must heal."""

@@ -14,7 +14,6 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.places import usable_places
 from unicron_lightning.coordinator.state import Task
@@ -58,13 +57,13 @@ class SharedPlaces(RuleBasedStateMachine):
     def one_goes_on(self, pick: int) -> None:
         agent = self.agents[pick % len(self.agents)]
         go_on(agent)
-        worker_goes_on(agent)
+        agent.worker_goes_on()
 
     @rule()
     def everybody_goes_on(self) -> None:
         for agent in self.agents:
             go_on(agent)
-            worker_goes_on(agent)
+            agent.worker_goes_on()
 
     @rule(seconds=st.sampled_from([0.1, 0.3, 0.6, 3.0, 11.0]))
     def time_passes(self, seconds: float) -> None:
@@ -171,21 +170,6 @@ def go_on(agent: FakeAgent) -> None:
         agent.launch()
     elif agent.granted and (len(agent.workers) < agent.size or agent.stopped):
         agent.rendezvous()
-
-
-def worker_goes_on(agent: FakeAgent) -> None:
-    """The worker says what is due next, e.g. answers the newest epoch if it is a member."""
-    info = agent.workers.get(agent.worker())
-    epochs = agent.all(wire.Epoch)
-    if info is None:
-        return
-    if info.hello is None:
-        if agent.conn is not None:
-            agent.hello()
-    elif info.ready is None:
-        agent.ready(0)
-    elif epochs and info.worker in {member.worker for member in epochs[-1].members}:
-        agent.ready(epochs[-1].number)
 
 
 def _known(world: World, fake: FakeAgent) -> dict[str, object]:
