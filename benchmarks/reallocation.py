@@ -15,34 +15,23 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from measure import Figures
 
-from unicron_lightning.demo.nodes import Line, Nodes
+from unicron_lightning.demo.diary import computed_again
+from unicron_lightning.demo.nodes import Nodes
+from unicron_lightning.demo.waf import Work, longest_stand
 
 LIMITS = {"heavy": (2.0, 2), "light": (1.0, 1)}
 """Weight, and fewest nodes."""
 TRAIN = ["-m", "unicron_lightning.demo.train", "--nodes", "4", "--accumulate", "3", "--steps-per-epoch", "4000"]
+WHOLE = {"heavy": 4, "light": 2}
+"""Workers of the tasks when all six nodes are there."""
+PATIENCE = 300.0
+"""Seconds for which a change may take, so that a busy machine only gives bad figures."""
 AROUND = 4.0
 """Seconds around a change in which the longest time without a step is looked for."""
-
-
-def wait_worlds(nodes: Nodes, **worlds: int) -> None:
-    """Until each task trains with so many workers."""
-    since = time.time()
-    for task, size in worlds.items():
-        nodes.until(partial(_trains, nodes, task, size, since), f"{task} with {size} workers", 300.0)
-
-
-def _trains(nodes: Nodes, task: str, size: int, since: float) -> bool:
-    return nodes.world(task, since) == size
-
-
-def _over(nodes: Nodes, task: str) -> bool:
-    return nodes.state_of(task) == "succeeded"
 
 
 def usual_step(nodes: Nodes, task: str, before: float) -> float:
@@ -53,9 +42,8 @@ def usual_step(nodes: Nodes, task: str, before: float) -> float:
 
 def stand(nodes: Nodes, task: str, start: float) -> float:
     """Longest time without a step of the task from a moment on."""
-    ends = [line["at"] for line in nodes.steps(task) if start < line["at"] <= start + AROUND]
-    inside = [start, *ends, start + AROUND]
-    return max(later - earlier for earlier, later in itertools.pairwise(inside))
+    ends = [line["at"] for line in nodes.steps(task)]
+    return longest_stand(Work(ends=ends, worth=1.0), start, start + AROUND)
 
 
 def lose_a_node(nodes: Nodes) -> Figures:
@@ -65,15 +53,14 @@ def lose_a_node(nodes: Nodes) -> Figures:
     at = nodes.kill_node(victim)
     time.sleep(AROUND + 1)
     usual = {task: usual_step(nodes, task, at) for task in LIMITS}
-    lost = [
-        event["at"] for event in nodes.events() if event["name"] in ("agent_lost", "node_lost") and event["at"] > at
-    ]
-    (plan, *_) = [event for event in nodes.events() if event["name"] == "plan_made" and event["at"] > at]
+    since = [event for event in nodes.events() if event["at"] > at]
+    lost = [event["at"] for event in since if event["name"] in ("agent_lost", "node_lost")]
+    (plan, *_) = [event for event in since if event["name"] == "plan_made"]
     stands = {task: stand(nodes, task, at) for task in LIMITS}
-    wait_worlds(nodes, heavy=4, light=1)
+    nodes.wait_worlds({"heavy": 4, "light": 1}, PATIENCE)
     whole = time.time() - at
     nodes.start_node(victim)
-    wait_worlds(nodes, heavy=4, light=2)
+    nodes.wait_worlds(WHOLE, PATIENCE)
     return {
         "noticed_ms": 1e3 * (lost[-1] - at),
         "planned_ms": 1e3 * (plan["at"] - lost[-1]),
@@ -87,28 +74,20 @@ def lose_a_node(nodes: Nodes) -> Figures:
 def resize(nodes: Nodes) -> Figures:
     """The heavy task gives a node up by order, and gets it back."""
     time.sleep(AROUND)
-    before = len(again(nodes.diaries["heavy"]))
+    before = num_again(nodes)
     at = time.time()
     nodes.order("resize", "heavy", "3")
     time.sleep(AROUND + 1)
     shrunk = stand(nodes, "heavy", at) - usual_step(nodes, "heavy", at)
-    wait_worlds(nodes, heavy=3)
+    nodes.wait_worlds({"heavy": 3}, PATIENCE)
     nodes.order("resize", "heavy", "all")
-    wait_worlds(nodes, heavy=4, light=2)
-    return {"shrink_costs_ms": 1e3 * shrunk, "computed_again": len(again(nodes.diaries["heavy"])) - before}
+    nodes.wait_worlds(WHOLE, PATIENCE)
+    return {"shrink_costs_ms": 1e3 * shrunk, "computed_again": num_again(nodes) - before}
 
 
-def again(diary: Sequence[Line]) -> list[tuple[object, ...]]:
-    """Micro-batches that were computed more than once."""
-    seen: set[tuple[object, ...]] = set()
-    found = []
-    for line in diary:
-        if line["event"] == "micro_batch":
-            key = (line["step"], tuple(line["samples"]))
-            if key in seen:
-                found.append(key)
-            seen.add(key)
-    return found
+def num_again(nodes: Nodes) -> int:
+    """How often the heavy task's workers have computed something again."""
+    return sum(len(lines) - 1 for lines in computed_again(nodes.diary("heavy")))
 
 
 def series(runs: int, folder: Path) -> list[Figures]:
@@ -118,14 +97,14 @@ def series(runs: int, folder: Path) -> list[Figures]:
         for task, (weight, fewest) in LIMITS.items():
             command = [*TRAIN, "--epochs", "50", "--pace", "0.04", "--until-told"]
             nodes.submit(task, command, weight=weight, min_nodes=fewest, max_nodes=4)
-        wait_worlds(nodes, heavy=4, light=2)
+        nodes.wait_worlds(WHOLE, PATIENCE)
         for _ in range(runs):
             results.append({**lose_a_node(nodes), **resize(nodes)})
             print(json.dumps({name: round(value, 3) for name, value in results[-1].items()}), flush=True)
         for task in LIMITS:
             nodes.stop(task)
         for task in LIMITS:
-            nodes.until(partial(_over, nodes, task), f"the end of {task}")
+            nodes.wait_success(task)
     return results
 
 

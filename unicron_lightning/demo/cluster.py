@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from unicron_lightning.demo.diary import Diary, Line
+
 
 class Cluster:
     """Agents of one task with an embedded coordinator. A context manager that leaves no process behind.
@@ -30,10 +32,9 @@ class Cluster:
         out.mkdir(parents=True, exist_ok=True)
         self.out = out
         self._arguments = [*arguments, "--out", str(out), "--nodes", str(nodes)]
-        self._port = _free_port()
+        self._port = free_port()
         self._agents: dict[int, subprocess.Popen[bytes]] = {}
-        self._offsets: dict[Path, int] = {}
-        self.diary: list[dict[str, Any]] = []
+        self._diary = Diary(out)
         for node in range(nodes):
             self.start_agent(node)
 
@@ -50,6 +51,11 @@ class Cluster:
             except subprocess.TimeoutExpired:
                 agent.kill()
                 agent.wait()
+
+    @property
+    def diary(self) -> list[Line]:
+        """What all workers have written so far."""
+        return self._diary.lines
 
     def start_agent(self, node: int) -> None:
         """Starts (again) the node's agent, as a user would by hand."""
@@ -78,9 +84,9 @@ class Cluster:
         while any(agent.poll() is None for agent in self._agents.values()):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"training did not end within {timeout} s; logs are in {self.out}")
-            self.read_diary()
+            self._diary.read()
             time.sleep(0.05)
-        self.read_diary()
+        self._diary.read()
         for node, agent in self._agents.items():
             if agent.returncode:
                 raise RuntimeError(f"agent {node} ended with {agent.returncode}; see {self.out}/agent-node{node}.log")
@@ -89,23 +95,13 @@ class Cluster:
         """Reads the diaries until ``condition`` gives a line, which is returned."""
         deadline = time.monotonic() + timeout
         while True:
-            self.read_diary()
+            self._diary.read()
             line = condition()
             if line is not None:
                 return line
             if time.monotonic() > deadline:
                 raise TimeoutError(f"nothing of the kind in {timeout} s; logs are in {self.out}")
             time.sleep(0.001)
-
-    def read_diary(self) -> None:
-        """Adds the new complete lines of all workers' diaries to `diary`."""
-        for path in sorted(self.out.glob("worker-*.jsonl")):
-            with path.open() as file:
-                file.seek(self._offsets.get(path, 0))
-                text = file.read()
-            whole = text[: text.rfind("\n") + 1]
-            self._offsets[path] = self._offsets.get(path, 0) + len(whole.encode())
-            self.diary.extend(json.loads(line) for line in whole.splitlines())
 
     def step(self) -> int:
         """Last finished step."""
@@ -149,7 +145,8 @@ class Cluster:
             return [{"at": row[0], "name": row[1], "incident": row[2], "fields": json.loads(row[3])} for row in rows]
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port of the loopback address that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.table import Table
 
 from unicron_lightning.demo.cluster import Cluster
+from unicron_lightning.demo.diary import Line
 from unicron_lightning.demo.picture import draw
 from unicron_lightning.demo.proof import (
     Exactness,
-    Line,
     WorkProof,
     longest_gap,
     loss_curve,

@@ -7,16 +7,17 @@ import json
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-Line = dict[str, Any]
+from unicron_lightning.demo.cluster import free_port
+from unicron_lightning.demo.diary import Diary, Line
 
 
 class Nodes:
@@ -30,9 +31,7 @@ class Nodes:
     def __init__(self, out: Path, number: int) -> None:
         out.mkdir(parents=True, exist_ok=True)
         self.out = out
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._port = int(probe.getsockname()[1])
+        self._port = free_port()
         self._environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
@@ -40,8 +39,7 @@ class Nodes:
             "UNICRON_TOKEN": secrets.token_hex(16),
         }
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._offsets: dict[Path, int] = {}
-        self.diaries: dict[str, list[Line]] = {}
+        self._diaries: dict[str, Diary] = {}
         state = out / "coordinator"
         self._start("coordinator", "coordinator", f"coordinator.port={self._port}", f"store.state_dir={state}")
         self.until(self._answers, "the coordinator")
@@ -74,7 +72,7 @@ class Nodes:
         """Submits a job, which gets the folder NAME for what it writes."""
         folder = self.out / name
         folder.mkdir()
-        self.diaries[name] = []
+        self._diaries[name] = Diary(folder)
         definition = {"name": name, "command": [*command, "--out", str(folder)], **limits}
         path = self.out / f"{name}.yaml"
         path.write_text(json.dumps(definition))  # JSON is YAML
@@ -89,8 +87,8 @@ class Nodes:
         """SIGKILLs everything that runs on a node, as its power failing would; returns when."""
         workers = [
             line["pid"]
-            for diary in self.diaries.values()
-            for line in diary
+            for diary in self._diaries.values()
+            for line in diary.lines
             if line["event"] == "start" and line["node"] == node
         ]
         at = time.time()
@@ -125,11 +123,34 @@ class Nodes:
         steps = self.steps(task)
         return int(steps[-1]["world"]) if steps and steps[-1]["at"] > after else 0
 
+    def wait_worlds(self, worlds: Mapping[str, int], timeout: float = 150.0) -> float:
+        """Waits until each task named has finished a step with so many workers, from now on; returns since when.
+
+        Raises:
+            TimeoutError: see `until`.
+        """
+        since = time.time()
+        for task, size in worlds.items():
+            self.until(partial(self._trains, task, size, since), f"{task} with {size} workers", timeout)
+        return since
+
+    def wait_success(self, task: str) -> None:
+        """Waits until a task has ended well.
+
+        Raises:
+            TimeoutError: see `until`.
+        """
+        self.until(lambda: self.state_of(task) == "succeeded", f"the end of task {task}")
+
+    def diary(self, task: str) -> list[Line]:
+        """What all workers of a task have written so far."""
+        self._diaries[task].read()
+        return self._diaries[task].lines
+
     def steps(self, task: str) -> list[Line]:
         """The finished steps, each once, in order."""
-        self._read(task)
         first: dict[int, Line] = {}
-        for line in self.diaries[task]:
+        for line in self.diary(task):
             if line["event"] == "step":
                 first.setdefault(line["step"], line)
         return [first[step] for step in sorted(first)]
@@ -154,14 +175,8 @@ class Nodes:
         with urllib.request.urlopen(request, timeout=10) as answer:
             return json.load(answer)
 
-    def _read(self, task: str) -> None:
-        for path in sorted((self.out / task).glob("worker-*.jsonl")):
-            with path.open() as file:
-                file.seek(self._offsets.get(path, 0))
-                text = file.read()
-            whole = text[: text.rfind("\n") + 1]
-            self._offsets[path] = self._offsets.get(path, 0) + len(whole.encode())
-            self.diaries[task].extend(json.loads(line) for line in whole.splitlines())
+    def _trains(self, task: str, size: int, since: float) -> bool:
+        return self.world(task, since) == size
 
     def _answers(self) -> bool:
         try:

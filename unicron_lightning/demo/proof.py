@@ -7,11 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 
-Line = dict[str, Any]
+from unicron_lightning.demo.diary import Line
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections import defaultdict
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +16,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from unicron_lightning.demo.nodes import Line, Nodes
+from unicron_lightning.demo.diary import Line, computed_again
+from unicron_lightning.demo.nodes import Nodes
 from unicron_lightning.demo.report import report
 from unicron_lightning.demo.sharing_picture import draw
 from unicron_lightning.demo.waf import Phase, Work, longest_stand, mean_waf, waf_over_time
@@ -66,7 +65,7 @@ def show(console: Console, out: Path) -> bool:
     draw(picture, worlds, waf_over_time(works, story.phases[0].start, story.phases[-1].end), story.moments)
     console.print("the same steps by one process without failures, to compare with ...")
     differences = {task: _difference(out, task, lines[-1]["step"]) for task, lines in steps.items()}
-    wasted = sum(_computed_again(nodes.diaries[task], story.killed) for task in WEIGHTS)
+    wasted = sum(_wasted(nodes.diary(task), story.killed) for task in WEIGHTS)
     passed = report(console, _checks(story, events, works, differences, wasted))
     console.print(f"allocation and WAF over time: {picture}")
     return passed
@@ -81,9 +80,7 @@ def _play(nodes: Nodes, console: Console) -> Story:
 
     def steady(name: str, **worlds: int) -> None:
         """Waits for tasks to train with so many workers each, and then a while, which is a phase."""
-        since = time.time()
-        for task, size in worlds.items():
-            nodes.until(partial(_trains, nodes, task, size, since), f"{task} with {size} workers")
+        since = nodes.wait_worlds(worlds)
         start = time.time()
         if story.moments:
             story.phases.append(Phase(name=f"{story.moments[-1][1]}: until all is in place", start=since, end=start))
@@ -97,21 +94,17 @@ def _play(nodes: Nodes, console: Console) -> Story:
         nodes.submit(task, command, weight=weight, min_nodes=MINIMUMS[task], max_nodes=MOST)
     steady("two tasks, six nodes", heavy=4, light=2)
     victim = nodes.nodes_of("heavy")[-1]
-    story.killed = {x["pid"] for x in nodes.diaries["heavy"] if x["event"] == "start" and x["node"] == victim}
+    story.killed = {x["pid"] for x in nodes.diary("heavy") if x["event"] == "start" and x["node"] == victim}
     struck(nodes.kill_node(victim), "a node of the heavy task dies")
     steady("five nodes left", heavy=4, light=1)
     struck(nodes.start_node(victim), "the node returns")
     steady("six nodes again", heavy=4, light=2)
     struck(nodes.stop("heavy"), "the heavy task ends")
-    nodes.until(lambda: nodes.state_of("heavy") == "succeeded", "the heavy task's end")
+    nodes.wait_success("heavy")
     steady("the light task has the room", light=4)
     nodes.stop("light")
-    nodes.until(lambda: nodes.state_of("light") == "succeeded", "the light task's end")
+    nodes.wait_success("light")
     return story
-
-
-def _trains(nodes: Nodes, task: str, size: int, since: float) -> bool:
-    return nodes.world(task, since) == size
 
 
 def _tell(console: Console, story: Story, events: list[Line], works: dict[str, Work]) -> None:
@@ -170,14 +163,9 @@ def _difference(out: Path, task: str, steps: int) -> float:
     return worst
 
 
-def _computed_again(diary: list[Line], killed: set[int]) -> int:
+def _wasted(diary: list[Line], killed: set[int]) -> int:
     """Micro-batches that were computed again though the worker that had finished them lived on."""
-    by_place: dict[tuple[Any, ...], list[Line]] = defaultdict(list)
-    for line in diary:
-        if line["event"] == "micro_batch":
-            key = (line["step"], tuple(line["samples"]))
-            by_place[key].append(line)
-    return sum(1 for lines in by_place.values() if len(lines) > 1 and lines[0]["pid"] not in killed)
+    return sum(1 for lines in computed_again(diary) if lines[0]["pid"] not in killed)
 
 
 def _checks(

@@ -1,0 +1,43 @@
+"""What the demo's workers write down, read as it grows."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+Line = dict[str, Any]
+
+
+class Diary:
+    """The lines of all workers of a task, in ``lines``.
+
+    Args:
+        folder: where the workers' files are.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.lines: list[Line] = []
+        self._folder = folder
+        self._offsets: dict[Path, int] = {}
+
+    def read(self) -> None:
+        """Adds the new complete lines."""
+        for path in sorted(self._folder.glob("worker-*.jsonl")):
+            with path.open() as file:
+                file.seek(self._offsets.get(path, 0))
+                text = file.read()
+            whole = text[: text.rfind("\n") + 1]
+            self._offsets[path] = self._offsets.get(path, 0) + len(whole.encode())
+            self.lines.extend(json.loads(line) for line in whole.splitlines())
+
+
+def computed_again(lines: Iterable[Line]) -> list[list[Line]]:
+    """The micro-batches that were computed more than once: for each the lines that tell of it, in the diary's order."""
+    by_place: dict[tuple[int, tuple[int, ...]], list[Line]] = defaultdict(list)
+    for line in lines:
+        if line["event"] == "micro_batch":
+            by_place[line["step"], tuple(line["samples"])].append(line)
+    return [found for found in by_place.values() if len(found) > 1]
