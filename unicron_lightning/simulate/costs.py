@@ -1,0 +1,90 @@
+"""What a failure costs a system, as measured or published: the numbers that a policy goes by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from unicron_lightning.coordinator.severity.errors import SEVERITY
+from unicron_lightning.errors import ConfigError
+
+Change = Literal["continue", "join", "leave", "start", "restart", "reattempt", "migrate"]
+CHANGES: Final[tuple[Change, ...]] = ("continue", "join", "leave", "start", "restart", "reattempt", "migrate")
+"""What may happen to a task, in seconds that it stands still for it (of ``start``: that others need not wait for):
+
+* ``continue``: the survivors go on without the dead: new communicators, and whatever the system moves for it;
+* ``join``: workers that are ready are taken in;
+* ``leave``: workers go by plan;
+* ``start``: a worker's start up to being ready to join or to begin: process, imports, model;
+* ``restart``: all workers begin again: stop, queue, rendezvous, start, load the checkpoint;
+* ``reattempt``: a broken connection is made anew with the same members;
+* ``migrate``: a new parallel configuration: layers move between workers (Oobleck's templates, Varuna's morphing).
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Of one system.
+
+    Attributes:
+        system: its name.
+        detection: seconds from a fault to its being known, by kind; ``default`` for those not listed.
+        change: seconds by `Change`.
+        checkpoint_interval: seconds between persistent checkpoints.
+        memory_checkpoint_interval: seconds between checkpoints in memory, which outlive processes; None: none are made.
+        checkpoint_seconds: that training stands still for a checkpoint of either kind that is made most often.
+        step_overhead: part by which a step is longer than without the system.
+        redundancy: part of the throughput that goes into redundant computation.
+
+    Raises:
+        ConfigError: a value out of its range, or one that is missing.
+    """
+
+    system: str
+    detection: Mapping[str, float]
+    change: Mapping[Change, float]
+    checkpoint_interval: float = 1800.0
+    memory_checkpoint_interval: float | None = None
+    checkpoint_seconds: float = 0.0
+    step_overhead: float = 0.0
+    redundancy: float = 0.0
+    extra: Mapping[str, float] = field(default_factory=dict)
+    """What one system alone has."""
+
+    def __post_init__(self) -> None:
+        if "default" not in self.detection:
+            raise ConfigError(f"costs of {self.system!r}: detection={dict(self.detection)!r}: expected a `default`")
+        if unknown := sorted(self.detection.keys() - SEVERITY.keys() - {"default"}):
+            raise ConfigError(f"costs of {self.system!r}: detection of {unknown}: expected {', '.join(SEVERITY)}")
+        if unknown := sorted(self.change.keys() - set(CHANGES)):
+            raise ConfigError(f"costs of {self.system!r}: change {unknown}: expected {', '.join(CHANGES)}")
+        for name, value in [*self.detection.items(), *self.change.items(), *self._numbers()]:
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"costs of {self.system!r}: {name}={value!r}: expected a finite number, 0 or more")
+        for name in ("checkpoint_interval", "memory_checkpoint_interval"):
+            if getattr(self, name) == 0:
+                raise ConfigError(f"costs of {self.system!r}: {name}=0: expected seconds > 0")
+        for name in ("step_overhead", "redundancy"):
+            if getattr(self, name) >= 1:
+                raise ConfigError(f"costs of {self.system!r}: {name}={getattr(self, name)!r}: expected a part below 1")
+
+    def detects(self, kind: str) -> float:
+        """Seconds from a fault of that kind to its being known."""
+        return self.detection.get(kind, self.detection["default"])
+
+    def takes(self, change: Change) -> float:
+        """Seconds of a change.
+
+        Raises:
+            ConfigError: the system's costs do not say.
+        """
+        if change not in self.change:
+            raise ConfigError(f"costs of {self.system!r}: no change {change!r}: expected its seconds")
+        return self.change[change]
+
+    def _numbers(self) -> list[tuple[str, float]]:
+        names = ("checkpoint_interval", "checkpoint_seconds", "step_overhead", "redundancy")
+        memory = self.memory_checkpoint_interval
+        return [*((name, getattr(self, name)) for name in names), ("memory_checkpoint_interval", memory or 0.0)]

@@ -1,0 +1,74 @@
+"""What a cluster is there for: tasks, how fast they are at which size, when they come and go."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from unicron_lightning.errors import ConfigError
+
+if TYPE_CHECKING:
+    from unicron_lightning.planner.performance.model import PerformanceModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimTask:
+    """A task.
+
+    Attributes:
+        name: unique.
+        performance: T(t,x) by number of workers (accelerators), FLOP/s.
+        flops_per_step: of one optimizer step of the whole task, so that a step at x workers takes this / T(t,x).
+        weight: w(t).
+        min_workers: fewest with which it may run.
+        max_workers: most that it can use; None: as many as there are.
+        quantum: its number of workers is a multiple of it (TP x PP, or a node's); what it is given beyond stands idle.
+        micro_batches: M, of a step.
+        arrival: seconds from the beginning; 0: it runs already when the trace begins.
+        departure: when it ends, whatever it has done; None: never.
+        steps: optimizer steps after which it ends; None: never.
+
+    Raises:
+        ConfigError: a value out of its range.
+    """
+
+    name: str
+    performance: PerformanceModel
+    flops_per_step: float
+    weight: float = 1.0
+    min_workers: int = 1
+    max_workers: int | None = None
+    quantum: int = 1
+    micro_batches: int = 1024
+    arrival: float = 0.0
+    departure: float | None = None
+    steps: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("flops_per_step", "weight", "min_workers", "quantum", "micro_batches"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"task {self.name!r}: {name}={value!r}: expected a number > 0")
+        if not (math.isfinite(self.arrival) and self.arrival >= 0):
+            raise ConfigError(f"task {self.name!r}: arrival={self.arrival!r}: expected seconds, 0 or more")
+        if self.departure is not None and not self.departure > self.arrival:
+            given = f"departure={self.departure!r}"
+            raise ConfigError(f"task {self.name!r}: {given}: expected seconds after arrival={self.arrival!r}")
+        if self.steps is not None and not self.steps > 0:
+            raise ConfigError(f"task {self.name!r}: steps={self.steps!r}: expected a number > 0")
+        if self.max_workers is not None and self.max_workers < self.min_workers:
+            given = f"max_workers={self.max_workers!r}"
+            raise ConfigError(f"task {self.name!r}: {given}: expected at least min_workers={self.min_workers}")
+
+    def throughput(self, num_workers: int) -> float:
+        """FLOP/s with so many workers, of which it uses whole quanta; 0.0 below its minimum."""
+        if self.max_workers is not None:
+            num_workers = min(num_workers, self.max_workers)
+        usable = num_workers // self.quantum * self.quantum
+        return self.performance.throughput(usable) if usable >= self.min_workers else 0.0
+
+    def step_seconds(self, num_workers: int) -> float:
+        """Of one optimizer step; inf where it cannot run."""
+        rate = self.throughput(num_workers)
+        return self.flops_per_step / rate if rate else math.inf
