@@ -128,6 +128,31 @@ class CheckpointSaved(Message, frozen=True, kw_only=True, tag="checkpoint_saved"
     step: int
 
 
+class ErrorReport(Message, frozen=True, kw_only=True, tag="error_report"):
+    """Something is wrong: told by a worker of itself, or by an agent of a worker or of its node.
+
+    It is logged once and answered by the severity of its kind. Whatever follows from it (the exit of the process,
+    broken connections of its peers) is no error of its own.
+    """
+
+    worker: str | None
+    """Whose error it is; None: the node's."""
+    kind: str
+    """One of `coordinator.severity.errors.KINDS`. To a coordinator that does not know it: `unnamed_software_error`."""
+    cause: str
+    """For people, short."""
+    phase: str
+    """What the worker was doing: ``compute``, ``reduce``, ...; "" if not known."""
+    step: int | None
+    """Optimizer steps that it had finished."""
+    at: float
+    """time.time() when it happened."""
+    details: dict[str, Any]
+    """Plain JSON: exception type, last frames, counters, ..."""
+    ends: bool = False
+    """The worker's process is about to end by it: it takes part in nothing any more, and nobody need kill it."""
+
+
 class WorkerDone(Message, frozen=True, kw_only=True, tag="worker_done"):
     """The worker's program is about to end well: its going is no failure."""
 
@@ -338,6 +363,7 @@ FromWorker = Union[
     Lookup,
     CheckpointSaved,
     WorkerDone,
+    ErrorReport,
     Heartbeat,
 ]
 ToWorker = Union[Welcome, Epoch, Go, LookupReply, TaskOver]
@@ -357,6 +383,7 @@ FromAgent = Union[
     Lookup,
     CheckpointSaved,
     WorkerDone,
+    ErrorReport,
 ]
 ToAgent = Union[Registered, Refused, Grant, Ranks, Stop, Fence, TaskOver, Welcome, Epoch, Go, LookupReply]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from unicron_lightning.coordinator.events import Limits
+from unicron_lightning.coordinator.severity.errors import TOLD_ONLY
 from unicron_lightning.coordinator.severity.record import Failure, Record
 from unicron_lightning.coordinator.severity.rules import Decision, View
 from unicron_lightning.coordinator.severity.workflow import (
@@ -68,6 +69,10 @@ class Story:
         failure = Failure(kind="exited_abnormally", node=node, agent=node, worker=f"{node}?", cause="x", at=self.now)
         return self.see(Error(failure=failure, round=self.round, training=training, sent=sent))
 
+    def tell(self, node: str, kind: str) -> list[Decision]:
+        """Something is noticed that ends nothing."""
+        return self.see(Error(failure=Failure(kind=kind, node=node, agent=node, at=self.now)))
+
     def disconnect(self) -> list[Decision]:
         return self.see(Error(failure=Failure(kind="connection_failed", node="", agent="", at=self.now)))
 
@@ -82,6 +87,13 @@ class Story:
 
 
 # ---- one way into each row of the table
+
+
+def nothing_has_failed() -> Story:
+    story = Story()
+    for kind in TOLD_ONLY:
+        story.tell("b", kind)
+    return story
 
 
 def connection_fails() -> Story:
@@ -174,6 +186,7 @@ def no_way_to_start() -> Story:
 
 
 WAYS = {
+    "nothing has failed": nothing_has_failed,
     "connection fails": connection_fails,
     "connection fails again": connection_fails_again,
     "process fails": process_fails,

@@ -26,7 +26,7 @@ from unicron_lightning.agent.embedded import EmbeddedCoordinator
 from unicron_lightning.agent.gate import Gate
 from unicron_lightning.agent.local import LocalHooks, LocalServer
 from unicron_lightning.agent.options import AgentOptions
-from unicron_lightning.agent.roster import Roster
+from unicron_lightning.agent.roster import ENDING_SECONDS, Roster
 from unicron_lightning.agent.scratch import ScratchFolder
 from unicron_lightning.agent.session import CoordinatorSession, SessionHooks
 from unicron_lightning.agent.slot_lock import SlotLock
@@ -355,6 +355,8 @@ class Agent:
         self._roster.heard(worker, message, time.monotonic())
         if isinstance(message, wire.Heartbeat):
             return
+        if isinstance(message, wire.ErrorReport) and message.ends:  # the coordinator does not wait for it any more
+            self._loop.call_later(ENDING_SECONDS, self._supervisor.kill, worker)
         if isinstance(message, wire.WorkerHello) and self._shared.now.over is not None:
             self._local.send(worker, self._shared.now.over)
             return

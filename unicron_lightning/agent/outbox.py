@@ -23,6 +23,7 @@ _REPEATABLE: Final = (
     wire.CheckpointSaved,
     wire.Record,
     wire.CommError,
+    wire.ErrorReport,
     wire.StoreUsed,
     wire.Bye,
 )

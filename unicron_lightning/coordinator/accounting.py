@@ -36,7 +36,10 @@ CLOSED: Final = "incident_closed"
 """The event that holds a closed incident's bill."""
 _NOTHING: Final = Level(slots=0, workers=0)
 _FIRST_STEPS: Final = ("worker.started", "worker.recovered", "worker.grown", "worker.shrunk")
-_OWN_DEATHS: Final = ("exit", "signal", "silent")
+_OWN_DEATHS: Final = ("exit", "signal", "silent", "reported")
+
+_HAPPENED: Final = {"worker_died": "died_at", "agent_lost": "away_since", "error_reported": "happened_at"}
+"""By event: which of its fields is when it happened."""
 
 
 def take(task: Task, turn: Turn, event: ev.Emit) -> None:
@@ -45,8 +48,9 @@ def take(task: Task, turn: Turn, event: ev.Emit) -> None:
     if event.incident is not None and _number(event.incident) > accounts.opened:
         _open(task, turn, event)
     counts = event.name == "agent_lost" or event.fields.get("cause") in _OWN_DEATHS
-    if counts and accounts.open and event.incident == accounts.open[-1].id:
-        accounts.open[-1].failures += 1
+    explains = counts or (event.name == "error_reported" and event.fields["ends"])
+    if explains and accounts.open and event.incident == accounts.open[-1].id:
+        accounts.open[-1].failures += counts
         if accounts.open[-1].cause == "comm_error":  # heard of first: the death explains it
             accounts.open[-1].cause = _cause(event)
     if event.name in _FIRST_STEPS and event.fields.get("epoch") == task.measured.pace.epoch:
@@ -155,8 +159,7 @@ def _open(task: Task, turn: Turn, event: ev.Emit) -> None:
     accounts, fields = task.accounts, event.fields
     assert event.incident is not None
     accounts.opened = _number(event.incident)
-    happened = {"worker_died": "died_at", "agent_lost": "away_since"}.get(event.name, "")
-    fault = fields.get(happened) or turn.now
+    fault = fields.get(_HAPPENED.get(event.name, "")) or turn.now
     standing = any(incident.stepped_at is None for incident in accounts.open)
     level = _NOTHING if standing else accounts.level
     incident = Incident(
@@ -273,6 +276,8 @@ def _rate(task: Task, level: Level) -> float | None:
 
 
 def _cause(event: ev.Emit) -> str:
+    if event.name == "error_reported":
+        return f"{event.fields['kind']}: {event.fields['cause']}"
     return "node lost" if event.name == "agent_lost" else str(event.fields.get("cause", event.name))
 
 

@@ -40,7 +40,7 @@ _FIRST_STEP: Final[Mapping[str, TransitionName]] = {
     "worker.started": "restart",
 }
 """Events that tell of the first step finished in an epoch."""
-_OWN_DEATHS: Final = ("exit", "signal", "silent")
+_OWN_DEATHS: Final = ("exit", "signal", "silent", "reported")
 
 
 def progressed(task: Task, turn: Turn, message: wire.Progress) -> bool:

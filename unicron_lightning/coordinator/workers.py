@@ -25,6 +25,10 @@ Said = (
 )
 
 
+REPORTED = "reported"
+"""Cause of a death that `wire.ErrorReport` has told: the event before it says more."""
+
+
 def hello(task: Task, turn: Turn, agent: Agent, message: wire.WorkerHello) -> None:
     """A worker with the strategy has started. Said again it is only answered again; a warm one is not answered yet."""
     worker = task.workers.get(message.worker)
@@ -133,7 +137,9 @@ def worker_died(task: Task, turn: Turn, agent: Agent, message: wire.WorkerDied) 
         elif not ended_well and not task.regrouping and not agent.stopping:  # Else it was stopped on our order.
             if not task.elastic:
                 open_incident(task)
-            _log_death(task, turn, message.worker, message.cause, message.code, message.at)
+            cause = REPORTED if message.worker in task.severity.told else message.cause
+            _log_death(task, turn, message.worker, cause, message.code, message.at)
+        task.severity.told.pop(message.worker, None)
 
 
 def died(

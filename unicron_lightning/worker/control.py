@@ -74,6 +74,7 @@ class Control:
         self._replies: dict[str, wire.LookupReply] = {}
         self._progress: wire.Progress | None = None
         self._closed = False
+        self._ending = False
         self._write_lock = threading.Lock()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.connect(path)
@@ -151,6 +152,30 @@ class Control:
     def event(self, name: str, **fields: Any) -> None:
         """Adds a line to the task's event log."""
         self.send(wire.WorkerEvent(worker=self.worker, name=name, at=time.time(), fields=fields))
+
+    def report(
+        self, kind: str, cause: str, *, phase: str, step: int | None, details: dict[str, Any], ends: bool = False
+    ) -> None:
+        """Tells of an error of this worker, see `wire.ErrorReport`.
+
+        One by which the process ``ends`` is told once, and the first counts: from then on nothing that is said ends the
+        process before it has written down what it knows. Its agent ends it if it takes too long.
+        """
+        if self._ending:
+            return
+        self._ending = ends
+        self.send(
+            wire.ErrorReport(
+                worker=self.worker,
+                kind=kind,
+                cause=cause,
+                phase=phase,
+                step=step,
+                at=time.time(),
+                details=details,
+                ends=ends,
+            )
+        )
 
     def progress(self, step: int, metrics: Mapping[str, float]) -> None:
         """Leaves word of the last finished step; the control thread sends it within a second."""
@@ -241,7 +266,7 @@ class Control:
             self.condition.notify_all()
         if isinstance(message, wire.Epoch):
             self._judge(message)
-        elif isinstance(message, wire.TaskOver) and not (self.is_member and message.succeeded):
+        elif isinstance(message, wire.TaskOver) and not (self._ending or (self.is_member and message.succeeded)):
             # Members of a task that was cancelled go at once: a step that some of them begin would never end.
             _leave(0 if message.succeeded else 1)
 
@@ -255,7 +280,7 @@ class Control:
 
     def _judge(self, epoch: wire.Epoch) -> None:
         """Leaves if expelled; else has the collectives of older epochs aborted."""
-        if self.is_member and not self._is_in(epoch):
+        if self.is_member and not self._is_in(epoch) and not self._ending:
             logger.error("worker_expelled worker=%s epoch=%d", self.worker, epoch.number)
             _leave(EXIT_EXPELLED)
         if epoch.kind not in wire.PLANNED:

@@ -39,21 +39,23 @@ def worker_died(task: Task, turn: Turn, agent: Agent, message: wire.WorkerDied) 
     # Those that are gone were stopped or killed on order, or went with a sibling that was told of.
     starting = round_of(message.worker) == agent.round and message.worker not in agent.gone
     starting = starting and agent.id in task.slots and not agent.stopping
-    if not _concerned(task) or task.finishing or ended_well or not (known or starting):
+    if not concerned(task) or task.finishing or ended_well or not (known or starting):
         return
-    kind = "silent" if message.cause == "silent" else "exited_abnormally"
-    failure = _failure(task, turn, agent, kind, message.worker, _cause(message))
+    kind, cause = "silent" if message.cause == "silent" else "exited_abnormally", _cause(message)
+    if (told := task.severity.told.get(message.worker)) is not None:
+        kind, cause = told.kind, told.cause
+    failure = failure_of(task, turn, agent, kind, message.worker, cause)
     sent = message.cause == "signal" and message.code in _SENT
     error = Error(failure=failure, round=agent.round, training=bool(task.established), sent=sent)
-    _feed(task, turn, error)
+    feed(task, turn, error)
 
 
 def agent_lost(task: Task, turn: Turn, agent: Agent) -> None:
     """An agent is gone, and its workers with it; told before they are buried."""
     members = [worker for worker in task.workers_of(agent.id) if worker.id in task.severity.joined]
-    if _concerned(task) and not task.finishing and members:
-        failure = _failure(task, turn, agent, "lost_connection", members[0].id, "the agent was lost")
-        _feed(task, turn, Error(failure=failure))
+    if concerned(task) and not task.finishing and members:
+        failure = failure_of(task, turn, agent, "lost_connection", members[0].id, "the agent was lost")
+        feed(task, turn, Error(failure=failure))
 
 
 def heard(task: Task, turn: Turn, agent: Agent, message: wire.FromAgent) -> None:
@@ -72,10 +74,10 @@ def heard(task: Task, turn: Turn, agent: Agent, message: wire.FromAgent) -> None
                 record.tells = True
                 record.entered.append(message.worker)
         case wire.CommError() if message.worker in record.joined and message.epoch in (record.epoch, task.number):
-            _feed(task, turn, Named(agent=agent.id))
+            feed(task, turn, Named(agent=agent.id))
     if isinstance(step, int) and step > record.step:
         weighs = bool(record.attempts or record.lives or record.starts or record.series or record.reattempts)
-        _feed(task, turn, Progress(step=step))
+        feed(task, turn, Progress(step=step))
         if weighs:
             turn.save(task)
 
@@ -83,24 +85,24 @@ def heard(task: Task, turn: Turn, agent: Agent, message: wire.FromAgent) -> None
 def comm_error_due(task: Task, turn: Turn) -> None:
     """No death explained a communication error in time."""
     pending = task.epoch is not None and not task.settled and task.epoch.kind not in wire.PLANNED
-    if not _concerned(task) or task.comm_error_epoch != task.number or task.epoch is None or pending:
+    if not concerned(task) or task.comm_error_epoch != task.number or task.epoch is None or pending:
         membership.comm_error_due(task, turn)
         return
     # Who told of it first need not be where it comes from: see `workflow.suspect`.
     failure = Failure(kind="connection_failed", node="", agent="", step=task.severity.step, at=turn.now)
-    _feed(task, turn, Error(failure=failure))
+    feed(task, turn, Error(failure=failure))
     task.comm_error_epoch = 0
 
 
 def overdue(task: Task, turn: Turn) -> None:
     """The newest epoch has had its time."""
     record, late = task.severity, []
-    if _concerned(task) and task.epoch is not None:
+    if concerned(task) and task.epoch is not None:
         live = [task.workers[member.worker] for member in task.live_members()]
         late = [w.agent for w in live if (w.id not in record.entered if task.settled else w.ready != task.number)]
     record.awaited = ""
     agents = tuple((agent_id, task.agents[agent_id].node) for agent_id in dict.fromkeys(late))
-    _feed(task, turn, Overdue(agents=agents))
+    feed(task, turn, Overdue(agents=agents))
     turn.save(task)
 
 
@@ -121,12 +123,12 @@ def review(task: Task, turn: Turn) -> bool:
     Returns:
         Whether the task has changed, and is to be looked at again.
     """
-    if not _concerned(task):
+    if not concerned(task):
         return False
     record = task.severity
     if task.life != record.life:
         record.life = task.life
-        _feed(task, turn, NewLife())
+        feed(task, turn, NewLife())
     planned = task.epoch is not None and task.epoch.kind in wire.PLANNED
     renewed = False
     if task.number != record.epoch:
@@ -146,11 +148,13 @@ def review(task: Task, turn: Turn) -> bool:
     return any(changed)
 
 
-def _concerned(task: Task) -> bool:
+def concerned(task: Task) -> bool:
+    """Whether anything is decided about the task's errors."""
     return task.elastic and task.over is None and not task.rebuilding
 
 
-def _feed(task: Task, turn: Turn, seen: Seen) -> None:
+def feed(task: Task, turn: Turn, seen: Seen) -> None:
+    """Tell the workflow; what it decides is carried out at the end of the turn."""
     decisions = handle(task.severity, seen, turn.limits, _view(task, turn), turn.now)
     turn.decisions.setdefault(task.id, []).extend(decisions)
 
@@ -162,7 +166,8 @@ def _view(task: Task, turn: Turn) -> View:
     return View(members=members, spared=turn.spared(task, nodes), agents=frozenset(task.agents))
 
 
-def _failure(task: Task, turn: Turn, agent: Agent, kind: str, worker: str, cause: str) -> Failure:
+def failure_of(task: Task, turn: Turn, agent: Agent, kind: str, worker: str | None, cause: str) -> Failure:
+    """An error as the workflow takes it; with a worker if that is gone by it."""
     step = task.severity.step
     return Failure(kind=kind, node=agent.node, agent=agent.id, worker=worker, cause=cause, step=step, at=turn.now)
 
@@ -177,7 +182,7 @@ def _cause(message: wire.WorkerDied) -> str:
 def _settled(task: Task, turn: Turn) -> None:
     there = [task.workers[worker] for worker in task.established if worker in task.workers]
     members = {worker.id: task.agents[worker.agent].node for worker in there}
-    _feed(task, turn, Settled(step=max((worker.step for worker in there), default=0), members=members))
+    feed(task, turn, Settled(step=max((worker.step for worker in there), default=0), members=members))
     turn.save(task)
 
 
@@ -210,6 +215,8 @@ def _carry_out(task: Task, turn: Turn, decision: Decision) -> bool:
         _stop(task, turn, decision)
         return True
     fields = {"agent": error.agent, "node": error.node, "kind": error.kind, **fields}
+    if decision.action == "tell":
+        return False
     if decision.action == "reattempt":
         task.comm_error_epoch = task.number
         membership.comm_error_due(task, turn)

@@ -46,6 +46,8 @@ KINDS: Final = (
     ErrorKind(name="link_flapping", method=_STATISTICS, severity="SEV3"),
     ErrorKind(name="task_hang", method=_STATISTICS, severity="SEV2"),
     ErrorKind(name="unnamed_software_error", method=_STATISTICS, severity="SEV2"),
+    ErrorKind(name="out_of_memory", method="", severity="SEV2"),
+    ErrorKind(name="nan_loss", method="", severity="SEV3"),
     ErrorKind(name="silent", method="", severity="SEV2", seen="no heartbeat of a worker for `worker_timeout`"),
     ErrorKind(name="recovery_stuck", method="", severity="SEV2", seen="no report for an epoch, or no entry, in time"),
     ErrorKind(name="keeps_failing", method="", severity="SEV2", seen="SEV3 again and again without a finished step"),
@@ -53,3 +55,11 @@ KINDS: Final = (
 
 SEVERITY: Final[dict[str, Severity]] = {kind.name: kind.severity for kind in KINDS}
 """Severity by name of the kind."""
+
+TOLD_ONLY: Final = ("link_flapping", "nan_loss")
+"""Kinds that end nothing: they are logged, and nobody is disturbed."""
+
+
+def known(kind: str) -> str:
+    """The kind that is answered where ``kind`` is reported, maybe by a newer agent."""
+    return kind if kind in SEVERITY else "unnamed_software_error"

@@ -28,6 +28,13 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """time.time() of the coordinator."""
 
 
+class Told(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker that is not on record said of its error before its process ended."""
+
+    kind: str
+    cause: str
+
+
 class Joined(msgspec.Struct, frozen=True, kw_only=True):
     """Since when a worker has been a member."""
 
@@ -88,3 +95,8 @@ class Record(msgspec.Struct, kw_only=True):
     """By agent: how many of its workers' reports told of a failed connection since a step was finished."""
     series: dict[str, Series] = {}
     """By node."""
+
+    told: dict[str, Told] = {}
+    """By worker, of an agent's present round."""
+    reports: list[tuple[str, str, float]] = []
+    """Source, kind and time of the newest errors that ended nothing: an agent says some twice."""

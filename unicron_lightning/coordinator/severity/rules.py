@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from unicron_lightning.coordinator.events import Limits
+from unicron_lightning.coordinator.severity.errors import TOLD_ONLY
 from unicron_lightning.coordinator.severity.record import Failure, Record
 
 Trigger = Literal["SEV3", "SEV2", "SEV1", "judged"]
-Action = Literal["reattempt", "escalate", "restart", "isolate", "cordon", "stop"]
+Action = Literal["tell", "reattempt", "escalate", "restart", "isolate", "cordon", "stop"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +119,14 @@ def _always(_: Case) -> bool:
 
 
 RULES: Final = (
+    Rule(
+        name="nothing has failed",
+        on="SEV3",
+        when=f"the kind is {' or '.join(f'`{kind}`' for kind in TOLD_ONLY)}",
+        holds=lambda case: case.error is not None and case.error.kind in TOLD_ONLY,
+        action="tell",
+        then="the event log has it; nobody is disturbed",
+    ),
     Rule(
         name="connection fails again",
         on="SEV3",

@@ -32,7 +32,7 @@ class Error:
     """Something failed.
 
     Attributes:
-        failure: what.
+        failure: what; with a worker if that is gone by it.
         round: of the agent's rendezvous, in which a worker that is no member failed.
         training: whether anybody has the task's state.
         sent: a signal that only others send (KILL, TERM): before a worker is a member it says nothing of the node.
@@ -124,8 +124,7 @@ def suspect(record: Record, view: View) -> tuple[str, str, str] | None:
 
 def _error(record: Record, seen: Error, limits: Limits, view: View, now: float) -> list[Decision]:
     failure = seen.failure
-    severity = SEVERITY[failure.kind]
-    if severity == "SEV3":
+    if failure.worker is None and SEVERITY[failure.kind] == "SEV3":
         return _connection(record, failure, limits, view, now)
     if failure.worker is None:
         return _alive(record, failure, limits, view, now)
@@ -149,6 +148,8 @@ def _connection(record: Record, failure: Failure, limits: Limits, view: View, no
     rule = first("SEV3", case)
     assert rule is not None
     facts = {"times": case.retried}
+    if rule.action == "tell":
+        return [Decision(rule=rule.name, action="tell", error=failure, reason=failure.cause, facts={})]
     if rule.action == "reattempt" or (blamed := suspect(record, view)) is None:
         record.reattempts.append(now)
         return [Decision(rule=rule.name, action="reattempt", error=failure, reason=failure.cause, facts=facts)]
@@ -217,7 +218,8 @@ def _new_life(record: Record, limits: Limits, view: View, now: float) -> list[De
 
 def _decide(record: Record, failure: Failure, limits: Limits, view: View, now: float) -> list[Decision]:
     case = Case(record=record, limits=limits, view=view, now=now, error=failure)
-    severity = SEVERITY[failure.kind]
+    # Where the process is gone it is too late for SEV3's answer in place.
+    severity = max(SEVERITY[failure.kind], "SEV2", key=("SEV3", "SEV2", "SEV1").index)
     rule = first(severity, case)
     assert rule is not None
     facts: dict[str, object] = {"severity": severity}

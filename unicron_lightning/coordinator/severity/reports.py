@@ -1,0 +1,111 @@
+"""Errors that workers and agents report: each is logged once, with where and why, and answered by its severity.
+
+What follows from an error that was told is not told again. A worker whose process ends by it is taken out of the task
+at once, so that its exit a second later is nobody's news; connections that break meanwhile belong to the same incident.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from unicron_lightning import wire
+from unicron_lightning.coordinator import membership, workers
+from unicron_lightning.coordinator.severity import apply
+from unicron_lightning.coordinator.severity.errors import SEVERITY, TOLD_ONLY, known
+from unicron_lightning.coordinator.severity.record import Told
+from unicron_lightning.coordinator.severity.workflow import Error, Named
+from unicron_lightning.coordinator.state import Agent, Task, Worker, round_of
+from unicron_lightning.coordinator.turn import Turn
+
+_KEPT: Final = 50
+
+
+def reported(task: Task, turn: Turn, agent: Agent, message: wire.ErrorReport) -> None:
+    """A worker told of its error, or an agent of one that it has found."""
+    kind = known(message.kind)
+    worker = None if message.worker is None else task.workers.get(message.worker)
+    if worker is not None and worker.agent == agent.id:
+        if message.ends or SEVERITY[kind] == "SEV2":
+            _lost(task, turn, agent, worker, message)
+            return
+    elif message.worker is not None:
+        _unknown(task, turn, agent, message)
+        return
+    told = (message.worker or agent.id, kind, message.at)
+    if told not in task.severity.reports:
+        task.severity.reports = [*task.severity.reports, told][-_KEPT:]
+        _goes_on(task, turn, agent, message)
+
+
+def _lost(task: Task, turn: Turn, agent: Agent, worker: Worker, message: wire.ErrorReport) -> None:
+    """A worker on record ends by its error, or has to be killed because of it."""
+    kind = known(message.kind)
+    unjudged = task.severity.unjudged
+    # A peer's broken connection says nothing of the peer if somebody has just gone.
+    symptom = SEVERITY[kind] == "SEV3" and any(failure.agent != agent.id for failure in unjudged)
+    if worker.id in membership.needed(task):
+        membership.open_incident(task)
+    _log(task, turn, agent, message, task.incident, symptom=symptom)
+    if apply.concerned(task) and not task.finishing and not symptom:
+        failure = apply.failure_of(task, turn, agent, kind, worker.id, message.cause)
+        apply.feed(task, turn, Error(failure=failure, round=agent.round, training=bool(task.established)))
+    workers.died(task, turn, [worker], workers.REPORTED, at=message.at)
+    if not message.ends:
+        turn.send(agent, wire.Fence(worker=worker.id, reason=f"{kind}: {message.cause}"))
+
+
+def _unknown(task: Task, turn: Turn, agent: Agent, message: wire.ErrorReport) -> None:
+    """A worker without a hello: it starts, or its script is a plain one. It counts when its process has ended."""
+    assert message.worker is not None
+    told = task.severity.told
+    present = round_of(message.worker) == agent.round and message.worker not in agent.gone and not agent.stopping
+    if not present or message.worker in told:
+        return
+    if message.ends:
+        told[message.worker] = Told(kind=known(message.kind), cause=message.cause)
+        if not task.elastic and not task.regrouping:
+            membership.open_incident(task)
+    _log(task, turn, agent, message, None if task.elastic else task.incident)
+
+
+def _goes_on(task: Task, turn: Turn, agent: Agent, message: wire.ErrorReport) -> None:
+    """An error that ends no process: the node's, or one of a worker that only has to connect anew."""
+    kind = known(message.kind)
+    in_place = SEVERITY[kind] == "SEV3" and kind not in TOLD_ONLY
+    if in_place and task.incident is not None:
+        return  # what broke the connection is known
+    acts = apply.concerned(task) and not task.finishing
+    if in_place and acts:
+        membership.open_incident(task)
+        apply.feed(task, turn, Named(agent=agent.id))
+    _log(task, turn, agent, message, task.incident if in_place or SEVERITY[kind] != "SEV3" else None)
+    if acts or kind in TOLD_ONLY:
+        failure = apply.failure_of(task, turn, agent, kind, None, message.cause)
+        apply.feed(task, turn, Error(failure=failure))
+
+
+def _log(
+    task: Task, turn: Turn, agent: Agent, message: wire.ErrorReport, incident: str | None, *, symptom: bool = False
+) -> None:
+    kind = known(message.kind)
+    ranks = [rank for rank, member in enumerate(task.members()) if member.worker == message.worker]
+    fields = {
+        "node": agent.node,
+        "agent": agent.id,
+        "worker": message.worker,
+        "rank": ranks[0] if ranks else None,
+        "phase": message.phase,
+        "step": message.step,
+        "kind": kind,
+        "severity": SEVERITY[kind],
+        "cause": message.cause,
+        "ends": message.ends,
+        "happened_at": message.at,
+        "received_at": turn.now,
+        "details": message.details,
+    }
+    if kind != message.kind:
+        fields["told_as"] = message.kind
+    if symptom:
+        fields["symptom"] = True
+    turn.emit_for(task, incident, "error_reported", fields)
