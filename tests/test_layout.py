@@ -147,7 +147,8 @@ def test_no_paths_of_this_machine() -> None:
 
 
 def test_every_import_of_the_package_is_a_declared_dependency(project: dict) -> None:
-    wanted = [*project["project"]["dependencies"], *project["project"]["optional-dependencies"]["demo"]]
+    extras = project["project"]["optional-dependencies"]
+    wanted = [*project["project"]["dependencies"], *extras["demo"], *extras["megatron"]]
     # Distributions are named like what they give to import, but for this one.
     declared = {_normal(re.match(r"[\w.-]+", item).group()).removesuffix("-core").replace("-", "_") for item in wanted}
     imported = {
@@ -164,7 +165,8 @@ def test_constraints_pin_every_dependency_exactly(project: dict) -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = dict(line.partition(";")[0].split("==") for line in lines if line and not line.startswith("#"))
     pinned = {_normal(name) for name in pins}
-    wanted = [*project["project"]["dependencies"], *project["project"]["optional-dependencies"]["dev"]]
+    extras = project["project"]["optional-dependencies"]
+    wanted = [*project["project"]["dependencies"], *extras["dev"], *extras["megatron"]]
     names = {_normal(re.match(r"[\w.-]+", item).group()) for item in wanted}
     assert names - pinned - {"unicron-lightning"} == set()
     assert not any("+" in version for version in pins.values()), "a local version cannot be had elsewhere"

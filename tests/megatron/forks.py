@@ -1,0 +1,79 @@
+"""Runs scenarios of tests/megatron in worlds of real processes, which it forks so that megatron-core is imported once.
+
+Started by the fixture ``worlds`` of tests/megatron/conftest.py. Each line of its input is a request, and each line
+of its output the answer:
+
+    {"scenario": "module:function", "world": 4, "arguments": {...}, "folder": "..."}
+    {"exits": [0, 0, -9, 0]}
+
+Modules are those beside this file, imported by their bare names: ``megatron`` is megatron-core's namespace.
+Rank r leaves what the scenario returned in FOLDER/r.json, and what it printed in FOLDER/r.log.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import json
+import os
+import sys
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+warnings.simplefilter("ignore")  # megatron-core's about what is not installed
+
+import torch  # noqa: E402
+
+SCENARIO_SECONDS = 100
+"""A rank that takes longer says where it is and ends: less than the time limit of a test."""
+
+
+def serve() -> None:
+    """Answer requests until the input ends."""
+    torch.set_num_threads(1)
+    importlib.import_module("untouched")  # first: it remembers what torch was
+    importlib.import_module("unicron_lightning.megatron.toy")
+    importlib.import_module("megatron.core.optimizer")
+    importlib.import_module("megatron.core.distributed")
+    importlib.import_module("megatron.core.pipeline_parallel")
+    for line in sys.stdin:
+        request = json.loads(line)
+        children = [_fork(rank, request) for rank in range(request["world"])]
+        exits = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        print(json.dumps({"exits": exits}), flush=True)
+
+
+def _fork(rank: int, request: dict[str, Any]) -> int:
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        folder = Path(request["folder"])
+        _redirect(folder / f"{rank}.log")
+        faulthandler.dump_traceback_later(SCENARIO_SECONDS, exit=True)
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(request["world"])}
+        module, _, name = request["scenario"].partition(":")
+        result = getattr(importlib.import_module(module), name)(rank, request["world"], folder, **request["arguments"])
+        (folder / f"{rank}.json").write_text(json.dumps(result))
+        code = 0
+    except BaseException:  # noqa: BLE001 - a child must never return into the parent's loop
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _redirect(path: Path) -> None:
+    """Both outputs into a file, the input to nothing."""
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,55 @@
+"""The CPU shim: off unless asked for, refused beside CUDA, each patch needed; and what it makes possible."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from unicron_lightning.errors import ConfigError
+from unicron_lightning.megatron import shim
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from megatron.conftest import Worlds
+
+
+@pytest.mark.faults
+def test_nothing_is_replaced_until_it_is_installed(worlds: Worlds, tmp_path: Path) -> None:
+    [[changed_by_import, left_by_install]] = worlds.run("untouched:compare", 1, tmp_path)
+    assert (changed_by_import, left_by_install) == ([], [])
+
+
+def test_it_is_refused_beside_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ConfigError, match="CUDA is available"):
+        shim.install()
+    assert shim.installed() == ()
+
+
+def test_an_unknown_patch_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"without=\['streams'\]: expected names among"):
+        shim.install(without={"streams"})
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("patch", [patch.name for patch in shim.PATCHES])
+def test_each_patch_is_needed(worlds: Worlds, tmp_path: Path, patch: str) -> None:
+    exits = worlds.exits("plain:train", 2, tmp_path, pp=2, steps=1, without=patch, options={"dropout": 0.1})
+    assert 1 in exits
+
+
+@pytest.mark.faults
+def test_layouts_agree(worlds: Worlds, tmp_path: Path) -> None:
+    """TP with sequence parallelism trains like one process, and ZeRO-1 with overlap like none.
+
+    Stages draw their own initial values, so that those with pipelines are compared among themselves.
+    """
+    one = worlds.run("plain:train", 1, tmp_path / "one")
+    tp = worlds.run("plain:train", 2, tmp_path / "tp", tp=2, options={"sequence_parallel": True})
+    pp = worlds.run("plain:train", 2, tmp_path / "pp", pp=2)
+    both = worlds.run("plain:train", 4, tmp_path / "both", pp=2, zero1=True, overlap_grad_reduce=True)
+    assert tp == [pytest.approx(one[0], rel=1e-5)] * 2
+    assert both == [pytest.approx(pp[0], rel=1e-5)] * 4

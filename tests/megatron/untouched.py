@@ -1,0 +1,28 @@
+"""What the shim replaces of torch, remembered before anything of ours or of megatron-core is imported."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+REPLACEABLE = {
+    torch: ("arange", "empty", "full", "ones", "tensor", "zeros"),
+    torch.cuda: ("current_device", "synchronize", "get_rng_state", "set_rng_state", "manual_seed"),
+    torch.Tensor: ("cuda", "type"),
+}
+BEFORE = {(owner, name): getattr(owner, name) for owner, names in REPLACEABLE.items() for name in names}
+
+
+def compare(rank: int, world: int, folder: Path) -> list[list[str]]:
+    """Scenario: what is another thing now that all is imported; what is still the same with the shim installed."""
+    from unicron_lightning.megatron import shim
+
+    changed = [name for (owner, name), before in BEFORE.items() if getattr(owner, name) is not before]
+    assert shim.installed() == ()
+    shim.install()
+    assert shim.installed() == tuple(patch.name for patch in shim.PATCHES)
+    return [changed, [name for (owner, name), before in BEFORE.items() if getattr(owner, name) is before]]

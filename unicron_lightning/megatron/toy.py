@@ -1,0 +1,150 @@
+"""A megatron-core GPT of ten thousand parameters over bytes of English text, for tests, examples and demonstrations.
+
+What it has is what a large one has: a model in stages and slices, tied embeddings, sequence parallelism, bf16, dropout.
+On a machine without CUDA call `unicron_lightning.megatron.shim.install` first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from unicron_lightning.demo.text import Windows
+
+VOCABULARY = 256
+"""Bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Toy:
+    """The model's sizes and options.
+
+    Args:
+        layers, hidden, heads: of the transformer.
+        length: bytes of context.
+        dropout: of attention and hidden activations alike.
+        bf16: parameters and activations in bf16, as megatron-core's ``Float16Module`` has them.
+        tied: the output layer shares the embedding's weight.
+        sequence_parallel: with tensor parallelism, split activations along the sequence between its collectives.
+    """
+
+    layers: int = 4
+    hidden: int = 32
+    heads: int = 4
+    length: int = 16
+    dropout: float = 0.0
+    bf16: bool = False
+    tied: bool = True
+    sequence_parallel: bool = False
+
+
+class SequenceParallelNorm(nn.LayerNorm):
+    """LayerNorm that may be used with sequence parallelism, which megatron-core's wrapper of torch's refuses.
+
+    Its parameters carry the mark by which megatron-core sums their gradients over the tensor-parallel group.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+def config(toy: Toy, **parallel: Any) -> TransformerConfig:
+    """The transformer's configuration.
+
+    Args:
+        toy: sizes and options.
+        parallel: fields about the layout, such as ``tensor_model_parallel_size``.
+    """
+    dtype = torch.bfloat16 if toy.bf16 else torch.float32
+    return TransformerConfig(
+        num_layers=toy.layers,
+        hidden_size=toy.hidden,
+        num_attention_heads=toy.heads,
+        attention_dropout=toy.dropout,
+        hidden_dropout=toy.dropout,
+        bf16=toy.bf16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        sequence_parallel=toy.sequence_parallel,
+        use_cpu_initialization=True,  # initial values do not depend on TP
+        add_bias_linear=False,  # a key's bias would have no gradient but rounding noise, which Adam turns into steps
+        gradient_accumulation_fusion=False,  # these need Apex
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        **parallel,
+    )
+
+
+def model(toy: Toy, transformer: TransformerConfig) -> nn.Module:
+    """This rank's part of the model; megatron-core's ``parallel_state`` and random states must have been initialised.
+
+    With several pipeline stages and tied embeddings this is a collective of the embedding group.
+    """
+    layer = get_gpt_layer_local_spec()
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = SequenceParallelNorm
+    stages = transformer.pipeline_model_parallel_size
+    gpt = GPTModel(
+        config=transformer,
+        transformer_layer_spec=TransformerBlockSubmodules(
+            layer_specs=[layer] * (toy.layers // stages), layer_norm=SequenceParallelNorm
+        ),
+        vocab_size=VOCABULARY,
+        max_sequence_length=toy.length,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=toy.tied,
+    )
+    stage: nn.Module = Float16Module(transformer, gpt) if toy.bf16 else gpt
+    return stage
+
+
+class Text(Dataset[dict[str, Tensor]]):
+    """Map-style samples {"tokens": [length], "labels": [length]}, int64: each label is the next byte.
+
+    Args:
+        length: bytes of context.
+        limit: at most so many samples.
+    """
+
+    def __init__(self, length: int, limit: int = 100_000) -> None:
+        self._windows = Windows(0.0, 1.0, length, limit)
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        _, window = self._windows[index]
+        return {"tokens": window[:-1], "labels": window[1:]}
+
+
+def forward(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """One micro-batch through this rank's stage.
+
+    Args:
+        model: the stage, with or without megatron-core's DDP around it.
+        batch: "tokens" and "labels" of shape [micro-batch, length].
+
+    Returns:
+        The loss of each token, [micro-batch, length], on the last stage, else activations for the next one.
+    """
+    tokens = batch["tokens"]
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    output: Tensor = model(tokens, positions, None, labels=batch["labels"])
+    return output
+
+
+def loss(output: Tensor) -> Tensor:
+    """The micro-batch's mean loss, a scalar."""
+    return output.float().mean()
