@@ -35,6 +35,12 @@ TOKEN: Final = "UNICRON_TOKEN"
 STATE_DIR: Final = "UNICRON_STATE_DIR"
 """State folder of an embedded coordinator, set by the user."""
 
+KEEP_FREED: Final = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
+"""glibc's variables by which a process that trains on the CPU keeps the memory of freed gradients: by default glibc
+returns it to the kernel, or not, as the heap happens to lie, and thousands of page faults per step fetch it again."""
+MALLOC_THRESHOLD: Final = "2000000000"
+"""[bytes] Value of both; a user's own comes first."""
+
 FROM_AGENT: Final = (AGENT_SOCKET, AGENT, AGENT_PID, ROUND, TASK, NODE, HOST, BASE_RANK)
 """What an agent sets, so that a process that is no worker can be started without it."""
 

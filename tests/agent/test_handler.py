@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
@@ -124,6 +125,27 @@ def test_life_of_a_round(bench: Bench) -> None:
     assert store.num_keys() == 0
     bench.handler.shutdown()
     assert bench.fake.wait_for(wire.Bye) == wire.Bye(succeeded=False)
+
+
+def test_workers_on_the_cpu_keep_freed_memory_unless_the_user_says_otherwise(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    trim, mmap = environ.KEEP_FREED
+    monkeypatch.delenv(trim, raising=False)
+    monkeypatch.setenv(mmap, "4096")
+    bench.rendezvous()
+    assert (os.environ[trim], os.environ[mmap]) == (environ.MALLOC_THRESHOLD, "4096")
+    bench.handler.shutdown()
+
+
+def test_workers_with_an_accelerator_have_their_own_malloc(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    for name in environ.KEEP_FREED:
+        monkeypatch.delenv(name, raising=False)
+    bench.rendezvous()
+    assert not set(environ.KEEP_FREED) & set(os.environ)
+    bench.handler.shutdown()
 
 
 def test_every_round_has_a_fresh_store(bench: Bench) -> None:

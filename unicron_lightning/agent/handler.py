@@ -12,6 +12,7 @@ import logging
 import os
 from typing import Any, Final
 
+import torch
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousConnectionError,
     RendezvousHandler,
@@ -214,6 +215,9 @@ class UnicronRendezvousHandler(RendezvousHandler):
         )
         # torchelastic's default, 1, lets NCCL's watchdog end the survivors of a failure.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        if not torch.accelerator.is_available():
+            for name in environ.KEEP_FREED:
+                os.environ.setdefault(name, environ.MALLOC_THRESHOLD)
 
     def _rank_store(self, agent: Agent, grant: wire.Grant) -> RankStore:
         def ranks_of(local_world: int) -> tuple[int, int]:
