@@ -1,0 +1,1 @@
+"""Hydra configuration of the simulator; imported as unicron_lightning.conf.simulate."""

@@ -1,0 +1,99 @@
+"""When components fail: times and places of one source, before it is known what fails and why.
+
+Each process has the same mean number of failures, components x seconds / mtbf:
+
+* ``poisson``: N is Poisson distributed, times are uniform and independent, each component is as likely as any other;
+* ``exact``: the same with N the mean, rounded;
+* ``weibull``: lifetimes of each component from new, P(T > t) = exp(-(t / scale)^shape), with
+  scale = mtbf / Gamma(1 + 1/shape). With a shape other than 1 the rate begins as that of
+  new components and comes to 1 / mtbf with time;
+* ``bursts``: a Neyman-Scott process. Bursts begin like ``poisson`` at rate 1 / (mtbf burst_size); each has a geometric
+  number of failures, exponential times apart, among `neighbours` components in a row. What reaches beyond the end
+  is cut.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unicron_lightning.simulate.traces.config import SourceConfig
+
+HOUR = 3600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrivals:
+    """Failures of one source, sorted by time.
+
+    Attributes:
+        seconds: when, shape (n,).
+        components: which, from 0 on, shape (n,).
+    """
+
+    seconds: NDArray[np.float64]
+    components: NDArray[np.int64]
+
+    def sorted(self) -> Arrivals:
+        """In the order of time, then of components."""
+        order = np.lexsort((self.components, self.seconds))
+        return Arrivals(seconds=self.seconds[order], components=self.components[order])
+
+
+def arrivals(source: SourceConfig, num_components: int, seconds: float, random: np.random.Generator) -> Arrivals:
+    """Draw the failures of a source.
+
+    Args:
+        source: its process and rate.
+        num_components: how many there are.
+        seconds: how long the trace is.
+        random: where randomness comes from.
+    """
+    mtbf = source.mtbf_hours * HOUR / source.frequency
+    mean = num_components * seconds / mtbf
+    if source.process == "weibull":
+        return _renewals(source.shape, mtbf, num_components, seconds, random).sorted()
+    if source.process == "bursts":
+        return _bursts(source, mean, num_components, seconds, random).sorted()
+    num = round(mean) if source.process == "exact" else int(random.poisson(mean))
+    return _uniform(num, num_components, seconds, random).sorted()
+
+
+def _uniform(num: int, num_components: int, seconds: float, random: np.random.Generator) -> Arrivals:
+    times = random.uniform(0.0, seconds, num)
+    return Arrivals(seconds=times, components=random.integers(0, num_components, num))
+
+
+def _renewals(shape: float, mtbf: float, num_components: int, seconds: float, random: np.random.Generator) -> Arrivals:
+    scale = mtbf / math.gamma(1 + 1 / shape)
+    alive, ages = np.arange(num_components), np.zeros(num_components)
+    times, components = [], []
+    while alive.size:
+        ages = ages + scale * random.weibull(shape, alive.size)
+        within = ages < seconds
+        alive, ages = alive[within], ages[within]
+        times.append(ages)
+        components.append(alive)
+    return Arrivals(seconds=np.concatenate([*times, []]), components=np.concatenate([*components, []]).astype(np.int64))
+
+
+def _bursts(
+    source: SourceConfig, mean: float, num_components: int, seconds: float, random: np.random.Generator
+) -> Arrivals:
+    num_bursts = int(random.poisson(mean / source.burst_size))
+    first = _uniform(num_bursts, num_components, seconds, random)
+    sizes = random.geometric(1 / source.burst_size, num_bursts)
+    starts = np.cumsum(sizes) - sizes
+    gaps = random.exponential(source.burst_seconds, int(sizes.sum()))
+    gaps[starts] = 0.0
+    # Running sums within each burst: those over all, less what was there where the burst began.
+    sums = np.cumsum(gaps)
+    times = np.repeat(first.seconds, sizes) + sums - np.repeat(sums[starts], sizes)
+    beside = random.integers(0, source.neighbours, times.size)
+    beside[starts] = 0
+    components = (np.repeat(first.components, sizes) + beside) % num_components
+    within = times < seconds
+    return Arrivals(seconds=times[within], components=components[within])

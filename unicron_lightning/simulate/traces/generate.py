@@ -1,0 +1,145 @@
+"""Traces from their configuration: which node and worker fails, why, and how long the node is away.
+
+The same configuration, cluster and seed give the same trace, byte for byte, with the same numpy. Each source draws from
+a generator of its own, seeded by (seed, name of the source): to add or change one leaves the others as they were. Times
+are rounded to microseconds, as the simulator counts them.
+
+What is down does not fail: a failure that would strike a node under repair is left out, or strikes another node where
+the number of failures is given (``exact``).
+"""
+
+from __future__ import annotations
+
+import heapq
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unicron_lightning.coordinator.severity.errors import SEVERITY
+from unicron_lightning.simulate.trace import Cluster, Fault, Trace, order
+from unicron_lightning.simulate.traces.arrivals import HOUR, arrivals
+from unicron_lightning.simulate.traces.config import RepairConfig, SourceConfig, TraceConfig
+from unicron_lightning.simulate.traces.table import read_table
+
+DAY = 24 * HOUR
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Drawn:
+    """A failure before it is known whether its node is up.
+
+    Attributes:
+        fault: it.
+        elsewhere: from where to look for another node if that one is down; None: it is left out then.
+    """
+
+    fault: Fault
+    elsewhere: int | None
+
+
+def generate(config: TraceConfig, cluster: Cluster, seed: int, folder: Path = Path()) -> Trace:
+    """The trace of a configuration.
+
+    Args:
+        config: the trace.
+        cluster: whose nodes and workers fail.
+        seed: of the randomness.
+        folder: where a relative `TraceConfig.csv` begins.
+
+    Raises:
+        ConfigError: the file of one's own events can't be read or contradicts the cluster.
+    """
+    seconds = config.days * DAY
+    drawn: list[_Drawn] = []
+    for name, source in config.sources.items():
+        random = np.random.default_rng([seed, zlib.crc32(name.encode())])
+        drawn += _faults(source, cluster, seconds, random)
+    drawn.sort(key=lambda each: order(each.fault))
+    faults = list(_where_nodes_are_up(drawn, cluster))
+    if config.csv is not None:
+        faults += read_table(folder / config.csv, cluster)
+    return Trace.of(config.name, seconds, faults)
+
+
+def _faults(source: SourceConfig, cluster: Cluster, seconds: float, random: np.random.Generator) -> Iterator[_Drawn]:
+    per_switch = source.nodes_per_switch
+    sizes = {
+        "worker": cluster.num_workers,
+        "node": cluster.num_nodes,
+        "switch": -(-cluster.num_nodes // per_switch),
+    }
+    struck = arrivals(source, sizes[source.component], seconds, random)
+    num = struck.seconds.size
+    causes = list(source.causes.values())
+    picked = _causes(np.array([cause.count for cause in causes]), num, source.process == "exact", random)
+    repairs = repair_seconds(source.repair, num, random)
+    ranks = random.integers(0, cluster.workers_per_node, num)
+    elsewhere = random.integers(0, cluster.num_nodes, num)
+    times = np.round(struck.seconds, 6)
+    for index in range(num):
+        kind, component = causes[picked[index]].kind, int(struck.components[index])
+        first = component // cluster.workers_per_node if source.component == "worker" else component
+        nodes = [first]
+        if source.component == "switch":
+            nodes = list(range(component * per_switch, min((component + 1) * per_switch, cluster.num_nodes)))
+        whole = SEVERITY[kind] == "SEV1"
+        worker = component % cluster.workers_per_node if source.component == "worker" else int(ranks[index])
+        for node in nodes:
+            fault = Fault(
+                at=float(times[index]),
+                kind=kind,
+                node=node,
+                worker=None if whole else worker,
+                repair=float(repairs[index]) if whole else 0.0,
+            )
+            yield _Drawn(fault=fault, elsewhere=int(elsewhere[index]) if source.process == "exact" else None)
+
+
+def _causes(counts: NDArray[np.float64], num: int, exactly: bool, random: np.random.Generator) -> NDArray[np.int64]:
+    """Which cause each failure has: by chance, or in the given proportions (largest remainders) in a random order."""
+    shares = counts / counts.sum()
+    if not exactly:
+        return random.choice(counts.size, size=num, p=shares)
+    whole = np.floor(shares * num + 1e-9).astype(np.int64)
+    remainders = shares * num - whole
+    missing = num - int(whole.sum())
+    whole[np.argsort(-remainders, kind="stable")[:missing]] += 1
+    return random.permutation(np.repeat(np.arange(counts.size), whole))
+
+
+def repair_seconds(repair: RepairConfig, num: int, random: np.random.Generator) -> NDArray[np.float64]:
+    """Draw times for which nodes are away; rounded to microseconds."""
+    if repair.distribution == "lognormal":
+        hours = repair.median_hours * np.exp(repair.log_deviation * random.standard_normal(num))
+    elif repair.distribution == "uniform":
+        hours = random.uniform(repair.least_hours, repair.most_hours, num)
+    else:
+        hours = np.full(num, repair.hours if repair.distribution == "fixed" else 0.0)
+    return np.round(hours * HOUR, 6)
+
+
+def _where_nodes_are_up(drawn: list[_Drawn], cluster: Cluster) -> Iterator[Fault]:
+    """Leave out, or move, what would strike a node that is down."""
+    down: dict[int, float] = {}
+    returns: list[tuple[float, int]] = []
+    for each in drawn:
+        fault = each.fault
+        while returns and returns[0][0] <= fault.at:
+            until, node = heapq.heappop(returns)
+            if down.get(node) == until:
+                del down[node]
+        if fault.node in down:
+            if each.elsewhere is None or len(down) >= cluster.num_nodes:
+                continue
+            node = each.elsewhere
+            while node in down:
+                node = (node + 1) % cluster.num_nodes
+            fault = replace(fault, node=node)
+        if fault.repair:
+            down[fault.node] = fault.at + fault.repair
+            heapq.heappush(returns, (down[fault.node], fault.node))
+        yield fault
