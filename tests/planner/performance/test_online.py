@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.optimize import isotonic_regression
 
@@ -80,6 +80,13 @@ def test_the_curve_never_falls(points, num_workers) -> None:
 
 @settings(deadline=None)
 @given(POINTS, st.permutations(range(8)))
+@example(
+    [
+        OnlinePoint(num_workers=1, flops_per_second=1e12, at_seconds=169365.0),
+        OnlinePoint(num_workers=1, flops_per_second=2.527861503140109e16, at_seconds=0.0),
+    ],
+    [1, 0, 2, 3, 4, 5, 6, 7],
+)
 def test_the_order_of_arrival_does_not_matter(points, order) -> None:
     points = (points * 8)[:8]
     first, second = OnlineModel(), OnlineModel()

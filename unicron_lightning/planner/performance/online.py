@@ -83,14 +83,15 @@ class CountStatistics:
         newest = max(self.at_seconds, point.at_seconds)
         kept = 0.5 ** ((newest - self.at_seconds) / half_life_seconds)
         added = 0.5 ** ((newest - point.at_seconds) / half_life_seconds)
-        weight = self.weight * kept + added
+        before = self.weight * kept
+        weight = before + added
         step = point.flops_per_second - self.mean
-        mean = self.mean + step * added / weight
         return CountStatistics(
             weight=weight,
             weight_squared=self.weight_squared * kept**2 + added**2,
-            mean=mean,
-            spread=self.spread * kept + added * step * (point.flops_per_second - mean),
+            # Sums of what is not negative: nothing cancels, however unlike weights and values are.
+            mean=(before * self.mean + added * point.flops_per_second) / weight,
+            spread=self.spread * kept + step**2 * (before * added / weight),
             at_seconds=newest,
             configuration=point.configuration if point.at_seconds >= self.at_seconds else self.configuration,
         )
