@@ -1,1 +1,6 @@
 """Lightning callbacks; imported as unicron_lightning.callbacks."""
+
+from unicron_lightning.callbacks.monitor import UnicronMonitor
+from unicron_lightning.callbacks.throughput import ThroughputMonitor
+
+__all__ = ["ThroughputMonitor", "UnicronMonitor"]

@@ -353,27 +353,19 @@ class LookupReply(Message, frozen=True, kw_only=True, tag="lookup_reply"):
     value: str | None
 
 
-FromWorker = Union[
-    WorkerHello,
-    WorkerReady,
-    CommError,
-    Progress,
-    WorkerEvent,
-    Record,
-    Lookup,
-    CheckpointSaved,
-    WorkerDone,
-    ErrorReport,
-    Heartbeat,
-]
-ToWorker = Union[Welcome, Epoch, Go, LookupReply, TaskOver]
-FromAgent = Union[
-    Register,
-    RendezvousBegin,
-    LocalWorld,
-    StoreUsed,
-    WorkerDied,
-    Bye,
+class Notice(Message, frozen=True, kw_only=True, tag="notice"):
+    """[to the workers] A line of the task's event log, for callbacks that show it; nothing is decided by it.
+
+    ``at`` is the coordinator's time.time().
+    """
+
+    name: str
+    at: float
+    incident: str | None
+    fields: dict[str, Any]
+
+
+Forwarded = Union[
     WorkerHello,
     WorkerReady,
     CommError,
@@ -385,7 +377,10 @@ FromAgent = Union[
     WorkerDone,
     ErrorReport,
 ]
-ToAgent = Union[Registered, Refused, Grant, Ranks, Stop, Fence, TaskOver, Welcome, Epoch, Go, LookupReply]
+FromWorker = Union[Forwarded, Heartbeat]
+ToWorker = Union[Welcome, Epoch, Go, LookupReply, TaskOver, Notice]
+FromAgent = Union[Register, RendezvousBegin, LocalWorld, StoreUsed, WorkerDied, Bye, Forwarded]
+ToAgent = Union[Registered, Refused, Grant, Ranks, Stop, Fence, TaskOver, Welcome, Epoch, Go, LookupReply, Notice]
 
 encode = msgspec.json.Encoder().encode
 decode_from_worker = msgspec.json.Decoder(FromWorker).decode

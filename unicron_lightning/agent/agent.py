@@ -312,7 +312,7 @@ class Agent:
             case wire.Epoch():
                 self._roster.saw_epoch(message)
                 self._local.broadcast(message)
-            case wire.Go():
+            case wire.Go() | wire.Notice():
                 self._local.broadcast(message)
 
     def _fence(self, fence: wire.Fence) -> None:

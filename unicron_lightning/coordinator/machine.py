@@ -14,6 +14,7 @@ from unicron_lightning.coordinator import (
     measuring,
     membership,
     nodes,
+    notices,
     registration,
     slots,
     standby,
@@ -348,6 +349,7 @@ class Machine:
         if turn.actions:
             for task in self._cluster.tasks.values():
                 accounting.review(task, turn)
+        notices.tell(turn)
 
     def _pending_of(self, conn: int) -> Pending | None:
         for items in self._cluster.pending.values():

@@ -25,15 +25,23 @@ class GlobalBatch:
         epoch, step: place; ``step`` counts within the epoch.
         micro_batches: numbers of its micro-batches.
         fetch: the collated samples of a micro-batch, by number, on the CPU.
+        count: how many items of the data set a micro-batch has, by number.
     """
 
-    __slots__ = ("epoch", "fetch", "micro_batches", "step")
+    __slots__ = ("count", "epoch", "fetch", "micro_batches", "step")
 
-    def __init__(self, epoch: int, step: int, micro_batches: range, fetch: Callable[[int], Any]) -> None:
+    def __init__(
+        self, epoch: int, step: int, micro_batches: range, fetch: Callable[[int], Any], count: Callable[[int], int]
+    ) -> None:
         self.epoch = epoch
         self.step = step
         self.micro_batches = micro_batches
         self.fetch = fetch
+        self.count = count
+
+    def num_samples(self) -> int:
+        """Items of the data set in the whole step, on all ranks together."""
+        return sum(self.count(micro_batch) for micro_batch in self.micro_batches)
 
 
 class TrainingLoader:
@@ -86,8 +94,13 @@ class TrainingLoader:
 
     def at(self, epoch: int, step: int) -> GlobalBatch:
         """The global batch of a place."""
+        order = self._order
         return GlobalBatch(
-            epoch, step, self._order.micro_batches(step), lambda m: self._fetcher.get((epoch, step, m))
+            epoch,
+            step,
+            order.micro_batches(step),
+            lambda m: self._fetcher.get((epoch, step, m)),
+            lambda m: len(order.indices(epoch, step, m)),
         )
 
     def close(self) -> None:

@@ -67,6 +67,8 @@ class Control:
         self.task_over: wire.TaskOver | None = None
         self.flops_per_step: float | None = None
         """Told with the progress."""
+        self.listeners: list[Callable[[wire.Notice], None]] = []
+        """Called with each notice, and with this worker's own events as such; from any thread, must not block."""
         self._on_failure = on_failure
         self._latest: wire.Epoch | None = None
         self._went: dict[int, wire.Go] = {}
@@ -151,7 +153,9 @@ class Control:
 
     def event(self, name: str, **fields: Any) -> None:
         """Adds a line to the task's event log."""
-        self.send(wire.WorkerEvent(worker=self.worker, name=name, at=time.time(), fields=fields))
+        event = wire.WorkerEvent(worker=self.worker, name=name, at=time.time(), fields=fields)
+        self.send(event)
+        self._tell(wire.Notice(name=f"worker.{name}", at=event.at, incident=None, fields=fields))
 
     def report(
         self, kind: str, cause: str, *, phase: str, step: int | None, details: dict[str, Any], ends: bool = False
@@ -245,6 +249,9 @@ class Control:
         except msgspec.DecodeError as error:
             logger.error("control_message_refused error=%s", error)
             return
+        if isinstance(message, wire.Notice):
+            self._tell(message)
+            return
         with self.condition:
             match message:
                 case wire.Epoch():
@@ -269,6 +276,10 @@ class Control:
         elif isinstance(message, wire.TaskOver) and not (self._ending or (self.is_member and message.succeeded)):
             # Members of a task that was cancelled go at once: a step that some of them begin would never end.
             _leave(0 if message.succeeded else 1)
+
+    def _tell(self, notice: wire.Notice) -> None:
+        for listener in list(self.listeners):
+            listener(notice)
 
     def _concerns_me(self, epoch: wire.Epoch) -> bool:
         """Whether the epoch is newer, and its member this worker or one that it was once with."""

@@ -1,0 +1,145 @@
+"""A task's incidents, as one of its workers hears of them: from the coordinator's notices and its own events.
+
+Pure but for a lock: notices come from the control thread, questions from the training thread and from a display's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from unicron_lightning import wire
+
+KEPT: Final = 32
+"""Incidents that are remembered one by one; all are counted."""
+_PHASES: Final = ("detection", "transition", "sub_healthy")
+
+
+@dataclass(kw_only=True)
+class Sighting:
+    """What is known of an incident. Times of day are time.time() of whoever said so, durations are seconds.
+
+    Attributes:
+        cause, where: as in the event that opened it; ``where`` is a node, agent or worker, or empty.
+        transition: until the bill comes, from the coordinator's word of it to this worker's next finished step.
+        recomputed: micro-batches that all ranks together computed again.
+        outcome: why it ended; None while the task is not whole again.
+    """
+
+    id: str
+    cause: str
+    where: str
+    known_at: float
+    detection: float | None = None
+    transition: float | None = None
+    sub_healthy: float | None = None
+    recomputed: int = 0
+    outcome: str | None = None
+
+    def line(self) -> str:
+        """In one line, for people."""
+        about = " ".join(filter(None, [self.id, self.cause, self.where]))
+        times = [(name, getattr(self, name)) for name in _PHASES]
+        parts = [f"{name.replace('_', '-')} {in_words(seconds)}" for name, seconds in times if seconds is not None]
+        if self.recomputed:
+            parts.append(f"{self.recomputed} micro-batches computed again")
+        state = self.outcome or ("training goes on" if self.transition is not None else "recovering")
+        return f"{about}: {', '.join([state, *parts])}"
+
+
+class History:
+    """All incidents since the task began, or since this worker came where no other worker could tell."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+        self._recomputed = 0
+        self._kept: list[Sighting] = []
+        self._news: list[tuple[Sighting, str]] = []
+
+    @property
+    def count(self) -> int:
+        """Incidents so far."""
+        return self._count
+
+    @property
+    def recomputed(self) -> int:
+        """Micro-batches computed again so far."""
+        return self._recomputed
+
+    def newest(self, number: int) -> list[Sighting]:
+        """Copies of the last ones, oldest first."""
+        with self._lock:
+            return [dataclasses.replace(sighting) for sighting in self._kept[-number:]]
+
+    def news(self) -> list[tuple[Sighting, str]]:
+        """What has changed since the last call: incidents as they were then, with ``recovered`` or ``closed``."""
+        with self._lock:
+            news, self._news = self._news, []
+            return news
+
+    def take(self, notice: wire.Notice) -> None:
+        """A notice, or an event of this worker."""
+        with self._lock:
+            if notice.incident is not None:
+                self._of_incident(notice, notice.incident)
+            elif notice.name == "worker.recovered":
+                self._recovered(notice)
+
+    def state(self) -> dict[str, Any]:
+        """As plain data, for joiners and checkpoints."""
+        with self._lock:
+            kept = [dataclasses.asdict(sighting) for sighting in self._kept]
+            return {"count": self._count, "recomputed": self._recomputed, "kept": kept}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Takes over what `state` gave, for what this worker has not seen itself."""
+        with self._lock:
+            own = {sighting.id for sighting in self._kept}
+            older = [Sighting(**each) for each in state["kept"] if each["id"] not in own]
+            self._kept = [*older, *self._kept][-KEPT:]
+            self._count = state["count"] + len(own - {each["id"] for each in state["kept"]})
+            self._recomputed += state["recomputed"]
+
+    def _of_incident(self, notice: wire.Notice, name: str) -> None:
+        sighting = next((each for each in reversed(self._kept) if each.id == name), None)
+        if sighting is None:
+            sighting = Sighting(id=name, cause=_cause(notice), where=_where(notice), known_at=notice.at)
+            self._kept = [*self._kept, sighting][-KEPT:]
+            self._count += 1
+        if sighting.cause == "comm_error":  # heard of first: what comes later explains it
+            sighting.cause, sighting.where = _cause(notice), _where(notice) or sighting.where
+        if notice.name == "incident_closed":
+            phases = notice.fields["phases"]
+            for phase in _PHASES:
+                setattr(sighting, phase, float(phases[phase]["seconds"]))
+            sighting.outcome = str(notice.fields["outcome"])
+            self._news.append((dataclasses.replace(sighting), "closed"))
+
+    def _recovered(self, notice: wire.Notice) -> None:
+        number = len(notice.fields.get("recomputed", ()))
+        self._recomputed += number
+        open_ones = [each for each in self._kept if each.outcome is None and each.transition is None]
+        for sighting in open_ones:
+            sighting.transition = max(0.0, notice.at - sighting.known_at)
+        if open_ones:
+            open_ones[-1].recomputed += number
+            self._news.append((dataclasses.replace(open_ones[-1]), "recovered"))
+
+
+def in_words(seconds: float) -> str:
+    """Short, for people: ``0.4 ms``, ``116 ms``, ``4.4 s``."""
+    if seconds >= 1.0:
+        return f"{seconds:.1f} s"
+    return f"{1e3 * seconds:.0f} ms" if seconds >= 0.01 else f"{1e3 * seconds:.1f} ms"
+
+
+def _cause(notice: wire.Notice) -> str:
+    return str(notice.fields.get("cause", notice.name))
+
+
+def _where(notice: wire.Notice) -> str:
+    return str(notice.fields.get("node") or notice.fields.get("worker") or notice.fields.get("agent") or "")

@@ -1,0 +1,206 @@
+"""What Unicron sees of a task, where its user looks: on the terminal and in the user's logger."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any, Final, Literal, get_args
+
+import lightning.pytorch as pl
+from typing_extensions import override
+
+from unicron_lightning.callbacks.display import View, picture
+from unicron_lightning.callbacks.history import History
+from unicron_lightning.callbacks.strategy import engine_of
+from unicron_lightning.errors import ConfigError
+from unicron_lightning.worker.engine import Engine
+
+Display = Literal["auto", "live", "lines", "off"]
+_SHOWN: Final = 5
+"""Incidents on the terminal."""
+_REFRESH_PER_SECOND: Final = 4
+_SPEED_SECONDS: Final = 10.0
+"""Steps per second are over so long."""
+
+
+class UnicronMonitor(pl.Callback):
+    """Shows the world, its epoch, the step, the phase and the incidents with what they cost, and logs numbers of them.
+
+    Logged under ``unicron/`` every ``log_every_n_steps``, and at once when something has changed:
+
+        world_size, epoch            of the present world
+        incidents                    so far
+        recomputed_micro_batches     so far, by all workers together
+        recovery_ms                  after an incident: from the coordinator's word of it to the next finished step
+        detection_ms, transition_ms, sub_healthy_s      when it is over: the coordinator's account of it
+
+    Nothing is communicated: every worker keeps the same history, and the first one shows and logs it. When that one is
+    lost the next does, from the step on in which that happened.
+
+    Args:
+        display: ``live``: a picture that is kept up to date; ``lines``: a line per incident that is recovered from, and
+            one when it is over; ``off``: nothing; ``auto``: live on a terminal without other progress bars, else lines.
+
+    Raises:
+        ConfigError: ``display`` is none of these, or, at the start, the strategy is not ``unicron``.
+    """
+
+    def __init__(self, display: Display = "auto") -> None:
+        if display not in get_args(Display):
+            raise ConfigError(f"display={display!r}: expected one of {', '.join(get_args(Display))}")
+        self.history = History()
+        self._display = display
+        self._engine: Engine | None = None
+        self._trainer: pl.Trainer | None = None
+        self._phase = "starting"
+        self._told_epoch = -1
+        self._total: int | None = None
+        self._ends: list[tuple[float, int]] = []
+        self._live: Any = None
+
+    # ---- Lightning's hooks
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._trainer, self._engine = trainer, engine_of(trainer, self)
+        control = self._engine.control
+        if control is not None and self.history.take not in control.listeners:
+            control.listeners.append(self.history.take)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._phase = "training"
+        total = trainer.estimated_stepping_batches
+        self._total = None if total == float("inf") else int(total)
+        self._show()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        assert self._engine is not None
+        world, news = self._engine.world, self.history.news()
+        changed = bool(news) or world.epoch != self._told_epoch
+        self._told_epoch = world.epoch
+        self._ends = [*(end for end in self._ends if end[0] > time.monotonic() - _SPEED_SECONDS)]
+        self._ends.append((time.monotonic(), trainer.global_step))
+        if not trainer.is_global_zero:
+            return
+        if changed:
+            self._show()
+        if changed or trainer._logger_connector.should_update_logs:
+            self._log(trainer, self._metrics(news))
+        if self._live is None and self._display != "off":
+            for sighting, _ in news:
+                self._say(trainer, sighting.line())
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._phase = "validation"
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._phase = "training"
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._phase = "finished"
+        self._hide()
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._hide()
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._hide()
+        control = None if self._engine is None else self._engine.control
+        if control is not None and self.history.take in control.listeners:
+            control.listeners.remove(self.history.take)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return self.history.state()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.history.load_state(state_dict)
+
+    # ---- what is told
+
+    def view(self) -> View:
+        """The task at this moment."""
+        trainer, engine = self._trainer, self._engine
+        assert trainer is not None and engine is not None
+        return View(
+            world=engine.world.size,
+            declared=trainer.num_nodes * trainer.num_devices,
+            epoch=engine.world.epoch,
+            step=trainer.global_step,
+            total=self._total,
+            phase="recovering" if self._recovers() else self._phase,
+            steps_per_second=self._speed(),
+            incidents=self.history.count,
+            recomputed=self.history.recomputed,
+            newest=self.history.newest(_SHOWN),
+        )
+
+    def _recovers(self) -> bool:
+        assert self._engine is not None
+        control = self._engine.control
+        return control is not None and control.failed_since(self._engine.world.epoch)
+
+    def _speed(self) -> float | None:
+        if len(self._ends) < 2:
+            return None
+        (first, before), (last, after) = self._ends[0], self._ends[-1]
+        return (after - before) / (last - first)
+
+    def _metrics(self, news: list[tuple[Any, str]]) -> dict[str, float]:
+        assert self._engine is not None
+        world, history = self._engine.world, self.history
+        metrics: dict[str, float] = {"world_size": world.size, "epoch": world.epoch, "incidents": history.count}
+        metrics["recomputed_micro_batches"] = history.recomputed
+        for sighting, what in news:
+            if what == "recovered":
+                metrics["recovery_ms"] = 1e3 * sighting.transition
+            else:
+                metrics["detection_ms"] = 1e3 * sighting.detection
+                metrics["transition_ms"] = 1e3 * sighting.transition
+                metrics["sub_healthy_s"] = sighting.sub_healthy
+        return metrics
+
+    def _log(self, trainer: pl.Trainer, metrics: dict[str, float]) -> None:
+        named = {f"unicron/{name}": value for name, value in metrics.items()}
+        for logger in trainer.loggers:
+            logger.log_metrics(named, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+    def _say(self, trainer: pl.Trainer, line: str) -> None:
+        bar = trainer.progress_bar_callback
+        if bar is not None and not getattr(bar, "is_disabled", False):
+            bar.print(line)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+    # ---- the live picture
+
+    def _show(self) -> None:
+        """Starts the picture if this worker is the one that shows it."""
+        assert self._trainer is not None
+        if self._live is not None or not self._trainer.is_global_zero or self._display in ("lines", "off"):
+            return
+        from rich.console import Console
+        from rich.live import Live
+
+        console = Console(stderr=True)
+        if self._display == "auto" and (not console.is_terminal or self._trainer.progress_bar_callback is not None):
+            return
+        self._live = Live(
+            get_renderable=lambda: picture(self.view()), console=console, refresh_per_second=_REFRESH_PER_SECOND
+        )
+        self._live.start()
+
+    def _hide(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None

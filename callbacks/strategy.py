@@ -1,0 +1,23 @@
+"""From a trainer to what the callbacks read: its strategy's engine."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+
+from unicron_lightning.errors import ConfigError
+from unicron_lightning.strategies.unicron import UnicronStrategy
+from unicron_lightning.worker.engine import Engine
+
+
+def engine_of(trainer: pl.Trainer, asked_by: pl.Callback) -> Engine:
+    """The engine of the trainer's strategy.
+
+    Raises:
+        ConfigError: the strategy is another one.
+    """
+    strategy = trainer.strategy
+    if not isinstance(strategy, UnicronStrategy):
+        raise ConfigError(
+            f'{type(asked_by).__name__} needs Trainer(strategy="unicron"), found {type(strategy).__qualname__}'
+        )
+    return strategy.engine

@@ -1,0 +1,100 @@
+"""What a worker makes of notices and of its own events."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from unicron_lightning import wire
+from unicron_lightning.callbacks.display import View, picture
+from unicron_lightning.callbacks.history import KEPT, History, in_words
+
+
+def notice(name: str, at: float, incident: str | None = None, **fields: Any) -> wire.Notice:
+    return wire.Notice(name=name, at=at, incident=incident, fields=fields)
+
+
+def failure(history: History, number: int) -> None:
+    """One incident from the death to the bill."""
+    at, name = 100.0 * number, f"i{number}"
+    history.take(notice("worker_died", at, name, worker="n1-abc/0#1", node="n1", cause="signal", code=9))
+    history.take(notice("worker_died", at, name, worker="n1-abc/1#1", node="n1", cause="sibling"))
+    history.take(notice("worker.recovered", at + 0.25, epoch=2, step=7, world=1, recomputed=[3, 5]))
+    phases = {"detection": {"seconds": 0.001}, "transition": {"seconds": 0.24}, "sub_healthy": {"seconds": 4.0}}
+    history.take(notice("incident_closed", at + 5.0, name, outcome="restored", phases=phases))
+
+
+def test_an_incident_from_its_first_word_to_its_bill():
+    history = History()
+    failure(history, 1)
+    (recovered, first), (closed, second) = history.news()
+    assert (first, second) == ("recovered", "closed")
+    assert (recovered.transition, recovered.outcome, recovered.recomputed) == (0.25, None, 2)
+    assert (closed.cause, closed.where, closed.outcome) == ("signal", "n1", "restored")
+    assert (closed.detection, closed.transition, closed.sub_healthy) == (0.001, 0.24, 4.0)
+    assert (history.count, history.recomputed, history.news()) == (1, 2, [])
+    assert closed.line() == (
+        "i1 signal n1: restored, detection 1.0 ms, transition 240 ms, sub-healthy 4.0 s, 2 micro-batches computed again"
+    )
+
+
+def test_a_death_explains_the_broken_connection_that_was_heard_of_first():
+    history = History()
+    history.take(notice("comm_error", 10.0, "i1", worker="n0-abc/0#1", error="collective failed"))
+    history.take(notice("worker_died", 10.1, "i1", node="n1", cause="exit", code=1))
+    (seen,) = history.newest(3)
+    assert (seen.cause, seen.where, seen.known_at) == ("exit", "n1", 10.0)
+    assert seen.line() == "i1 exit n1: recovering"
+
+
+def test_a_joiner_goes_on_with_the_others_history():
+    members, joiner = History(), History()
+    for number in range(1, 41):
+        failure(members, number)
+    state = members.state()
+    failure(joiner, 40)  # it was there already when the last one was closed
+    joiner.load_state(state)
+    assert (joiner.count, joiner.recomputed - 2) == (40, 80)
+    assert [seen.id for seen in joiner.newest(2)] == ["i39", "i40"]
+    assert len(joiner.newest(100)) == KEPT
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(0.0004, "0.4 ms"), (0.116, "116 ms"), (4.36, "4.4 s")])
+def test_durations_in_words(seconds: float, words: str):
+    assert in_words(seconds) == words
+
+
+def test_the_picture_shows_all_of_it():
+    history = History()
+    failure(history, 1)
+    view = View(
+        world=1,
+        declared=2,
+        epoch=3,
+        step=7,
+        total=50,
+        phase="validation",
+        steps_per_second=4.5,
+        incidents=history.count,
+        recomputed=history.recomputed,
+        conditions=["rank 1 is slow"],
+        newest=history.newest(5),
+    )
+    console = Console(width=100, file=io.StringIO(), record=True)
+    console.print(picture(view))
+    shown = console.export_text()
+    for part in ("world 1 of 2", "epoch 3", "step 7 of 50", "validation", "4.50 steps/s", "rank 1 is slow"):
+        assert part in shown
+    for part in (
+        "1 incidents, 2 micro-batches computed again",
+        "signal",
+        "n1",
+        "1.0 ms",
+        "240 ms",
+        "4.0 s",
+        "restored",
+    ):
+        assert part in shown
