@@ -30,6 +30,8 @@ STATES: Final[tuple[State, ...]] = (
 
 Phase = Literal["detection", "transition", "sub_healthy"]
 PHASES: Final[tuple[Phase, ...]] = ("detection", "transition", "sub_healthy")
+Loss = Literal["detection", "transition", "sub_healthy", "overhead"]
+LOSSES: Final[tuple[Loss, ...]] = ("detection", "transition", "sub_healthy", "overhead")
 MICRO: Final = 1_000_000
 """Times are counted in whole microseconds, so that sums are exact."""
 
@@ -94,6 +96,8 @@ class Result:
         values: WAF from then on, weighted FLOP/s.
         ideal: accumulated WAF without failures or changes' costs, by the planner's allocation [weighted FLOP].
         worker_micros: microseconds of all workers by state; their sum is ``seconds`` x workers.
+        lost: what the ideal has done and this has not, by why; the sum is ``ideal`` less the accumulated WAF. Steps
+            done again are in ``transition``, tasks with fewer nodes than in the ideal in ``sub_healthy``.
         tasks: by name.
         incidents: in the order of their beginnings.
         counts: what else was counted, e.g. ``epochs``, ``plans``, ``restarts``.
@@ -106,6 +110,7 @@ class Result:
     values: NDArray[np.float64]
     ideal: float
     worker_micros: Mapping[State, int]
+    lost: Mapping[Loss, float]
     tasks: Mapping[str, TaskResult]
     incidents: tuple[Incident, ...]
     counts: Mapping[str, int] = field(default_factory=dict)

@@ -1,0 +1,85 @@
+"""What each failure of a task has cost it: detection, transition, sub-healthy.
+
+As in the coordinator's own books (docs/accounting.md): a failure before the task makes steps again belongs to the
+same incident; of incidents that overlap each answers for what the next one found, so that nothing is counted twice.
+"""
+
+from __future__ import annotations
+
+from unicron_lightning.simulate.result import MICRO, Incident, Phase, State
+
+_PHASE: dict[State, Phase] = {"detecting": "detection", "useful": "sub_healthy"}
+"""All others: transition."""
+
+
+class _Open:
+    """An incident that is not over."""
+
+    def __init__(self, kind: str, at: int, due: float) -> None:
+        self.kind = kind
+        self.at = at
+        self.due = due
+        self.known_at: int | None = None
+        self.running_at: int | None = None
+        self.micros: dict[Phase, int] = {"detection": 0, "transition": 0, "sub_healthy": 0}
+        self.waf: dict[Phase, float] = {"detection": 0.0, "transition": 0.0, "sub_healthy": 0.0}
+
+
+class Bills:
+    """Of one task."""
+
+    def __init__(self) -> None:
+        self._open: list[_Open] = []
+        self._closed: list[_Open] = []
+
+    def strikes(self, now: int, kind: str, waf: float) -> None:
+        """A failure, when the task's WAF was this."""
+        if not self._open or self._open[-1].running_at is not None:
+            self._open.append(_Open(kind, now, waf))
+
+    def known(self, now: int) -> None:
+        """The system has heard of the newest one."""
+        if self._open and self._open[-1].known_at is None:
+            self._open[-1].known_at = now
+
+    def runs(self, now: int, waf: float) -> None:
+        """The task makes steps again; what is back to what it was is over."""
+        if self._open and self._open[-1].running_at is None:
+            self.known(now)
+            self._open[-1].running_at = now
+        while self._open and waf >= self._open[-1].due * (1.0 - 1e-12):
+            self._closed.append(self._open.pop())
+
+    def forgive(self) -> None:
+        """The cluster's tasks have changed: what a task should have had is not known any more."""
+        kept = [incident for incident in self._open if incident.running_at is None]
+        self._closed.extend(incident for incident in self._open if incident not in kept)
+        self._open = kept
+
+    def settle(self, start: int, end: int, state: State, waf: float) -> None:
+        """So it was between two times."""
+        for place, incident in enumerate(self._open):
+            newest = place + 1 == len(self._open)
+            phase: Phase = "sub_healthy" if incident.running_at is not None else _PHASE.get(state, "transition")
+            if newest and state == "recomputing":
+                phase = "transition"
+            had = waf if newest else self._open[place + 1].due
+            incident.micros[phase] += end - start
+            incident.waf[phase] += max(0.0, incident.due - had) * ((end - start) / MICRO)
+
+    def all(self, task: str) -> list[Incident]:
+        """By their beginnings; what is open is told as far as it has come."""
+        ordered = sorted([*self._closed, *self._open], key=lambda incident: incident.at)
+        return [_told(task, incident) for incident in ordered]
+
+
+def _told(task: str, incident: _Open) -> Incident:
+    return Incident(
+        task=task,
+        kind=incident.kind,
+        at=incident.at / MICRO,
+        known_at=None if incident.known_at is None else incident.known_at / MICRO,
+        running_at=None if incident.running_at is None else incident.running_at / MICRO,
+        seconds={phase: micros / MICRO for phase, micros in incident.micros.items()},
+        waf_seconds=dict(incident.waf),
+    )

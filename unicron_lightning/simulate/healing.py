@@ -1,0 +1,325 @@
+"""Clusters whose tasks heal one by one: what a `Policy` decides, carried out on the virtual clock.
+
+A fault stops its task at once; when it is noticed the policy is asked what to do; when that is done the task makes
+steps again. A fault in between begins this anew. Places that become usable go back to the task that lost them, else to
+the first that has fewer than it was started with, else to a task that waits to be started, else they are spare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Literal
+
+from unicron_lightning.simulate import clock as order
+from unicron_lightning.simulate.books import Books
+from unicron_lightning.simulate.clock import Clock, micros
+from unicron_lightning.simulate.costs import Costs
+from unicron_lightning.simulate.policies.policy import Policy, Reaction, Situation
+from unicron_lightning.simulate.result import Result
+from unicron_lightning.simulate.speeds import least_places
+from unicron_lightning.simulate.trace import Cluster, Fault, Trace
+from unicron_lightning.simulate.workload import SimTask
+
+Doing = Literal["queued", "running", "detecting", "transition", "waiting", "over"]
+
+
+@dataclass(kw_only=True)
+class Job:
+    """A task as it stands."""
+
+    task: SimTask
+    least: int
+    declared: int = 0
+    doing: Doing = "queued"
+    alive: set[int] = field(default_factory=set)
+    dead: set[int] = field(default_factory=set)
+    """Places whose processes died and whose nodes are well."""
+    starting: dict[int, int] = field(default_factory=dict)
+    """Those whose workers are being started while the others go on, and which start it is; in none of the others."""
+    ready: set[int] = field(default_factory=set)
+    """Started, and waiting to be taken in."""
+    faults: list[Fault] = field(default_factory=list)
+    version: int = 0
+    """Rises with each change, so that what was scheduled before it is void."""
+
+
+class Healing:
+    """One simulation.
+
+    Args:
+        policy: what decides.
+        cluster: the nodes.
+        tasks: all that come.
+        trace: what goes wrong.
+        costs: of the system.
+    """
+
+    def __init__(self, policy: Policy, cluster: Cluster, tasks: Sequence[SimTask], trace: Trace, costs: Costs) -> None:
+        self.policy = policy
+        self.costs = costs
+        self.clock = Clock()
+        self.books = Books(cluster, tasks, trace, costs, self.clock)
+        self.free = set(range(cluster.num_places))
+        self.jobs = {t.name: Job(task=t, least=least_places(t, cluster.place_workers)) for t in tasks}
+        self._cell = cluster.cell
+        self._owner: dict[int, str] = {}
+        """Of each place, who has it or lost it last."""
+        self._starts_so_far = 0
+        for job in self.jobs.values():
+            self._expect(job)
+        for fault in trace.faults:
+            self.clock.at(micros(fault.at), partial(self._fault, fault), order.FAULT)
+
+    def run(self) -> Result:
+        """Simulate the whole trace."""
+        self.clock.run(micros(self.books.trace.seconds))
+        return self.books.result(self.policy.name)
+
+    def _expect(self, job: Job) -> None:
+        task = job.task
+        if task.arrival > 0:
+            self.clock.at(micros(task.arrival), partial(self._arrives, job), order.ARRIVAL)
+        elif self._takes_places(job):
+            self._runs(job)
+        if task.departure is not None:
+            self.clock.at(micros(task.departure), partial(self._departs, job), order.DEPARTURE)
+
+    # ---- tasks come and go
+
+    def _arrives(self, job: Job) -> None:
+        for other in self.jobs.values():
+            self.books.meters[other.task.name].bills.forgive()
+        self._start(job)
+
+    def _start(self, job: Job) -> None:
+        if self._takes_places(job):
+            self._change(job, Reaction(places=job.declared, seconds=self.costs.takes("restart")))
+
+    def _takes_places(self, job: Job) -> bool:
+        """Give a new task the places it would have in the ideal, as far as they are free."""
+        wanted = int(self.books.ideal.places[job.task.name].at(self.clock.now))
+        taken = sorted(self.free)[: max(wanted, job.least)]
+        if len(taken) < job.least:
+            return False
+        job.declared = len(taken)
+        self._take(job, taken)
+        return True
+
+    def _take(self, job: Job, places: list[int]) -> None:
+        self.free.difference_update(places)
+        job.alive.update(places)
+        self._owner.update(dict.fromkeys(places, job.task.name))
+
+    def _departs(self, job: Job) -> None:
+        if job.doing == "over":
+            return
+        job.doing = "over"
+        job.version += 1
+        self.books.ends(job.task.name)
+        for other in self.jobs.values():
+            self.books.meters[other.task.name].bills.forgive()
+        places = job.alive | job.dead | job.starting.keys() | job.ready
+        job.alive, job.dead, job.starting, job.ready = set(), set(), {}, set()
+        for place in sorted(places):
+            self._offer(place)
+
+    # ---- faults
+
+    def _fault(self, fault: Fault) -> None:
+        if fault.node in self.books.down:
+            return
+        place = fault.node // self._cell
+        was_up = self.books.place_is_up(place)
+        job = self.jobs.get(self._owner.get(place, ""))
+        self.books.counts["faults"] += 1
+        if not was_up:
+            self._repair_later(fault)
+            return
+        stops = job is not None and place in job.alive and job.doing in ("running", "detecting", "transition")
+        if job is not None and stops:
+            meter = self.books.meters[job.task.name]
+            meter.settle(self.clock.now)
+            meter.bills.strikes(self.clock.now, fault.kind, meter.waf(meter.places))
+        if fault.repair > 0:
+            self._leaves(place, job)
+            self._repair_later(fault)
+        elif job is not None and fault.severity != "SEV3" and place in job.alive:
+            job.alive.discard(place)
+            job.dead.add(place)
+        if job is not None and stops:
+            job.faults.append(fault)
+            self._stops(job, fault)
+        elif job is not None and job.doing not in ("over", "queued"):
+            self._tell(job)
+
+    def _repair_later(self, fault: Fault) -> None:
+        if fault.repair <= 0:
+            return
+        self.books.node_down(fault.node)
+        moment = micros(fault.at + fault.repair)
+        self.clock.at(moment, partial(self._repaired, fault.node), order.REPAIR)
+
+    def _leaves(self, place: int, job: Job | None) -> None:
+        self.free.discard(place)
+        if job is not None:
+            for places in (job.alive, job.dead, job.ready):
+                places.discard(place)
+            job.starting.pop(place, None)
+            if job.doing not in ("over", "queued"):
+                self._tell(job)
+
+    def _stops(self, job: Job, fault: Fault) -> None:
+        seconds = self.policy.notices(self.costs, fault)
+        if job.doing != "detecting":
+            job.doing = "detecting"
+            job.version += 1
+            self.clock.after(seconds, partial(self._known, job, job.version))
+        self._tell(job)
+
+    def _known(self, job: Job, version: int) -> None:
+        if job.version != version:
+            return
+        self.books.meters[job.task.name].bills.known(self.clock.now)
+        situation = self._situation(job)
+        job.faults.clear()
+        self._change(job, self.policy.reacts(situation))
+
+    # ---- changes
+
+    def _situation(self, job: Job) -> Situation:
+        return Situation(
+            task=job.task,
+            costs=self.costs,
+            declared=job.declared,
+            least=job.least,
+            alive=len(job.alive | job.ready),
+            dead=len(job.dead) + len(job.starting),
+            spares=len(self.free),
+            faults=tuple(job.faults),
+        )
+
+    def _change(self, job: Job, reaction: Reaction) -> None:
+        """Do what was decided."""
+        meter = self.books.meters[job.task.name]
+        meter.settle(self.clock.now)
+        self._lose(job, reaction)
+        job.version += 1
+        job.alive |= job.ready
+        job.ready = set()
+        if not reaction.places:
+            job.doing = "waiting"
+            self._tell(job)
+            return
+        missing = reaction.places - len(job.alive)
+        for place in sorted(job.dead | job.starting.keys())[: max(0, missing)]:
+            job.alive.add(place)
+            job.dead.discard(place)
+            job.starting.pop(place, None)
+        spares = sorted(self.free)[: max(0, reaction.places - len(job.alive))]
+        self._take(job, spares)
+        for place in sorted(job.alive)[reaction.places :]:
+            job.alive.discard(place)
+            job.ready.add(place)
+        for place in sorted(job.dead) if self.policy.starts_dead else ():
+            self._starts(job, place)
+        job.doing = "transition"
+        self.books.counts["transitions"] += 1
+        self._tell(job)
+        self.clock.after(reaction.seconds, partial(self._done, job, job.version))
+
+    def _lose(self, job: Job, reaction: Reaction) -> None:
+        position = self.books.meters[job.task.name].position
+        if reaction.loses == "step":
+            position.lose(position.fraction)
+        elif reaction.loses != "nothing":
+            self.books.counts["checkpoints_loaded"] += 1
+            position.back_to_checkpoint(memory=reaction.loses == "memory")
+
+    def _starts(self, job: Job, place: int) -> None:
+        """Start a place's workers while the others go on."""
+        job.dead.discard(place)
+        self._starts_so_far += 1
+        job.starting[place] = self._starts_so_far
+        self.clock.after(self.costs.change.get("start", 0.0), partial(self._started, job, place, self._starts_so_far))
+
+    def _started(self, job: Job, place: int, number: int) -> None:
+        if job.starting.get(place) == number:
+            del job.starting[place]
+            job.ready.add(place)
+            self._tell(job)
+            self._consider(job)
+
+    def _done(self, job: Job, version: int) -> None:
+        if job.version == version:
+            self._runs(job)
+            self._consider(job)
+
+    def _runs(self, job: Job) -> None:
+        job.doing = "running"
+        job.version += 1
+        self._tell(job)
+        if job.task.steps is not None:
+            self._expect_end(job)
+
+    def _expect_end(self, job: Job) -> None:
+        meter = self.books.meters[job.task.name]
+        assert job.task.steps is not None
+        left, rate = job.task.steps - meter.position.steps, meter.rate(len(job.alive))
+        if rate:
+            self.clock.after(max(0.0, left) / rate, partial(self._ends, job, job.version))
+
+    def _ends(self, job: Job, version: int) -> None:
+        if job.version == version:
+            self._departs(job)
+
+    def _consider(self, job: Job) -> None:
+        """There may be more places for the task than it runs with: perhaps it takes them in."""
+        if job.doing == "waiting":
+            resumed = self.policy.resumes(self._situation(job))
+            if resumed.places:
+                self._change(job, resumed)
+        elif job.doing == "running" and self.policy.grows(self._situation(job)) is not None:
+            missing = job.declared - len(job.alive) - len(job.starting) - len(job.ready)
+            spares = sorted(self.free)[: max(0, missing)]
+            for place in spares:
+                self._take(job, [place])
+                job.alive.discard(place)
+                self._starts(job, place)
+            grown = self.policy.grows(replace(self._situation(job), spares=0)) if job.ready else None
+            if grown is not None and grown.places > len(job.alive):
+                self._change(job, grown)
+            elif spares:
+                self._tell(job)
+
+    def _tell(self, job: Job) -> None:
+        """Have the books know what the task does."""
+        doing, name = job.doing, job.task.name
+        if doing == "running":
+            self.books.set(name, "useful", len(job.alive), len(job.starting))
+        elif doing in ("detecting", "transition"):
+            held = len(job.alive) + len(job.dead)
+            self.books.set(name, "detecting" if doing == "detecting" else "transition", held, len(job.starting))
+        elif doing == "waiting":
+            self.books.set(name, "idle", len(job.alive | job.dead | job.ready | job.starting.keys()))
+
+    # ---- places
+
+    def _repaired(self, node: int) -> None:
+        self.books.node_up(node)
+        place = node // self._cell
+        if self.books.place_is_up(place):
+            self._offer(place)
+
+    def _offer(self, place: int) -> None:
+        """A place has become usable, and nobody's."""
+        self.free.add(place)
+        owner = self.jobs.get(self._owner.get(place, ""))
+        first = [owner] if owner is not None and owner.doing in ("running", "waiting") else []
+        for job in [*first, *self.jobs.values()]:
+            if job.doing in ("running", "waiting") and place in self.free:
+                self._consider(job)
+        for job in self.jobs.values():
+            if job.doing == "queued" and job.task.arrival <= self.clock.seconds:
+                self._start(job)

@@ -1,0 +1,105 @@
+"""The systems that heal each task by itself. Their times are in the costs; here is what they do.
+
+Facts are from their papers and sources; where a system is idealised, it is so in its favour, and said.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from unicron_lightning.simulate.costs import Costs
+from unicron_lightning.simulate.policies.policy import Loses, Policy, Reaction, Restarting, Shrinking, Situation
+
+
+class Megatron(Restarting):
+    """Megatron-LM as it is mostly run: a collective's time-out, then a restart from the last persistent checkpoint.
+
+    A task needs all its nodes. A spare one takes the place of one that is down, else the task waits for the repair.
+    """
+
+    name = "megatron"
+
+
+class Oobleck(Shrinking):
+    """Oobleck (SOSP '23): pipeline templates made beforehand; a task is laid out anew without the lost node.
+
+    The iteration is done again; layers come from whoever has them. Nodes that return are taken in by the same means.
+    Idealised: a process's death counts as its node's, which the prototype does not notice at all.
+    """
+
+    name = "oobleck"
+
+    def shrink_seconds(self, costs: Costs) -> float:
+        return costs.takes("migrate")
+
+    def grow_seconds(self, costs: Costs) -> float:
+        return costs.takes("migrate")
+
+
+class Varuna(Shrinking):
+    """Varuna (EuroSys '22): job morphing: every change is a restart from a checkpoint, in a new configuration."""
+
+    name = "varuna"
+    shrink_loses: ClassVar[Loses] = "checkpoint"
+    grow_loses: ClassVar[Loses] = "checkpoint"
+
+    def shrink_seconds(self, costs: Costs) -> float:
+        return costs.takes("migrate")
+
+    def grow_seconds(self, costs: Costs) -> float:
+        return costs.takes("migrate")
+
+
+class Bamboo(Shrinking):
+    """Bamboo (NSDI '23): every node computes its neighbour's layers as well, and goes on for it when it fails.
+
+    Redundancy is paid for all the time. Idealised: no two neighbours ever fail together.
+    """
+
+    name = "bamboo"
+    shrink_loses: ClassVar[Loses] = "nothing"
+
+    def grow_seconds(self, costs: Costs) -> float:
+        return costs.takes("migrate")
+
+
+class TorchFT(Shrinking):
+    """torchft: a quorum per step over replica groups; the step in which one fails is discarded by all.
+
+    A place is a replica group; it starts again by itself and heals from a live peer.
+    """
+
+    name = "torchft"
+
+
+class InProcess(Policy):
+    """NVIDIA's in-process restart: all ranks enter the training function again, without the dead, from a checkpoint.
+
+    Ranks that died stay away; when more than ``extra["tolerated_loss"]`` of the declared places are missing, too few
+    are left, or a node has come back, the job is restarted with all that are well.
+    """
+
+    name = "inprocess"
+    starts_dead: ClassVar[bool] = False
+
+    def reacts(self, now: Situation) -> Reaction:
+        if now.nobody_died:
+            return Reaction(places=now.alive, seconds=now.costs.takes("continue"), loses="memory")
+        missing = now.declared - now.alive
+        tolerated = now.costs.extra.get("tolerated_loss", 0.0) * now.declared
+        if now.alive >= now.least and missing <= tolerated:
+            return Reaction(places=now.alive, seconds=now.costs.takes("continue"), loses="memory")
+        return self.resumes(now)
+
+    def resumes(self, now: Situation) -> Reaction:
+        there = min(now.declared, now.whole + now.spares)
+        if there < now.least:
+            return Reaction(places=0, loses="checkpoint")
+        return Reaction(places=there, seconds=now.costs.takes("restart"), loses="checkpoint")
+
+    def grows(self, now: Situation) -> Reaction | None:
+        there = min(now.declared, now.whole)
+        return Reaction(places=there, seconds=now.costs.takes("restart"), loses="memory")
+
+
+SYSTEMS: tuple[type[Policy], ...] = (Megatron, Oobleck, Varuna, Bamboo, TorchFT, InProcess)

@@ -1,0 +1,47 @@
+"""One simulation: a policy, a cluster with tasks, a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from unicron_lightning.errors import ConfigError
+from unicron_lightning.simulate.costs import Costs
+from unicron_lightning.simulate.healing import Healing
+from unicron_lightning.simulate.policies.systems import SYSTEMS
+from unicron_lightning.simulate.result import Result
+from unicron_lightning.simulate.trace import Cluster, Trace
+from unicron_lightning.simulate.workload import SimTask
+
+_SYSTEMS: Final = {system.name: system for system in SYSTEMS}
+POLICIES: Final = tuple(_SYSTEMS)
+"""Names of all policies."""
+
+
+def simulate(policy: str, cluster: Cluster, tasks: Sequence[SimTask], trace: Trace, costs: Costs) -> Result:
+    """Replay a trace.
+
+    Args:
+        policy: one of `POLICIES`.
+        cluster: the nodes.
+        tasks: all that come; those with arrival 0 run already.
+        trace: what goes wrong.
+        costs: of the policy's system.
+
+    Returns:
+        The same, byte for byte, for the same arguments: nothing is drawn by chance but the trace, by who made it.
+
+    Raises:
+        ConfigError: an unknown policy, a fault of a node that is not there, tasks of the same name.
+    """
+    names = [task.name for task in tasks]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"tasks {names}: expected different names")
+    for fault in trace.faults:
+        if fault.node >= cluster.num_nodes or (fault.worker or 0) >= cluster.workers_per_node:
+            given = f"{fault!r} in trace {trace.name!r}"
+            size = f"{cluster.num_nodes} nodes of {cluster.workers_per_node} workers"
+            raise ConfigError(f"{given}: expected one of {size}, numbered from 0")
+    if policy not in _SYSTEMS:
+        raise ConfigError(f"policy={policy!r}: expected one of {', '.join(POLICIES)}")
+    return Healing(_SYSTEMS[policy](), cluster, tasks, trace, costs).run()
