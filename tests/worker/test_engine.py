@@ -261,11 +261,23 @@ def test_random_deaths_with_joiners(faults: dict[str, int], seed: int) -> None:
     check(*simulate(faults, world=3, joiners=["j0", "j1"], seed=seed))
 
 
-def test_a_joiner_takes_over_state_and_position() -> None:
-    for seed in range(5):
-        coordinator, programs, faults = simulate({}, world=2, joiners=["j0"], seed=seed)
-        check(coordinator, programs, faults)
-        assert len(programs["j0"].ran) > 0
+@pytest.mark.parametrize("seed", range(5))
+def test_a_joiner_takes_over_state_and_position(seed: int) -> None:
+    coordinator = Coordinator(seed=seed)
+    programs = {name: Program(coordinator.worker(name, name == "j0"), name == "j0") for name in ("w0", "w1", "j0")}
+
+    def wait_for_the_joiner(*point: Any) -> None:
+        if point[0] != "micro_batch":
+            return
+        with coordinator.condition:
+            asked = coordinator.condition.wait_for(lambda: coordinator.epoch and coordinator.epoch.kind == "join", 10)
+        assert asked, "the joiner never got ready"
+
+    programs["w0"].engine.fault = wait_for_the_joiner
+    coordinator.start()
+    run_threads(coordinator, list(programs.items()))
+    check(coordinator, programs, {})
+    assert len(programs["j0"].ran) > 0
 
 
 @pytest.mark.parametrize("at", [5, 12, 15, 20, 25])
