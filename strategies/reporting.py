@@ -1,12 +1,17 @@
-"""What a finished step tells the coordinator."""
+"""What a finished step tells the coordinator, and an exception."""
 
 from __future__ import annotations
 
 import math
+import signal
 from typing import Any
 
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
 from unicron_lightning import wire
+from unicron_lightning.detection.exceptions import describe
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.worker.control import Control
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.step import GradientStep
 
@@ -34,29 +39,46 @@ def told_flops(module: Any) -> float | None:
     return float(told)
 
 
-def report_step(engine: Engine, operation: GradientStep, loss: float, reported_epoch: int) -> int:
-    """Counts the step, leaves word of progress, and tells the event log if it is the first of its epoch.
+class StepReports:
+    """Tells of each finished step, and of the error that ends the worker."""
 
-    Args:
-        engine: of this worker.
-        operation: the step, committed.
-        loss: mean over the global batch.
-        reported_epoch: the epoch told of last.
+    def __init__(self) -> None:
+        self._epoch = 0
+        """Told of last."""
+        self._finite = True
 
-    Returns:
-        The epoch told of last, now.
-    """
-    world = engine.world
-    engine.step += 1
-    if engine.control is None:
-        return reported_epoch
-    engine.control.progress(engine.step, {"loss": loss})
-    if world.epoch != reported_epoch:
-        engine.control.event(
-            _FIRST_STEP[world.kind],
-            epoch=world.epoch,
-            step=engine.step,
-            world=world.size,
-            recomputed=operation.recomputed,
-        )
-    return world.epoch
+    def finished(self, engine: Engine, operation: GradientStep, loss: float) -> None:
+        """Counts the step, leaves word of progress, and tells the event log if it is the first of its epoch.
+
+        Args:
+            engine: of this worker.
+            operation: the step, committed.
+            loss: mean over the global batch, the same on all ranks.
+        """
+        world, control = engine.world, engine.control
+        engine.step += 1
+        was_finite, self._finite = self._finite, math.isfinite(loss)
+        if control is None:
+            return
+        control.progress(engine.step, {"loss": loss})
+        if was_finite and not self._finite and world.rank == 0:
+            control.report("nan_loss", f"the loss is {loss}", phase="commit", step=engine.step, details={})
+        if world.epoch != self._epoch:
+            self._epoch = world.epoch
+            control.event(
+                _FIRST_STEP[world.kind],
+                epoch=world.epoch,
+                step=engine.step,
+                world=world.size,
+                recomputed=operation.recomputed,
+            )
+
+
+def report_exception(control: Control | None, error: BaseException, step: int) -> None:
+    """Tells of what Lightning is about to raise out of the trainer; orders to end are no errors."""
+    if isinstance(error, SIGTERMException):
+        # Lightning raises it without a status; a worker that ends with 0 would have finished the task.
+        error.code = 128 + signal.SIGTERM
+    elif control is not None and isinstance(error, Exception):
+        told = describe(error)
+        control.report(told.kind, told.cause, phase=told.phase, step=step, details=told.details, ends=True)

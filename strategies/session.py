@@ -119,3 +119,8 @@ class Session:
 
 
 _shared: Session | None = None
+
+
+def control_of_process() -> Control | None:
+    """The link of this process to its agent, if it has one."""
+    return None if _shared is None else _shared.control

@@ -9,7 +9,6 @@ Failures are healed inside `UnicronStrategy.training_step` and the other operati
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,7 @@ from unicron_lightning.strategies.loading import Loaders
 from unicron_lightning.strategies.loggers import take_over
 from unicron_lightning.strategies.micro_batch import MicroBatches
 from unicron_lightning.strategies.recording import RecordingResults
-from unicron_lightning.strategies.reporting import report_step, told_flops
+from unicron_lightning.strategies.reporting import StepReports, report_exception, told_flops
 from unicron_lightning.strategies.session import Session
 from unicron_lightning.strategies.sums import Layout, NormStatistics, StepSums
 from unicron_lightning.strategies.trained import TrainedParameters
@@ -105,7 +104,7 @@ class UnicronStrategy(ParallelStrategy):
         self._arrival: dict[str, Any] | None = None
         self._used: list[bool] = []
         self._last_batch: GlobalBatch | None = None
-        self._reported_epoch = 0
+        self._reports = StepReports()
         self._checked = False
         self._seed = 0
         self._loaders = Loaders(self)
@@ -180,8 +179,8 @@ class UnicronStrategy(ParallelStrategy):
         module = self.lightning_module
         assert module is not None and self._session is not None
         check_module(module)
-        if self.engine.control is not None:
-            self.engine.control.flops_per_step = told_flops(module)
+        if (control := self.engine.control) is not None:
+            control.flops_per_step = told_flops(module)
         self._gather.interrupted = lambda: trainer.state.status == TrainerStatus.INTERRUPTED
         self._passes = Passes(trainer, self.engine)
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.fit_loop.epoch_loop.val_loop):
@@ -263,8 +262,7 @@ class UnicronStrategy(ParallelStrategy):
                 "DataLoader: combine the data sets into one"
             )
         trainer, module, shape, norms = self._trainer, self.lightning_module, self._shape, self._norms
-        assert trainer is not None and module is not None
-        assert shape is not None and norms is not None
+        assert trainer is not None and module is not None and shape is not None and norms is not None
         if batch is self._last_batch:
             raise ConfigError(
                 f"the optimizer {type(self.optimizers[0]).__qualname__} calls its closure more than once per step; the "
@@ -285,7 +283,7 @@ class UnicronStrategy(ParallelStrategy):
             self._gather.inside = None
         loss, calls, self._used = sums.finish()
         norms.commit(len(batch.micro_batches))
-        self._reported_epoch = report_step(self.engine, operation, loss, self._reported_epoch)
+        self._reports.finished(self.engine, operation, loss)
         results = trainer.fit_loop.epoch_loop._results
         assert isinstance(results, RecordingResults)
         for call in calls:
@@ -386,9 +384,8 @@ class UnicronStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Lightning raises it without a status; a worker that ends with 0 would have finished the task."""
-        if isinstance(exception, SIGTERMException):
-            exception.code = 128 + signal.SIGTERM
+        if self._session is not None:
+            report_exception(self._session.control, exception, self.engine.step)
 
     @override
     def teardown(self) -> None:

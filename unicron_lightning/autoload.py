@@ -33,12 +33,15 @@ logger = logging.getLogger(__name__)
 
 
 def install() -> None:
-    """Entry point: tie the process to its agent, if it has one, and wait for Lightning. Never raises."""
+    """Entry point: tie a worker to its agent, tell that of its exceptions, and wait for Lightning. Never raises."""
     try:
         if os.environ.get("UNICRON_AGENT_PID"):
             from unicron_lightning.agent.lifeline import tie_to_agent
 
-            tie_to_agent()
+            if tie_to_agent():
+                from unicron_lightning.detection.reporting import watch_exceptions
+
+                watch_exceptions()
     except Exception:  # supervisor boundary: whatever is raised here would break `import torch`
         logger.debug("lifeline_failed", exc_info=True)
     offer_strategy()

@@ -22,7 +22,7 @@ NODES = ("a", "b", "c")
 class Story:
     """A task with an agent and a worker on each node, named alike."""
 
-    def __init__(self, *, spared: str = "abc", nodes: str = "abc", **limits: float) -> None:
+    def __init__(self, *, spared: str = "abc", nodes: str = "abc", **limits: float | str) -> None:
         self.limits = Limits(**limits)  # type: ignore[arg-type]
         self.record = Record()
         self.nodes = nodes
@@ -93,6 +93,12 @@ def nothing_has_failed() -> Story:
     story = Story()
     for kind in TOLD_ONLY:
         story.tell("b", kind)
+    return story
+
+
+def the_loss_is_no_number() -> Story:
+    story = Story(nan_loss="stop")
+    story.tell("b", "nan_loss")
     return story
 
 
@@ -186,6 +192,7 @@ def no_way_to_start() -> Story:
 
 
 WAYS = {
+    "the loss is no number": the_loss_is_no_number,
     "nothing has failed": nothing_has_failed,
     "connection fails": connection_fails,
     "connection fails again": connection_fails_again,

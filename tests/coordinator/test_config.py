@@ -34,6 +34,7 @@ GROUPS = {
     "planner": schema.PlannerConfig,
     "detection": schema.DetectionConfig,
     "severity": schema.SeverityConfig,
+    "health": schema.HealthConfig,
     "store": schema.StoreConfig,
 }
 
@@ -59,6 +60,7 @@ def test_the_yaml_files_say_what_the_schema_does() -> None:
     assert config.cluster == schema.ClusterConfig()
     assert config.planner == schema.PlannerConfig()
     assert config.severity == schema.SeverityConfig()
+    assert config.health == schema.HealthConfig()
     assert config.store == schema.StoreConfig()
     assert config.tasks == {}
 
@@ -111,6 +113,9 @@ def test_a_choice_changes_what_it_is_for(override: str, key: str, value: object)
         (["detection.join_grace=inf"], "detection.join_grace=inf: expected a number >= 0"),
         (["planner.grow_seconds=0"], "planner.grow_seconds=0.0: expected a number > 0"),
         (["severity.crash_attempts=0"], "severity.crash_attempts=0: expected a number > 0"),
+        (["health.nan_loss=weep"], "health.nan_loss=weep: expected tell or stop"),
+        (["health.patterns=[{pattern: x, kind: bad}]"], "health.patterns: 'x' of kind 'bad': expected"),
+        (["health.patterns=[{pattern: '(', kind: cuda_error}]"], "pattern '(' of kind cuda_error: missing )"),
         (["store.events_kept=0"], "store.events_kept=0: expected a number > 0"),
         (["+tasks.a.command=[x]"], "tasks.a: no such task; make it by +tasks@tasks.a=task first"),
         (["+tasks@tasks.a=task", "tasks.a.comand=[x]"], "tasks.a.comand: unknown key; known are command, "),

@@ -9,6 +9,7 @@ from coordinator.severity_story import WAYS
 
 from unicron_lightning.coordinator.severity.errors import KINDS, SEVERITY
 from unicron_lightning.coordinator.severity.rules import RULES
+from unicron_lightning.detection.patterns import UNKNOWN, builtin
 
 
 def test_there_is_a_way_into_every_row() -> None:
@@ -26,8 +27,9 @@ def test_each_row_is_reached_and_does_what_it_says(rule) -> None:
 def test_every_kind_has_one_severity_and_those_seen_today_are_the_wired_ones() -> None:
     assert len(SEVERITY) == len(KINDS)
     seen = {kind.name for kind in KINDS if kind.seen}
-    assert seen == {
-        *("lost_connection", "exited_abnormally", "connection_failed"),
+    by_message = {pattern.kind for pattern in builtin()} | {UNKNOWN}
+    assert seen == by_message | {
+        *("lost_connection", "exited_abnormally"),
         *("silent", "recovery_stuck", "keeps_failing"),
     }
 

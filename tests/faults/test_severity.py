@@ -39,7 +39,14 @@ def test_a_script_that_raises_at_a_step_is_stopped_with_its_diagnosis(tmp_path: 
         assert stopped["step"] == 4
         assert stopped["rule"] == "no way past a step"
         assert stopped["attempts"] == 2
-        assert stopped["causes"] == ["exit 1"]
+        assert stopped["causes"] == ["RuntimeError: a bad sample"]
+        told = cluster.events("error_reported")
+        assert {(error["kind"], error["phase"]) for error in told} == {("other_software_error", "compute")}
+        assert {error["step"] for error in told} == {4}
+        assert all("failing.py" in error["details"]["frames"][-1] for error in told)
+        workers = [error["worker"] for error in told]
+        assert len(set(workers)) == len(workers), "an error was told twice"
+        assert {death["cause"] for death in cluster.events("worker_died")} <= {"reported", "sibling"}
         assert set(stopped["nodes"]) <= {"n0", "n1"}
         (over,) = cluster.events("task_over")
         assert over["succeeded"] is False
@@ -56,7 +63,7 @@ def test_a_node_on_which_every_worker_dies_is_cordoned_and_the_others_train_on(t
         cluster.watch(lambda: cluster.notes("step") and cluster.events("node_cordoned"), "the cordon", 150)
         (event,) = cluster.events("node_cordoned")
         assert event["node"] == "n1"
-        assert "exit 1" in event["reason"]
+        assert "a bad sample" in event["reason"]
         (world,) = cluster.wait_world(1, after=time.time())
         assert world["node"] == "n0"
         assert len({line["pid"] for line in cluster.notes("step")}) == 1, "n0 was never restarted"

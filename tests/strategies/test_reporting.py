@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.strategies.reporting import told_flops
+from unicron_lightning.strategies.reporting import StepReports, told_flops
+from unicron_lightning.worker.engine import World
 
 
 class Module:
@@ -26,3 +28,28 @@ def test_a_module_may_tell_the_flops_of_a_step():
 def test_what_is_no_number_above_0_is_refused(wrong: Any):
     with pytest.raises(ConfigError, match=r"Module\.flops_per_step=.*: expected FLOPs"):
         told_flops(Module(flops_per_step=wrong))
+
+
+class Control:
+    """What is told."""
+
+    def __init__(self) -> None:
+        self.kinds: list[tuple[str, int]] = []
+
+    def progress(self, step: int, metrics: Any) -> None: ...
+
+    def event(self, name: str, **fields: Any) -> None: ...
+
+    def report(self, kind: str, cause: str, *, step: int, **about: Any) -> None:
+        self.kinds.append((kind, step))
+
+
+@pytest.mark.parametrize(("rank", "told"), [(0, [("nan_loss", 2), ("nan_loss", 5)]), (1, [])])
+def test_a_loss_that_is_no_number_is_told_once_by_one_rank(rank: int, told: list[tuple[str, int]]):
+    control, reports = Control(), StepReports()
+    engine: Any = SimpleNamespace(
+        control=control, step=0, world=World(epoch=1, kind="init", rank=rank, size=2, hold=False)
+    )
+    for loss in (1.0, float("nan"), float("nan"), 1.0, float("inf")):
+        reports.finished(engine, SimpleNamespace(recomputed=[]), loss)  # type: ignore[arg-type]
+    assert control.kinds == told

@@ -148,3 +148,15 @@ def test_a_worker_that_waits_to_be_welcomed_ends_at_sigterm(tmp_path: Path) -> N
                     process.terminate()
                     time.sleep(0.05)
                 assert process.returncode == -signal.SIGTERM
+
+
+def test_who_ends_by_an_error_is_not_ended_before_it_has_said_all(agent):
+    agent.control.is_member = True
+    agent.control.progress(7, {})
+    for cause in ("the error", "what followed from it"):
+        agent.control.report("cuda_error", cause, phase="compute", step=7, details={}, ends=True)
+    agent.say(epoch(2, "fail", "b"), wire.TaskOver(succeeded=False))
+    said = [wire.decode_from_worker(line) for line in agent._connection.recv(1 << 16).splitlines()]
+    told = [message for message in said if not isinstance(message, wire.Heartbeat)]
+    assert [type(message) for message in told] == [wire.Progress, wire.ErrorReport]
+    assert (told[1].cause, told[1].ends) == ("the error", True)

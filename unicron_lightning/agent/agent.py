@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import threading
 import time
@@ -26,6 +25,7 @@ from unicron_lightning.agent.embedded import EmbeddedCoordinator
 from unicron_lightning.agent.gate import Gate
 from unicron_lightning.agent.local import LocalHooks, LocalServer
 from unicron_lightning.agent.options import AgentOptions
+from unicron_lightning.agent.registration import registration
 from unicron_lightning.agent.roster import ENDING_SECONDS, Roster
 from unicron_lightning.agent.scratch import ScratchFolder
 from unicron_lightning.agent.session import CoordinatorSession, SessionHooks
@@ -262,26 +262,7 @@ class Agent:
         options, view = self._options, self._shared.now
         for lookup in self._roster.unanswered():
             self._send(lookup)
-        return wire.Register(
-            protocol=wire.PROTOCOL_VERSION,
-            task=options.task,
-            agent=options.agent,
-            node=options.node,
-            host=options.host,
-            pid=os.getpid(),
-            min_nodes=options.min_nodes,
-            max_nodes=options.max_nodes,
-            round=view.number,
-            waiting=view.waiting,
-            granted=view.grant is not None and not view.grant.warm,
-            store=view.store,
-            local_world=view.local_world,
-            workers=self._roster.infos(),
-            epoch=self._roster.epoch,
-            slot=options.slot,
-            weight=options.weight,
-            warm=view.grant is not None and view.grant.warm,
-        )
+        return registration(options, view, self._roster)
 
     def _from_coordinator(self, message: wire.ToAgent) -> None:
         view = self._shared.now
@@ -338,10 +319,13 @@ class Agent:
 
     # ---- workers
 
-    def _accept(self, hello: wire.WorkerHello) -> bool:
+    def _accept(self, message: wire.WorkerHello | wire.ErrorReport) -> bool:
+        """Whether it is of one of the present round's workers."""
         view = self._shared.now
-        mine = environ.worker_id(self._options.agent, hello.local_rank, view.number)
-        return hello.worker == mine and 0 <= hello.local_rank < (view.local_world or 0)
+        ranks = range(view.local_world or 0)
+        mine = {environ.worker_id(self._options.agent, rank, view.number): rank for rank in ranks}
+        rank = mine.get(message.worker or "")
+        return rank is not None and rank == getattr(message, "local_rank", rank)
 
     def _goes_on(self, worker: str) -> bool:
         return worker in self._roster and self._shared.now.stop is None
@@ -350,6 +334,8 @@ class Agent:
         if isinstance(message, wire.WorkerHello):
             self._roster.add(worker, message.local_rank)
             self._supervisor.look_at(message.pid)
+        elif isinstance(message, wire.ErrorReport) and isinstance(pid := message.details.get("pid"), int):
+            self._supervisor.look_at(pid)  # it says so before a hello, maybe before it was found
         if worker not in self._roster:  # its death is already told: nothing it said before counts any more
             return
         self._roster.heard(worker, message, time.monotonic())

@@ -1,6 +1,7 @@
 """The UNIX socket where this agent's workers say and hear everything: one JSON message a line.
 
-A connection belongs to the worker named by its first message, a `wire.WorkerHello`. Messages that name another
+A connection belongs to the worker named by its first message, a `wire.WorkerHello`. One that ends before it could say
+that may say what it ends by, in a `wire.ErrorReport` and nothing else. Messages that name another
 worker, or cannot be read, end the connection. Writing never waits: a worker that does not read is dropped at
 `_BACKLOG_BYTES`.
 """
@@ -28,7 +29,7 @@ _BACKLOG_BYTES: Final = 64 << 20
 class LocalHooks:
     """What the owner does with what workers say; all are called in the event loop."""
 
-    accept: Callable[[wire.WorkerHello], bool]
+    accept: Callable[[wire.WorkerHello | wire.ErrorReport], bool]
     """Tell whether a worker is one of this agent's present ones."""
     received: Callable[[str, wire.FromWorker], None]
     """A message of a worker, its hello included."""
@@ -112,6 +113,9 @@ class LocalServer:
             hello = wire.decode_from_worker(line)
             if isinstance(hello, wire.Heartbeat):  # the worker's control thread may be faster than its hello
                 continue
+            if isinstance(hello, wire.ErrorReport) and hello.worker is not None and self._hooks.accept(hello):
+                self._hooks.received(hello.worker, hello)
+                return None
             if not isinstance(hello, wire.WorkerHello) or not self._hooks.accept(hello):
                 logger.warning("worker_refused message=%s", line[:200])
                 return None

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Union
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator.question import Question
+from unicron_lightning.detection.patterns import Pattern
 from unicron_lightning.jobs import Job
 from unicron_lightning.nodewire import FromNode, ToNode
 
@@ -41,6 +42,8 @@ class Limits:
     cordon_window: float = 3600.0
     crash_attempts: int = 5
     crash_lives: int = 10
+    patterns: tuple[Pattern, ...] = ()
+    nan_loss: str = "tell"
     exit_when_idle: bool = False
     idle_linger: float = 3.0
     startup_linger: float = 30.0

@@ -168,6 +168,7 @@ class Control:
         if self._ending:
             return
         self._ending = ends
+        self._tell_progress()  # how far it came counts
         self.send(
             wire.ErrorReport(
                 worker=self.worker,
@@ -200,8 +201,7 @@ class Control:
         """Ends the thread and the connection."""
         if self._closed:
             return
-        if (progress := self._progress) is not None:
-            self.send(progress)  # if it ends by an error: how far it came
+        self._tell_progress()
         self._closed = True
         os.write(self._wake_write, b"x")
         self._thread.join()
@@ -239,6 +239,9 @@ class Control:
 
     def _beat(self) -> None:
         self.send(wire.Heartbeat())
+        self._tell_progress()
+
+    def _tell_progress(self) -> None:
         progress, self._progress = self._progress, None
         if progress is not None:
             self.send(progress)

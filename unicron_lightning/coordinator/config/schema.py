@@ -11,6 +11,8 @@ import math
 from dataclasses import dataclass, field
 
 from unicron_lightning.coordinator.events import Limits
+from unicron_lightning.coordinator.severity.errors import SEVERITY
+from unicron_lightning.detection.patterns import Pattern
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.jobs import Job, problem
 
@@ -176,6 +178,37 @@ class SeverityConfig:
 
 
 @dataclass(kw_only=True)
+class PatternConfig:
+    """One of ``health.patterns``."""
+
+    pattern: str = ""
+    """A regular expression of Python, searched in ``TYPE: message`` of an exception."""
+    kind: str = ""
+    """One of the kinds of errors, which has a severity: docs/severity.md."""
+
+
+@dataclass(kw_only=True)
+class HealthConfig:
+    """Group ``health``: what counts as which error, and what is wrong with a node. See docs/detection.md."""
+
+    patterns: list[PatternConfig] = field(default_factory=list)
+    """Which errors are of which kind, before the built-in table is asked."""
+    nan_loss: str = "tell"
+    """What is done when the loss is NaN or infinite: ``tell``, or ``stop`` the task."""
+
+    def __post_init__(self) -> None:
+        for row in self.patterns:
+            if row.kind not in SEVERITY or not row.pattern:
+                raise ConfigError(
+                    f"health.patterns: {row.pattern!r} of kind {row.kind!r}: expected a pattern and "
+                    f"one of {', '.join(SEVERITY)}"
+                )
+            Pattern(pattern=row.pattern, kind=row.kind)
+        if self.nan_loss not in ("tell", "stop"):
+            raise ConfigError(f"health.nan_loss={self.nan_loss}: expected tell or stop")
+
+
+@dataclass(kw_only=True)
 class StoreConfig:
     """Group ``store``: what outlives the process."""
 
@@ -198,6 +231,7 @@ class CoordinatorConfig:
     tasks: dict[str, TaskConfig] = field(default_factory=dict)
     planner: PlannerConfig = field(default_factory=PlannerConfig)
     severity: SeverityConfig = field(default_factory=SeverityConfig)
+    health: HealthConfig = field(default_factory=HealthConfig)
     store: StoreConfig = field(default_factory=StoreConfig)
 
     def limits(self) -> Limits:
@@ -210,6 +244,8 @@ class CoordinatorConfig:
             worker_timeout=self.detection.worker_timeout,
             recovery_time=self.detection.recovery_time,
             **vars(self.severity),
+            patterns=tuple(Pattern(pattern=row.pattern, kind=row.kind) for row in self.health.patterns),
+            nan_loss=self.health.nan_loss,
             warm_standby=self.cluster.warm_standby,
             exit_when_idle=self.coordinator.exit_when_idle,
             idle_linger=self.coordinator.idle_linger,

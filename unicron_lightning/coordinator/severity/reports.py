@@ -6,7 +6,10 @@ at once, so that its exit a second later is nobody's news; connections that brea
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
+
+import msgspec
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import membership, workers
@@ -16,12 +19,14 @@ from unicron_lightning.coordinator.severity.record import Told
 from unicron_lightning.coordinator.severity.workflow import Error, Named
 from unicron_lightning.coordinator.state import Agent, Task, Worker, round_of
 from unicron_lightning.coordinator.turn import Turn
+from unicron_lightning.detection.patterns import Pattern
 
 _KEPT: Final = 50
 
 
 def reported(task: Task, turn: Turn, agent: Agent, message: wire.ErrorReport) -> None:
     """A worker told of its error, or an agent of one that it has found."""
+    message = _judged(message, turn.limits.patterns)
     kind = known(message.kind)
     worker = None if message.worker is None else task.workers.get(message.worker)
     if worker is not None and worker.agent == agent.id:
@@ -35,6 +40,14 @@ def reported(task: Task, turn: Turn, agent: Agent, message: wire.ErrorReport) ->
     if told not in task.severity.reports:
         task.severity.reports = [*task.severity.reports, told][-_KEPT:]
         _goes_on(task, turn, agent, message)
+
+
+def _judged(message: wire.ErrorReport, patterns: Sequence[Pattern]) -> wire.ErrorReport:
+    """With the kind that the user's own patterns say, if one is found."""
+    details = message.details
+    text = f"{details.get('type', '')}: {details.get('message', message.cause)}"
+    own = next((pattern for pattern in patterns if pattern.found_in(text)), None)
+    return message if own is None else msgspec.structs.replace(message, kind=own.kind)
 
 
 def _lost(task: Task, turn: Turn, agent: Agent, worker: Worker, message: wire.ErrorReport) -> None:

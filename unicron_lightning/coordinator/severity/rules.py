@@ -120,6 +120,14 @@ def _always(_: Case) -> bool:
 
 RULES: Final = (
     Rule(
+        name="the loss is no number",
+        on="SEV3",
+        when="the kind is `nan_loss`, and `health.nan_loss` is `stop`",
+        holds=lambda case: case.error is not None and case.error.kind == "nan_loss" and case.limits.nan_loss == "stop",
+        action="stop",
+        then="the task ends, with its diagnosis",
+    ),
+    Rule(
         name="nothing has failed",
         on="SEV3",
         when=f"the kind is {' or '.join(f'`{kind}`' for kind in TOLD_ONLY)}",

@@ -147,7 +147,12 @@ def _connection(record: Record, failure: Failure, limits: Limits, view: View, no
     case = Case(record=record, limits=limits, view=view, now=now, error=failure)
     rule = first("SEV3", case)
     assert rule is not None
-    facts = {"times": case.retried}
+    facts: dict[str, object] = {"times": case.retried}
+    if rule.action == "stop":
+        facts = {"step": failure.step, "nodes": [failure.node], "causes": [failure.cause]}
+        return [
+            Decision(rule=rule.name, action="stop", error=None, reason=f"{rule.name}: {failure.cause}", facts=facts)
+        ]
     if rule.action == "tell":
         return [Decision(rule=rule.name, action="tell", error=failure, reason=failure.cause, facts={})]
     if rule.action == "reattempt" or (blamed := suspect(record, view)) is None:

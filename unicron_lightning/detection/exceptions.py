@@ -1,0 +1,106 @@
+"""What an exception tells: kind, cause, and where in the step it happened."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from unicron_lightning.detection.patterns import UNKNOWN, classify
+
+_CAUSE_CHARACTERS: Final = 300
+_MESSAGE_CHARACTERS: Final = 4000
+_FRAMES: Final = 12
+_CHAIN: Final = 8
+
+PHASES: Final = (
+    # part of the file's path, function ("" for any), phase; the innermost frame that fits counts
+    ("unicron_lightning/data/fetch.py", "", "data"),
+    ("torch/utils/data/", "", "data"),
+    ("micro_batch.py", "_to_device", "data"),
+    ("strategies/micro_batch.py", "run", "compute"),
+    ("unicron_lightning/worker/step.py", "_compute", "compute"),
+    ("unicron_lightning/worker/step.py", "_await_reductions", "reduce"),
+    ("unicron_lightning/worker/step.py", "_launch", "reduce"),
+    ("unicron_lightning/worker/step.py", "_take_held", "reduce"),
+    ("unicron_lightning/worker/step.py", "_commit", "commit"),
+    ("unicron_lightning/worker/engine.py", "_recover", "recovery"),
+    ("strategies/evaluation.py", "", "validation"),
+    ("loops/evaluation_loop.py", "", "validation"),
+    ("strategies/unicron.py", "save_checkpoint", "checkpoint"),
+    ("connectors/checkpoint_connector.py", "", "checkpoint"),
+    ("strategies/unicron.py", "boundary", "boundary"),
+    ("loops/optimization/automatic.py", "_optimizer_step", "optimizer"),
+    ("trainer/call.py", "_call_callback_hooks", "callback"),
+    ("strategies/unicron.py", "setup", "setup"),
+    ("strategies/unicron.py", "setup_environment", "setup"),
+    ("trainer/trainer.py", "fit", "fit"),
+)
+"""What a worker does, by who is on its stack."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """What goes into a `wire.ErrorReport`."""
+
+    kind: str
+    cause: str
+    phase: str
+    details: dict[str, Any]
+
+
+def describe(exception: BaseException) -> Told:
+    """Tell of an exception, with its traceback. Pure, and never raises for an odd exception."""
+    chain = _chain(exception)
+    texts = [f"{_type_of(each)}: {_text(each)}" for each in chain]
+    found = classify(texts)
+    frames = traceback.extract_tb(exception.__traceback__)
+    details = {
+        "type": _type_of(exception),
+        "message": _text(exception)[:_MESSAGE_CHARACTERS],
+        "from": [text[:_MESSAGE_CHARACTERS] for text in texts[1:]],
+        "frames": [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames[-_FRAMES:]],
+        "pattern": None if found is None else found.name,
+    }
+    lines = [line.strip() for line in _text(exception).splitlines() if line.strip()]
+    cause = f"{type(exception).__name__}: {lines[0]}" if lines else type(exception).__name__
+    return Told(
+        kind=UNKNOWN if found is None else found.kind,
+        cause=cause[:_CAUSE_CHARACTERS],
+        phase=phase_of([(frame.filename, frame.name) for frame in frames]),
+        details=details,
+    )
+
+
+def phase_of(frames: Sequence[tuple[str, str]]) -> str:
+    """What was being done, by file and function of each frame, the innermost last; ``script`` if none is known."""
+    for filename, function in reversed(frames):
+        for part, name, phase in PHASES:
+            if part in filename and name in ("", function):
+                return phase
+    return "script"
+
+
+def _chain(exception: BaseException) -> list[BaseException]:
+    """It and what it came from, as Python prints them."""
+    chain = [exception]
+    while len(chain) < _CHAIN:
+        last = chain[-1]
+        before = last.__cause__ or (None if last.__suppress_context__ else last.__context__)
+        if before is None or any(before is each for each in chain):
+            break
+        chain.append(before)
+    return chain
+
+
+def _type_of(exception: BaseException) -> str:
+    kind = type(exception)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _text(exception: BaseException) -> str:
+    try:
+        return str(exception)
+    except Exception:  # noqa: BLE001 - a __str__ that fails must not hide the error it is about
+        return "(its message cannot be had)"

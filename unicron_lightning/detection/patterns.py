@@ -1,0 +1,62 @@
+"""Which kind of error a message is: a table of patterns, data and not code (patterns.yaml)."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from unicron_lightning.errors import ConfigError
+
+UNKNOWN: Final = "other_software_error"
+"""The kind of what no pattern knows: a program's own error."""
+_SEARCHED_CHARACTERS: Final = 20_000
+
+
+class Pattern(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A row of the table.
+
+    Raises:
+        ConfigError: ``pattern`` is no regular expression.
+    """
+
+    pattern: str
+    """A regular expression of Python, searched for."""
+    kind: str
+    """One of `coordinator.severity.errors.KINDS`."""
+    name: str = "own"
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            raise ConfigError(f"pattern {self.pattern!r} of kind {self.kind}: {error}") from None
+
+    def found_in(self, text: str) -> bool:
+        """Whether it is this kind of error."""
+        return re.search(self.pattern, text) is not None
+
+
+def classify(texts: Sequence[str], patterns: Sequence[Pattern] = ()) -> Pattern | None:
+    """The first pattern that is found.
+
+    Args:
+        texts: ``TYPE: message`` of an exception, then of those it came from: the first that says something counts.
+        patterns: the user's own, which go before the built-in ones.
+    """
+    for text in texts:
+        for pattern in (*patterns, *builtin()):
+            if pattern.found_in(text[:_SEARCHED_CHARACTERS]):
+                return pattern
+    return None
+
+
+@functools.cache
+def builtin() -> tuple[Pattern, ...]:
+    """The table of this package."""
+    data = Path(__file__).with_name("patterns.yaml").read_bytes()
+    return tuple(msgspec.yaml.decode(data, type=list[Pattern]))
