@@ -115,7 +115,7 @@ class Planning:
         plan = self._ahead.plan(question) if self._ahead is not None else None
         foreseen = plan is not None
         if plan is None:
-            plan = solve(_state(question, known))
+            plan = solve(state_of(question, known))
         return ev.Planned(
             key=question.key,
             allocation=dict(plan.allocation),
@@ -127,7 +127,7 @@ class Planning:
     def _plan_ahead(self, standing: Question, known: Knowledge) -> None:
         from unicron_lightning.planner.table import PlanTable
 
-        state = _state(standing, known)
+        state = state_of(standing, known)
         before = self._ahead
         if before is None or before.state.fingerprint != state.fingerprint or before.standing != standing:
             table = PlanTable.of(state, before.table if before is not None else None)
@@ -176,7 +176,8 @@ def _terms(task: Competitor) -> tuple[object, ...]:
     return task.weight, task.min_places, task.max_places, task.runs, task.before
 
 
-def _state(question: Question, known: Knowledge) -> ClusterState:
+def state_of(question: Question, known: Knowledge) -> ClusterState:
+    """A question as the planner takes it."""
     from unicron_lightning.planner.reward import Curve
     from unicron_lightning.planner.state import ClusterState
     from unicron_lightning.planner.task import PlanTask

@@ -34,8 +34,13 @@ class Bills:
 
     def strikes(self, now: int, kind: str, waf: float) -> None:
         """A failure, when the task's WAF was this."""
-        if not self._open or self._open[-1].running_at is not None:
+        if not self.is_struck:
             self._open.append(_Open(kind, now, waf))
+
+    @property
+    def is_struck(self) -> bool:
+        """Whether a failure is not recovered from yet."""
+        return bool(self._open) and self._open[-1].running_at is None
 
     def known(self, now: int) -> None:
         """The system has heard of the newest one."""

@@ -11,10 +11,12 @@ from unicron_lightning.simulate.healing import Healing
 from unicron_lightning.simulate.policies.systems import SYSTEMS
 from unicron_lightning.simulate.result import Result
 from unicron_lightning.simulate.trace import Cluster, Trace
+from unicron_lightning.simulate.unicron.system import ABLATIONS, System
 from unicron_lightning.simulate.workload import SimTask
 
 _SYSTEMS: Final = {system.name: system for system in SYSTEMS}
-POLICIES: Final = tuple(_SYSTEMS)
+_ABLATIONS: Final = {ablation.name: ablation for ablation in ABLATIONS}
+POLICIES: Final = (*_ABLATIONS, *_SYSTEMS)
 """Names of all policies."""
 
 
@@ -42,6 +44,8 @@ def simulate(policy: str, cluster: Cluster, tasks: Sequence[SimTask], trace: Tra
             given = f"{fault!r} in trace {trace.name!r}"
             size = f"{cluster.num_nodes} nodes of {cluster.workers_per_node} workers"
             raise ConfigError(f"{given}: expected one of {size}, numbered from 0")
+    if policy in _ABLATIONS:
+        return System(_ABLATIONS[policy], cluster, tasks, trace, costs).run()
     if policy not in _SYSTEMS:
         raise ConfigError(f"policy={policy!r}: expected one of {', '.join(POLICIES)}")
     return Healing(_SYSTEMS[policy](), cluster, tasks, trace, costs).run()

@@ -1,0 +1,1 @@
+"""Unicron itself, simulated: the coordinator's real state machine and planner, with simulated nodes around them."""

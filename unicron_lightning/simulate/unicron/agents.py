@@ -1,0 +1,271 @@
+"""A place's daemon and the agents that it runs, as the coordinator knows them: what they say, and when.
+
+One simulated worker stands for all of a place. What the workers do with an epoch is the task's affair (`training`).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from unicron_lightning import wire
+from unicron_lightning.coordinator import events as ev
+from unicron_lightning.jobs import Job
+from unicron_lightning.nodewire import NodeHello, NodeRun, ToNode
+
+if TYPE_CHECKING:
+    from unicron_lightning.simulate.unicron.shell import Shell
+    from unicron_lightning.simulate.unicron.system import System
+    from unicron_lightning.simulate.unicron.training import Training
+
+SLOT: Final = "0"
+_KILLED: Final = 9
+_RELAUNCH_SECONDS: Final = 0.1
+"""torchrun's poll: until it has noticed that its worker is dead."""
+
+
+class SimDaemon:
+    """The daemon of a place, through all of its lives.
+
+    Args:
+        system: everything.
+        place: number of the place.
+    """
+
+    def __init__(self, system: System, place: int) -> None:
+        self.system = system
+        self.place = place
+        self.label = f"n{place:06d}"
+        self.agents: dict[str, SimAgent] = {}
+        """By task."""
+        self.up = False
+        self._conn: int | None = None
+        self._life = 0
+
+    @property
+    def shell(self) -> Shell:
+        """The coordinator."""
+        return self.system.shell
+
+    def start(self) -> None:
+        """The daemon begins."""
+        self.up = True
+        self._life += 1
+        if self._conn is not None:  # nobody has noticed yet that it was away
+            self.shell.disconnect(self._conn)
+        self._conn = self.shell.connect(self)
+        message = NodeHello(
+            protocol=wire.PROTOCOL_VERSION,
+            node=self.label,
+            host=self.label,
+            pid=self._life,
+            started_at=self.shell.time,
+            slots=[SLOT],
+            tasks=[],
+        )
+        self.shell.do(ev.NodeSaid(conn=self._conn, message=message))
+
+    def down(self, noticed_in: float) -> None:
+        """Everything on it dies at once; the coordinator sees its connections end in so many seconds."""
+        self.up = False
+        conns = [agent.die() for agent in self.agents.values()]
+        self.agents = {}
+        for conn in (*conns, self._conn):
+            if conn is not None:
+                self.system.clock.after(noticed_in, partial(self.shell.disconnect, conn))
+        self._conn = None
+
+    def receive(self, message: wire.ToAgent | ToNode) -> None:
+        """It is told what to run."""
+        if not isinstance(message, NodeRun) or not self.up:
+            return
+        wanted = {launch.job.name: launch.job for launch in message.launches}
+        for name in [name for name in self.agents if name not in wanted]:
+            agent = self.agents.pop(name)
+            self.system.clock.after(0.0, agent.leave)
+        for name, job in wanted.items():
+            if name not in self.agents:
+                self.agents[name] = SimAgent(self, job)
+
+    def closed(self) -> None:
+        """The coordinator does not want it any more: a newer one has its label."""
+
+
+class SimAgent:
+    """A torchrun agent with its worker.
+
+    Args:
+        daemon: what started it.
+        job: the task's definition.
+    """
+
+    def __init__(self, daemon: SimDaemon, job: Job) -> None:
+        system = daemon.system
+        self.system = system
+        self.daemon = daemon
+        self.place = daemon.place
+        self.job = job
+        self.training: Training = system.trainings[job.name]
+        self.id = f"{daemon.label}-{system.next_number()}"
+        self.conn: int | None = None
+        self.alive = True
+        self.granted = False
+        self.built = False
+        """Its worker is one that can be, or is, a member."""
+        self._round = 0
+        self._warm = False
+        self._said_hello = False
+        self._store = wire.Address(host=daemon.label, port=1)
+        system.clock.after(system.costs.extra.get("launch", 0.0), self._register)
+
+    @property
+    def worker(self) -> str:
+        """Its worker's name in this round."""
+        return f"{self.id}/0#{self._round}"
+
+    def say(self, message: wire.FromAgent) -> None:
+        """Tell the coordinator."""
+        if self.alive and self.conn is not None:
+            self.system.shell.do(ev.Received(conn=self.conn, message=message))
+
+    def receive(self, message: wire.ToAgent | ToNode) -> None:
+        """The coordinator says something."""
+        if not self.alive:
+            return
+        match message:
+            case wire.Epoch():
+                self.training.epoch_for(self, message)
+            case wire.Go():
+                self.training.go(message)
+            case wire.Grant():
+                self._grant(message)
+            case wire.Welcome() if message.worker == self.worker:
+                build = self.system.costs.extra.get("build", 0.0)
+                self._in_this_round(build, partial(self._build, founder=message.founder))
+            case wire.Stop():
+                self._rendezvous()
+            case wire.Fence() if message.worker == self.worker:
+                self._rendezvous()
+            case wire.TaskOver():
+                self.daemon.agents.pop(self.job.name, None)
+                self.system.clock.after(0.0, self.leave)
+
+    def closed(self) -> None:
+        """The coordinator has closed the connection."""
+
+    def die(self) -> int | None:
+        """Its machine is gone. Returns its connection, of whose end nobody has heard yet."""
+        self.alive = False
+        self._loses_worker()
+        return self.conn
+
+    def leave(self) -> None:
+        """It ends in order."""
+        if self.alive:
+            self._loses_worker()
+            self.say(wire.Bye(succeeded=False))
+            self.alive = False
+
+    def finish(self) -> None:
+        """Its worker has done all there was to do."""
+        if self.alive:
+            self.say(wire.WorkerDone(worker=self.worker))
+            self._loses_worker()
+            self.say(wire.Bye(succeeded=True))
+            self.alive = False
+
+    def worker_dies(self, known_in: float, cause: str) -> None:
+        """Its worker is dead, or as good as dead; it is known in so many seconds."""
+        self.built = False
+        self._in_this_round(known_in, partial(self._tell_of_death, cause))
+
+    # ---- the start of a worker
+
+    def _register(self) -> None:
+        if not self.alive:
+            return
+        self._round = 1
+        self.conn = self.system.shell.connect(self)
+        job = self.job
+        message = wire.Register(
+            protocol=wire.PROTOCOL_VERSION,
+            task=job.name,
+            agent=self.id,
+            node=self.daemon.label,
+            host=self.daemon.label,
+            pid=1,
+            min_nodes=job.min_nodes,
+            max_nodes=job.max_nodes,
+            round=self._round,
+            waiting=True,
+            granted=False,
+            store=self._store,
+            local_world=None,
+            workers=[],
+            epoch=0,
+            slot=SLOT,
+            weight=job.weight,
+        )
+        self.say(message)
+
+    def _rendezvous(self) -> None:
+        """Stop the worker and wait for the next grant."""
+        self._loses_worker()
+        self._round += 1
+        self._warm = self._said_hello = False
+        self._in_this_round(0.0, lambda: self.say(wire.RendezvousBegin(round=self._round, store=self._store)))
+
+    def _loses_worker(self) -> None:
+        self.built = False
+        if self.granted:
+            self.granted = False
+            self.training.starting_changes()
+
+    def _grant(self, message: wire.Grant) -> None:
+        if message.round != self._round:
+            return
+        started = self._warm
+        self._warm = message.warm
+        if not message.warm and not self.granted:
+            self.granted = True
+            self.training.starting_changes()
+        if not started:
+            costs = self.system.costs
+            start = max(0.0, costs.takes("start") - costs.extra.get("build", 0.0))
+            self._in_this_round(0.0, lambda: self.say(wire.LocalWorld(round=self._round, size=1)))
+            self._in_this_round(start, self._hello)
+
+    def _hello(self) -> None:
+        if not self._said_hello:
+            self._said_hello = True
+            capacity = self.training.most
+            self.say(wire.WorkerHello(worker=self.worker, local_rank=0, pid=1, capacity=capacity))
+
+    def _build(self, *, founder: bool) -> None:
+        self.built = True
+        state = {"step": 0, "has_state": False, "founder": founder}
+        self.say(wire.WorkerReady(worker=self.worker, epoch=0, state=state))
+
+    def _tell_of_death(self, cause: str) -> None:
+        match cause:
+            case "silent":
+                message = wire.WorkerDied(worker=self.worker, cause="silent", code=0, at=self.system.shell.time)
+            case _:
+                message = wire.WorkerDied(worker=self.worker, cause="signal", code=6, at=self.system.shell.time)
+        self.say(message)
+        self._in_this_round(_RELAUNCH_SECONDS, self._rendezvous)
+
+    def _in_this_round(self, seconds: float, call: object) -> None:
+        """Do something later, unless the worker that it is about is gone by then."""
+        round_ = self._round
+
+        def due() -> None:
+            if self.alive and self._round == round_:
+                call()  # type: ignore[operator]
+
+        self.system.clock.after(seconds, due)
+
+
+def died_of(kind: str) -> str:
+    """How an agent tells of a worker with an error of this kind."""
+    return "silent" if kind in ("silent", "task_hang") else "signal"

@@ -1,0 +1,109 @@
+"""The coordinator without its I/O: the real `Machine` on the virtual clock, where `server.Server` has the real one.
+
+Messages take no time. What peers say in answer to something they say through the clock, never from within an answer.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from unicron_lightning import wire
+from unicron_lightning.coordinator import events as ev
+from unicron_lightning.coordinator.machine import Machine
+from unicron_lightning.coordinator.question import Question
+from unicron_lightning.nodewire import ToNode
+from unicron_lightning.simulate.clock import Clock
+
+_ORIGIN: Final = 1e9
+"""time.time() at the beginning of the trace: to the machine 0 means never."""
+
+
+class Peer(Protocol):
+    """Whoever has a connection."""
+
+    def receive(self, message: wire.ToAgent | ToNode) -> None:
+        """A message has come."""
+
+    def closed(self) -> None:
+        """The coordinator has closed the connection."""
+
+
+class Shell:
+    """One coordinator.
+
+    Args:
+        clock: tells the time.
+        limits: what the machine goes by.
+        plan: answers its questions.
+        seen: is told of each event that is logged.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        limits: ev.Limits,
+        plan: Callable[[Question], ev.Planned],
+        seen: Callable[[ev.Emit], None],
+    ) -> None:
+        self.machine = Machine(limits)
+        self._clock = clock
+        self._plan = plan
+        self._seen = seen
+        self._peers: dict[int, Peer] = {}
+        self._conns = itertools.count(1)
+        self._timers: dict[ev.TimerKey, int] = {}
+        """By key, the number of the setting that counts."""
+        self._settings = itertools.count()
+        self.do(ev.Started())
+
+    @property
+    def time(self) -> float:
+        """time.time()."""
+        return _ORIGIN + self._clock.seconds
+
+    def connect(self, peer: Peer) -> int:
+        """A new connection."""
+        conn = next(self._conns)
+        self._peers[conn] = peer
+        return conn
+
+    def disconnect(self, conn: int) -> None:
+        """A connection has ended."""
+        if self._peers.pop(conn, None) is not None:
+            self.do(ev.Disconnected(conn=conn))
+
+    def do(self, event: ev.Input) -> None:
+        """One input, and what follows from it."""
+        for action in self.machine.handle(event, self.time):
+            match action:
+                case ev.Send(conn=conn, message=message):
+                    peer = self._peers.get(conn)
+                    if peer is not None:
+                        peer.receive(message)
+                case ev.Emit():
+                    self._seen(action)
+                case ev.SetTimer(key=key, seconds=seconds):
+                    self._set_timer(key, seconds)
+                case ev.CancelTimer(key=key):
+                    self._timers.pop(key, None)
+                case ev.Close(conn=conn):
+                    self._clock.after(0.0, lambda conn=conn: self._close(conn))  # type: ignore[misc]
+                case ev.Ask(question=question):
+                    self._clock.after(0.0, lambda question=question: self.do(self._plan(question)))  # type: ignore[misc]
+
+    def _close(self, conn: int) -> None:
+        peer = self._peers.get(conn)
+        if peer is not None:
+            peer.closed()
+            self.disconnect(conn)
+
+    def _set_timer(self, key: ev.TimerKey, seconds: float) -> None:
+        number = self._timers[key] = next(self._settings)
+        self._clock.after(seconds, lambda: self._fire(key, number))
+
+    def _fire(self, key: ev.TimerKey, number: int) -> None:
+        if self._timers.get(key) == number:
+            del self._timers[key]
+            self.do(ev.TimerFired(key=key))

@@ -1,0 +1,218 @@
+"""Unicron on a virtual clock: the real coordinator, a daemon per place, tasks that are submitted as jobs are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final
+
+from unicron_lightning import wire
+from unicron_lightning.coordinator import events as ev
+from unicron_lightning.coordinator.question import Question
+from unicron_lightning.coordinator.unplanned import keep
+from unicron_lightning.jobs import Job
+from unicron_lightning.simulate import clock as order
+from unicron_lightning.simulate.books import Books
+from unicron_lightning.simulate.clock import Clock, micros
+from unicron_lightning.simulate.costs import Costs
+from unicron_lightning.simulate.result import Result
+from unicron_lightning.simulate.speeds import PlaceSpeed
+from unicron_lightning.simulate.trace import Cluster, Fault, Trace
+from unicron_lightning.simulate.unicron.agents import SimAgent, SimDaemon, died_of
+from unicron_lightning.simulate.unicron.planner import answer, knowledge
+from unicron_lightning.simulate.unicron.shell import Shell
+from unicron_lightning.simulate.unicron.training import Training
+from unicron_lightning.simulate.workload import SimTask
+
+_NOT_IN_BAND_SECONDS: Final = 1800.0
+"""A collective's default time-out, after which a failure is known if nothing else tells of it."""
+_UNDRAIN_SECONDS: Final = 86400.0
+"""Until an operator has looked at a node that was cordoned, unless ``extra["undrain"]`` says something else."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ablation:
+    """Which of its parts it has."""
+
+    name: str = "unicron"
+    partial_reuse: bool = True
+    planner: bool = True
+    in_band: bool = True
+    memory_checkpoint: bool = True
+
+
+ABLATIONS: Final = (
+    Ablation(),
+    Ablation(name="unicron_no_partial_reuse", partial_reuse=False),
+    Ablation(name="unicron_no_planner", planner=False),
+    Ablation(name="unicron_no_inband", in_band=False),
+    Ablation(name="unicron_no_memory_checkpoint", memory_checkpoint=False),
+)
+
+
+class System:
+    """One simulation.
+
+    Args:
+        ablation: what is left out.
+        cluster: the nodes.
+        tasks: all that come.
+        trace: what goes wrong.
+        costs: measured ones.
+    """
+
+    def __init__(
+        self, ablation: Ablation, cluster: Cluster, tasks: Sequence[SimTask], trace: Trace, costs: Costs
+    ) -> None:
+        self.ablation = ablation
+        self.cluster = cluster
+        if not ablation.in_band:
+            late = {kind: max(seconds, _NOT_IN_BAND_SECONDS) for kind, seconds in costs.detection.items()}
+            costs = replace(costs, detection=late)
+        self.costs = costs
+        self._limits = ev.Limits(warm_standby=True)
+        before = 60.0 + 20.0 * (costs.takes("start") + costs.takes("join") + costs.extra.get("launch", 0.0))
+        self.clock = Clock(start=-micros(before))
+        self.books = Books(cluster, tasks, trace, costs, self.clock)
+        self._numbers = 0
+        self._speeds = {task.name: PlaceSpeed(task, cluster.place_workers) for task in tasks}
+        self.trainings = {task.name: Training(self, task) for task in tasks}
+        self.shell = Shell(self.clock, self._limits, self._plan, self._seen)
+        self.daemons = [SimDaemon(self, place) for place in range(cluster.num_places)]
+        for daemon in self.daemons:
+            daemon.start()
+        for task in tasks:
+            self._expect(task)
+        for fault in trace.faults:
+            self.clock.at(micros(fault.at), partial(self._fault, fault), order.FAULT)
+
+    def run(self) -> Result:
+        """Simulate the whole trace."""
+        self.clock.run(micros(self.books.trace.seconds))
+        return self.books.result(self.ablation.name)
+
+    def next_number(self) -> int:
+        """Counts agents."""
+        self._numbers += 1
+        return self._numbers
+
+    def agents_of(self, task: str) -> list[SimAgent]:
+        """Those that run now."""
+        return [daemon.agents[task] for daemon in self.daemons if task in daemon.agents]
+
+    def num_starting(self, training: Training) -> int:
+        """Places where the task has a slot and no member."""
+        agents = self.agents_of(training.task.name)
+        return sum(1 for agent in agents if agent.granted and training.members.get(agent.place) is not agent)
+
+    # ---- tasks
+
+    def _expect(self, task: SimTask) -> None:
+        if task.arrival > 0:
+            self.clock.at(micros(task.arrival), partial(self._arrives, task), order.ARRIVAL)
+        else:
+            self._submit(task)
+        if task.departure is not None:
+            self.clock.at(micros(task.departure), partial(self._departs, task), order.DEPARTURE)
+
+    def _arrives(self, task: SimTask) -> None:
+        for meter in self.books.meters.values():
+            meter.bills.forgive()
+        self._submit(task)
+
+    def _submit(self, task: SimTask) -> None:
+        training = self.trainings[task.name]
+        job = Job(
+            name=task.name,
+            command=["train"],
+            weight=task.weight,
+            min_nodes=training.least,
+            max_nodes=training.most,
+            flops_per_step=task.flops_per_step,
+        )
+        self.shell.do(ev.Submit(job=job))
+
+    def _departs(self, task: SimTask) -> None:
+        training = self.trainings[task.name]
+        if not training.over:
+            training.ends()
+            self.shell.do(ev.Cancel(task=task.name))
+
+    def _plan(self, question: Question) -> ev.Planned:
+        self.books.counts["plans"] += 1
+        if not self.ablation.planner:
+            return keep(question)
+        return answer(question, knowledge(self.shell.machine.cluster, self._speeds, self.costs))
+
+    def _seen(self, event: ev.Emit) -> None:
+        match event.name:
+            case "task_restarts" | "task_paused" if event.task is not None:
+                if event.name == "task_restarts":
+                    self.trainings[event.task].new_life()
+            case "node_cordoned":
+                self.books.counts["cordons"] += 1
+                node = str(event.fields["node"])
+                seconds = self.costs.extra.get("undrain", _UNDRAIN_SECONDS)
+                self.clock.after(seconds, lambda: self.shell.do(ev.Drain(node=node, drained=False)))
+            case "task_stopped":
+                self.books.counts["tasks_stopped"] += 1
+
+    # ---- faults
+
+    def _fault(self, fault: Fault) -> None:
+        place = fault.node // self.cluster.cell
+        if fault.node in self.books.down:
+            return
+        self.books.counts["faults"] += 1
+        daemon = self.daemons[place]
+        whole = fault.repair > 0 or fault.severity == "SEV1"
+        member = next((t for t in self.trainings.values() if not t.over and place in t.members), None)
+        if not whole:
+            self._worker_fault(fault, daemon, member)
+        elif daemon.up:
+            if member is not None:
+                member.struck(place, fault)
+                member.node_is_gone(place)
+            noticed = max(0.0, self.costs.detects(fault.kind) - self._limits.reconnect_grace)
+            daemon.down(noticed)
+        if whole:
+            self._out_of_order(fault, daemon)
+
+    def _out_of_order(self, fault: Fault, daemon: SimDaemon) -> None:
+        """Until the node is repaired; at least until it was known to be down."""
+        if fault.repair > 0:
+            self.books.node_down(fault.node)
+            moment = micros(fault.at + fault.repair)
+            self.clock.at(moment, partial(self._repaired, fault.node), order.REPAIR)
+        else:
+            self.clock.after(self.costs.detects(fault.kind), partial(self._comes_back, daemon))
+
+    def _repaired(self, node: int) -> None:
+        self.books.node_up(node)
+        self._comes_back(self.daemons[node // self.cluster.cell])
+
+    def _comes_back(self, daemon: SimDaemon) -> None:
+        if not daemon.up and self.books.place_is_up(daemon.place):
+            daemon.start()
+
+    def _worker_fault(self, fault: Fault, daemon: SimDaemon, member: Training | None) -> None:
+        seconds = self.costs.detects(fault.kind)
+        if fault.severity == "SEV3":
+            if member is not None and member.runs:
+                agent = member.members[daemon.place]
+                member.struck(daemon.place, fault)
+                self.clock.after(max(0.0, seconds - self._limits.comm_error_grace), partial(_tell, agent, fault))
+            return
+        agents = [agent for agent in daemon.agents.values() if agent.granted]
+        if member is not None and daemon.place in member.members:
+            agents = [member.members[daemon.place]]
+            member.struck(daemon.place, fault)
+        for agent in agents[:1]:
+            agent.worker_dies(seconds, died_of(fault.kind))
+
+
+def _tell(agent: SimAgent, fault: Fault) -> None:
+    """A collective has failed, and no newer epoch explains it."""
+    epoch = agent.training.epoch_number
+    agent.say(wire.CommError(worker=agent.worker, epoch=epoch, error=fault.kind))

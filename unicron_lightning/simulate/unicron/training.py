@@ -1,0 +1,252 @@
+"""A task's workers: what they do with epochs, and how far they have come.
+
+They act as the real ones do (docs/protocol.md). At a fault all stop where they are. A ``fail`` epoch is answered at
+once, a planned one at the next step boundary; after `Go` they connect, and go on with the step that was broken off:
+of it only what the dead had done is lost. One of them tells of the first finished step.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from unicron_lightning import wire
+from unicron_lightning.simulate.costs import Change
+from unicron_lightning.simulate.speeds import least_places, most_places
+from unicron_lightning.simulate.trace import Fault
+from unicron_lightning.simulate.workload import SimTask
+
+if TYPE_CHECKING:
+    from unicron_lightning.simulate.unicron.agents import SimAgent
+    from unicron_lightning.simulate.unicron.system import System
+
+_TELLS: Final[dict[str, str]] = {
+    "fail": "recovered",
+    "join": "grown",
+    "leave": "shrunk",
+    "init": "started",
+    "restart": "started",
+}
+"""What the first finished step in an epoch is called."""
+
+
+class Training:
+    """One task's.
+
+    Args:
+        system: everything.
+        task: what it is.
+    """
+
+    def __init__(self, system: System, task: SimTask) -> None:
+        self.system = system
+        self.task = task
+        self.meter = system.books.meters[task.name]
+        self.most = most_places(task, system.cluster.place_workers, system.cluster.num_places)
+        self.least = least_places(task, system.cluster.place_workers)
+        self.members: dict[int, SimAgent] = {}
+        """By place, the workers that have the task's state; they run, or stand together."""
+        self.over = False
+        self._stands: str | None = "transition"
+        """Why no steps are made; None: they are."""
+        self._epoch: wire.Epoch | None = None
+        self._heard: list[SimAgent] = []
+        """Who has been sent the newest epoch and has not answered."""
+        self._settled = 0
+        """The newest epoch that has got its `Go`."""
+        self._lost_parts: set[int] = set()
+        """Places of dead workers whose part of the present step is lost."""
+        self._version = 0
+        """Rises whenever what was to come will not come."""
+
+    @property
+    def runs(self) -> bool:
+        """Whether it makes steps."""
+        return self._stands is None
+
+    @property
+    def epoch_number(self) -> int:
+        """Of the newest epoch that its workers have entered."""
+        return self._settled
+
+    # ---- what fails
+
+    def struck(self, place: int, fault: Fault) -> None:
+        """A member fails, or its connection: all stand still until they hear of a new epoch."""
+        now, meter = self.system.clock.now, self.meter
+        meter.settle(now)
+        meter.bills.strikes(now, fault.kind, meter.waf(meter.places))
+        if fault.severity != "SEV3":
+            self._lost_parts.add(place)
+        self._stand("detecting")
+
+    def node_is_gone(self, place: int) -> None:
+        """A member's place cannot be counted any more."""
+        if self.members.pop(place, None) is not None:
+            self._tell_books()
+
+    # ---- what the coordinator says
+
+    def epoch_for(self, agent: SimAgent, epoch: wire.Epoch) -> None:
+        """One of the agents that are concerned is told of an epoch."""
+        if self._epoch is None or epoch.number > self._epoch.number:
+            self._new_epoch(epoch)
+        if self._epoch is not None and epoch.number == self._epoch.number:
+            self._heard.append(agent)
+
+    def _new_epoch(self, epoch: wire.Epoch) -> None:
+        self._epoch = epoch
+        self._heard = []
+        if epoch.kind not in wire.PLANNED:
+            self._breaks_off(epoch)
+        self._answer_when_due()
+
+    def _answer_when_due(self) -> None:
+        """A planned epoch is answered at the end of a step; who stands in a transition makes a step first."""
+        epoch = self._epoch
+        if epoch is None or epoch.number <= self._settled:
+            return
+        if epoch.kind in wire.PLANNED and self.runs:
+            self.system.clock.after(self._until_boundary(), partial(self._answer, epoch.number, self._version))
+        elif epoch.kind not in wire.PLANNED or self._stands == "idle":
+            self.system.clock.after(0.0, partial(self._answer, epoch.number, None))
+
+    def _breaks_off(self, epoch: wire.Epoch) -> None:
+        """Stop now; what the dead had done of the present step is lost, or all of it."""
+        before = len(self.members)
+        names = {member.agent for member in epoch.members}
+        dead = self._lost_parts | {place for place, agent in self.members.items() if agent.id not in names}
+        self.meter.settle(self.system.clock.now)
+        position = self.meter.position
+        if epoch.kind == "fail":
+            part = min(1.0, len(dead) / max(1, before, len(dead))) if self.system.ablation.partial_reuse else 1.0
+            position.lose(position.fraction * part)
+            self.members = {place: agent for place, agent in self.members.items() if agent.id in names}
+        self._lost_parts = set()
+        self._stand("transition")
+        if self.meter.bills.is_struck:
+            self.meter.bills.known(self.system.clock.now)
+
+    def new_life(self) -> None:
+        """Nobody that has the state is left: the task goes on from its newest checkpoint, once it has workers again."""
+        self.meter.settle(self.system.clock.now)
+        self.meter.bills.known(self.system.clock.now)
+        memory = self.system.costs.memory_checkpoint_interval is not None and self.system.ablation.memory_checkpoint
+        self.meter.position.back_to_checkpoint(memory=memory)
+        self.system.books.counts["checkpoints_loaded"] += 1
+        self.members = {}
+        self._lost_parts = set()
+        self._stand("transition")
+
+    def _answer(self, number: int, version: int | None) -> None:
+        """Those who have heard of the epoch stop for it, if they live."""
+        if version not in (None, self._version) or self._epoch is None or self._epoch.number != number:
+            return
+        if self._epoch.kind in wire.PLANNED and self.runs:
+            self._stand("transition")
+        self.meter.settle(self.system.clock.now)
+        step = int(self.meter.position.steps + 1e-9)
+        founding = self._epoch.kind in ("init", "restart")
+        with_state = {"step": step, "has_state": True}
+        without = {"step": step, "has_state": False}
+        heard, self._heard = self._heard, []
+        for agent in heard:
+            if agent.alive and agent.built:
+                has = founding or self.members.get(agent.place) is agent
+                state = with_state if has else without
+                agent.say(wire.WorkerReady(worker=agent.worker, epoch=number, state=state))
+
+    def go(self, go: wire.Go) -> None:
+        """The epoch is settled: connect, and go on."""
+        if self._epoch is None or go.epoch != self._epoch.number or go.epoch <= self._settled:
+            return
+        self._settled = go.epoch
+        change = self._change(self._epoch)
+        before = set(self.members)
+        agents = {agent.id: agent for agent in self.system.agents_of(self.task.name)}
+        there = [agents[member.agent] for member in self._epoch.members if member.agent in agents]
+        self.members = {agent.place: agent for agent in there}
+        self._tell_books()
+        self.system.books.counts[f"epochs_{self._epoch.kind}"] += 1
+        seconds = self.system.costs.takes(change)
+        if not before and self._epoch.kind == "init" and self.system.clock.now < 0:
+            seconds = 0.0
+        self.system.clock.after(seconds, partial(self._connected, self._epoch, self._version))
+
+    def _change(self, epoch: wire.Epoch) -> Change:
+        if epoch.kind == "fail":
+            same = len(epoch.members) == len(self.members) and not self._lost_parts
+            return "reattempt" if same else "continue"
+        return "leave" if epoch.kind == "leave" else "join"
+
+    def _connected(self, epoch: wire.Epoch, version: int) -> None:
+        if self._version != version or self.over:
+            return
+        if epoch.hold:
+            self._stand("idle")
+            self._answer_when_due()
+            return
+        self._stands = None
+        self._version += 1
+        self._tell_books()
+        self._answer_when_due()
+        self.system.clock.after(self._until_boundary(), partial(self._first_step, epoch, self._version))
+        if self.task.steps is not None:
+            left = self.task.steps - self.meter.position.steps
+            rate = self.meter.rate(len(self.members))
+            self.system.clock.after(max(0.0, left) / rate, partial(self._done, self._version))
+
+    def _first_step(self, epoch: wire.Epoch, version: int) -> None:
+        """The first step in an epoch is finished: the first member tells of it."""
+        if self._version != version:
+            return
+        self.meter.settle(self.system.clock.now)
+        step = int(self.meter.position.steps + 1e-6)
+        first = self.members.get(min(self.members, default=-1))
+        if first is not None and first.built:
+            fields = {"epoch": epoch.number, "step": step}
+            name, at = _TELLS[epoch.kind], self.system.shell.time
+            first.say(wire.WorkerEvent(worker=first.worker, name=name, at=at, fields=fields))
+
+    def _done(self, version: int) -> None:
+        if self._version == version and not self.over:
+            self.ends()
+            for agent in list(self.members.values()):
+                agent.finish()
+
+    def ends(self) -> None:
+        """The task is over."""
+        self.over = True
+        self._version += 1
+        self.system.books.ends(self.task.name)
+        for meter in self.system.books.meters.values():
+            meter.bills.forgive()
+
+    # ---- its state
+
+    def starting_changes(self) -> None:
+        """A place's workers begin to be started, or are not any more."""
+        if not self.over:
+            self._tell_books()
+
+    def _stand(self, why: str) -> None:
+        self._stands = why
+        self._version += 1
+        self._tell_books()
+
+    def _tell_books(self) -> None:
+        if self.over:
+            return
+        starting = self.system.num_starting(self)
+        places = len(self.members)
+        state = "useful" if self.runs and places else self._stands or "transition"
+        if not places and not starting:
+            state = "idle"
+        self.system.books.set(self.task.name, state, places, starting)  # type: ignore[arg-type]
+
+    def _until_boundary(self) -> float:
+        """Seconds to the end of the present step."""
+        self.meter.settle(self.system.clock.now)
+        rate = self.meter.rate(len(self.members))
+        left = 1.0 - self.meter.position.fraction
+        return max(1e-6, left / rate) if rate and self.system.clock.now >= 0 else 0.0
