@@ -11,6 +11,7 @@
     ├── ProgramsDiffer (worker.engine)      the members' scripts have taken different paths
     ├── CollectiveInStep (strategies.collectives)  a collective where ranks run different numbers of batches
     ├── SweepJobFailed (launcher.launch)    a job of a Hydra sweep failed
+    ├── ShardsLost (megatron.mirror)        optimizer shards died with all their copies
     ├── StaleTable (planner.table)          plans made ahead are asked for in another state than theirs
     │   the step protocol's own, never seen by users:
     ├── CommunicatorAborted (worker.communicator)

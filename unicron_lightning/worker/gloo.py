@@ -60,6 +60,17 @@ class GlooCommunicator:
     def broadcast(self, tensor: Tensor, root: int) -> Handle:
         return self._start(lambda group: group.broadcast(tensor, root))
 
+    def all_to_all(self, sent: Tensor, sent_to: list[int], received: Tensor, received_from: list[int]) -> Handle:
+        """Starts sending each rank its stretch of ``sent``, and filling ``received`` with what they send.
+
+        Args:
+            sent: one dimension, contiguous.
+            sent_to: the stretches' numbers of elements, in rank order.
+            received: as ``sent``, of the same type.
+            received_from: as ``sent_to``.
+        """
+        return self._start(lambda group: group.alltoall_base(received, sent, received_from, sent_to))
+
     def wait(self, handle: Handle) -> None:
         self._gate.wait(handle, self.abort)
 

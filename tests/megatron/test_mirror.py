@@ -1,0 +1,79 @@
+"""A killed rank's optimizer shard comes back from its mirror bit by bit, wherever in the step it died."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from unicron_lightning.errors import ConfigError
+from unicron_lightning.megatron.mirror import Redundancy
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from megatron.conftest import Worlds
+
+pytestmark = pytest.mark.faults
+
+
+def run(worlds: Worlds, folder: Path, world: int, dying: list[int], **arguments: Any) -> dict[str, Any]:
+    """What the survivors say, who must all say the same."""
+    results = worlds.run("zero1:killed", world, folder, killed=tuple(dying), dying=dying, **arguments)
+    survivors = [result for result in results if result is not None]
+    common = [
+        {key: result.get(key) for key in ("versions", "lost", "exact", "gradients", "norms")} for result in survivors
+    ]
+    assert all(result == common[0] for result in common)
+    return survivors[0]
+
+
+@pytest.mark.parametrize(("world", "rank", "options"), [(2, 0, {}), (3, 1, {"bf16": True})])
+def test_death_in_the_backward_pass(
+    worlds: Worlds, tmp_path: Path, world: int, rank: int, options: dict[str, Any]
+) -> None:
+    result = run(worlds, tmp_path, world, [rank], when="backward", **options)
+    assert result["versions"][0] == 2
+    assert result["exact"] and result["gradients"]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_death_in_the_optimizer_step_leaves_nothing_half_stepped(worlds: Worlds, tmp_path: Path, world: int) -> None:
+    result = run(worlds, tmp_path, world, [1], when="optimizer")
+    assert result["versions"][0] == 2
+    assert result["exact"]
+
+
+def test_death_in_the_reduce_scatter(worlds: Worlds, tmp_path: Path) -> None:
+    result = run(worlds, tmp_path, 2, [1], when="reduce-scatter", overlap_grad_reduce=True, bucket_size=4000)
+    assert result["versions"][0] == 2
+    assert result["exact"]
+
+
+def test_death_before_the_copies_arrive_costs_one_step(worlds: Worlds, tmp_path: Path) -> None:
+    result = run(worlds, tmp_path, 3, [1], when="before the copies")
+    assert result["versions"] == [2]
+    assert result["exact"]
+
+
+def test_a_rank_that_dies_with_its_mirror_is_lost(worlds: Worlds, tmp_path: Path) -> None:
+    result = run(worlds, tmp_path, 3, [1, 2], when="backward")
+    assert result["versions"] == []
+    assert re.fullmatch(
+        r"version 2 of the optimizer's state cannot be restored: \d+ of 58432 elements of version 2 are lost, of .+",
+        result["lost"],
+    )
+
+
+def test_two_copies_survive_two_deaths(worlds: Worlds, tmp_path: Path) -> None:
+    result = run(worlds, tmp_path, 3, [1, 2], when="backward", redundancy={"copies": 2})
+    assert result["versions"][0] == 2
+    assert result["exact"] and result["gradients"]
+
+
+@pytest.mark.parametrize("wrong", [{"copies": -1}, {"every": 0}])
+def test_settings_are_checked(wrong: dict[str, int]) -> None:
+    [(name, value)] = wrong.items()
+    with pytest.raises(ConfigError, match=f"{name}={value}: expected"):
+        Redundancy(**wrong)

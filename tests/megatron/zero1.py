@@ -1,0 +1,228 @@
+"""Scenarios: data-parallel worlds with the distributed optimizer and mirrors, in which ranks die."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import plain
+import psutil
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from unicron_lightning.megatron import shim, toy
+from unicron_lightning.megatron.mirror import Mirror, Redundancy, ShardsLost
+from unicron_lightning.megatron.sharded import ShardedOptimizer
+from unicron_lightning.worker.communicator import CommunicatorAborted, SoloCommunicator
+from unicron_lightning.worker.gloo import GlooCommunicator
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+MICRO_BATCHES = 6
+
+
+def exchange(folder: Path, name: str, rank: int, world: int) -> Any:
+    """A communicator over a file."""
+    if world == 1:
+        return SoloCommunicator()
+    store = dist.FileStore(str(folder / name), world)
+    return GlooCommunicator(store, rank, world, "127.0.0.1", timeout=timedelta(seconds=60))
+
+
+class Rank:
+    """One rank that trains, may die, and recovers with the others that do not.
+
+    Args:
+        dying: original ranks.
+    """
+
+    def __init__(self, rank: int, world: int, folder: Path, dying: list[int], **options: Any) -> None:
+        self.rank, self.world, self.folder, self.dying = rank, world, folder, dying
+        shim.install()
+        (folder / f"{rank}.pid").write_text(str(os.getpid()))
+        plain.start(rank, world, folder, name="groups0")
+        redundancy = Redundancy(**options.pop("redundancy", {}))
+        self.training = plain.build(toy.Toy(bf16=options.pop("bf16", False)), zero1=True, **options)
+        self.optimizer = ShardedOptimizer([self.training.ddp], self.training.optimizer)
+        self.mirror = Mirror(self.optimizer, redundancy)
+        self.mirror.join(exchange(folder, "mirror0", rank, world))
+
+    def step(self, number: int) -> None:
+        """One step as a strategy would do it: the commit is a barrier here."""
+        self.training.accumulate(number, MICRO_BATCHES)
+        self.update()
+        self.save(number + 1)
+        dist.barrier()
+        self.mirror.protect(number + 1)
+
+    def update(self) -> None:
+        """From the gradients of all to the parameters of all."""
+        self.mirror.settle()
+        dist.barrier()
+        plain.finalize_model_grads([self.training.ddp])
+        self.training.optimizer.step()
+
+    def save(self, version: int, prefix: str = "before") -> None:
+        """What this rank has of the state, for `assembled`, and its parameters."""
+        data = torch.empty(3, sum(map(len, self.optimizer.pieces)))
+        self.optimizer.read(data)
+        parameters = [parameter.detach().clone() for parameter in self.training.ddp.module.parameters()]
+        saved = {"pieces": [tuple(vars_of(piece)) for piece in self.optimizer.pieces], "data": data,
+                 "parameters": parameters, "steps": self.optimizer.steps}  # fmt: skip
+        torch.save(saved, self.folder / f"{prefix}-{version}-{self.rank}.pt")
+
+    def die(self) -> None:
+        """As if killed from outside."""
+        if self.rank in self.dying:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def survivors(self) -> list[int]:
+        """Waits until those who shall die are dead."""
+        for dying in self.dying:
+            while not gone(int((self.folder / f"{dying}.pid").read_text())):
+                time.sleep(0.01)
+        return [rank for rank in range(self.world) if rank not in self.dying]
+
+    def recover(self) -> tuple[int, ...]:
+        """New groups without the dead; what can be restored in them."""
+        alive = self.survivors()
+        self.mirror.abort("a rank has died")
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+        plain.start(alive.index(self.rank), len(alive), self.folder, name="groups1")
+        return self.mirror.survey(exchange(self.folder, "mirror1", alive.index(self.rank), len(alive)))
+
+    def close(self) -> None:
+        self.mirror.close()
+        dist.destroy_process_group()
+
+
+def vars_of(piece: Any) -> tuple[int, int, int]:
+    return piece.parameter, piece.start, piece.stop
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended; its parent may not have asked for it yet."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def assembled(folder: Path, prefix: str, version: int, ranks: list[int]) -> dict[str, Tensor]:
+    """The whole state from the ranks' parts: each element of each parameter, and that it comes from one rank only."""
+    saved = [torch.load(folder / f"{prefix}-{version}-{rank}.pt") for rank in ranks]
+    state: dict[str, Tensor] = {}
+    for part in saved:
+        position = 0
+        for number, start, stop in part["pieces"]:
+            size = part["parameters"][number].numel()
+            whole = state.setdefault(f"state{number}", torch.full((3, size), float("nan")))
+            assert whole[:, start:stop].isnan().all()
+            whole[:, start:stop] = part["data"][:, position : position + stop - start]
+            position += stop - start
+    assert not any(whole.isnan().any() for whole in state.values())
+    for part in saved:
+        for number, parameter in enumerate(part["parameters"]):
+            assert torch.equal(parameter, saved[0]["parameters"][number]), "parameters differ between ranks"
+    return state | {f"parameter{n}": p for n, p in enumerate(saved[0]["parameters"])} | {"steps": saved[0]["steps"]}
+
+
+def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Bit by bit."""
+    return one.keys() == other.keys() and all(
+        torch.equal(torch.as_tensor(one[k]), torch.as_tensor(other[k])) for k in one
+    )
+
+
+def killed(rank: int, world: int, folder: Path, *, when: str, dying: list[int], **options: Any) -> dict[str, Any]:
+    """Scenario: two steps, then ranks die at some moment; the others restore what they can, and train on."""
+    me = Rank(rank, world, folder, dying, **options)
+    me.mirror.protect(0)
+    me.step(0)
+    me.step(1)
+    kept = MOMENTS[when](me)
+    found = me.recover()
+    if not found:
+        try:
+            me.mirror.restore(2)
+        except ShardsLost as error:
+            return {"versions": found, "lost": str(error)}
+    me.mirror.restore(found[0])
+    me.save(found[0], "after")
+    dist.barrier()
+    alive = me.survivors()
+    exact = equal(
+        assembled(folder, "before", found[0], list(range(world))), assembled(folder, "after", found[0], alive)
+    )
+    gradients = kept is None or all(
+        torch.equal(old, p.main_grad) for old, p in zip(kept, me.training.ddp.module.parameters(), strict=True)
+    )
+    me.mirror.protect(found[0])
+    norms = [me.training.step(number, MICRO_BATCHES) for number in range(found[0], found[0] + 2)]
+    me.mirror.settle()
+    me.close()
+    return {"versions": found, "exact": exact, "gradients": gradients, "norms": norms, "bytes": me.mirror.host_bytes}
+
+
+def _in_backward(me: Rank) -> list[Tensor]:
+    """While gradients are accumulated; the copies have arrived."""
+    me.mirror.settle()
+    dist.barrier()
+    me.training.accumulate(2, MICRO_BATCHES)
+    me.die()
+    return [parameter.main_grad.clone() for parameter in me.training.ddp.module.parameters()]
+
+
+def _in_optimizer(me: Rank) -> None:
+    """After its own part of the optimizer step, before parameters are gathered; others have stepped as well."""
+    me.training.accumulate(2, MICRO_BATCHES)
+    adam = me.training.optimizer.chained_optimizers[0].optimizer
+    hook = adam.register_step_post_hook(lambda *_: me.die())
+    with contextlib.suppress(RuntimeError):
+        me.update()
+    hook.remove()
+
+
+def _in_reduce_scatter(me: Rank) -> None:
+    """The backward pass has started the reductions of several buckets; one is done."""
+    me.training.accumulate(2, MICRO_BATCHES)
+    groups = me.training.ddp.bucket_groups
+    assert len(groups) > 2
+    with contextlib.suppress(RuntimeError):
+        groups[0].grad_reduce_handle.wait()
+        me.die()
+        for group in groups[1:]:
+            group.grad_reduce_handle.wait()
+    me.survivors()
+    with contextlib.suppress(CommunicatorAborted):
+        me.mirror.settle()
+
+
+def _before_the_copies(me: Rank) -> None:
+    """A third step is committed; its copies never leave the dying rank."""
+    me.training.accumulate(2, MICRO_BATCHES)
+    me.update()
+    me.save(3)
+    dist.barrier()
+    me.die()
+    me.survivors()
+    me.mirror.protect(3)
+    with contextlib.suppress(CommunicatorAborted):
+        me.mirror.settle()
+
+
+MOMENTS: dict[str, Callable[[Rank], list[Tensor] | None]] = {
+    "backward": _in_backward,
+    "reduce-scatter": _in_reduce_scatter,
+    "optimizer": _in_optimizer,
+    "before the copies": _before_the_copies,
+}

@@ -1,0 +1,262 @@
+"""One rank's shard of megatron-core's distributed optimizer: read, written, and laid out anew for another group's size.
+
+Written for megatron-core 0.16; this is the one module that knows the inside of its `DistributedOptimizer` and
+`DistributedDataParallel`. Both objects are kept when the layout changes (their constructors run again on them), so that
+whoever refers to them, or to their bound methods, goes on doing so.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+
+from unicron_lightning.errors import ConfigError
+from unicron_lightning.megatron.shards import Piece
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch import nn
+
+FIELDS: Final = ("param", "exp_avg", "exp_avg_sq")
+"""What is kept of each element, float32: its main value and Adam's moments."""
+
+
+HOLDERS_OF_BUFFERS: Final = (
+    "buffers",
+    "per_model_buffers",
+    "per_model_bucket_groups",
+    "opt_group_ranges",
+    "shard_float16_groups",
+    "shard_fp32_groups",
+    "shard_fp32_from_float16_groups",
+)
+"""Attributes of a DistributedOptimizer by which the old layout's memory would outlive it."""
+
+
+class ShardedOptimizer:
+    """A rank's model chunks with their distributed optimizer.
+
+    Args:
+        chunks: the `DistributedDataParallel` modules that `get_megatron_optimizer` was given.
+        optimizer: what it returned.
+
+    Raises:
+        ConfigError: the optimizer is of a kind that cannot be taken apart here.
+    """
+
+    def __init__(self, chunks: Sequence[Any], optimizer: Any) -> None:
+        self._chunks = tuple(chunks)
+        self._optimizer = _only(optimizer)
+        _check_supported(self._chunks, self._optimizer)
+        self._parameters: list[nn.Parameter] = [p for chunk in self._chunks for p in chunk.module.parameters()]
+        self._numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
+        _materialise(self._optimizer)
+
+    @property
+    def device(self) -> torch.device:
+        """Of the parameters."""
+        return self._parameters[0].device
+
+    @property
+    def whole(self) -> tuple[Piece, ...]:
+        """All elements of the stage that are trained."""
+        return tuple(Piece(n, 0, p.numel()) for n, p in enumerate(self._parameters) if p.requires_grad)
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """This rank's shard in the present layout."""
+        return tuple(
+            Piece(self._numbers[parameter], stretch.start, stretch.end) for parameter, stretch in self._stretches()
+        )
+
+    @property
+    def groups(self) -> dict[int, int]:
+        """Parameter to its place in the optimizer's ``param_groups``, of those that this rank has a piece of."""
+        found = self._optimizer.model_param_group_index_map
+        return {self._numbers[parameter]: index for parameter, (index, _) in found.items()}
+
+    @property
+    def steps(self) -> float:
+        """Steps that Adam has counted, for its bias correction."""
+        return _steps(self._optimizer.optimizer)
+
+    def name(self, parameter: int) -> str:
+        """A parameter's name, for messages."""
+        names: list[str] = [name for chunk in self._chunks for name, _ in chunk.module.named_parameters()]
+        return names[parameter]
+
+    @torch.no_grad()
+    def read(self, target: Tensor) -> None:
+        """Copies the shard.
+
+        Args:
+            target: float32, [3, elements], in the order of `FIELDS` and `pieces`. If it is pinned host memory,
+                the copy is asynchronous on the current stream.
+        """
+        position = 0
+        for parameter, stretch in self._stretches():
+            tensors = self._optimizer._get_main_param_and_optimizer_states(parameter)
+            for row, field in enumerate(FIELDS):
+                target[row, position : position + stretch.size].copy_(tensors[field].view(-1), non_blocking=True)
+            position += stretch.size
+
+    @torch.no_grad()
+    def write(self, source: Tensor, steps: float) -> None:
+        """Sets the shard to what `read` gave, and this rank's part of the parameters to it."""
+        position = 0
+        for parameter, stretch in self._stretches():
+            tensors = self._optimizer._get_main_param_and_optimizer_states(parameter)
+            for row, field in enumerate(FIELDS):
+                tensors[field].view(-1).copy_(source[row, position : position + stretch.size])
+            position += stretch.size
+        _set_steps(self._optimizer.optimizer, steps)
+        self._optimizer._copy_main_params_to_model_params()
+
+    def gather_parameters(self) -> None:
+        """Every rank's part of the parameters to all. A collective of the data-parallel group."""
+        for chunk in self._chunks:
+            chunk.start_param_sync(force_sync=True)
+
+    def lay_out(self, groups: Mapping[int, int]) -> None:
+        """New buffers and shards for the groups that megatron-core's ``parallel_state`` now has.
+
+        Gradients (``main_grad``) and the factor that scales them are kept. Parameters keep their values. The
+        optimizer's state is gone afterwards: `write` it. The buffers exist once at a time: meanwhile gradients are in
+        host memory, and parameters in storage of their own.
+
+        Args:
+            groups: `groups` of all ranks together.
+        """
+        factor = self._chunks[0].buffers[0].buckets[0].gradient_scaling_factor
+        gradients: dict[Any, Tensor] = {p: p.main_grad.to("cpu", copy=True) for p in self._trained()}
+        self._optimizer.optimizer.state.clear()
+        for group in self._optimizer.optimizer.param_groups:
+            group["params"] = []  # in fp32 these are views, whose graphs would keep the old layout's hooks alive
+        for name in HOLDERS_OF_BUFFERS:
+            getattr(self._optimizer, name).clear()
+        for chunk in self._chunks:
+            _take_apart(chunk)
+        for index, chunk in enumerate(self._chunks):
+            training = chunk.training
+            type(chunk).__init__(chunk, chunk.config, chunk.ddp_config, chunk.module, disable_bucketing=index > 0)
+            chunk.train(training)
+            for bucket in _buckets(chunk):
+                bucket.gradient_scaling_factor = factor
+        self._lay_out_optimizer(groups)
+        for parameter, gradient in gradients.items():
+            parameter.main_grad.copy_(gradient)
+
+    def _lay_out_optimizer(self, groups: Mapping[int, int]) -> None:
+        optimizer, adam = self._optimizer, self._optimizer.optimizer
+        for index, group in enumerate(adam.param_groups):
+            group["params"] = [self._parameters[number] for number in sorted(groups) if groups[number] == index]
+        with_gloo = optimizer.data_parallel_group_gloo is not None
+        found = ProcessGroupCollection.setup_process_groups_for_optimizer(None, list(self._chunks), with_gloo)
+        type(optimizer).__init__(
+            optimizer,
+            adam,
+            optimizer.config,
+            optimizer.grad_scaler,
+            optimizer.init_state_fn,
+            model_chunks=list(self._chunks),
+            per_model_buffers={index: chunk.buffers for index, chunk in enumerate(self._chunks)},
+            data_parallel_group=found["intra_dp_cp_group"],
+            data_parallel_group_gloo=found["intra_dp_cp_group_gloo"],
+            data_parallel_group_idx=optimizer.data_parallel_group_idx,
+            distributed_optimizer_instance_id=optimizer.distributed_optimizer_instance_id,
+        )
+        optimizer.grad_stats_parallel_group = found["intra_dist_opt_group"]
+        optimizer.tp_group = parallel_state.get_tensor_model_parallel_group()
+        _materialise(optimizer)
+
+    def _trained(self) -> Iterator[Any]:
+        """Parameters that have gradients."""
+        return (parameter for parameter in self._parameters if parameter.requires_grad)
+
+    def _stretches(self) -> Iterator[tuple[nn.Parameter, Any]]:
+        """This rank's parameters with their ranges, in the order of the layout."""
+        for parameter in self._optimizer.model_param_gbuf_map:
+            yield parameter, self._optimizer._get_model_param_range_map(parameter)["param"]
+
+
+def _only(optimizer: Any) -> Any:
+    """The one distributed optimizer."""
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    if len(chained) != 1:
+        raise ConfigError(
+            f"the optimizer is a chain of {len(chained)}, as with expert parallelism and "
+            "overlap_param_gather_with_optimizer_step; expected one DistributedOptimizer for all parameters"
+        )
+    return chained[0]
+
+
+def _check_supported(chunks: Sequence[Any], optimizer: Any) -> None:
+    config = optimizer.config
+    refused = {
+        "use_distributed_optimizer=False": not config.use_distributed_optimizer,
+        "use_precision_aware_optimizer=True": config.use_precision_aware_optimizer,
+        "optimizer_cpu_offload=True": config.optimizer_cpu_offload,
+        "fp16=True": config.fp16,
+        "use_megatron_fsdp=True": any(chunk.ddp_config.use_megatron_fsdp for chunk in chunks),
+        "num_distributed_optimizer_instances>1": any(
+            chunk.ddp_config.num_distributed_optimizer_instances > 1 for chunk in chunks
+        ),
+        "expert parallelism": any(chunk.expert_parallel_buffers for chunk in chunks),
+        f"optimizer={config.optimizer!r}": config.optimizer != "adam",
+    }
+    if found := [name for name, is_so in refused.items() if is_so]:
+        raise ConfigError(f"{', '.join(found)}: optimizer shards can be mirrored and moved only without; expected Adam "
+                          "with use_distributed_optimizer=True in fp32 or bf16")  # fmt: skip
+
+
+def _materialise(optimizer: Any) -> None:
+    """Gives a fresh Adam its state, without the step that megatron-core would do for it (weights would decay)."""
+    optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
+    if isinstance(optimizer.optimizer, torch.optim.Adam):  # Transformer Engine's counts steps in its groups
+        for state in optimizer.optimizer.state.values():
+            state.setdefault("step", torch.zeros(()))
+
+
+def _steps(adam: Any) -> float:
+    """The count, which all parameters have in common."""
+    for group in adam.param_groups:
+        if "step" in group:
+            return float(group["step"])
+    return next((float(state["step"]) for state in adam.state.values() if "step" in state), 0.0)
+
+
+def _set_steps(adam: Any, steps: float) -> None:
+    for group in adam.param_groups:
+        if "step" in group:
+            group["step"] = int(steps)
+    for state in adam.state.values():
+        if "step" in state:
+            state["step"].fill_(steps)
+
+
+def _take_apart(chunk: Any) -> None:
+    """Frees a chunk's buffers and hooks; its parameters get storage of their own."""
+    if chunk.use_forward_hook:
+        chunk.disable_forward_pre_hook(param_sync=False)
+    # Hooks of the last layout live as long as the nodes that they are on; they look parameters up here.
+    chunk.param_to_bucket_group.clear()
+    chunk.grad_accs.clear()
+    for part in (*chunk.buffers, *_buckets(chunk)):
+        part.grad_data = part.param_data = None
+    for group in chunk.bucket_groups:
+        group.cached_grad_buffer_shard_list.clear()
+        group.cached_param_buffer_shard_list.clear()
+    for parameter in chunk.module.parameters():
+        if parameter.requires_grad:
+            del parameter.main_grad
+            parameter.data = parameter.data.clone()
+    chunk.buffers, chunk.bucket_groups = [], []
+
+
+def _buckets(chunk: Any) -> list[Any]:
+    return [bucket for group in chunk.bucket_groups for bucket in group.buckets]
