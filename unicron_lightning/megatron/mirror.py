@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -38,16 +38,12 @@ from torch import Tensor
 
 from unicron_lightning.errors import ConfigError, UnicronError
 from unicron_lightning.megatron import shards
+from unicron_lightning.megatron.copies import ROWS, Ring, Slot, Stored, assemble, cut
 from unicron_lightning.megatron.shards import Holding, Piece
 from unicron_lightning.worker.communicator import Communicator, Handle, SoloCommunicator, gather_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from unicron_lightning.megatron.sharded import ShardedOptimizer
-
-ROWS = 3
-"""Numbers kept of each element."""
 
 
 class ShardsLost(UnicronError):
@@ -96,49 +92,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     node: str
 
 
-@dataclass(kw_only=True)
-class _Stored:
-    """A holding with its data, float32 [3, elements] in host memory.
-
-    Args:
-        layout: counts the layouts that this rank has had; the one it was made in.
-    """
-
-    holding: Holding
-    data: Tensor
-    layout: int
-
-
-@dataclass(kw_only=True)
-class _Slot:
-    """Buffers for one version: this rank's copy, and what it keeps for others in each round of sending."""
-
-    own: Tensor
-    kept: list[Tensor]
-
-
-@dataclass(kw_only=True)
-class _Ring:
-    """Who sends to whom in the present group.
-
-    Args:
-        layouts: each rank's shard.
-        rounds: in each, the holder of each rank's copy.
-    """
-
-    layouts: Sequence[tuple[Piece, ...]]
-    rounds: list[list[int]]
-    slots: list[_Slot] = field(default_factory=list)
-
-    def sources(self, number: int, rank: int) -> list[int]:
-        """Whose copies a rank keeps from one round, in rank order."""
-        return [owner for owner, holder in enumerate(self.rounds[number]) if holder == rank]
-
-    def elements(self, owner: int) -> int:
-        """Of a rank's shard."""
-        return sum(len(piece) for piece in self.layouts[owner])
-
-
 class Mirror:
     """A rank's copies, of its own shard and of others'.
 
@@ -152,12 +105,12 @@ class Mirror:
         self._optimizer = optimizer
         self._redundancy = redundancy
         self._node = node
-        self._stored: list[_Stored] = []
+        self._stored: list[Stored] = []
         self._layout = 0
         self._steps: dict[int, float] = {}
         self._groups: dict[int, int] = {}
         self._surveyed: list[Report] = []
-        self._ring: _Ring | None = None
+        self._ring: Ring | None = None
         self._exchange: Exchange | SoloCommunicator | None = None
         self._lock = threading.Lock()
         self._running: Future[None] | None = None
@@ -298,13 +251,13 @@ class Mirror:
         """Takes up a layout. What is stored of older ones stays until a version is whole in this one."""
         assert self._exchange is not None
         chosen = [shards.holders(rank, nodes, self._redundancy.copies) for rank in range(len(layouts))]
-        ring = _Ring(layouts=layouts, rounds=[list(holders) for holders in zip(*chosen, strict=True)])
+        ring = Ring(layouts=layouts, rounds=[list(holders) for holders in zip(*chosen, strict=True)])
         rank, pinned = self._exchange.rank, self._optimizer.device.type == "cuda"
         if self._redundancy.copies:
             for _ in range(2):
                 received = [sum(map(ring.elements, ring.sources(n, rank))) for n in range(len(ring.rounds))]
                 own = torch.empty(ROWS, ring.elements(rank), pin_memory=pinned)
-                ring.slots.append(_Slot(own=own, kept=[torch.empty(ROWS * elements) for elements in received]))
+                ring.slots.append(Slot(own=own, kept=[torch.empty(ROWS * elements) for elements in received]))
         self._ring = ring
         self._layout += 1
 
@@ -323,15 +276,15 @@ class Mirror:
             slot = self._free_slot()
         self._running = self._thread.submit(self._copy, version, slot, ready, send)
 
-    def _free_slot(self) -> _Slot:
+    def _free_slot(self) -> Slot:
         """Buffers that hold nothing that is stored."""
         assert self._ring is not None and self._exchange is not None
         for slot in self._ring.slots:
             if all(stored.data is not slot.own for stored in self._stored):
                 return slot
-        return _Slot(own=torch.empty(ROWS, self._ring.elements(self._exchange.rank)), kept=[])  # no copies: `hold`
+        return Slot(own=torch.empty(ROWS, self._ring.elements(self._exchange.rank)), kept=[])  # no copies: `hold`
 
-    def _copy(self, version: int, slot: _Slot, ready: torch.cuda.Event | None, send: bool) -> None:
+    def _copy(self, version: int, slot: Slot, ready: torch.cuda.Event | None, send: bool) -> None:
         """The thread's work: device to host, then host to host."""
         ring, exchange = self._ring, self._exchange
         assert ring is not None and exchange is not None
@@ -359,7 +312,7 @@ class Mirror:
     def _store(self, version: int, pieces: tuple[Piece, ...], data: Tensor) -> None:
         with self._lock:
             holding = Holding(version=version, pieces=pieces)
-            self._stored.append(_Stored(holding=holding, data=data, layout=self._layout))
+            self._stored.append(Stored(holding=holding, data=data, layout=self._layout))
 
     def _end_transfer(self, reason: str) -> None:
         """Whatever the thread is at ends, well or not; what has arrived as a whole stays."""
@@ -387,7 +340,7 @@ class Mirror:
         out.sort(key=lambda item: (item.target, item.piece))
         into.sort(key=lambda item: (item.source, item.piece))
         # Read from what was told: the list has not changed since, as no transfer is under way.
-        sent = torch.cat([_cut(self._stored[item.holding], item.piece).reshape(-1) for item in out] or [torch.empty(0)])
+        sent = torch.cat([cut(self._stored[item.holding], item.piece).reshape(-1) for item in out] or [torch.empty(0)])
         received = torch.empty(ROWS * sum(len(item.piece) for item in into))
         sent_to = [ROWS * sum(len(item.piece) for item in out if item.target == other) for other in range(world)]
         received_from = [ROWS * sum(len(item.piece) for item in into if item.source == other) for other in range(world)]
@@ -395,36 +348,4 @@ class Mirror:
             received = sent
         else:
             exchange.wait(exchange.all_to_all(sent, sent_to, received, received_from))
-        return _assemble(layouts[rank], [item.piece for item in into], received)
-
-
-def _offsets(pieces: Sequence[Piece]) -> list[int]:
-    """Where each piece begins in a shard's data."""
-    offsets, position = [], 0
-    for piece in pieces:
-        offsets.append(position)
-        position += len(piece)
-    return offsets
-
-
-def _cut(stored: _Stored, piece: Piece) -> Tensor:
-    """The part [3, elements] of a stored shard; it lies within one of its pieces."""
-    pieces = stored.holding.pieces
-    for other, offset in zip(pieces, _offsets(pieces), strict=True):
-        if other.parameter == piece.parameter and other.start <= piece.start and piece.stop <= other.stop:
-            start = offset + piece.start - other.start
-            return stored.data[:, start : start + len(piece)]
-    raise AssertionError(f"{piece} is not within {pieces}")
-
-
-def _assemble(pieces: Sequence[Piece], arrived: Sequence[Piece], data: Tensor) -> Tensor:
-    """A shard [3, elements] from stretches in any order, each [3, its elements] flat."""
-    shard = torch.empty(ROWS, sum(map(len, pieces)))
-    position = 0
-    for stretch in arrived:
-        part = data[position : position + ROWS * len(stretch)].view(ROWS, -1)
-        position += ROWS * len(stretch)
-        for piece, offset in zip(pieces, _offsets(pieces), strict=True):
-            if piece.parameter == stretch.parameter and piece.start <= stretch.start and stretch.stop <= piece.stop:
-                shard[:, offset + stretch.start - piece.start :][:, : len(stretch)].copy_(part)
-    return shard
+        return assemble(layouts[rank], [item.piece for item in into], received)
