@@ -1,0 +1,74 @@
+"""The workload under ``Trainer(strategy="unicron")``, in which a worker fails when it finds a file that says how.
+
+``$BENCH_LOG/fault_<slot>`` holds ``raise`` or ``hang``. Beside the workload's events it logs ``fault`` (the moment
+before it fails) and ``told`` (the control thread has a notice of a new incident; the word to act came before that).
+"""
+
+from __future__ import annotations
+
+import workload
+
+log = workload.EventLog()
+log("started")
+
+import os  # noqa: E402
+import time  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+import lightning.pytorch as pl  # noqa: E402
+from job_unicron import Job, Samples, Telling  # noqa: E402
+from torch import Tensor  # noqa: E402
+from torch.utils.data import DataLoader  # noqa: E402
+
+from unicron_lightning import wire  # noqa: E402
+
+ORDER = Path(os.environ["BENCH_LOG"]) / f"fault_{workload.SLOT}"
+
+
+class Failing(Job):
+    def training_step(self, batch: tuple[int, Tensor, Tensor], index: int) -> Tensor:
+        if ORDER.exists():
+            kind = ORDER.read_text()
+            ORDER.unlink()
+            log("fault", kind=kind, step=self.trainer.global_step)
+            if kind == "raise":
+                raise RuntimeError("a fault of the benchmark")
+            time.sleep(1e6)
+        return super().training_step(batch, index)
+
+
+class Hearing(Telling):
+    """Logs when this worker is told of an incident, once each."""
+
+    def on_fit_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        super().on_fit_start(trainer, module)
+        seen: set[str] = set()
+
+        def heard(notice: wire.Notice) -> None:
+            if notice.incident is not None and notice.incident not in seen:
+                seen.add(notice.incident)
+                log("told", incident=notice.incident, name=notice.name)
+
+        control = trainer.strategy.engine.control  # type: ignore[attr-defined]
+        control.listeners.append(heard)
+
+
+def main() -> None:
+    trainer = pl.Trainer(
+        strategy="unicron",
+        accelerator="cpu",
+        devices=1,
+        num_nodes=workload.WORKERS,
+        accumulate_grad_batches=workload.MICRO_BATCHES,
+        max_steps=workload.STEPS,
+        callbacks=[Hearing()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Failing(), DataLoader(Samples(), batch_size=None))
+
+
+if __name__ == "__main__":
+    main()
