@@ -55,7 +55,7 @@ def detected(at: float, victim: str, log: Sequence[Event], workers: Sequence[Eve
     fields = first["fields"]
     figures: Figures = {"knows_s": first["at"] - at, "incident": first["incident"], "name": first["name"]}
     figures |= {"cause": fields.get("kind") or fields.get("cause"), "worker": fields.get("worker")}
-    told = {}
+    told: dict[str, float] = {}
     for e in workers:
         if e["event"] == "told" and e["incident"] == first["incident"] and e["slot"] != victim:
             told.setdefault(e["slot"], e["t"] - at)

@@ -34,7 +34,11 @@ def main() -> None:
             micro = workload.number(step, place, rank)
             last = place == workload.MICRO_BATCHES - 1
             with contextlib.nullcontext() if last else model.no_sync():
-                (workload.loss(model, *workload.samples(micro)) / workload.MICRO_BATCHES).backward()
+                try:
+                    (workload.loss(model, *workload.samples(micro)) / workload.MICRO_BATCHES).backward()
+                except RuntimeError:  # gloo's, when a peer's sockets are closed
+                    log("reacted")
+                    raise
             log("micro", step=step, place=place, micro=micro)
         optimizer.step()
         log("step", step=step, world=world)

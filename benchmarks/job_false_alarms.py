@@ -75,12 +75,9 @@ class Life(pl.Callback):
 
     def on_train_batch_start(self, *_: object) -> None:
         if LIFE.randrange(COLLECT_EVERY) == 0:
-            started, garbage = time.monotonic(), []
-            for _ in range(LIFE.randint(*COLLECT_OBJECTS) // 2):
-                item: list[Any] = []
-                item.append(item)
-                garbage.append(item)
-            del garbage, item
+            started = time.monotonic()
+            garbage = [cycle() for _ in range(LIFE.randint(*COLLECT_OBJECTS) // 2)]
+            del garbage
             gc.collect()
             log("collected", seconds=time.monotonic() - started)
 
@@ -96,6 +93,13 @@ class Life(pl.Callback):
 
     def on_validation_end(self, trainer: pl.Trainer, *_: object) -> None:
         log("validated", step=trainer.global_step)
+
+
+def cycle() -> list[Any]:
+    """Something that only the collector frees."""
+    item: list[Any] = []
+    item.append(item)
+    return item
 
 
 def main() -> None:
