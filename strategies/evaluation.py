@@ -71,6 +71,7 @@ class Passes:
 
     def start_step(self) -> None:
         """An evaluation step begins: metric objects go on from this rank's own state."""
+        self._engine.fault("validation", self._engine.step)
         restore_own_states(self._trainer.lightning_module)
 
     def start_batch(self, number: int) -> None:

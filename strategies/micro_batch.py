@@ -60,6 +60,7 @@ class MicroBatches:
         """Forward and backward; gradients accumulate."""
         strategy, plugin, module = self._strategy, self._strategy.precision_plugin, self._module
         data = self._to_device(self._batch.fetch(micro_batch))
+        strategy.engine.fault("forward", strategy.engine.step, micro_batch, module)
         place = (self._batch.epoch, self._batch.step, micro_batch)
         seed_all(place_seed(self._seed, _FORWARD, *place))
         index = self._batch.step * self._shape.accumulation + micro_batch // self._shape.devices

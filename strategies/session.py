@@ -17,6 +17,7 @@ from unicron_lightning.worker.connect import connector
 from unicron_lightning.worker.control import Control
 from unicron_lightning.worker.engine import Engine, World
 from unicron_lightning.worker.gloo import leave_buried, wait_buried
+from unicron_lightning.worker.injector import Injector
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,8 @@ class Session:
             connect = connector("", "127.0.0.1", device)
         self.engine = Engine(self.control, connect, on_world, self.is_joiner)
         self._ready_to_abort.set()
+        if self.control is not None:
+            self.control.on_order = self._on_order
         atexit.register(self.close)
 
     @classmethod
@@ -112,6 +115,9 @@ class Session:
         with control.condition:
             control.condition.wait_for(lambda: control.latest is not None or not control.welcome.founder)
         return control.welcome
+
+    def _on_order(self, order: wire.Inject) -> None:
+        Injector.of(self.engine).order(order)
 
     def _on_failure(self, epoch: wire.Epoch) -> None:
         if self._ready_to_abort.is_set():

@@ -20,15 +20,16 @@ from typing import Any, Final, Literal, Union
 
 import msgspec
 
+from unicron_lightning.faultwire import FaultDue as FaultDue
+from unicron_lightning.faultwire import FaultNoted as FaultNoted
+from unicron_lightning.faultwire import Inject as Inject
+from unicron_lightning.message import Message as Message
+
 PROTOCOL_VERSION: Final = 1
 
 EpochKind = Literal["init", "fail", "join", "leave", "restart"]
 PLANNED: Final = ("join", "leave")
 """Kinds of epochs that are entered at a step boundary; until then the members of the one before go on."""
-
-
-class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
-    """Base of all messages."""
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
@@ -376,11 +377,12 @@ Forwarded = Union[
     CheckpointSaved,
     WorkerDone,
     ErrorReport,
+    FaultDue,
 ]
 FromWorker = Union[Forwarded, Heartbeat]
-ToWorker = Union[Welcome, Epoch, Go, LookupReply, TaskOver, Notice]
+ToWorker = Union[Welcome, Epoch, Go, LookupReply, TaskOver, Notice, FaultNoted, Inject]
 FromAgent = Union[Register, RendezvousBegin, LocalWorld, StoreUsed, WorkerDied, Bye, Forwarded]
-ToAgent = Union[Registered, Refused, Grant, Ranks, Stop, Fence, TaskOver, Welcome, Epoch, Go, LookupReply, Notice]
+ToAgent = Union[Registered, Refused, Grant, Ranks, Stop, Fence, ToWorker]
 
 encode = msgspec.json.Encoder().encode
 decode_from_worker = msgspec.json.Decoder(FromWorker).decode

@@ -317,11 +317,19 @@ def main() -> None:
         num_sanity_val_steps=0,
         default_root_dir=folder,
         plugins=[TwoHalves(faults)],
-        callbacks=[Watch(folder, notes, faults, full, alone), checkpoints],
+        callbacks=[Watch(folder, notes, faults, full, alone), *injection(settings), checkpoints],
     )
     training = DataLoader(Numbered(SAMPLES), batch_size=BATCH, shuffle=True)
     validation = DataLoader(Numbered(VALIDATION_BATCHES * BATCH), batch_size=BATCH)
     trainer.fit(module, training, validation)
+
+
+def injection(settings: dict[str, Any]) -> list[pl.Callback]:
+    """What the settings have strike by the product's own callback; the reference is spared."""
+    from unicron_lightning.callbacks.fault_injection import FaultInjection
+
+    texts = settings.get("faults", []) if "UNICRON_AGENT" in os.environ else []
+    return [FaultInjection(texts)] if texts else []
 
 
 def pl_strategy() -> Any:

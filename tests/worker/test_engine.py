@@ -237,6 +237,7 @@ def test_a_death_at_every_fault_point() -> None:
         "commit",
         "committed",
         "evaluated",
+        "checkpoint",
     }
     assert at > 30
 

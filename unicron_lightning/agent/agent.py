@@ -21,8 +21,10 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from unicron_lightning import environ, wire
+from unicron_lightning.agent.calling import call
 from unicron_lightning.agent.embedded import EmbeddedCoordinator
 from unicron_lightning.agent.gate import Gate
+from unicron_lightning.agent.injection import AgentFaults
 from unicron_lightning.agent.local import LocalHooks, LocalServer
 from unicron_lightning.agent.options import AgentOptions
 from unicron_lightning.agent.registration import registration
@@ -41,7 +43,6 @@ T = TypeVar("T")
 TICK_SECONDS: Final = 0.25
 DEFAULT_WORKER_TIMEOUT: Final = 10.0
 """Seconds, until the coordinator has said."""
-_CALL_SECONDS: Final = 0.2
 _GOODBYE_SECONDS: Final = 2.0
 
 
@@ -85,6 +86,7 @@ class Agent:
                 nothing_listens=self._nothing_listens,
             ),
         )
+        self._faults = AgentFaults(self._supervisor.kill, self._local.send, self._session.cut)
         self._thread = threading.Thread(target=self._run, name="unicron-agent", daemon=True)
 
     # ---- main thread -----------------------------------------------------------------------------------------------
@@ -145,21 +147,7 @@ class Agent:
         self._scratch.close()
 
     def _call(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Run ``function`` in the agent's thread and wait until it has run."""
-        done = threading.Event()
-
-        def run() -> None:
-            try:
-                function(*arguments)
-            finally:
-                done.set()
-
-        try:
-            self._loop.call_soon_threadsafe(run)
-        except RuntimeError:  # the loop is closed: the view says why
-            return
-        while self._thread.is_alive() and not done.wait(_CALL_SECONDS):
-            pass
+        call(self._loop, self._thread, function, *arguments)
 
     # ---- agent's thread --------------------------------------------------------------------------------------------
 
@@ -295,6 +283,8 @@ class Agent:
                 self._local.broadcast(message)
             case wire.Go() | wire.Notice():
                 self._local.broadcast(message)
+            case wire.Inject() | wire.FaultNoted():
+                self._faults.take(message)
 
     def _fence(self, fence: wire.Fence) -> None:
         if not fence.worker.startswith(f"{self._options.agent}/"):

@@ -25,6 +25,7 @@ _REPEATABLE: Final = (
     wire.CommError,
     wire.ErrorReport,
     wire.StoreUsed,
+    wire.FaultDue,
     wire.Bye,
 )
 

@@ -19,6 +19,7 @@ import aiohttp
 import msgspec
 
 from unicron_lightning import wire
+from unicron_lightning.agent.cut import Cut
 from unicron_lightning.agent.outbox import Outbox
 from unicron_lightning.errors import CoordinatorUnavailable, SessionRefused, UnicronError
 
@@ -66,6 +67,10 @@ class CoordinatorSession:
         self._away_since: float | None = time.monotonic()
         self._ever_stood = False
         self._said_bye = False
+        self._transport: asyncio.Transport | None = None
+        self._cut: Cut | None = None
+        self._passable = asyncio.Event()
+        self._passable.set()
 
     @property
     def away_seconds(self) -> float:
@@ -77,6 +82,21 @@ class CoordinatorSession:
         self._outbox.put(message)
         self._written.clear()
         self._more.set()
+
+    def cut(self, seconds: float | None) -> None:
+        """On purpose: have the connection carry nothing for so long (None: for ever), without either end being told."""
+        if self._cut is None:
+            self._passable.clear()
+            if self._transport is not None and not self._transport.is_closing():
+                self._cut = Cut(self._transport)
+            if seconds is not None:
+                asyncio.get_running_loop().call_later(seconds, self._heal)
+
+    def _heal(self) -> None:
+        self._passable.set()
+        if self._cut is not None:
+            self._cut.heal()
+            self._cut = None
 
     async def flush(self, seconds: float) -> bool:
         """Wait until everything queued was written, at most ``seconds``; tell whether it was."""
@@ -93,17 +113,25 @@ class CoordinatorSession:
             CoordinatorUnavailable: it was not there in time at the start.
         """
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_ATTEMPT_SECONDS)
-        async with aiohttp.ClientSession(headers=self._headers, timeout=timeout) as http:
-            while True:
-                try:
-                    await self._one_connection(http)
-                except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
-                    await self._not_reached(error)
-                self._lost()
-                if self._said_bye:
-                    return
-                await asyncio.sleep(self._retry_seconds)
-                self._retry_seconds = min(2 * self._retry_seconds, LAST_RETRY_SECONDS)
+        try:
+            async with aiohttp.ClientSession(headers=self._headers, timeout=timeout) as http:
+                await self._keep(http)
+        finally:
+            if self._cut is not None:
+                self._cut.forget()
+
+    async def _keep(self, http: aiohttp.ClientSession) -> None:
+        while True:
+            await self._passable.wait()
+            try:
+                await self._one_connection(http)
+            except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+                await self._not_reached(error)
+            self._lost()
+            if self._said_bye:
+                return
+            await asyncio.sleep(self._retry_seconds)
+            self._retry_seconds = min(2 * self._retry_seconds, LAST_RETRY_SECONDS)
 
     async def _one_connection(self, http: aiohttp.ClientSession) -> None:
         closing = aiohttp.ClientWSTimeout(ws_close=_CLOSE_SECONDS)
@@ -115,6 +143,7 @@ class CoordinatorSession:
         except aiohttp.WSServerHandshakeError as error:
             raise _explain(self._url, error) from None
         async with socket:
+            self._transport = _transport_of(socket)
             self._outbox.opened()
             await socket.send_str(wire.encode(self._hooks.register()).decode())
             writer: asyncio.Task[None] | None = None
@@ -164,6 +193,12 @@ class CoordinatorSession:
                 f"no coordinator answered at {self._url} within {self._connect_timeout:g} s "
                 f"(--rdzv-endpoint, --rdzv-conf connect_timeout): {error}"
             ) from None
+
+
+def _transport_of(socket: aiohttp.ClientWebSocketResponse[Any]) -> asyncio.Transport | None:
+    """What aiohttp keeps to itself; needed for `CoordinatorSession.cut` only."""
+    connection = getattr(getattr(socket, "_response", None), "connection", None)
+    return getattr(connection, "transport", None)
 
 
 def _decode(frame: Any) -> Any:

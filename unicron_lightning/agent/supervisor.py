@@ -96,12 +96,12 @@ class Supervisor:
         if all(process.pid != pid for process in self._live.values()):
             self._examine(pid)
 
-    def kill(self, worker: str) -> None:
-        """SIGKILL a worker, if it lives; its end is reported as any other."""
+    def kill(self, worker: str, number: int = signal.SIGKILL) -> None:
+        """Send a worker a signal, if it lives; its end is reported as any other."""
         process = self._live.get(worker)
         if process is not None:
             with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(process.pidfd, signal.SIGKILL)
+                signal.pidfd_send_signal(process.pidfd, number)
 
     def end_round(self, assumed: Exit) -> None:
         """Report every worker that torchelastic has reaped before its end was seen here.

@@ -7,6 +7,7 @@
     unicron resize TASK N|all                  have so many nodes train a task, from the next step on
     unicron drain NODE [NODE ...]              no workers there any more; they leave between two steps
     unicron undrain NODE [NODE ...]            workers may run there again
+    unicron inject FAULT --task TASK           break a task on purpose
     unicron agent [--node LABEL] [--slots N]   run submitted tasks on this node: a daemon
     unicron submit FILE [--set KEY=VALUE]      have the nodes' daemons run a task
     unicron cancel TASK                        end a task now
@@ -24,7 +25,7 @@ import argparse
 import os
 import sys
 
-from unicron_lightning.cli import incidents, inspection, jobs, node, orders, top
+from unicron_lightning.cli import incidents, inject, inspection, jobs, node, orders, top
 from unicron_lightning.errors import UnicronError
 from unicron_lightning.planning.command import add_parser as add_plan_parser
 
@@ -59,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="unicron", description="Training that heals itself.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     commands.add_parser("coordinator", help="run a coordinator, configured by key=value (see --help behind it)")
-    for group in (inspection, incidents, top, orders, jobs, node):
+    for group in (inspection, incidents, top, orders, inject, jobs, node):
         group.add_parsers(commands)
     add_plan_parser(commands)
     return parser

@@ -7,17 +7,21 @@ machine, and its state into answers; what an order does is the machine's.
 from __future__ import annotations
 
 import hmac
+import random
 import time
 from typing import Any, Final, Protocol
 
 import msgspec
 from aiohttp import web
 
-from unicron_lightning.coordinator import accounting, jobs
+from unicron_lightning.coordinator import accounting, injection, jobs
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.machine import Machine
 from unicron_lightning.coordinator.status import cluster_status, task_status
 from unicron_lightning.coordinator.store import LoggedEvent, Store
+from unicron_lightning.errors import ConfigError
+from unicron_lightning.faults.arrivals import draw
+from unicron_lightning.faults.language import parse, text
 from unicron_lightning.jobs import Job, problem
 
 _MOST_INCIDENTS: Final = 100_000
@@ -87,6 +91,7 @@ class Api:
         app.router.add_get("/v1/incidents", self._get_incidents)
         app.router.add_post("/v1/tasks/{task}/resize", self._post_resize)
         app.router.add_post("/v1/tasks/{task}/cancel", self._post_cancel)
+        app.router.add_post("/v1/tasks/{task}/inject", self._post_inject)
         app.router.add_get("/v1/jobs", self._get_jobs)
         app.router.add_post("/v1/jobs", self._post_job)
         app.router.add_get("/v1/jobs/{name}", self._get_job)
@@ -138,6 +143,26 @@ class Api:
             return self._no_task(name)
         self._shell.apply(ev.Cancel(task=name))
         return web.json_response(jobs.job_status(self._shell.machine.cluster, name))
+
+    async def _post_inject(self, request: web.Request) -> web.Response:
+        """``{"fault": TEXT}``: have it strike the task, see docs/faults.md."""
+        name, machine = request.match_info["task"], self._shell.machine
+        if not machine.limits.allow_injection:
+            return web.json_response({"error": injection.NOT_ALLOWED}, status=403)
+        task = machine.tasks.get(name)
+        if task is None or task.over is not None:
+            return self._no_task(name)
+        try:
+            fault = parse(msgspec.json.decode(await request.read(), type=dict[str, str]).get("fault", ""))
+        except (msgspec.DecodeError, UnicodeError, ConfigError) as error:
+            return web.json_response({"error": f"expected a fault: {error}"}, status=400)
+        order = ev.Inject(task=name, fault=fault, draw=random.random() if fault.seed is None else draw(fault).random())
+        refused = injection.refusal(task, order)
+        if refused is not None:
+            return web.json_response({"error": refused}, status=409)
+        targets = injection.targets(task, order)
+        self._shell.apply(order)
+        return web.json_response({"task": name, "fault": text(fault), "targets": targets})
 
     def _no_task(self, name: str) -> web.Response:
         known = sorted(task.id for task in self._shell.machine.tasks.values() if task.over is None)

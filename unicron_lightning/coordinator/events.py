@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Union
 from unicron_lightning import wire
 from unicron_lightning.coordinator.question import Question
 from unicron_lightning.detection.patterns import Pattern
+from unicron_lightning.faults.fault import Fault
 from unicron_lightning.jobs import Job
 from unicron_lightning.nodewire import FromNode, ToNode
 
@@ -44,6 +45,7 @@ class Limits:
     crash_lives: int = 10
     patterns: tuple[Pattern, ...] = ()
     nan_loss: str = "tell"
+    allow_injection: bool = False
     exit_when_idle: bool = False
     idle_linger: float = 3.0
     startup_linger: float = 30.0
@@ -121,6 +123,15 @@ class Cancel:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Inject:
+    """An operator has a fault strike of which `injection.refusal` has nothing to say. ``draw``: from 0 to 1."""
+
+    task: str
+    fault: Fault
+    draw: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Planned:
     """The planner's answer to `Ask`: how many places each task shall have.
 
@@ -147,7 +158,7 @@ class TimerFired:
 
 
 Input = Union[
-    Started, Received, NodeSaid, Disconnected, AgentsEnded, Drain, Resize, Submit, Cancel, Planned, TimerFired
+    Started, Received, NodeSaid, Disconnected, AgentsEnded, Drain, Resize, Submit, Cancel, Inject, Planned, TimerFired
 ]
 
 # ---- actions -------------------------------------------------------------------------------------------------------
@@ -221,10 +232,17 @@ class Ask:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Strike:
+    """A fault on purpose: this process gets a signal, once everything else has been carried out."""
+
+    signal: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class StopServer:
     """Nothing is left to coordinate."""
 
     reason: str
 
 
-Action = Union[Send, Close, SetTimer, CancelTimer, Emit, Save, SaveLasting, Forget, Ask, StopServer]
+Action = Union[Send, Close, SetTimer, CancelTimer, Emit, Save, SaveLasting, Forget, Ask, Strike, StopServer]

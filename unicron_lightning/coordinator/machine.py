@@ -10,6 +10,7 @@ from __future__ import annotations
 from unicron_lightning import wire
 from unicron_lightning.coordinator import (
     accounting,
+    injection,
     jobs,
     measuring,
     membership,
@@ -40,7 +41,7 @@ class Machine:
     """
 
     def __init__(self, limits: ev.Limits, cluster: Cluster | None = None) -> None:
-        self._limits = limits
+        self.limits = limits
         self._cluster = Cluster() if cluster is None else cluster
 
     @property
@@ -78,7 +79,7 @@ class Machine:
         Returns:
             Actions to carry out in order. `ev.Save`, `ev.Forget` and `ev.Emit` are to be made durable before any other.
         """
-        turn = Turn(now=now, limits=self._limits, cluster=self._cluster)
+        turn = Turn(now=now, limits=self.limits, cluster=self._cluster)
         match event:
             case ev.Started():
                 self._start(turn, event)
@@ -98,6 +99,8 @@ class Machine:
                 jobs.submit(self._cluster, turn, event.job)
             case ev.Cancel():
                 self._cancel(turn, event)
+            case ev.Inject():
+                injection.order(self._cluster.tasks[event.task], turn, event)
             case ev.Planned():
                 take_plan(self._cluster, turn, event)
             case ev.TimerFired():
@@ -133,8 +136,8 @@ class Machine:
             severity.restore(task)
             self._review(turn, task)
         nodes.restore(cluster, turn)
-        if self._limits.exit_when_idle:
-            turn.timer("idle", self._limits.startup_linger)
+        if self.limits.exit_when_idle:
+            turn.timer("idle", self.limits.startup_linger)
 
     def _received(self, turn: Turn, conn: int, message: wire.FromAgent) -> None:
         waiting = self._pending_of(conn)
@@ -375,8 +378,8 @@ class Machine:
             turn.cancel("idle")
         elif not busy and not self._cluster.idle:
             self._cluster.idle = True
-            if self._limits.exit_when_idle:
-                turn.timer("idle", self._limits.idle_linger)
+            if self.limits.exit_when_idle:
+                turn.timer("idle", self.limits.idle_linger)
 
 
 def _undecided(task: Task) -> bool:

@@ -188,6 +188,8 @@ class Server:
                         self._sessions[conn].finish(reason)
                 case ev.Ask(question=question):
                     self._ask(question)
+                case ev.Strike(signal=number):
+                    os.kill(os.getpid(), number)
                 case ev.StopServer(reason=reason):
                     logger.info("coordinator_stops reason=%s", reason)
                     self._stop.set()

@@ -155,6 +155,8 @@ class Task(msgspec.Struct, kw_only=True):
     checkpoint: Checkpoint | None = None
     over: bool | None = None
     """Once the task has ended: whether it succeeded."""
+    struck: dict[str, tuple[int, str]] = {}
+    """Of faults on purpose, by key: how often they struck, and the claim of the last time."""
     arrivals: int = 0
     batches: int = 0
     measured: Measured = msgspec.field(default_factory=Measured)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from unicron_lightning import wire
-from unicron_lightning.coordinator import accounting, measuring
+from unicron_lightning.coordinator import accounting, injection, measuring
 from unicron_lightning.coordinator.membership import bury, expel, needed, open_incident
 from unicron_lightning.coordinator.state import Agent, Checkpoint, Task, Worker, round_of
 from unicron_lightning.coordinator.turn import Turn
@@ -22,6 +22,7 @@ Said = (
     | wire.Lookup
     | wire.CheckpointSaved
     | wire.WorkerDone
+    | wire.FaultDue
 )
 
 
@@ -87,6 +88,8 @@ def said(task: Task, turn: Turn, agent: Agent, message: Said) -> None:
             turn.send(agent, wire.LookupReply(worker=worker.id, key=message.key, value=value))
         case wire.CheckpointSaved():
             _checkpoint(task, turn, worker, message)
+        case wire.FaultDue():
+            injection.due(task, turn, agent, message)
         case wire.WorkerDone():
             finished(task, turn, worker, how="done")
 
@@ -175,7 +178,7 @@ def finished(task: Task, turn: Turn, worker: Worker, *, how: str) -> None:
 def changes_nothing(task: Task, message: wire.FromAgent) -> bool:
     """Whether nothing can be due because of it: a thousand workers say such things all the time, or all at once."""
     match message:
-        case wire.Progress() | wire.Lookup():
+        case wire.Progress() | wire.Lookup() | wire.FaultDue():
             return True
         case wire.WorkerEvent():
             return message.name != "entered_epoch"

@@ -35,6 +35,7 @@ class Faults(Sequence[Fault]):
     """Faults in order. Each method gives a new list with one more; keyword arguments are those of `Fault`."""
 
     def __init__(self, faults: Iterable[Fault | str] = ()) -> None:
+        faults = [faults] if isinstance(faults, str) else faults
         self._faults = tuple(parse(fault) if isinstance(fault, str) else fault for fault in faults)
 
     @classmethod

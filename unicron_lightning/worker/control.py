@@ -74,6 +74,9 @@ class Control:
         self._went: dict[int, wire.Go] = {}
         self._welcome: wire.Welcome | None = None
         self._replies: dict[str, wire.LookupReply] = {}
+        self._noted: dict[str, wire.FaultNoted] = {}
+        self.on_order: Callable[[wire.Inject], None] = lambda order: None
+        """Called from the control thread with each fault by an operator's order; must not block."""
         self._progress: wire.Progress | None = None
         self._closed = False
         self._ending = False
@@ -146,6 +149,13 @@ class Control:
         with self.condition:
             self.condition.wait_for(lambda: key in self._replies)
             return self._replies.pop(key).value
+
+    def claim(self, fault: wire.FaultDue, seconds: float) -> wire.FaultNoted | None:
+        """Asks whether a fault on purpose may strike; None if there is no answer for so long."""
+        self.send(fault)
+        with self.condition:
+            self.condition.wait_for(lambda: fault.claim in self._noted, seconds)
+            return self._noted.pop(fault.claim, None)
 
     def ready(self, epoch: int, state: dict[str, Any]) -> None:
         """Says that this worker waits for ``epoch`` (0: for its admission)."""
@@ -271,11 +281,15 @@ class Control:
                     self._welcome = message
                 case wire.LookupReply():
                     self._replies[message.key] = message
+                case wire.FaultNoted():
+                    self._noted[message.claim] = message
                 case wire.TaskOver():
                     self.task_over = message
             self.condition.notify_all()
         if isinstance(message, wire.Epoch):
             self._judge(message)
+        elif isinstance(message, wire.Inject):
+            self.on_order(message)
         elif isinstance(message, wire.TaskOver) and not (self._ending or (self.is_member and message.succeeded)):
             # Members of a task that was cancelled go at once: a step that some of them begin would never end.
             _leave(0 if message.succeeded else 1)

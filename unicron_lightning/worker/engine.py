@@ -51,6 +51,8 @@ class World:
     rank: int
     size: int
     hold: bool
+    nodes: tuple[str, ...] = ()
+    """Of the members, by rank."""
 
 
 class Operation(Protocol):
@@ -261,7 +263,12 @@ class Engine:
         assert rank is not None
         with self._lock:
             self._world = World(
-                epoch=epoch.number, kind=epoch.kind, rank=rank, size=len(epoch.members), hold=epoch.hold
+                epoch=epoch.number,
+                kind=epoch.kind,
+                rank=rank,
+                size=len(epoch.members),
+                hold=epoch.hold,
+                nodes=tuple(member.node for member in epoch.members),
             )
         self.fault("exchange", epoch.number)
         control.ready(epoch.number, self._state(operation))

@@ -81,6 +81,7 @@ class LeaderAction(Agreement):
 
     def attempt(self, engine: Engine) -> bytes:
         if self._rank == 0 and not self._acted:
+            engine.fault("checkpoint", engine.step)
             self._action()
             self._acted = True
         return super().attempt(engine)

@@ -33,6 +33,8 @@ class ProcessConfig:
     """How long nothing must be there before an `exit_when_idle` coordinator ends."""
     startup_linger: float = 30.0
     """The same before the first agent has come: starting torchrun takes seconds on a busy machine."""
+    allow_injection: bool = False
+    """Whether `unicron inject` may break tasks on purpose."""
     max_message_bytes: int = 16 * 1024 * 1024
     """Larger messages end the connection that they come over."""
 
@@ -247,6 +249,7 @@ class CoordinatorConfig:
             patterns=tuple(Pattern(pattern=row.pattern, kind=row.kind) for row in self.health.patterns),
             nan_loss=self.health.nan_loss,
             warm_standby=self.cluster.warm_standby,
+            allow_injection=self.coordinator.allow_injection,
             exit_when_idle=self.coordinator.exit_when_idle,
             idle_linger=self.coordinator.idle_linger,
             startup_linger=self.coordinator.startup_linger,

@@ -1,0 +1,46 @@
+"""Breaks training on purpose, from within a script."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from typing_extensions import override
+
+from unicron_lightning.errors import ConfigError
+from unicron_lightning.faults.fault import Fault
+from unicron_lightning.faults.script import Faults
+from unicron_lightning.worker.engine import Engine
+from unicron_lightning.worker.injector import Injector
+
+
+class FaultInjection(Callback):
+    """Has faults strike the workers of this task, see docs/faults.md.
+
+    What has struck is known to the coordinator: a worker that takes another's place does not begin anew.
+
+    Args:
+        faults: texts of the language or `Fault`s, e.g. a `Faults`; or the path of a file of them.
+        seed: of what is drawn, for faults that have none of their own.
+
+    Raises:
+        ConfigError: a text that is no fault; another strategy than ``unicron``.
+    """
+
+    def __init__(self, faults: Iterable[Fault | str] | Path, seed: int = 0) -> None:
+        self.faults = Faults.read(faults) if isinstance(faults, Path) else Faults(faults)
+        self.seed = seed
+        self._engine: Engine | None = None
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        engine = getattr(trainer.strategy, "engine", None)
+        if not isinstance(engine, Engine):
+            raise ConfigError(f'FaultInjection with {type(trainer.strategy).__name__}: expected strategy="unicron"')
+        if engine is self._engine:  # of an earlier run of the same script
+            return
+        self._engine = engine
+        for place, (fault, words) in enumerate(zip(self.faults, self.faults.texts, strict=True)):
+            Injector.of(engine).add(f"{place}: {words}", fault, self.seed)

@@ -1,0 +1,114 @@
+"""Faults by order and by callback upon real processes: each is in the event log before it strikes, and each heals."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from coordinator.shell import Coordinator
+from faults.cluster import SETTINGS, Cluster, lives, until
+from faults.judge import Reference, check_exact
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(400)]
+
+
+def unicron(cluster: Cluster, *words: str) -> subprocess.CompletedProcess[str]:
+    code = "from unicron_lightning.cli import main; main()"
+    command = [sys.executable, "-c", code, *words, "--endpoint", f"127.0.0.1:{cluster.port}"]
+    return subprocess.run(command, check=False, timeout=60, capture_output=True, text=True)
+
+
+def inject(cluster: Cluster, *faults: str) -> str:
+    """What `unicron inject` prints."""
+    done = unicron(cluster, "inject", *faults, "--task", cluster.task)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def injected(cluster: Cluster, fault: str) -> dict[str, Any]:
+    """The event of a fault, once it is there."""
+    found = cluster.watch(lambda: [e for e in cluster.events("fault_injected") if e["fault"] == fault], fault, 60)
+    return dict(found[-1])
+
+
+def died(cluster: Cluster, worker: str) -> dict[str, Any]:
+    """The event of a worker's death, once it is there."""
+    found = cluster.watch(lambda: [e for e in cluster.events("worker_died") if e["worker"] == worker], "a death", 60)
+    return dict(found[0])
+
+
+@pytest.mark.allow_leak("unix_sockets", reason="a SIGKILLed agent cannot remove its socket")
+def test_orders(tmp_path: Path) -> None:
+    settings = {"pace": 0.02, "slow": 0.02, "epochs": -1}
+    cluster = Cluster(tmp_path, settings=settings)
+    cluster.state_dir.mkdir()
+    limits = ["coordinator.allow_injection=true", "coordinator.exit_when_idle=true"]
+    with Coordinator(cluster.state_dir, *limits, port=cluster.port) as coordinator, cluster:
+        before = {line["rank"]: line["pid"] for line in cluster.wait_world(3)}
+        # What heals without anybody's death.
+        for fault in ("stop rank=0 for=0.3s", "hang rank=1 for=0.2s phase=commit", "drop network rank=2 for=0.5s"):
+            inject(cluster, fault)
+        for fault in ("stop rank=0 for=0.3s", "drop network rank=2 for=0.5s"):
+            assert injected(cluster, fault)["target"], fault
+        assert injected(cluster, "hang rank=all phase=commit for=0.2s")["phase"] == "commit"
+        (ordered,) = cluster.events("fault_ordered")
+        assert ordered["fault"] == "hang rank=1 phase=commit for=0.2s" and ordered["rank"] == 1
+        world = cluster.wait_world(3, after=time.time())
+        assert {line["rank"]: line["pid"] for line in world} == before, "nobody died"
+        # A worker by its agent, another by itself, an agent by itself.
+        assert inject(cluster, "kill rank=2").startswith("kill rank=2: n")
+        struck = injected(cluster, "kill rank=2")
+        dead = died(cluster, struck["worker"])
+        assert (dead["cause"], dead["code"]) == ("signal", signal.SIGKILL) and dead["at"] >= struck["at"]
+        cluster.watch(lambda: not lives(before[2]) and cluster.world()[0]["world"] >= 2, "a world without it", 60)
+        inject(cluster, "exit 7 rank=1 phase=reduced")
+        struck = injected(cluster, "exit 7 rank=all phase=reduced")
+        dead = died(cluster, struck["worker"])
+        assert (dead["cause"], dead["code"]) == ("exit", 7) and dead["at"] >= struck["at"]
+        inject(cluster, "kill agent rank=0")
+        struck = injected(cluster, "kill agent rank=0")
+        node = str(struck["node"])
+        until("the agent's end", lambda: cluster.agents[node].poll() is not None, 20)
+        cluster.replace(node)
+        cluster.wait_world(3, after=time.time(), seconds=90)
+        # The coordinator, by itself; whoever asks is told.
+        assert "strikes nobody" in unicron(cluster, "inject", "kill rank=9", "--task", "task").stderr
+        assert "kill coordinator: coordinator" in inject(cluster, "kill coordinator")
+        assert coordinator.process is not None and coordinator.process.wait(20) == -signal.SIGKILL
+        coordinator.process.communicate()
+        assert injected(cluster, "kill coordinator")["target"] == "coordinator"
+        coordinator.start()
+        cluster.finish(120)
+        counted = Reference(tmp_path / "reference", {**SETTINGS, **settings}, cluster.notes("end")[0]["data_epoch"])
+        print(check_exact(tmp_path, counted, workers=3))
+
+
+def test_a_callback_strikes_once_whoever_takes_a_dead_ones_place(tmp_path: Path) -> None:
+    faults = [
+        "kill rank=1 step=3 micro_batch=0",
+        "raise connection_failed rank=0 step=6 phase=reduced",
+        "kill coordinator step=7",
+        "slow x2 rank=0 from_step=8 steps=2",
+        "kill rank=all step=13",
+    ]
+    settings = {"nodes": 2, "full": 2, "pace": 0.05, "slow": 0.15, "epochs": 2, "keep": -1, "faults": faults}
+    with Cluster(tmp_path, agents=2, nodes="1:2", settings=settings) as cluster:
+        cluster.wait_end(150)
+        struck = cluster.events("fault_injected")
+        kinds = [(event["kind"], event["step"]) for event in struck]
+        assert kinds[:3] == [("kill", 3), ("raise", 6), ("slow", 8)], struck
+        everybody = kinds[3:]
+        assert everybody and set(everybody) == {("kill", 13)}, struck
+        assert len({event["worker"] for event in struck if event["kind"] == "kill"}) == len(everybody) + 1
+        first = died(cluster, struck[0]["worker"])
+        assert first["code"] == signal.SIGKILL and struck[0]["at"] <= first["at"]
+        assert cluster.events("comm_error"), "a broken connection is no death"
+        assert len(cluster.events("task_restarts")) == 1, "in the second life step 13 is an ordinary one"
+        assert "lets nobody break anything" in "".join(
+            (tmp_path / f"agent-n{place}.log").read_text() for place in range(2)
+        ), "a script may not kill the coordinator that did not allow it"

@@ -1,0 +1,99 @@
+"""When a fault is due in a worker: decided at the points that its program passes. No clock, nothing of torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+from unicron_lightning.faults.arrivals import Hazard
+from unicron_lightning.faults.fault import IN_BACKWARD, SECONDS_PER_HOUR, Fault
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """Where a worker is.
+
+    Attributes:
+        phase: one of `fault.PHASES`.
+        index: of the micro-batch among those that it computes in the step, or of the bucket; None at other points.
+        step: optimizer steps finished when the present one began.
+        rank: its global rank.
+        nodes: the node of each member of its world, by rank.
+        has_state: whether it is no joiner any more.
+        at: seconds since the injection began in this process.
+    """
+
+    phase: str
+    index: int | None
+    step: int
+    rank: int
+    nodes: tuple[str, ...]
+    has_state: bool
+    at: float
+
+
+class Watch:
+    """Looks out for the moments of one fault in one worker.
+
+    Args:
+        fault: which.
+        choice: at least 0 and below 1: chooses the victim, the same in all workers.
+        random: for a rate, this worker's own.
+    """
+
+    def __init__(self, fault: Fault, choice: float, random: Random) -> None:
+        self.fault = fault
+        self.over = False
+        """Whether it will never be due again: it has struck for the last time, here or in another worker."""
+        self.struck = 0
+        """How often it has struck here."""
+        self._choice = choice
+        self._hazard = None if fault.rate is None else Hazard(random)
+        self._since = fault.after or 0.0
+        self._pending = 0
+        self._phase, self._index = _phase_of(fault)
+
+    def due(self, point: Point) -> bool:
+        """Whether it is to strike here; to be asked at each point, in order."""
+        fault = self.fault
+        if self.over or point.at < self._since:
+            return False
+        if self._hazard is not None:
+            self._pending += self._hazard.passed(self._expected(fault, point))
+            self._since = point.at
+            if self._pending == 0 or not self._fits(point):
+                return False
+            self._pending -= 1
+            return True
+        return self._fits(point) and point.rank in fault.victims(point.nodes, self._choice)
+
+    def _fits(self, point: Point) -> bool:
+        fault = self.fault
+        return (
+            self._phase in (None, point.phase)
+            and self._index in (None, point.index)
+            and fault.step in (None, point.step)
+            and (fault.from_step is None or point.step >= fault.from_step)
+            and not (fault.joiner and point.has_state)
+        )
+
+    def _expected(self, fault: Fault, point: Point) -> float:
+        """Strikes to be expected of this worker since the last point: its part of the task's rate."""
+        fitting = [rank for rank, node in enumerate(point.nodes) if fault.node in (None, node)]
+        if fault.rank is None:
+            share = 1 / len(fitting) if point.rank in fitting else 0.0
+        else:
+            share = float(point.rank in fault.victims(point.nodes, 0.0))
+        assert fault.rate is not None
+        return share * fault.rate / SECONDS_PER_HOUR * (point.at - self._since)
+
+
+def _phase_of(fault: Fault) -> tuple[str | None, int | None]:
+    """The phase and the index at which it strikes; None: any."""
+    if fault.kind in IN_BACKWARD:
+        return "forward", fault.micro_batch
+    if fault.bucket is not None:
+        return "launched", fault.bucket
+    if fault.micro_batch is not None:
+        return fault.phase or "micro_batch", fault.micro_batch
+    return fault.phase, None

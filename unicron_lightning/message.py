@@ -1,0 +1,9 @@
+"""The base of all messages, for the modules that hold them: `wire` and `watchwire`."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
+    """Base of all messages."""

@@ -1,0 +1,174 @@
+"""Has faults strike this worker where its program passes the engine's points (docs/faults.md).
+
+It takes the place of `Engine.fault`, which is nothing as long as nothing is injected. A strike is in the event log
+before it happens: the coordinator is asked, which also knows what has struck this worker's predecessors.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Final
+
+from unicron_lightning import environ, wire
+from unicron_lightning.faults.arrivals import draw
+from unicron_lightning.faults.fault import Fault
+from unicron_lightning.faults.language import parse, text
+from unicron_lightning.faults.watch import Point, Watch
+from unicron_lightning.worker import strikes
+from unicron_lightning.worker.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+NOTED_SECONDS: Final = 30.0
+"""How long a fault waits to be noted: the coordinator may be away. One that nobody would know of does not strike."""
+_OUTSIDE: Final = "validation"
+"""The phase that is no part of an operation."""
+
+
+class Injector:
+    """One worker's faults. Asked by the training thread at each point; `add` may be called by any thread.
+
+    Args:
+        engine: whose points it hears of.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._others: Callable[..., None] = engine.fault
+        self._watches: list[tuple[str, Watch]] = []
+        self._struck: dict[str, int] = {}
+        self._claims = itertools.count(1)
+        self._began = time.monotonic()
+        self._own = environ.read() if environ.under_agent() else None
+        self._step = -1
+        self._forwards = 0
+        self._slow: tuple[float, float | None, int | None] | None = None
+        self._started: float | None = None
+        self._took = 0.0
+
+    @classmethod
+    def of(cls, engine: Engine) -> Injector:
+        """The engine's injector; installed if there is none."""
+        if not isinstance(engine.fault, cls):
+            engine.fault = cls(engine)
+        return engine.fault
+
+    def add(self, key: str, fault: Fault, seed: int = 0) -> None:
+        """From now on a fault is looked out for.
+
+        Args:
+            key: names it in the task; the same in all workers.
+            fault: which; one of another task is none.
+            seed: for what is drawn, if it has none of its own.
+        """
+        own = self._own
+        if fault.task not in (None, own.task if own else None):
+            return
+        start = (self._engine.world.rank, own.round) if own else ()
+        watch = Watch(fault, draw(fault, key, seed=seed).random(), draw(fault, key, *start, seed=seed))
+        self._watches = [*self._watches, (key, watch)]
+
+    def order(self, order: wire.Inject) -> None:
+        """From the control thread: an operator's order, meant for this worker."""
+        self.add(order.key, parse(order.fault))
+
+    def __call__(self, phase: str, *where: Any) -> None:
+        """The engine's point: strikes what is due."""
+        self._others(phase, *where)
+        now = time.monotonic()
+        if phase == "micro_batch" and self._started is not None:
+            self._took, self._started = now - self._started, None
+        point = self._point(phase, where, now)
+        for key, watch in self._watches:
+            if watch.due(point):
+                self._strike(key, watch, point, where)
+        if phase == "forward":
+            self._drag(point)
+            self._started = time.monotonic()
+
+    def _point(self, phase: str, where: tuple[Any, ...], now: float) -> Point:
+        world, index = self._engine.world, None
+        if self._engine.step != self._step or phase == "exchange":
+            self._step, self._forwards = self._engine.step, 0
+        if phase == "forward":
+            index, self._forwards = self._forwards, self._forwards + 1
+        elif phase in ("micro_batch", "launched"):
+            index = where[1]
+        return Point(
+            phase=phase,
+            index=index,
+            step=self._engine.step,
+            rank=world.rank,
+            nodes=world.nodes or ("" if self._own is None else self._own.node,) * world.size,
+            has_state=self._engine.has_state,
+            at=now - self._began,
+        )
+
+    def _strike(self, key: str, watch: Watch, point: Point, where: tuple[Any, ...]) -> None:
+        fault = watch.fault
+        if fault.rank == "all":
+            key = f"{key} at rank {point.rank}"
+        if not self._noted(key, fault, point):
+            watch.over = True
+            return
+        watch.struck += 1
+        watch.over = watch.struck == fault.most
+        logger.warning("fault_strikes fault=%r rank=%d step=%d", text(fault), point.rank, point.step)
+        match fault.kind:
+            case "kill":
+                os.kill(os.getpid(), fault.signal)
+            case "hang":
+                strikes.hang(str(fault.argument or "sleep"), fault.duration)
+            case "raise":
+                inside = point.phase != _OUTSIDE and self._engine.control is not None
+                raise strikes.error(str(fault.argument), inside)
+            case "exit":
+                strikes.leave(int(fault.argument or 0))
+            case "slow":
+                until = None if fault.duration is None else time.monotonic() + fault.duration
+                last = None if fault.steps is None else point.step + fault.steps - 1
+                self._slow = float(fault.argument or 1), until, last
+            case "corrupt gradient":
+                strikes.corrupt_next_gradient(where[2])
+
+    def _drag(self, point: Point) -> None:
+        """Of a slow worker: what the micro-batch that begins takes longer than the one before."""
+        if self._slow is None:
+            return
+        factor, until, last = self._slow
+        if (until is not None and time.monotonic() >= until) or (last is not None and point.step > last):
+            self._slow = None
+            return
+        time.sleep((factor - 1) * self._took)
+
+    def _noted(self, key: str, fault: Fault, point: Point) -> bool:
+        """Whether it may strike, and is in the event log."""
+        control = self._engine.control
+        if control is None:
+            number = self._struck.get(key, 0)
+            if fault.kind in ("kill agent", "kill coordinator", "drop network", "stop"):
+                logger.error("fault_refused fault=%r reason=there is no agent", text(fault))
+                return False
+            self._struck[key] = number + 1
+            return fault.most is None or number < fault.most
+        answer = control.claim(
+            wire.FaultDue(
+                worker=control.worker,
+                claim=f"{control.worker} {next(self._claims)}",
+                key=key,
+                most=fault.most,
+                fault=text(replace(fault, task=None)),
+                fields={"rank": point.rank, "step": point.step, "phase": point.phase, "index": point.index},
+            ),
+            NOTED_SECONDS,
+        )
+        if answer is None or not answer.strikes:
+            reason = f"not noted within {NOTED_SECONDS:g} s" if answer is None else answer.reason
+            logger.warning("fault_refused fault=%r reason=%s", text(fault), reason)
+            return False
+        return True

@@ -1,0 +1,66 @@
+"""What a worker does to itself on purpose (docs/faults.md). Each function strikes; none decides."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+from unicron_lightning.faults.examples import EXAMPLES, Example
+from unicron_lightning.worker.communicator import CommunicatorAborted
+
+_NAP_SECONDS = 0.05
+
+
+def hang(how: str, seconds: float | None) -> None:
+    """Does not return for so long (None: ever): sleeps, or spins. Other threads go on."""
+    end = None if seconds is None else time.monotonic() + seconds
+    while end is None or time.monotonic() < end:
+        if how == "sleep":
+            time.sleep(_NAP_SECONDS)
+
+
+def leave(status: int) -> None:
+    """Ends the process at once, as a library's ``exit`` does."""
+    logging.shutdown()
+    os._exit(status)
+
+
+def error(kind: str, in_operation: bool) -> Exception:
+    """What a library raises for an error of this kind.
+
+    Args:
+        kind: one of `EXAMPLES`.
+        in_operation: whether it is raised in an operation of the engine. Broken connections come out of collectives as
+            `CommunicatorAborted` there, for which there is an answer in place.
+    """
+    example = EXAMPLES[kind]
+    raised = _class_of(example)(example.text)
+    if not (example.collective and in_operation):
+        return raised
+    aborted = CommunicatorAborted(example.text)
+    aborted.__cause__ = raised
+    return aborted
+
+
+def corrupt_next_gradient(module: torch.nn.Module) -> None:
+    """Has the next backward give NaN for the first parameter that needs a gradient."""
+    parameter = next((p for p in module.parameters() if p.requires_grad), None)
+    if parameter is None:
+        return
+
+    def spoil(gradient: Tensor) -> Tensor:
+        handle.remove()
+        return torch.full_like(gradient, float("nan"))
+
+    handle = parameter.register_hook(spoil)
+
+
+def _class_of(example: Example) -> type[Exception]:
+    path, _, name = example.exception.rpartition(".")
+    found: type[Exception] = getattr(import_module(path or "builtins"), name, RuntimeError)
+    return found
