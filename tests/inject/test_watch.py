@@ -14,6 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unicron_lightning import wire
+from unicron_lightning.detection.exceptions import describe
+from unicron_lightning.faults.examples import EXAMPLES
 from unicron_lightning.faults.language import parse
 from unicron_lightning.faults.watch import Point, Watch
 from unicron_lightning.worker import strikes
@@ -240,3 +242,9 @@ def test_an_order_strikes_the_worker_it_was_sent_to() -> None:
     with pytest.raises(torch.AcceleratorError, match="device-side assert"):
         step(engine, 0)
     assert control.asked[0].key == "order of 1 at rank 0"
+
+
+@pytest.mark.parametrize("kind", EXAMPLES)
+@pytest.mark.parametrize("in_operation", [True, False])
+def test_what_is_raised_is_classified_as_what_it_is(kind: str, in_operation: bool) -> None:
+    assert describe(strikes.error(kind, in_operation)).kind == kind

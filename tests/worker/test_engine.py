@@ -338,7 +338,7 @@ def test_a_leaders_action_is_done_by_another_when_the_leader_dies() -> None:
     coordinator = Coordinator()
     engines = {name: coordinator.worker(name) for name in ("w0", "w1")}
     acted: list[str] = []
-    engines["w0"].fault = Fault(3)  # exchange, connect, then "agree", after its action
+    engines["w0"].fault = Fault(4)  # exchange, connect, "checkpoint", then "agree", after its action
 
     def program(name: str) -> Any:
         return lambda: engines[name].run(LeaderAction("write", lambda: acted.append(name)))
