@@ -178,7 +178,7 @@ def task_of(name: str, config: TaskConfig, where: str, cluster: ClusterConfig, f
     try:
         return PlanTask(
             name=name,
-            performance=_performance(config.performance, cluster, folder),
+            performance=performance_of(config.performance, cluster, folder),
             transition_seconds=config.transition_seconds,
             weight=config.weight,
             min_workers=config.min_workers,
@@ -190,7 +190,12 @@ def task_of(name: str, config: TaskConfig, where: str, cluster: ClusterConfig, f
         raise ConfigError(f"{where}.{name}: {error}") from error
 
 
-def _performance(config: PerformanceConfig, cluster: ClusterConfig, folder: Path) -> PerformanceModel:
+def performance_of(config: PerformanceConfig, cluster: ClusterConfig, folder: Path) -> PerformanceModel:
+    """T(t,x) as a file says it.
+
+    Raises:
+        ValueError: a table or a model that can't be.
+    """
     if config.transformer is not None:
         return _transformer(config.transformer, cluster)
     if config.flops is not None:

@@ -1,0 +1,56 @@
+"""The command as users run it: a sweep in one process and in two, its files, and errors in one line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from pyarrow import parquet
+
+SWEEP = ["-m", "policy=unicron,megatron", "trace=b", "trace.days=1", "seed=range(2)"]
+
+
+def simulate(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "unicron_lightning.simulate", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=110, check=False)
+
+
+@pytest.mark.timeout(240)
+def test_a_sweep_is_the_same_in_one_process_and_in_two(tmp_path: Path) -> None:
+    one = simulate(tmp_path, *SWEEP, "hydra.sweep.dir=one")
+    assert one.returncode == 0, one.stderr
+    assert "4 simulations; ratio: WAF over that of megatron" in one.stdout
+    two = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "hydra.sweep.dir=two", "output.pictures=false"]
+    result = simulate(tmp_path, *SWEEP, *two)
+    assert result.returncode == 0, result.stderr
+    for name in ("rows.csv", "summary.csv", "0/waf.csv", "0/incidents.csv", "0/row.json", "3/waf.csv"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), name
+    for name in ("waf.png", "losses.png"):
+        with Image.open(tmp_path / "one" / name) as picture:
+            assert min(picture.size) > 200
+        assert not (tmp_path / "two" / name).exists()
+    row = json.loads((tmp_path / "one" / "0" / "row.json").read_text())
+    losses = sum(row[f"lost_{loss}"] for loss in ("detection", "transition", "sub_healthy", "overhead"))
+    assert row["of_ideal"] + losses == pytest.approx(1.0)
+    assert sum(value for name, value in row.items() if name.startswith("time_")) == pytest.approx(1.0)
+
+
+def test_one_run_with_parquet(tmp_path: Path) -> None:
+    result = simulate(tmp_path, "policy=torchft", "trace=b", "trace.days=1", "output.format=parquet", "hydra.run.dir=x")
+    assert result.returncode == 0, result.stderr
+    assert "torchft" in result.stdout
+    curve = parquet.read_table(tmp_path / "x" / "waf.parquet").to_pydict()
+    assert curve["seconds"][0] == 0.0
+    assert max(curve["waf"]) > 1e15
+
+
+def test_a_wrong_key_is_one_line(tmp_path: Path) -> None:
+    result = simulate(tmp_path, "+costs.unicron.detektion=3", "hydra.run.dir=x")
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+    line = result.stderr.strip().splitlines()[-1]
+    assert line.startswith("simulate: costs.unicron.detektion=3: unknown key, expected one of detection, change, ")

@@ -1,0 +1,93 @@
+"""From a workload's configuration to cluster and tasks."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+
+from unicron_lightning.errors import ConfigError
+from unicron_lightning.simulate.ideal import optimum
+from unicron_lightning.simulate.scenario import SizeConfig, WorkloadConfig, read_size, read_workload, scene
+
+TABLE = {"points": [{"workers": n, "tflops_per_worker": 100} for n in (8, 64)], "beyond": "extend"}
+NODES = {"num_nodes": 4, "workers_per_node": 8}
+
+
+def preset(name: str) -> WorkloadConfig:
+    with initialize_config_module("unicron_lightning.conf.simulate", version_base="1.3"):
+        return read_workload(OmegaConf.to_container(compose(config_name=f"workload/{name}").workload))
+
+
+@pytest.mark.parametrize("name", ["six", "sizes", "equal", "weights"])
+def test_presets_for_128_workers_run_all_their_tasks(name: str) -> None:
+    cluster, tasks = scene(preset(name), SizeConfig())
+    assert (cluster.num_workers, len(tasks)) == (128, 6)
+    shares = optimum(tasks, cluster.num_places, cluster.place_workers)
+    assert min(shares.values()) >= 1
+    assert sum(shares.values()) == 16
+    weights = {task.weight for task in tasks}
+    sizes = {task.flops_per_step for task in tasks}
+    assert (len(weights) > 1, len(sizes) > 1) == {
+        "six": (True, True),
+        "sizes": (False, True),
+        "equal": (False, False),
+        "weights": (True, False),
+    }[name]
+
+
+def test_tasks_come_and_go() -> None:
+    _, tasks = scene(preset("churn"), SizeConfig())
+    visits = [task for task in tasks if task.departure is not None]
+    assert [task.arrival / 3600 for task in visits] == [12 + 24 * index for index in range(7)]
+    assert {task.departure - task.arrival for task in visits} == {72 * 3600.0}
+    assert sum(task.arrival == 0 for task in tasks) == 2
+
+
+def test_llama3_has_the_published_speed() -> None:
+    cluster, (task,) = scene(preset("llama3"), SizeConfig())
+    assert cluster.num_workers == 16_384
+    assert task.throughput(16_384) == pytest.approx(16_384 * 400e12)
+    # 16 M tokens of 405 B parameters: 6 FLOPs each.
+    assert task.flops_per_step == pytest.approx(6 * 405e9 * 16e6, rel=0.01)
+
+
+def test_the_cluster_can_be_another() -> None:
+    cluster, tasks = scene(preset("many"), SizeConfig(num_nodes=1250, cell=10))
+    assert (cluster.num_nodes, cluster.cell, len(tasks)) == (1250, 10, 256)
+
+
+def test_a_file_for_the_planner_is_a_workload(tmp_path: Path) -> None:
+    text = resources.files("unicron_lightning.conf").joinpath("examples/six_tasks_128_gpus.yaml").read_text()
+    (tmp_path / "cluster.yaml").write_text(text)
+    cluster, tasks = scene(WorkloadConfig(name="own", file="cluster.yaml"), SizeConfig(), tmp_path)
+    assert (cluster.num_nodes, cluster.workers_per_node) == (16, 8)
+    measured = {task.name: task for task in tasks}["measured"]
+    assert (measured.weight, measured.quantum, measured.max_workers) == (1.5, 8, 32)
+    assert measured.throughput(16) == pytest.approx(16 * 141e12)
+
+
+@pytest.mark.parametrize(
+    ("workload", "size", "message"),
+    [
+        ({"tasks": {"x": {"performance": TABLE}}}, {}, r"num_nodes=None, workers_per_node=None: expected both"),
+        ({"cluster": NODES}, {}, r"no tasks: expected at least one"),
+        ({"cluster": NODES, "tasks": {"x": {}}}, {}, r"workload.tasks.x.performance is missing"),
+        ({"cluster": NODES, "tasks": {"x": {"performance": TABLE, "wait": 1}}}, {}, r"x.wait=1: unknown key"),
+        ({"cluster": NODES, "tasks": {"x": {"performance": {}}}}, {}, r"given by nothing: expected exactly one"),
+        ({"cluster": NODES, "tasks": {"x": {"performance": TABLE, "copies": 0}}}, {}, r"copies=0"),
+        ({"cluster": NODES, "tasks": {"x": {"performance": TABLE}}}, {"cell": 3}, r"cell=3: expected a divisor"),
+        (
+            {"cluster": NODES, "tasks": {"x": {"performance": TABLE, "min_workers": 4}}},
+            {},
+            r"T\(t,x\)=0 at min_workers=4",
+        ),
+        ({"file": "nothing.yaml"}, {}, r"nothing.yaml"),
+    ],
+)
+def test_what_is_wrong_is_quoted(workload: dict, size: dict, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        scene(read_workload({"name": "x", **workload}), read_size(size), tmp_path)

@@ -1,0 +1,101 @@
+"""``python -m unicron_lightning.simulate [-m] [key=value ...]``: what failures would cost, by policy.
+
+Configured by Hydra; ``--cfg job`` shows the configuration, ``--help`` the groups. A wrong key or value ends it with one
+message (HYDRA_FULL_ERROR=1: with the whole trace).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from unicron_lightning.errors import UnicronError
+
+_FULL_ERROR = "HYDRA_FULL_ERROR"
+_WRONG = (UnicronError, HydraException, OmegaConfBaseException)
+_NO_VARIANT = ("policy", "trace", "workload", "seed", "experiment", "output", "hydra")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run with the given command line (default: the process's)."""
+    if arguments is not None:
+        sys.argv = [sys.argv[0], *arguments]
+    where = "pkg://unicron_lightning.conf.simulate"
+    run = hydra.main(version_base="1.3", config_path=where, config_name="simulate")(job)
+    if os.environ.get(_FULL_ERROR) == "1":
+        run()
+        return
+    # Hydra prints errors itself, and advises to add unknown keys with `+`; raised, they are said in one line.
+    os.environ[_FULL_ERROR] = "1"
+    try:
+        run()
+    except _WRONG as error:
+        sys.exit(f"simulate: {_explain(error)}")
+    finally:
+        del os.environ[_FULL_ERROR]
+
+
+def job(composed: DictConfig) -> float:
+    """One simulation, as Hydra has composed it.
+
+    Returns:
+        Accumulated WAF as part of the ideal.
+    """
+    # What computes is imported only here: --cfg and --help are quick.
+    from unicron_lightning.simulate.rows import row_of
+    from unicron_lightning.simulate.saving import save_result
+    from unicron_lightning.simulate.settings import read_settings
+    from unicron_lightning.simulate.tables import as_table, console
+
+    data = cast("dict[str, Any]", OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
+    settings = read_settings(data)
+    cluster, _, trace = settings.scene()
+    result = settings.run()
+    around = HydraConfig.get()
+    row = row_of(
+        result,
+        workload=settings.workload.name,
+        seed=settings.seed,
+        variant=variant_of(list(around.overrides.task)),
+        num_workers=cluster.num_workers,
+        num_faults=len(trace.faults),
+    )
+    folder = Path(around.runtime.output_dir)
+    save_result(folder, result, row, settings.output.format)
+    if around.mode is None or around.mode.name == "RUN":
+        size = f"{cluster.num_workers} workers, {row['days']:g} days, {len(trace.faults)} faults"
+        shown = console()
+        shown.print(as_table([row], size))
+        shown.print(f"in {folder}")
+    return result.of_ideal
+
+
+def variant_of(overrides: list[str]) -> str:
+    """What sets a run apart from others beside policy, trace, workload and seed: the other overrides."""
+    return " ".join(sorted(each for each in overrides if _sets_apart(each.lstrip("+~").partition("=")[0])))
+
+
+def _sets_apart(key: str) -> bool:
+    # A change of a trace's or a workload's numbers does; the choice of one has its own column.
+    return key.partition(".")[0] not in _NO_VARIANT or key.startswith(("trace.", "workload."))
+
+
+def _explain(error: BaseException) -> str:
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OmegaConfBaseException) and cause.full_key:
+            return f"{cause.full_key}: {str(cause.msg or cause).splitlines()[0]}"
+        cause = cause.__cause__
+    return str(error)
+
+
+if __name__ == "__main__":
+    main()

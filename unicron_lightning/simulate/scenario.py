@@ -1,0 +1,197 @@
+"""What is simulated: a cluster, its tasks, a trace and costs, as Hydra's configuration says them.
+
+The schema of the groups ``workload`` and ``cluster``, and how they become what `run.simulate` takes. A task's speed is
+said as in files for ``unicron plan``, and such a file can be a workload as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from unicron_lightning.errors import ConfigError
+from unicron_lightning.planner.performance.model import PerformanceModel
+from unicron_lightning.planner.performance.transformer import TransformerModel
+from unicron_lightning.planning.config import ClusterConfig, PerformanceConfig, read
+from unicron_lightning.planning.sections import read_section
+from unicron_lightning.planning.situation import nodes_of, performance_of
+from unicron_lightning.simulate.trace import Cluster
+from unicron_lightning.simulate.workload import SimTask
+
+HOUR = 3600.0
+_SCENES: dict[tuple[str, str, Path], tuple[Cluster, tuple[SimTask, ...]]] = {}
+"""The newest one, so that the jobs of a sweep share it. A table in a CSV file is part of it as it was first read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeConfig:
+    """The cluster; what is null is as the workload says."""
+
+    num_nodes: int | None = None
+    """Equal nodes."""
+    workers_per_node: int | None = None
+    """Accelerators of each."""
+    cell: int | None = None
+    """Nodes that are given out, and lost, together; see `unicron_lightning.simulate.trace.Cluster`."""
+    accelerator: str | None = None
+    """A800, A100, H100 or H200, for tasks with ``performance.transformer``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimTaskConfig:
+    """A task; see `unicron_lightning.simulate.workload.SimTask`."""
+
+    performance: PerformanceConfig
+    """T(t,x), as in a file for ``unicron plan``."""
+    weight: float = 1.0
+    min_workers: int = 1
+    max_workers: int | None = None
+    quantum: int = 1
+    """Workers that it uses at a time, e.g. TP x PP."""
+    flops_per_step: float | None = None
+    """FLOPs of an optimizer step; of a ``transformer`` they are known."""
+    micro_batches: int = 1024
+    """Of a step."""
+    arrival_hours: float = 0.0
+    departure_hours: float | None = None
+    steps: float | None = None
+    """After which it ends."""
+    copies: int = 1
+    """So many alike, named NAME-0, NAME-1, ..."""
+    stagger_hours: float = 0.0
+    """Each of the copies arrives so much after the one before."""
+
+    def __post_init__(self) -> None:
+        if self.copies < 1:
+            raise ConfigError(f"copies={self.copies}: expected a whole number of at least 1")
+        if not (math.isfinite(self.stagger_hours) and self.stagger_hours >= 0):
+            raise ConfigError(f"stagger_hours={self.stagger_hours}: expected hours, 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkloadConfig:
+    """Tasks, and the cluster that they are for."""
+
+    name: str
+    """For tables."""
+    cluster: SizeConfig = field(default_factory=SizeConfig)
+    tasks: dict[str, SimTaskConfig] = field(default_factory=dict)
+    file: str | None = None
+    """A file for ``unicron plan``: its tasks, queued ones left out, and its cluster."""
+
+
+def read_workload(data: Mapping[str, Any]) -> WorkloadConfig:
+    """The group ``workload`` from plain data.
+
+    Raises:
+        ConfigError: an unknown or missing key, or a wrong value.
+    """
+    return read_section(WorkloadConfig, data, "workload")
+
+
+def read_size(data: Mapping[str, Any]) -> SizeConfig:
+    """The group ``cluster`` from plain data.
+
+    Raises:
+        ConfigError: as for `read_workload`.
+    """
+    return read_section(SizeConfig, data, "cluster")
+
+
+def scene(workload: WorkloadConfig, size: SizeConfig, folder: Path = Path()) -> tuple[Cluster, tuple[SimTask, ...]]:
+    """The cluster and its tasks. Those of a file are read each time; others are remembered, as models search long.
+
+    Args:
+        workload: what they are.
+        size: what is to be different of the cluster.
+        folder: where relative paths begin.
+
+    Raises:
+        ConfigError: something is missing, or values contradict each other.
+    """
+    known = None if workload.file is not None else (repr(workload), repr(size), folder)
+    if known is not None and known in _SCENES:
+        return _SCENES[known]
+    made = _scene(workload, size, folder)
+    if known is not None:
+        _SCENES.clear()
+        _SCENES[known] = made
+    return made
+
+
+def _scene(workload: WorkloadConfig, size: SizeConfig, folder: Path) -> tuple[Cluster, tuple[SimTask, ...]]:
+    own, tasks, base = workload.cluster, dict(workload.tasks), folder
+    if workload.file is not None:
+        base = folder / Path(workload.file).parent
+        plan = read(folder / workload.file, [])
+        nodes = nodes_of(plan.cluster)
+        if len({node.num_slots for node in nodes}) > 1:
+            raise ConfigError(f"workload.file={workload.file}: nodes of several sizes: expected equal ones")
+        own = SizeConfig(
+            num_nodes=len(nodes), workers_per_node=nodes[0].num_slots, accelerator=plan.cluster.accelerator
+        )
+        for name, task in plan.tasks.items():
+            tasks[name] = SimTaskConfig(
+                performance=task.performance,
+                weight=task.weight,
+                min_workers=task.min_workers,
+                max_workers=task.max_workers,
+                quantum=task.granularity,
+            )
+    cluster = _cluster(own, size)
+    if not tasks:
+        raise ConfigError("workload: no tasks: expected at least one in workload.tasks or workload.file")
+    accelerator = size.accelerator or own.accelerator
+    machines = ClusterConfig(
+        num_nodes=cluster.num_nodes, workers_per_node=cluster.workers_per_node, accelerator=accelerator
+    )
+    made = [each for name, task in tasks.items() for each in _tasks(name, task, machines, base)]
+    return cluster, tuple(made)
+
+
+def _cluster(own: SizeConfig, size: SizeConfig) -> Cluster:
+    num_nodes, workers = size.num_nodes or own.num_nodes, size.workers_per_node or own.workers_per_node
+    if num_nodes is None or workers is None:
+        given = f"num_nodes={num_nodes}, workers_per_node={workers}"
+        raise ConfigError(f"cluster: {given}: expected both, there or in workload.cluster")
+    return Cluster(num_nodes=num_nodes, workers_per_node=workers, cell=size.cell or own.cell or 1)
+
+
+def _tasks(name: str, config: SimTaskConfig, machines: ClusterConfig, folder: Path) -> Iterator[SimTask]:
+    where = f"workload.tasks.{name}"
+    try:
+        performance = performance_of(config.performance, machines, folder)
+    except ValueError as error:
+        raise ConfigError(f"{where}.performance: {error}") from error
+    flops = _step_flops(config, performance, where)
+    for copy in range(config.copies):
+        late = copy * config.stagger_hours
+        yield SimTask(
+            name=name if config.copies == 1 else f"{name}-{copy}",
+            performance=performance,
+            flops_per_step=flops,
+            weight=config.weight,
+            min_workers=config.min_workers,
+            max_workers=config.max_workers,
+            quantum=config.quantum,
+            micro_batches=config.micro_batches,
+            arrival=(config.arrival_hours + late) * HOUR,
+            departure=None if config.departure_hours is None else (config.departure_hours + late) * HOUR,
+            steps=config.steps,
+        )
+
+
+def _step_flops(config: SimTaskConfig, performance: PerformanceModel, where: str) -> float:
+    flops = config.flops_per_step or config.performance.flops_per_step
+    if flops is not None:
+        return flops
+    if isinstance(performance, TransformerModel):
+        return float(performance.step_flops)
+    # Only the length of a step hangs on it, of which part is lost with a worker: take 10 s at the least size.
+    least = performance.throughput(max(config.min_workers, config.quantum))
+    if not least:
+        raise ConfigError(f"{where}: T(t,x)=0 at min_workers={config.min_workers}: expected FLOP/s > 0")
+    return 10.0 * least

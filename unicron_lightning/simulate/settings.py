@@ -1,0 +1,105 @@
+"""One simulation as Hydra has composed it: strictly read, and run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from unicron_lightning.errors import ConfigError
+from unicron_lightning.planning.sections import read_section
+from unicron_lightning.simulate.calibration import Calibration, read_calibration
+from unicron_lightning.simulate.result import Result
+from unicron_lightning.simulate.run import POLICIES, simulate
+from unicron_lightning.simulate.scenario import SizeConfig, WorkloadConfig, read_size, read_workload, scene
+from unicron_lightning.simulate.trace import Cluster, Trace
+from unicron_lightning.simulate.traces.config import TraceConfig, read_trace
+from unicron_lightning.simulate.traces.generate import generate
+from unicron_lightning.simulate.workload import SimTask
+
+Format = Literal["csv", "parquet"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputConfig:
+    """What is written and shown."""
+
+    format: Format = "csv"
+    """Of tables; parquet needs pyarrow."""
+    pictures: bool = True
+    """Whether to draw them, where matplotlib is installed."""
+    progress: bool = True
+    """Whether sweeps show a progress bar, on a terminal."""
+    reference: str = "megatron"
+    """The policy that others are compared with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """One simulation.
+
+    Attributes:
+        policy: one of `run.POLICIES`.
+        seed: of the trace.
+        trace, workload, cluster, costs: the groups.
+        output: what is written.
+    """
+
+    policy: str
+    seed: int
+    trace: TraceConfig
+    workload: WorkloadConfig
+    cluster: SizeConfig
+    costs: Calibration
+    output: OutputConfig = field(default_factory=OutputConfig)
+
+    def scene(self, folder: Path = Path()) -> tuple[Cluster, tuple[SimTask, ...], Trace]:
+        """Cluster, tasks and trace; relative paths begin at ``folder``."""
+        cluster, tasks = scene(self.workload, self.cluster, folder)
+        return cluster, tasks, generate(self.trace, cluster, self.seed, folder)
+
+    def run(self, folder: Path = Path()) -> Result:
+        """Simulate.
+
+        Raises:
+            ConfigError: values that contradict each other.
+        """
+        cluster, tasks, trace = self.scene(folder)
+        return simulate(self.policy, cluster, tasks, trace, self.costs.of(system_of(self.policy)))
+
+
+def system_of(policy: str) -> str:
+    """Whose costs a policy has: a variant, named SYSTEM_WITHOUT_SOMETHING, those of its system.
+
+    Raises:
+        ConfigError: no such policy.
+    """
+    if policy not in POLICIES:
+        raise ConfigError(f"policy={policy!r}: expected one of {', '.join(POLICIES)}")
+    return policy.partition("_")[0]
+
+
+def read_settings(data: Mapping[str, Any]) -> Settings:
+    """From what was composed, as plain data.
+
+    Raises:
+        ConfigError: an unknown or missing key, or a wrong value, with the full key.
+    """
+    known = ("policy", "seed", "trace", "workload", "cluster", "costs", "output")
+    for key in data:
+        if key not in (*known, "experiment"):
+            raise ConfigError(f"{key}={data[key]!r}: unknown key, expected one of {', '.join(known)}")
+    policy, seed = str(data["policy"]), data["seed"]
+    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
+        raise ConfigError(f"seed={seed!r}: expected a whole number, 0 or more")
+    system_of(policy)
+    return Settings(
+        policy=policy,
+        seed=seed,
+        trace=read_trace(data["trace"]),
+        workload=read_workload(data["workload"]),
+        cluster=read_size(data["cluster"]),
+        costs=read_calibration(data["costs"]),
+        output=read_section(OutputConfig, data["output"], "output"),
+    )
