@@ -34,10 +34,8 @@ def serve() -> None:
     """Answer requests until the input ends."""
     torch.set_num_threads(1)
     importlib.import_module("untouched")  # first: it remembers what torch was
-    importlib.import_module("unicron_lightning.megatron.toy")
-    importlib.import_module("megatron.core.optimizer")
-    importlib.import_module("megatron.core.distributed")
-    importlib.import_module("megatron.core.pipeline_parallel")
+    for name in ("toy", "mirror", "sharded", "checkpoint"):
+        importlib.import_module(f"unicron_lightning.megatron.{name}")
     for line in sys.stdin:
         request = json.loads(line)
         children = [_fork(rank, request) for rank in range(request["world"])]

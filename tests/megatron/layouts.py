@@ -1,0 +1,54 @@
+"""Scenarios: a checkpoint is written in one layout and taken up in another."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import plain
+import torch.distributed as dist
+
+from unicron_lightning.errors import ConfigError
+from unicron_lightning.megatron import checkpoint, shim, toy
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MICRO_BATCHES = 8
+
+
+def _training(
+    rank: int, world: int, folder: Path, tp: int, pp: int, zero1: bool, seed: int, bf16: bool
+) -> plain.Training:
+    shim.install()
+    plain.start(rank, world, folder, tp=tp, pp=pp)
+    return plain.build(toy.Toy(bf16=bf16), zero1=zero1, seed=seed)
+
+
+def save(
+    rank: int, world: int, folder: Path, *, path: str, tp: int, pp: int, zero1: bool, bf16: bool = False
+) -> list[float]:
+    """Two steps, a checkpoint (written twice), two more steps, of which the gradients' norms."""
+    training = _training(rank, world, folder, tp, pp, zero1, 1234, bf16)
+    for number in range(2):
+        training.step(number, MICRO_BATCHES)
+    for text in ("first", "second"):
+        checkpoint.save(path, [training.ddp], training.optimizer, {"loops": {"steps": 2}, "text": text})
+    norms = [training.step(number, MICRO_BATCHES) for number in (2, 3, 4)]
+    dist.destroy_process_group()
+    return norms
+
+
+def load(
+    rank: int, world: int, folder: Path, *, path: str, tp: int, pp: int, zero1: bool, bf16: bool = False
+) -> dict[str, Any]:
+    """A fresh model with other values, the checkpoint, the same two steps."""
+    training = _training(rank, world, folder, tp, pp, zero1, 99, bf16)
+    try:
+        checkpoint.load(f"{path}-elsewhere", [training.ddp], training.optimizer)
+    except ConfigError as error:
+        refused = str(error)
+    rest = checkpoint.load(path, [training.ddp], training.optimizer)
+    assert rest == checkpoint.rest(path)
+    norms = [training.step(number, MICRO_BATCHES) for number in (2, 3, 4)]
+    dist.destroy_process_group()
+    return {"norms": norms, "rest": rest, "refused": refused}
