@@ -40,7 +40,7 @@ HEALTHY = {
     "worker_finished", "agent_left", "task_over",
 }  # fmt: skip
 """Events of a task to which nothing happens."""
-SLOW = {"worker_degraded", "task_degraded", "degraded", "straggler", "worker_slow", "no_longer_degraded"}
+SLOW = {"task_degraded", "task_normal", "straggler", "straggler_over"}
 """Statements about speed; nothing is done because of them."""
 EVIDENCE_SECONDS = 60.0
 """How far back a statement about speed may look."""

@@ -59,6 +59,7 @@ class History:
         self._recomputed = 0
         self._kept: list[Sighting] = []
         self._news: list[tuple[Sighting, str]] = []
+        self._conditions: dict[str, str] = {}
 
     @property
     def count(self) -> int:
@@ -75,6 +76,12 @@ class History:
         with self._lock:
             return [dataclasses.replace(sighting) for sighting in self._kept[-number:]]
 
+    @property
+    def conditions(self) -> dict[str, str]:
+        """What is slow at present, in words: ``degraded``, or the name of a worker that is a straggler."""
+        with self._lock:
+            return dict(self._conditions)
+
     def news(self) -> list[tuple[Sighting, str]]:
         """What has changed since the last call: incidents as they were then, with ``recovered`` or ``closed``."""
         with self._lock:
@@ -88,12 +95,17 @@ class History:
                 self._of_incident(notice, notice.incident)
             elif notice.name == "worker.recovered":
                 self._recovered(notice)
+            elif notice.name in ("task_degraded", "straggler"):
+                self._conditions[_who(notice)] = _slowness(notice)
+            elif notice.name in ("task_normal", "straggler_over"):
+                self._conditions.pop(_who(notice), None)
 
     def state(self) -> dict[str, Any]:
         """As plain data, for joiners and checkpoints."""
         with self._lock:
             kept = [dataclasses.asdict(sighting) for sighting in self._kept]
-            return {"count": self._count, "recomputed": self._recomputed, "kept": kept}
+            counts = {"count": self._count, "recomputed": self._recomputed}
+            return {**counts, "kept": kept, "conditions": dict(self._conditions)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Takes over what `state` gave, for what this worker has not seen itself."""
@@ -103,6 +115,7 @@ class History:
             self._kept = [*older, *self._kept][-KEPT:]
             self._count = state["count"] + len(own - {each["id"] for each in state["kept"]})
             self._recomputed += state["recomputed"]
+            self._conditions = {**state["conditions"], **self._conditions}
 
     def _of_incident(self, notice: wire.Notice, name: str) -> None:
         sighting = next((each for each in reversed(self._kept) if each.id == name), None)
@@ -143,3 +156,15 @@ def _cause(notice: wire.Notice) -> str:
 
 def _where(notice: wire.Notice) -> str:
     return str(notice.fields.get("node") or notice.fields.get("worker") or notice.fields.get("agent") or "")
+
+
+def _who(notice: wire.Notice) -> str:
+    return str(notice.fields.get("worker", "degraded")) if notice.name.startswith("straggler") else "degraded"
+
+
+def _slowness(notice: wire.Notice) -> str:
+    fields = notice.fields
+    if notice.name == "task_degraded":
+        return f"steps take {fields.get('times')} times as long as usual"
+    who = f"rank {fields.get('rank')} on {fields.get('node')}"
+    return f"straggler: {who}, whose micro-batches take {fields.get('times')} times as long as its peers'"

@@ -30,6 +30,7 @@ class UnicronMonitor(pl.Callback):
 
         world_size, epoch            of the present world
         incidents                    so far
+        degraded, stragglers         whether steps are slower than they were; how many ranks hold the others up
         recomputed_micro_batches     so far, by all workers together
         recovery_ms                  after an incident: from the coordinator's word of it to the next finished step
         detection_ms, transition_ms, sub_healthy_s      when it is over: the coordinator's account of it
@@ -38,8 +39,9 @@ class UnicronMonitor(pl.Callback):
     lost the next does, from the step on in which that happened.
 
     Args:
-        display: ``live``: a picture that is kept up to date; ``lines``: a line per incident that is recovered from, and
-            one when it is over; ``off``: nothing; ``auto``: live on a terminal without other progress bars, else lines.
+        display: ``live``: a picture that is kept up to date; ``lines``: a line per incident that is recovered from,
+            one when it is over, and one when something becomes slow; ``off``: nothing; ``auto``: live on a terminal
+            without other progress bars, else lines.
 
     Raises:
         ConfigError: ``display`` is none of these, or, at the start, the strategy is not ``unicron``.
@@ -54,6 +56,7 @@ class UnicronMonitor(pl.Callback):
         self._trainer: pl.Trainer | None = None
         self._phase = "starting"
         self._told_epoch = -1
+        self._told_conditions: dict[str, str] = {}
         self._total: int | None = None
         self._ends: list[tuple[float, int]] = []
         self._live: Any = None
@@ -79,9 +82,10 @@ class UnicronMonitor(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         assert self._engine is not None
-        world, news = self._engine.world, self.history.news()
-        changed = bool(news) or world.epoch != self._told_epoch
-        self._told_epoch = world.epoch
+        world, news, conditions = self._engine.world, self.history.news(), self.history.conditions
+        slow = [words for name, words in conditions.items() if self._told_conditions.get(name) != words]
+        changed = bool(news) or conditions != self._told_conditions or world.epoch != self._told_epoch
+        self._told_epoch, self._told_conditions = world.epoch, conditions
         self._ends = [*(end for end in self._ends if end[0] > time.monotonic() - _SPEED_SECONDS)]
         self._ends.append((time.monotonic(), trainer.global_step))
         if not trainer.is_global_zero:
@@ -91,8 +95,8 @@ class UnicronMonitor(pl.Callback):
         if changed or trainer._logger_connector.should_update_logs:
             self._log(trainer, self._metrics(news))
         if self._live is None and self._display != "off":
-            for sighting, _ in news:
-                self._say(trainer, sighting.line())
+            for line in [*(sighting.line() for sighting, _ in news), *slow]:
+                self._say(trainer, line)
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -142,6 +146,7 @@ class UnicronMonitor(pl.Callback):
             steps_per_second=self._speed(),
             incidents=self.history.count,
             recomputed=self.history.recomputed,
+            conditions=list(self.history.conditions.values()),
             newest=self.history.newest(_SHOWN),
         )
 
@@ -161,6 +166,9 @@ class UnicronMonitor(pl.Callback):
         world, history = self._engine.world, self.history
         metrics: dict[str, float] = {"world_size": world.size, "epoch": world.epoch, "incidents": history.count}
         metrics["recomputed_micro_batches"] = history.recomputed
+        conditions = history.conditions
+        metrics["degraded"] = float("degraded" in conditions)
+        metrics["stragglers"] = len(conditions.keys() - {"degraded"})
         for sighting, what in news:
             if what == "recovered":
                 metrics["recovery_ms"] = 1e3 * sighting.transition

@@ -62,6 +62,21 @@ def test_a_joiner_goes_on_with_the_others_history():
     assert len(joiner.newest(100)) == KEPT
 
 
+def test_what_is_slow_is_said_while_it_is():
+    history = History()
+    history.take(notice("task_degraded", 1.0, step=5, times=1.3))
+    history.take(notice("straggler", 1.0, worker="n1-abc/0#1", rank=1, node="n1", times=1.5))
+    other = History()
+    other.load_state(history.state())
+    assert other.conditions == {
+        "degraded": "steps take 1.3 times as long as usual",
+        "n1-abc/0#1": "straggler: rank 1 on n1, whose micro-batches take 1.5 times as long as its peers'",
+    }
+    history.take(notice("task_normal", 2.0, step=6))
+    history.take(notice("straggler_over", 2.0, worker="n1-abc/0#1"))
+    assert history.conditions == {}
+
+
 @pytest.mark.parametrize(("seconds", "words"), [(0.0004, "0.4 ms"), (0.116, "116 ms"), (4.36, "4.4 s")])
 def test_durations_in_words(seconds: float, words: str):
     assert in_words(seconds) == words
