@@ -47,6 +47,7 @@ class Passes:
     def begin(self, loader: EvaluationLoader) -> list[int]:
         """Starts the pass over a loader; returns this rank's batches."""
         self.finish()
+        self._engine.activity.enter("validation")
         loop: Any = self._trainer._active_loop
         loop = loop.epoch_loop.val_loop if hasattr(loop, "epoch_loop") else loop
         assert isinstance(loop, _EvaluationLoop) and loop._combined_loader is not None
@@ -76,6 +77,7 @@ class Passes:
 
     def start_batch(self, number: int) -> None:
         """The loop is about to run this batch; what is logged from now on is the batch's."""
+        self._engine.activity.enter("validation", number)
         current = self._pass
         if current is None:
             assert self._trainer.sanity_checking
@@ -135,6 +137,7 @@ class Passes:
 
     def _run(self, current: _Pass, number: int) -> None:
         """Runs a batch that a lost rank, or Lightning's limit, has left over."""
+        self._engine.activity.enter("validation", number)
         results = self._results_of(current.loop)
         results.record_into(current.calls.setdefault(number, []))
         try:

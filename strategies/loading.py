@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -72,7 +73,11 @@ class Loaders:
             world = self._strategy.engine.world
             return share(micro_batches, world.rank, world.size)
 
-        return TrainingLoader(loader, order, seed, limit, position, own, lambda: self._strategy.boundary(trainer))
+        def ended() -> None:
+            self._strategy.engine.activity.enter("epoch_end")
+
+        boundary = partial(self._strategy.boundary, trainer)
+        return TrainingLoader(loader, order, seed, limit, position, own, boundary, ended)
 
     def _begin_pass(self, loader: EvaluationLoader) -> list[int]:
         return self._strategy.passes.begin(loader)

@@ -59,7 +59,11 @@ class MicroBatches:
     def run(self, micro_batch: int) -> None:
         """Forward and backward; gradients accumulate."""
         strategy, plugin, module = self._strategy, self._strategy.precision_plugin, self._module
-        data = self._to_device(self._batch.fetch(micro_batch))
+        activity = strategy.engine.activity
+        activity.enter("data", micro_batch)
+        batch = self._batch.fetch(micro_batch)
+        activity.enter("compute", micro_batch)
+        data = self._to_device(batch)
         strategy.engine.fault("forward", strategy.engine.step, micro_batch, module)
         place = (self._batch.epoch, self._batch.step, micro_batch)
         seed_all(place_seed(self._seed, _FORWARD, *place))

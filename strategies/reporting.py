@@ -57,6 +57,7 @@ class StepReports:
         """
         world, control = engine.world, engine.control
         engine.step += 1
+        engine.activity.committed(engine.step)
         was_finite, self._finite = self._finite, math.isfinite(loss)
         if control is None:
             return

@@ -8,16 +8,21 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 from unicron_lightning import environ, wire
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.stacks import StackFile
+from unicron_lightning.worker.activity import Activity
 from unicron_lightning.worker.connect import connector
 from unicron_lightning.worker.control import Control
 from unicron_lightning.worker.engine import Engine, World
 from unicron_lightning.worker.gloo import leave_buried, wait_buried
 from unicron_lightning.worker.injector import Injector
+from unicron_lightning.worker.monitor import Monitor
+from unicron_lightning.worker.statistics import Summary
 
 logger = logging.getLogger(__name__)
 
@@ -48,10 +53,15 @@ class Session:
         self.is_joiner = False
         self.resume: str | None = None
         self.fits = 0
+        self._stacks: StackFile | None = None
         self._ready_to_abort = threading.Event()
+        activity = Activity()
+        self.monitor = Monitor("", activity)
         if environ.under_agent():
             own = environ.read()
-            self.control = Control(own.agent_socket, own.worker, own.local_rank, self._on_failure)
+            self._stacks = StackFile(Path(own.agent_socket).parent)
+            self.monitor = Monitor(own.worker, activity)
+            self.control = Control(own.agent_socket, own.worker, own.local_rank, self._on_failure, self.monitor)
             self.control.hello(capacity)
             welcome = self.control.wait_welcome()
             if welcome.founder:
@@ -65,7 +75,7 @@ class Session:
             )
         else:
             connect = connector("", "127.0.0.1", device)
-        self.engine = Engine(self.control, connect, on_world, self.is_joiner)
+        self.engine = Engine(self.control, connect, on_world, self.is_joiner, activity)
         self._ready_to_abort.set()
         if self.control is not None:
             self.control.on_order = self._on_order
@@ -80,6 +90,12 @@ class Session:
             return _shared, True
         _shared.engine.follow(on_world)
         return _shared, False
+
+    def statistics(self) -> Summary:
+        """What is known of this worker's steps."""
+        if self.control is None:  # nobody else looks
+            self.monitor.take()
+        return self.monitor.summary()
 
     def wait_admission(self) -> None:
         """Says that this joiner is built and may be admitted; `Engine.run` then waits for its first epoch."""
@@ -96,6 +112,8 @@ class Session:
             leave_buried()
         if self.control is not None:  # last: until then the heartbeats go on
             self.control.close()
+        if self._stacks is not None:
+            self._stacks.close()
 
     def check_fit(self, donors: int) -> None:
         """Refuses a state that belongs to another ``fit`` of the script.

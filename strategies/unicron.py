@@ -9,7 +9,6 @@ Failures are healed inside `UnicronStrategy.training_step` and the other operati
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.strategies import _StrategyRegistry
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities.data import has_len_all_ranks
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from typing_extensions import override
@@ -31,6 +28,7 @@ from unicron_lightning.data.seeding import preserved
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies import join_state
 from unicron_lightning.strategies.checks import check_module, check_optimizers, check_trainer
+from unicron_lightning.strategies.collecting import CollectingStrategy
 from unicron_lightning.strategies.collectives import Collectives
 from unicron_lightning.strategies.environment import UnicronEnvironment
 from unicron_lightning.strategies.evaluation import Passes
@@ -47,12 +45,13 @@ from unicron_lightning.worker import codec
 from unicron_lightning.worker.buckets import GradientBuckets
 from unicron_lightning.worker.engine import Engine, World
 from unicron_lightning.worker.operations import Agreement, Join, LeaderAction, unpack_parts
+from unicron_lightning.worker.statistics import Summary
 from unicron_lightning.worker.step import GradientStep
 
 _MIB = 1 << 20
 
 
-class UnicronStrategy(ParallelStrategy):
+class UnicronStrategy(CollectingStrategy):
     """Data parallelism through failures, for any `LightningModule` with automatic optimization.
 
     Args:
@@ -94,7 +93,6 @@ class UnicronStrategy(ParallelStrategy):
         self._num_micro_batches = num_micro_batches
         self._shape: StepShape | None = None
         self._session: Session | None = None
-        self._collectives: Collectives | None = None
         self._trainer: pl.Trainer | None = None
         self._passes: Passes | None = None
         self._trained = TrainedParameters()
@@ -124,6 +122,11 @@ class UnicronStrategy(ParallelStrategy):
         return self._session.engine
 
     @property
+    def statistics(self) -> Summary | None:
+        """How fast this worker's steps have been, see `Summary`: for callbacks; None before the first run."""
+        return None if self._session is None else self._session.statistics()
+
+    @property
     def passes(self) -> Passes:
         """The evaluation passes of the present run."""
         assert self._passes is not None, "no run has begun"
@@ -139,11 +142,6 @@ class UnicronStrategy(ParallelStrategy):
     @override
     def handles_gradient_accumulation(self) -> bool:
         return True
-
-    @property
-    def _gather(self) -> Collectives:
-        assert self._collectives is not None, "collectives need a run"
-        return self._collectives
 
     def _on_world(self, world: World) -> None:
         was_first = self.global_rank == 0
@@ -167,6 +165,7 @@ class UnicronStrategy(ParallelStrategy):
             self._session, is_new = Session.of_process(self.root_device, self._shape.micro_batches, self._on_world)
             self._collectives = Collectives(self._session)
             self._collectives.records = is_new
+        self.engine.activity.enter("start")
         super().setup_environment()
         self._gather.scope = f"{self._runs}"
         if begins:
@@ -237,6 +236,7 @@ class UnicronStrategy(ParallelStrategy):
     def boundary(self, trainer: pl.Trainer) -> None:
         """Between steps: the one place where a world grows, and where it is left when told to stop."""
         engine = self.engine
+        engine.activity.enter("boundary")
         self._gather.starting = False
         if self._arrival is not None:
             state, self._arrival = self._arrival, None
@@ -250,6 +250,7 @@ class UnicronStrategy(ParallelStrategy):
         session = self._session
         assert session is not None
         engine.switch(Join(lambda: join_state.donate(trainer, self._layout, self._seed, session.fits)))
+        engine.activity.enter("hooks")
 
     # ---- the step
 
@@ -310,6 +311,13 @@ class UnicronStrategy(ParallelStrategy):
         return plugin.post_backward(closure_loss, module)
 
     @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The step, which is the closure, and the optimizer's own work."""
+        output = super().optimizer_step(*args, **kwargs)
+        self.engine.activity.enter("hooks")
+        return output
+
+    @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         self.passes.start_step()
         return super().validation_step(*args, **kwargs)
@@ -318,40 +326,6 @@ class UnicronStrategy(ParallelStrategy):
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         self.passes.start_step()
         return super().test_step(*args, **kwargs)
-
-    # ---- Lightning's collectives
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        loads = name is not None and name.endswith("_dataloader()")  # nothing to wait for: see `reduce`
-        if self._collectives is not None and not loads:
-            self._collectives.barrier()
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return obj if self._collectives is None else self._collectives.broadcast(obj, src)
-
-    @override
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        if not isinstance(tensor, Tensor) or self._collectives is None:
-            return tensor
-        if sys._getframe(1).f_code is has_len_all_ranks.__code__:
-            # Lightning asks whether all ranks' loaders have a length. They are equal; and as ranks set up loaders at
-            # different places of the program (a joiner at its start), that must not communicate.
-            return tensor * self.world_size
-        name = reduce_op if isinstance(reduce_op, str) else str(reduce_op).rsplit(".", 1)[-1]
-        return self._collectives.reduce(tensor, name.lower())
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Decided from the votes themselves: the world may be another one by the time they are all there."""
-        return decision if self._collectives is None else self._collectives.decide(decision, every=all)
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        if sync_grads:
-            raise ConfigError("all_gather(sync_grads=True) is not supported by the unicron strategy")
-        return tensor.unsqueeze(0) if self._collectives is None else self._collectives.stack("all_gather", tensor)
 
     # ---- checkpoints, end
 
@@ -363,11 +337,12 @@ class UnicronStrategy(ParallelStrategy):
             self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
         engine = self.engine
-        if self._gather.interrupted():
-            if self.is_global_zero:
-                write()
-            return
-        engine.run(LeaderAction("save_checkpoint", write))
+        with engine.activity.during("checkpoint"):
+            if self._gather.interrupted():
+                if self.is_global_zero:
+                    write()
+                return
+            engine.run(LeaderAction("save_checkpoint", write))
         if engine.control is not None and "optimizer_states" in checkpoint:  # from all: the first may die right now
             step = int(checkpoint["global_step"])
             path = str(Path(str(filepath)).absolute())
@@ -389,6 +364,8 @@ class UnicronStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
+        if self._session is not None:
+            self.engine.activity.enter("over")
         if self._gradients is not None:
             self._gradients.close()
             self._gradients = None

@@ -24,6 +24,12 @@ from unicron_lightning.faultwire import FaultDue as FaultDue
 from unicron_lightning.faultwire import FaultNoted as FaultNoted
 from unicron_lightning.faultwire import Inject as Inject
 from unicron_lightning.message import Message as Message
+from unicron_lightning.watchwire import Ask as Ask
+from unicron_lightning.watchwire import Doing as Doing
+from unicron_lightning.watchwire import Inspect as Inspect
+from unicron_lightning.watchwire import Pace as Pace
+from unicron_lightning.watchwire import Progress as Progress
+from unicron_lightning.watchwire import WatchLimits as WatchLimits
 
 PROTOCOL_VERSION: Final = 1
 
@@ -83,19 +89,6 @@ class CommError(Message, frozen=True, kw_only=True, tag="comm_error"):
     worker: str
     epoch: int
     error: str
-
-
-class Progress(Message, frozen=True, kw_only=True, tag="progress"):
-    """What the worker last finished; sent by the control thread at most once a second. Never on the training path."""
-
-    worker: str
-    step: int
-    metrics: dict[str, float | None]
-    """None stands for what JSON has no number for: NaN, infinity."""
-    at: float | None = None
-    """time.time() at the end of the step."""
-    flops_per_step: float | None = None
-    """FLOPs of the model in one step of the whole task, if the script tells."""
 
 
 class WorkerEvent(Message, frozen=True, kw_only=True, tag="worker_event"):
@@ -318,6 +311,7 @@ class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
     life: int
     """Counts the task's starts: 1, and one more each time no member survived."""
     resume: str | None
+    watch: WatchLimits = WatchLimits()
 
 
 class Epoch(Message, frozen=True, kw_only=True, tag="epoch"):
@@ -378,11 +372,12 @@ Forwarded = Union[
     WorkerDone,
     ErrorReport,
     FaultDue,
+    Doing,
 ]
 FromWorker = Union[Forwarded, Heartbeat]
-ToWorker = Union[Welcome, Epoch, Go, LookupReply, TaskOver, Notice, FaultNoted, Inject]
+ToWorker = Union[Welcome, Epoch, Go, LookupReply, TaskOver, Notice, FaultNoted, Inject, Ask]
 FromAgent = Union[Register, RendezvousBegin, LocalWorld, StoreUsed, WorkerDied, Bye, Forwarded]
-ToAgent = Union[Registered, Refused, Grant, Ranks, Stop, Fence, ToWorker]
+ToAgent = Union[Registered, Refused, Grant, Ranks, Stop, Fence, Inspect, ToWorker]
 
 encode = msgspec.json.Encoder().encode
 decode_from_worker = msgspec.json.Decoder(FromWorker).decode

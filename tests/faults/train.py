@@ -11,6 +11,7 @@ all earlier groups are done and the world has the group's size; each of its faul
 
 from __future__ import annotations
 
+import ctypes
 import io
 import json
 import os
@@ -67,6 +68,14 @@ class Notes:
         os.write(self._file, line.encode() + b"\n")
 
 
+def stuck_on_purpose(holds_interpreter: bool) -> None:
+    """Never comes back; if it holds the interpreter's lock no other Python thread runs either."""
+    if holds_interpreter:
+        ctypes.PyDLL(None).usleep(ctypes.c_uint(4_000_000_000))
+    while True:
+        time.sleep(1)
+
+
 class Faults:
     """Carries out the schedule."""
 
@@ -92,7 +101,7 @@ class Faults:
         if "step" in group:
             due = step == group["step"] and world.size >= group.get("world", 1)
         else:
-            due = world.size == group["world"] and settled_steps >= SETTLED_STEPS
+            due = world.size == group["world"] and settled_steps >= group.get("settled", SETTLED_STEPS)
         if due:
             self._mark(self._armed, f"{number}")
 
@@ -132,7 +141,9 @@ class Faults:
                 os.kill(os.getppid(), signal.SIGKILL)
             if target == "coordinator":
                 os.kill(json.loads(Path(os.environ["COORDINATOR_FILE"]).read_text())["pid"], signal.SIGKILL)
-        if kind != "NONE":
+        if kind == "HANG":
+            stuck_on_purpose(fault.get("holds_interpreter", False))
+        elif kind != "NONE":
             os.kill(os.getpid(), getattr(signal, f"SIG{kind}"))
 
     @staticmethod

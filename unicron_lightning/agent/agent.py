@@ -25,6 +25,7 @@ from unicron_lightning.agent.calling import call
 from unicron_lightning.agent.embedded import EmbeddedCoordinator
 from unicron_lightning.agent.gate import Gate
 from unicron_lightning.agent.injection import AgentFaults
+from unicron_lightning.agent.inspection import Inspector
 from unicron_lightning.agent.local import LocalHooks, LocalServer
 from unicron_lightning.agent.options import AgentOptions
 from unicron_lightning.agent.registration import registration
@@ -41,8 +42,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TICK_SECONDS: Final = 0.25
-DEFAULT_WORKER_TIMEOUT: Final = 10.0
-"""Seconds, until the coordinator has said."""
+DEFAULT_WORKER_TIMEOUT: Final = 10.0  # seconds, until the coordinator has said
 _GOODBYE_SECONDS: Final = 2.0
 
 
@@ -64,6 +64,7 @@ class Agent:
         self._roster = Roster()
         self._embedded = EmbeddedCoordinator(options)
         self._supervisor = Supervisor(options.agent, self._on_found, self._on_exit)
+        self._inspector = Inspector(self._scratch.path, self._supervisor, self._send)
         self._local = LocalServer(
             self.socket_path,
             LocalHooks(accept=self._accept, received=self._from_worker, left=self._roster.leaves),
@@ -177,6 +178,7 @@ class Agent:
                 task.cancel()
             await asyncio.gather(ticking, keeping_up, return_exceptions=True)
             self._gate.close()
+            self._inspector.close()
             self._supervisor.close()
             await self._local.close()
             self._embedded.release()
@@ -281,10 +283,12 @@ class Agent:
             case wire.Epoch():
                 self._roster.saw_epoch(message)
                 self._local.broadcast(message)
-            case wire.Go() | wire.Notice():
+            case wire.Go() | wire.Notice() | wire.Ask():
                 self._local.broadcast(message)
             case wire.Inject() | wire.FaultNoted():
                 self._faults.take(message)
+            case wire.Inspect():
+                self._inspector.begin(message)
 
     def _fence(self, fence: wire.Fence) -> None:
         if not fence.worker.startswith(f"{self._options.agent}/"):

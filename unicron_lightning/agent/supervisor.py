@@ -96,6 +96,10 @@ class Supervisor:
         if all(process.pid != pid for process in self._live.values()):
             self._examine(pid)
 
+    def find(self, worker: str) -> WatchedProcess | None:
+        """Return the process of a worker that lives."""
+        return self._live.get(worker)
+
     def kill(self, worker: str, number: int = signal.SIGKILL) -> None:
         """Send a worker a signal, if it lives; its end is reported as any other."""
         process = self._live.get(worker)

@@ -60,6 +60,8 @@ def _task_table(task_id: str, task: dict[str, Any]) -> Any:
     nodes = f"{task['min_nodes']}:{task['max_nodes']} nodes" + (f", {task['target']} wanted" if task["target"] else "")
     title = f"{escape(task_id)}  {task['state']}  epoch {task['epoch']}  life {task['life']}  {nodes}"
     caption = f"incidents {task['incidents']}, restarts {task['restarts']}"
+    if task["degraded"]:
+        caption += ", slower than usual"
     if task["checkpoint"]:
         caption += f", checkpoint of step {task['checkpoint']['step']}: {escape(task['checkpoint']['path'])}"
     table = Table(title=title, caption=caption, min_width=len(title), title_justify="left", caption_justify="left")
@@ -67,6 +69,8 @@ def _task_table(task_id: str, task: dict[str, Any]) -> Any:
         table.add_column(column, justify="right" if column in ("rank", "step") else "left")
     for member in task["members"]:
         state = "member" if member["alive"] else "finished" if member["finished"] else "dead"
+        if member["worker"] in task["stragglers"]:
+            state += f", straggler ({task['stragglers'][member['worker']]}x)"
         step = "" if member["step"] is None else str(member["step"])
         table.add_row(str(member["rank"]), escape(member["worker"]), escape(member["node"]), state, step)
     for state in ("candidates", "starting"):

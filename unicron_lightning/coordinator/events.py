@@ -36,6 +36,11 @@ class Limits:
     worker_timeout: float = 10.0
     warm_standby: bool = False
     recovery_time: float = 300.0
+    watch: wire.WatchLimits = field(default_factory=wire.WatchLimits)
+    mute_time: float = 5.0
+    collective_time: float = 10.0
+    degraded_time: float = 10.0
+    straggler_factor: float = 1.25
     reattempt_limit: int = 3
     reattempt_window: float = 300.0
     soon_steps: int = 3

@@ -29,6 +29,7 @@ from unicron_lightning.coordinator.severity import apply as severity
 from unicron_lightning.coordinator.severity import reports
 from unicron_lightning.coordinator.state import Agent, Cluster, Lasting, Pending, Task
 from unicron_lightning.coordinator.turn import Turn
+from unicron_lightning.coordinator.watch import hangs
 from unicron_lightning.nodewire import NodeHello
 
 
@@ -134,6 +135,7 @@ class Machine:
         for task in list(cluster.tasks.values()):
             registration.restore(task, turn)
             severity.restore(task)
+            hangs.restore(task, turn)
             self._review(turn, task)
         nodes.restore(cluster, turn)
         if self.limits.exit_when_idle:
@@ -220,6 +222,8 @@ class Machine:
                 reports.reported(task, turn, agent, message)
             case wire.WorkerHello():
                 workers.hello(task, turn, agent, message)
+            case wire.Doing():
+                hangs.doing(task, turn, agent, message)
             case wire.Record():
                 workers.record(task, turn, agent, message)
             case _:
@@ -311,6 +315,8 @@ class Machine:
                 severity.comm_error_due(task, turn)
             case "recovery":
                 severity.overdue(task, turn)
+            case "watch" | "start" | "stacks":
+                hangs.timer(task, turn, key.kind, agent)
             case "join":
                 task.join_timer = False
                 task.join_due = True

@@ -131,8 +131,11 @@ def _turn_into_joiners(task: Task, turn: Turn, members: set[str]) -> None:
     for worker in task.workers.values():
         if worker.founder and worker.id not in members:
             worker.founder = worker.built = False
-            word = wire.Welcome(worker=worker.id, founder=False, life=task.life, resume=None)
+            word = wire.Welcome(
+                worker=worker.id, founder=False, life=task.life, resume=None, watch=turn.limits.watch
+            )
             turn.send(task.agents[worker.agent], word)
+            turn.timer("start", turn.limits.watch.start_time, task=task.id, agent=worker.agent)
 
 
 def _repair(task: Task, turn: Turn, live: list[wire.Member], *, deaths: bool) -> None:

@@ -15,6 +15,7 @@ from unicron_lightning import wire
 from unicron_lightning.coordinator.incident import Accounts
 from unicron_lightning.coordinator.measured import Lifetimes, Measured
 from unicron_lightning.coordinator.severity.record import Record
+from unicron_lightning.coordinator.watch.record import Watch
 from unicron_lightning.jobs import Job
 from unicron_lightning.nodewire import Launch, NodeTask
 
@@ -35,6 +36,8 @@ class Worker(msgspec.Struct, kw_only=True):
     state: dict[str, Any] = {}
     step: int = 0
     metrics: dict[str, float | None] = {}
+    pace: wire.Pace | None = None
+    """How fast its steps have been, as it told last."""
 
 
 class Agent(msgspec.Struct, kw_only=True):
@@ -148,6 +151,7 @@ class Task(msgspec.Struct, kw_only=True):
 
     severity: Record = msgspec.field(default_factory=Record)
     """What the severity workflow goes by."""
+    watch: Watch = msgspec.field(default_factory=Watch)
     incident: str | None = None
     incidents: int = 0
     restarts: int = 0

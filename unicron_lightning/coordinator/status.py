@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from unicron_lightning import wire
 from unicron_lightning.coordinator.state import Agent, Cluster, Node, Task, Worker
 
@@ -46,6 +48,8 @@ def task_status(task: Task) -> dict[str, Any]:
         "checkpoint": {"path": task.checkpoint.path, "step": task.checkpoint.step} if task.checkpoint else None,
         "progress": {"step": stepped.step, "metrics": stepped.metrics} if stepped else None,
         "step_seconds": {slots: round(speed.seconds, 6) for slots, speed in sorted(task.measured.speeds.items())},
+        "degraded": task.watch.degraded,
+        "stragglers": task.watch.stragglers,
         "incident": task.incident,
         "incidents": task.incidents,
         "restarts": task.restarts,
@@ -95,7 +99,8 @@ def _state(task: Task) -> str:
 def _worker(task: Task, worker: Worker | None, worker_id: str) -> dict[str, Any]:
     if worker is None:
         return {"worker": worker_id, "alive": False, "finished": worker_id in task.finished, "step": None}
-    return {"worker": worker_id, "alive": True, "finished": False, "step": worker.step, "pid": worker.pid}
+    about = {"worker": worker_id, "alive": True, "finished": False, "step": worker.step, "pid": worker.pid}
+    return {**about, "pace": None if worker.pace is None else msgspec.to_builtins(worker.pace)}
 
 
 def _agent(task: Task, agent: Agent) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from unicron_lightning.coordinator import accounting, injection, measuring
 from unicron_lightning.coordinator.membership import bury, expel, needed, open_incident
 from unicron_lightning.coordinator.state import Agent, Checkpoint, Task, Worker, round_of
 from unicron_lightning.coordinator.turn import Turn
+from unicron_lightning.coordinator.watch import slowness
 
 Said = (
     wire.WorkerReady
@@ -61,7 +62,12 @@ def hello(task: Task, turn: Turn, agent: Agent, message: wire.WorkerHello) -> No
 def welcome(task: Task, turn: Turn, agent: Agent, worker: Worker) -> None:
     """Answer a hello (again)."""
     resume = task.checkpoint.path if worker.founder and task.life > 1 and task.checkpoint else None
-    turn.send(agent, wire.Welcome(worker=worker.id, founder=worker.founder, life=task.life, resume=resume))
+    word = wire.Welcome(
+        worker=worker.id, founder=worker.founder, life=task.life, resume=resume, watch=turn.limits.watch
+    )
+    turn.send(agent, word)
+    if not worker.built:
+        turn.timer("start", turn.limits.watch.start_time, task=task.id, agent=agent.id)
 
 
 def said(task: Task, turn: Turn, agent: Agent, message: Said) -> None:
@@ -79,6 +85,8 @@ def said(task: Task, turn: Turn, agent: Agent, message: Said) -> None:
             # Not saved: it comes every second and is only shown.
             worker.step = message.step
             worker.metrics = message.metrics
+            worker.pace = message.pace
+            slowness.progressed(task, turn, worker.id)
             if measuring.progressed(task, turn, message):
                 accounting.stepped(task, turn, turn.now if message.at is None else message.at)
         case wire.WorkerEvent():
@@ -178,7 +186,7 @@ def finished(task: Task, turn: Turn, worker: Worker, *, how: str) -> None:
 def changes_nothing(task: Task, message: wire.FromAgent) -> bool:
     """Whether nothing can be due because of it: a thousand workers say such things all the time, or all at once."""
     match message:
-        case wire.Progress() | wire.Lookup() | wire.FaultDue():
+        case wire.Progress() | wire.Lookup() | wire.FaultDue() | wire.Doing():
             return True
         case wire.WorkerEvent():
             return message.name != "entered_epoch"

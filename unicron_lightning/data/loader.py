@@ -55,6 +55,7 @@ class TrainingLoader:
         position: the present (epoch, step within it), from Lightning's counters.
         share: the micro-batches of a step that fall to this rank in the present world, in order.
         boundary: called before each step: where worlds change.
+        ended: called at the end of an epoch.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class TrainingLoader:
         position: Callable[[], tuple[int, int]],
         share: Callable[[range], list[int]],
         boundary: Callable[[], None],
+        ended: Callable[[], None] = lambda: None,
     ) -> None:
         self.dataset = loader.dataset
         self.sampler = loader.sampler
@@ -76,6 +78,7 @@ class TrainingLoader:
         self._position = position
         self._share = share
         self._boundary = boundary
+        self._ended = ended
         self._fetcher = Fetcher(loader, order, seed, self._ahead)
 
     def __len__(self) -> int:
@@ -88,6 +91,7 @@ class TrainingLoader:
             epoch, step = self._position()
             if step >= self._steps:
                 self._fetcher.end_epoch()
+                self._ended()
                 return
             self._fetcher.drop_before((epoch, step, 0))
             yield self.at(epoch, step)

@@ -22,6 +22,7 @@ from typing import Any, Final
 import msgspec
 
 from unicron_lightning import wire
+from unicron_lightning.worker.monitor import Monitor
 
 logger = logging.getLogger(__name__)
 
@@ -57,9 +58,17 @@ class Control:
         worker: this worker's identity.
         local_rank: place among the agent's workers.
         on_failure: called from the control thread with each new epoch of kind ``fail``; must not block.
+        monitor: what the control thread watches the training thread by.
     """
 
-    def __init__(self, path: str, worker: str, local_rank: int, on_failure: Callable[[wire.Epoch], None]) -> None:
+    def __init__(
+        self,
+        path: str,
+        worker: str,
+        local_rank: int,
+        on_failure: Callable[[wire.Epoch], None],
+        monitor: Monitor | None = None,
+    ) -> None:
         self.worker = worker
         self.local_rank = local_rank
         self.is_member = False
@@ -70,6 +79,7 @@ class Control:
         self.listeners: list[Callable[[wire.Notice], None]] = []
         """Called with each notice, and with this worker's own events as such; from any thread, must not block."""
         self._on_failure = on_failure
+        self._monitor = monitor
         self._latest: wire.Epoch | None = None
         self._went: dict[int, wire.Go] = {}
         self._welcome: wire.Welcome | None = None
@@ -229,8 +239,11 @@ class Control:
             if now >= next_beat:
                 next_beat = now + HEARTBEAT_SECONDS
                 self._beat()
+            pause = next_beat - now
+            if self._monitor is not None:
+                pause = min(pause, self._watch(self._monitor))
             sources: list[socket.socket | int] = [self._socket, self._wake_read]
-            readable, _, _ = select.select(sources, [], [], max(0.0, next_beat - now))
+            readable, _, _ = select.select(sources, [], [], max(0.0, pause))
             if self._socket not in readable:
                 continue
             try:
@@ -254,7 +267,15 @@ class Control:
     def _tell_progress(self) -> None:
         progress, self._progress = self._progress, None
         if progress is not None:
-            self.send(progress)
+            pace = None if self._monitor is None else self._monitor.pace()
+            self.send(msgspec.structs.replace(progress, pace=pace))
+
+    def _watch(self, monitor: Monitor) -> float:
+        """Has a look at the training thread; returns the seconds until the next one."""
+        pause, doing = monitor.tick()
+        if doing is not None:
+            self.send(doing)
+        return pause
 
     def _receive(self, line: bytes) -> None:
         try:
@@ -286,6 +307,10 @@ class Control:
                 case wire.TaskOver():
                     self.task_over = message
             self.condition.notify_all()
+        if self._monitor is not None and isinstance(message, wire.Ask):
+            self.send(self._monitor.look())
+        elif self._monitor is not None and isinstance(message, wire.Welcome):
+            self._monitor.limit(message.watch)
         if isinstance(message, wire.Epoch):
             self._judge(message)
         elif isinstance(message, wire.Inject):

@@ -18,6 +18,7 @@ from typing import Any, Final, Protocol
 
 from unicron_lightning import wire
 from unicron_lightning.errors import UnicronError
+from unicron_lightning.worker.activity import Activity
 from unicron_lightning.worker.communicator import (
     Communicator,
     CommunicatorAborted,
@@ -26,6 +27,7 @@ from unicron_lightning.worker.communicator import (
     broadcast_bytes,
 )
 from unicron_lightning.worker.control import Control
+from unicron_lightning.worker.watched import WatchedCommunicator
 
 logger = logging.getLogger(__name__)
 
@@ -93,15 +95,22 @@ class Engine:
         connect: builds communicators.
         on_world: told each new world, on the training thread, before anything is done in it.
         is_joiner: whether this worker enters a task that is under way, and so has no state yet.
+        activity: where the training thread notes what it does.
 
     Attributes:
         switch_from: the epoch that all members have agreed to leave at the next step boundary; 0 if none.
     """
 
     def __init__(
-        self, control: Control | None, connect: Connect, on_world: Callable[[World], None], is_joiner: bool
+        self,
+        control: Control | None,
+        connect: Connect,
+        on_world: Callable[[World], None],
+        is_joiner: bool,
+        activity: Activity | None = None,
     ) -> None:
         self.control = control
+        self.activity = Activity() if activity is None else activity
         self.has_state = not is_joiner
         self.step = 0
         self.switch_from = 0
@@ -211,15 +220,16 @@ class Engine:
     def _recover(self, operation: Operation) -> bytes | None:
         """Enters the newest epoch. Returns the operation's result if another member has completed it already."""
         assert self.control is not None, "a world of one has no failures"
-        while True:
-            started = time.monotonic()
-            epoch = self._newest_epoch(operation)
-            try:
-                if self._place(epoch) is None:
-                    self._stand_aside(epoch, operation)
-                return self._enter(epoch, operation, started)
-            except (CommunicatorAborted, EpochChanged) as error:
-                logger.debug("recovery_interrupted epoch=%d reason=%s", epoch.number, error)
+        with self.activity.during("recovery"):
+            while True:
+                started = time.monotonic()
+                epoch = self._newest_epoch(operation)
+                try:
+                    if self._place(epoch) is None:
+                        self._stand_aside(epoch, operation)
+                    return self._enter(epoch, operation, started)
+                except (CommunicatorAborted, EpochChanged) as error:
+                    logger.debug("recovery_interrupted epoch=%d reason=%s", epoch.number, error)
 
     def _newest_epoch(self, operation: Operation) -> wire.Epoch:
         """The epoch to enter; a pending join is entered only at a step boundary, by the operation made for it."""
@@ -315,7 +325,8 @@ class Engine:
         if communicator is None:
             raise EpochChanged(f"epoch {epoch.number} was overtaken while connecting")
         with self._lock:
-            self._communicator = communicator
+            self._communicator = WatchedCommunicator(communicator, self.activity)
+        self.activity.epoch = epoch.number
         self.check()  # a failure heard of just before would find nothing to abort
 
     def _catch_up(self, operation: Operation, states: Sequence[Report]) -> bytes | None:

@@ -114,6 +114,7 @@ class Join(Indivisible):
 
     def attempt(self, engine: Engine) -> bytes:
         communicator = engine.communicator
+        engine.activity.enter("boundary")
         if self._root is not None:
             payload = None
             if self._rank == self._root:
@@ -129,6 +130,7 @@ class Join(Indivisible):
         gather_bytes(communicator, b"", engine.tag(self.name))
         if engine.world.hold and engine.control is not None:
             logger.warning("training_held world=%d reason=fewer nodes than the minimum", engine.world.size)
+            engine.activity.enter("hold")
             engine.control.wait_newer(engine.world.epoch)
             raise EpochChanged("the hold may be over")
         return b""

@@ -100,8 +100,10 @@ class GradientStep:
         self._engine, self._aborted = engine, False
         self._take_held(engine, plan)
         self._compute(engine, plan)
+        engine.activity.enter("reduce")
         self._await_reductions(engine)
         engine.fault("reduced", engine.step)
+        engine.activity.enter("commit")
         leave, totals = self._commit(engine, self._sums.totals())
         if self._sums.read(totals):
             self._sums.settle(engine)
@@ -146,8 +148,10 @@ class GradientStep:
             engine.check()
             if place == len(plan.todo) - 1:
                 gradients.arm(order, self._launch_in_backward)
+            engine.activity.enter("compute", micro_batch)
             self._run(micro_batch)
             self._finished.add(micro_batch)
+            engine.activity.computed()
             engine.fault("micro_batch", engine.step, place)
         if plan.todo:
             left = gradients.finish()

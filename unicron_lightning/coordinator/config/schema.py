@@ -15,6 +15,7 @@ from unicron_lightning.coordinator.severity.errors import SEVERITY
 from unicron_lightning.detection.patterns import Pattern
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.jobs import Job, problem
+from unicron_lightning.wire import WatchLimits
 
 
 @dataclass(kw_only=True)
@@ -137,6 +138,30 @@ class DetectionConfig:
     """A worker without a heartbeat for this long is killed by its agent, unless the agent's user chose another time."""
     recovery_time: float
     """Members that do not report for an epoch, or do not enter it, within this time are restarted."""
+    hang_factor: float
+    """A step that takes so many times the running average has failed, and its culprit is looked for."""
+    hang_slack: float
+    """Beyond that."""
+    change_time: float
+    """The first steps after a change of the world may take ten times the average before it, and so much longer."""
+    hook_time: float
+    """Code of the script between two steps that runs longer hangs."""
+    data_time: float
+    """A loader that gives nothing for longer hangs."""
+    stall_time: float
+    """Anything else in training that shows no sign of life for longer hangs."""
+    start_time: float
+    """A worker that is not ready to become a member so long after it was welcomed hangs."""
+    mute_time: float
+    """A worker for which others wait, and that does not say what it does within this time, hangs."""
+    collective_time: float
+    """All members may wait so long in a collective of which none is missing; then the epoch is renewed in place."""
+    degraded_factor: float
+    """A task whose steps take so many times what they did is degraded..."""
+    straggler_factor: float
+    """...and a rank whose micro-batches take so many times its peers' a straggler..."""
+    degraded_time: float
+    """...if that goes on for so long."""
 
     def __post_init__(self) -> None:
         _check_positive(
@@ -146,13 +171,37 @@ class DetectionConfig:
             register_timeout=self.register_timeout,
             worker_timeout=self.worker_timeout,
             recovery_time=self.recovery_time,
+            hook_time=self.hook_time,
+            data_time=self.data_time,
+            stall_time=self.stall_time,
+            start_time=self.start_time,
+            mute_time=self.mute_time,
+            collective_time=self.collective_time,
         )
+        _check_above_one("detection", hang_factor=self.hang_factor, degraded_factor=self.degraded_factor)
+        _check_above_one("detection", straggler_factor=self.straggler_factor)
         _check_not_negative(
             "detection",
             reconnect_grace=self.reconnect_grace,
             restart_grace=self.restart_grace,
             comm_error_grace=self.comm_error_grace,
             join_grace=self.join_grace,
+            hang_slack=self.hang_slack,
+            change_time=self.change_time,
+            degraded_time=self.degraded_time,
+        )
+
+    def watch(self) -> WatchLimits:
+        """The part that workers go by."""
+        return WatchLimits(
+            factor=self.hang_factor,
+            slack=self.hang_slack,
+            change_time=self.change_time,
+            hook_time=self.hook_time,
+            data_time=self.data_time,
+            stall_time=self.stall_time,
+            start_time=self.start_time,
+            degraded_factor=self.degraded_factor,
         )
 
 
@@ -245,6 +294,11 @@ class CoordinatorConfig:
             join_grace=self.detection.join_grace,
             worker_timeout=self.detection.worker_timeout,
             recovery_time=self.detection.recovery_time,
+            watch=self.detection.watch(),
+            mute_time=self.detection.mute_time,
+            collective_time=self.detection.collective_time,
+            degraded_time=self.detection.degraded_time,
+            straggler_factor=self.detection.straggler_factor,
             **vars(self.severity),
             patterns=tuple(Pattern(pattern=row.pattern, kind=row.kind) for row in self.health.patterns),
             nan_loss=self.health.nan_loss,
@@ -274,3 +328,9 @@ def _check_not_negative(group: str, **values: float) -> None:
     for name, value in values.items():
         if not (math.isfinite(value) and value >= 0):
             raise ConfigError(f"{group}.{name}={value}: expected a number >= 0")
+
+
+def _check_above_one(group: str, **values: float) -> None:
+    for name, value in values.items():
+        if not (math.isfinite(value) and value > 1):
+            raise ConfigError(f"{group}.{name}={value}: expected a number > 1")

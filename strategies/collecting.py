@@ -1,0 +1,59 @@
+"""Lightning's own collectives under the strategy ``unicron``: all go through the engine, and so through failures."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities.data import has_len_all_ranks
+from torch import Tensor
+from typing_extensions import override
+
+from unicron_lightning.errors import ConfigError
+from unicron_lightning.strategies.collectives import Collectives
+
+
+class CollectingStrategy(ParallelStrategy):
+    """What Lightning and scripts call to exchange values; before the first run nothing is exchanged."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._collectives: Collectives | None = None
+
+    @property
+    def _gather(self) -> Collectives:
+        assert self._collectives is not None, "collectives need a run"
+        return self._collectives
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        loads = name is not None and name.endswith("_dataloader()")  # nothing to wait for: see `reduce`
+        if self._collectives is not None and not loads:
+            self._collectives.barrier()
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return obj if self._collectives is None else self._collectives.broadcast(obj, src)
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if not isinstance(tensor, Tensor) or self._collectives is None:
+            return tensor
+        if sys._getframe(1).f_code is has_len_all_ranks.__code__:
+            # Lightning asks whether all ranks' loaders have a length. They are equal; and as ranks set up loaders at
+            # different places of the program (a joiner at its start), that must not communicate.
+            return tensor * self.world_size
+        name = reduce_op if isinstance(reduce_op, str) else str(reduce_op).rsplit(".", 1)[-1]
+        return self._collectives.reduce(tensor, name.lower())
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Decided from the votes themselves: the world may be another one by the time they are all there."""
+        return decision if self._collectives is None else self._collectives.decide(decision, every=all)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        if sync_grads:
+            raise ConfigError("all_gather(sync_grads=True) is not supported by the unicron strategy")
+        return tensor.unsqueeze(0) if self._collectives is None else self._collectives.stack("all_gather", tensor)

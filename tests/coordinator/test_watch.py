@@ -1,0 +1,187 @@
+"""Who hangs, found from what members say; one report whatever the number of symptoms; slow tasks and ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from coordinator.driver import World, running
+from coordinator.fake_agent import FakeAgent
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unicron_lightning import wire
+from unicron_lightning.coordinator.watch.slowness import behind
+from unicron_lightning.coordinator.watch.verdict import NOTHING, Verdict, judge
+
+TIMES: dict[str, Any] = {"mute_time": 5.0, "collective_time": 10.0, "stall_time": 600.0}
+PLACES = ("data", "compute", "reduce", "commit", "optimizer", "hooks", "validation", "checkpoint")
+
+
+def does(worker: str, phase: str = "reduce", *, waiting: bool = True, overdue: bool = True, **about: Any) -> wire.Doing:
+    fields: dict[str, Any] = {"epoch": 1, "step": 7, "seconds": 1.0, "limit": 0.5, **about}
+    return wire.Doing(worker=worker, phase=phase, waiting=waiting, overdue=overdue, **fields)
+
+
+@given(
+    size=st.integers(2, 9),
+    culprit=st.integers(0, 8),
+    places=st.lists(st.sampled_from(PLACES), min_size=9, max_size=9),
+    overdue=st.lists(st.booleans(), min_size=9, max_size=9),
+    silent=st.sets(st.integers(0, 8)),
+    asked=st.floats(0, 4.9),
+)
+def test_any_phases_with_one_culprit_name_it(
+    size: int, culprit: int, places: list[str], overdue: list[bool], silent: set[int], asked: float
+) -> None:
+    culprit %= size
+    members = [f"w{rank}" for rank in range(size)]
+    said = {
+        name: does(name, places[rank], waiting=rank != culprit, overdue=rank == culprit or overdue[rank])
+        for rank, name in enumerate(members)
+        if rank == culprit or rank not in silent
+    }
+    verdict = judge(members, said, reachable=frozenset(members), asked=asked, **TIMES)
+    assert verdict == (Verdict(culprits=(f"w{culprit}",)) if len(said) > 1 else NOTHING)
+
+
+def test_who_is_elsewhere_and_has_time_left_is_waited_for() -> None:
+    members = ["a", "b", "c"]
+    said = {"a": does("a"), "b": does("b"), "c": does("c", "data", waiting=False, overdue=False)}
+    assert judge(members, said, reachable=frozenset(members), asked=100.0, **TIMES) == NOTHING
+
+
+def test_where_nobody_waits_nobody_is_held_up() -> None:
+    said = {name: does(name, "compute", waiting=False) for name in "ab"}
+    assert judge(["a", "b"], said, reachable=frozenset("ab"), asked=1.0, **TIMES) == NOTHING
+    said["a"] = does("a", "compute", waiting=False, seconds=601.0)
+    assert judge(["a", "b"], said, reachable=frozenset("ab"), asked=1.0, **TIMES).culprits == ("a",)
+
+
+def test_who_does_not_answer_has_no_thread_left_that_runs() -> None:
+    said = {"a": does("a")}
+    for asked, reachable, culprits in ((4.0, "ab", ()), (6.0, "a", ()), (6.0, "ab", ("b",))):
+        verdict = judge(["a", "b"], said, reachable=frozenset(reachable), asked=asked, **TIMES)
+        assert verdict.culprits == culprits
+
+
+def all_say(world: World, agents: tuple[FakeAgent, ...], culprit: FakeAgent | None, times: int = 1) -> None:
+    """Symptoms of all: the others wait for the culprit."""
+    for _ in range(times):
+        for agent in agents:
+            about = {"waiting": agent is not culprit, "phase": "reduce" if agent is not culprit else "compute"}
+            agent.say(does(agent.worker(), epoch=world.task().number, **about))
+
+
+def hang_report(order: wire.Inspect, at: float) -> wire.ErrorReport:
+    about = {"cause": order.cause, "phase": order.phase, "step": order.step}
+    details = {**order.details, "stacks": "File train.py"}
+    return wire.ErrorReport(worker=order.worker, kind="task_hang", at=at, details=details, **about)  # type: ignore[arg-type]
+
+
+def test_all_symptoms_one_report(trained: tuple[World, tuple[FakeAgent, ...]]) -> None:
+    world, agents = trained
+    culprit = agents[1]
+    all_say(world, agents, culprit, times=3)
+    assert all(agent.all(wire.Ask) for agent in agents)
+    (order,) = culprit.all(wire.Inspect)
+    assert order.worker == culprit.worker() and "micro" not in order.cause and order.phase == "compute"
+    assert not any(agent.all(wire.Inspect) for agent in agents if agent is not culprit)
+    culprit.say(hang_report(order, world.now))
+    assert culprit.last(wire.Fence).worker == order.worker
+    all_say(world, agents, culprit, times=2)  # said before the others heard of it
+    culprit.die()
+    world.advance(30)
+    (report,) = [event for event in world.events if event.name == "error_reported"]
+    assert (report.fields["kind"], report.fields["worker"], report.fields["rank"]) == ("task_hang", order.worker, 1)
+    assert report.fields["details"]["stacks"] and report.incident == "i1"
+    assert world.task().incidents == 1 and len(culprit.all(wire.Inspect)) == 1
+
+
+def test_an_agent_without_stacks_does_not_hold_up_the_others(trained: tuple[World, tuple[FakeAgent, ...]]) -> None:
+    world, agents = trained
+    all_say(world, agents, agents[2])
+    world.advance(3)
+    assert world.event("error_reported").fields["worker"] not in world.task().workers
+    assert agents[2].all(wire.Fence)
+
+
+def test_all_in_a_collective_is_a_time_out_and_answered_in_place(
+    trained: tuple[World, tuple[FakeAgent, ...]],
+) -> None:
+    world, agents = trained
+    number = world.task().number
+    all_say(world, agents, None)
+    world.advance(9)
+    all_say(world, agents, None)
+    assert world.task().number == number
+    world.advance(3)
+    assert world.event("error_reported").fields["kind"] == "nccl_timeout"
+    assert world.task().number == number + 1 and len(world.task().members()) == 3
+    assert not any(agent.all(wire.Fence) for agent in agents)
+
+
+def test_a_worker_that_goes_on_is_forgiven(trained: tuple[World, tuple[FakeAgent, ...]]) -> None:
+    world, agents = trained
+    number = world.task().number
+    for agent in agents[:2]:
+        agent.say(does(agent.worker(), epoch=number))
+    agents[2].say(does(agents[2].worker(), "data", epoch=number, waiting=False, overdue=False))
+    world.advance(5)
+    for agent in agents:
+        agent.say(does(agent.worker(), epoch=number, overdue=False))
+    world.advance(60)
+    assert "error_reported" not in world.names() and world.task().number == number
+    assert not world.task().watch.since
+
+
+def test_a_restarted_coordinator_hears_of_it_again(trained: tuple[World, tuple[FakeAgent, ...]]) -> None:
+    world, agents = trained
+    for agent in agents[:2]:
+        agent.say(does(agent.worker(), epoch=world.task().number))
+    world.start()
+    for agent in agents:
+        agent.register()
+    world.advance(1)
+    assert not any(agent.all(wire.Inspect) for agent in agents)
+    all_say(world, agents, agents[2])
+    assert agents[2].all(wire.Inspect)
+
+
+def pace(busy: float, slowdown: float = 1.0) -> wire.Pace:
+    return wire.Pace(steps=100, median=0.06, usual=0.05, busy=busy, slowdown=slowdown)
+
+
+def test_a_slow_task_and_a_slow_rank_are_shown_after_a_while(trained: tuple[World, tuple[FakeAgent, ...]]) -> None:
+    world, agents = trained
+
+    def tell(times: float, slowdown: float, seconds: int) -> None:
+        for second in range(seconds):
+            for agent, factor in zip(agents, (1.0, times, 1.0), strict=True):
+                about = {"worker": agent.worker(), "metrics": {}, "pace": pace(0.01 * factor, slowdown)}
+                agent.say(wire.Progress(step=100 + second, **about))  # type: ignore[arg-type]
+            world.advance(1)
+
+    tell(2.0, 1.3, 5)
+    tell(1.0, 1.0, 2)
+    tell(2.0, 1.3, 5)
+    assert not {"straggler", "task_degraded"} & set(world.names()), "not for a while"
+    tell(2.0, 1.3, 10)
+    straggler = world.event("straggler").fields
+    assert (straggler["worker"], straggler["rank"], straggler["times"]) == (agents[1].worker(), 1, 2.0)
+    assert world.event("task_degraded").fields["times"] == 1.3
+    tell(1.0, 1.0, 2)
+    assert world.names().count("straggler") == world.names().count("straggler_over") == 1
+    assert world.names().count("task_degraded") == world.names().count("task_normal") == 1
+
+
+def test_behind_its_peers() -> None:
+    assert behind({"a": 1.0, "b": 1.1, "c": 0.9, "d": 1.5}, 1.25) == {"d": 1.5}
+    assert behind({"a": 1.0, "b": 2.0}, 1.25) == {"b": 2.0}
+    assert behind({"a": 1.0}, 1.25) == {}
+
+
+@pytest.fixture
+def trained() -> tuple[World, tuple[FakeAgent, ...]]:
+    world = World()
+    return world, tuple(running(world, 3))

@@ -1,0 +1,223 @@
+"""What is usual, degraded and failed, from sequences of steps; and a monitor that is not fooled by what is no hang."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from unicron_lightning import wire
+from unicron_lightning.worker.activity import Activity, Phase, StepTimes
+from unicron_lightning.worker.monitor import TICK_SECONDS, Monitor
+from unicron_lightning.worker.statistics import RECENT, WARM_UP, StepStatistics
+
+LIMITS = wire.WatchLimits()
+
+
+def step(seconds: float = 0.05, epoch: int = 1, micro_batches: int = 4, **phases: float) -> StepTimes:
+    times = {"compute": 0.8 * seconds, "reduce": 0.1 * seconds, "commit": 0.1 * seconds, **phases}
+    return StepTimes(step=1, epoch=epoch, seconds=seconds, phases=times, micro_batches=micro_batches)
+
+
+def steps(number: int, seconds: float = 0.05, noise: float = 0.02, seed: int = 0, **about: object) -> list[StepTimes]:
+    chance = random.Random(seed)
+    return [step(seconds * chance.gauss(1, noise), **about) for _ in range(number)]  # type: ignore[arg-type]
+
+
+def test_a_step_has_failed_after_three_times_the_average() -> None:
+    known = StepStatistics()
+    known.take(steps(1 + WARM_UP - 1))
+    limit = known.limit(ordinary=True)
+    assert limit is not None and limit > LIMITS.change_time, "only the first steps are known"
+    known.take(steps(1))
+    assert known.limit(ordinary=True) == pytest.approx(3 * 0.05 + LIMITS.slack, rel=0.05)
+    known.take([step(60.0)])
+    assert known.mean == pytest.approx(0.05, rel=0.05), "one long step changes nothing"
+
+
+def test_what_varies_by_nature_may_take_longer() -> None:
+    known = StepStatistics()
+    known.take([step(0.2 if number % 8 == 0 else 0.1) for number in range(80)])
+    limit = known.limit(ordinary=True)
+    assert limit is not None and limit >= 2 * 0.2 + LIMITS.slack
+
+
+def test_steps_in_which_something_else_was_done_do_not_count() -> None:
+    known = StepStatistics()
+    known.take(steps(30))
+    for other in ("validation", "checkpoint", "recovery", "epoch_end", "hold"):
+        known.take([step(5.0, **{other: 4.95})] * 3)
+    known.take(steps(1, micro_batches=8, seconds=0.1))  # the first with another share
+    summary = known.summary()
+    assert summary.steps == 29 and summary.mean == pytest.approx(0.05, rel=0.05)
+    assert summary.phases.keys() == {"compute", "reduce", "commit"}
+
+
+def test_after_a_change_of_the_world_what_was_usual_is_so_no_more() -> None:
+    known = StepStatistics()
+    known.take(steps(300))
+    known.take(steps(1, epoch=2, seconds=3.0))
+    assert known.mean is None
+    limit = known.limit(ordinary=True)
+    assert limit == pytest.approx(10 * 0.05 + LIMITS.change_time, rel=0.05), "judged by what was before"
+    known.take(steps(300, epoch=2, seconds=0.1))
+    assert known.summary().slowdown == 1.0 and known.mean == pytest.approx(0.1, rel=0.05)
+
+
+def test_a_task_that_is_slower_for_a_while_is_degraded_until_it_is_not() -> None:
+    known = StepStatistics()
+    known.take(steps(300))
+    assert known.summary().slowdown == 1.0
+    known.take([*steps(3, seconds=0.2), *steps(RECENT)])
+    assert known.summary().slowdown == 1.0, "three slow steps are no while"
+    known.take(steps(2000, seconds=0.06))
+    assert known.summary().slowdown == pytest.approx(1.2, rel=0.05), "it does not get used to it"
+    known.take(steps(2 * RECENT))
+    assert known.summary().slowdown == 1.0
+    noisy = StepStatistics()
+    noisy.take(steps(3000, noise=0.3))
+    assert noisy.summary().slowdown == pytest.approx(1.0, abs=0.1)
+
+
+# ---- the monitor, with a clock of our own
+
+
+class Worker:
+    """A training thread and a monitor that looks at it, both in simulated time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.activity = Activity(lambda: self.now)
+        self.monitor = Monitor("w", self.activity)
+        self.told: list[wire.Doing] = []
+        self.next_look = 0.0
+        self.starved = 0.0
+        self.monitor._waited_for_cpu = lambda: self.starved  # type: ignore[method-assign]
+        self.steps = 0
+        self.activity.epoch = 1
+
+    def spend(self, seconds: float, *, process_runs: bool = True) -> None:
+        end = self.now + seconds
+        while process_runs and self.next_look <= end:
+            self.now = max(self.now, self.next_look)
+            self._look()
+        self.now = end
+
+    def _look(self) -> None:
+        _, doing = self.monitor.tick()
+        self.next_look = self.now + TICK_SECONDS
+        if doing is not None:
+            self.told.append(doing)
+
+    def enter(self, phase: Phase, seconds: float, *, waiting: bool = False, process_runs: bool = True) -> None:
+        self.activity.enter(phase)
+        self.activity.waits(waiting)
+        self.spend(seconds, process_runs=process_runs)
+        self.activity.waits(False)
+
+    def train(self, number: int, compute: float = 0.04, wait: float = 0.005, data: float = 0.001) -> None:
+        for _ in range(number):
+            self.enter("boundary", 0.0001)
+            self.enter("hooks", 0.001)
+            self.enter("data", data)
+            self.enter("compute", compute)
+            self.activity.computed()
+            self.enter("reduce", wait, waiting=True)
+            self.enter("commit", 0.001, waiting=True)
+            self.steps += 1
+            self.activity.committed(self.steps)
+            self.spend(0.002)
+
+    @property
+    def overdue(self) -> list[wire.Doing]:
+        return [doing for doing in self.told if doing.overdue]
+
+
+@pytest.fixture
+def worker() -> Worker:
+    worker = Worker()
+    worker.train(50)
+    assert worker.told == []
+    return worker
+
+
+@pytest.mark.parametrize(("phase", "waiting"), [("compute", False), ("reduce", True), ("optimizer", False)])
+def test_a_hang_is_told_soon_again_and_again_and_when_it_is_over(worker: Worker, phase: Phase, waiting: bool) -> None:
+    began = worker.now
+    worker.enter(phase, 5.5, waiting=waiting)
+    first = worker.overdue[0]
+    assert (first.phase, first.waiting, first.step) == (phase, waiting, 50)
+    limit = first.limit
+    assert limit is not None and limit == pytest.approx(3 * 0.05 + 0.25, rel=0.1)
+    assert first.seconds - limit < 3 * TICK_SECONDS
+    assert worker.now - began > 5 and 5 <= len(worker.overdue) <= 6, "once a second"
+    worker.train(3)
+    assert not worker.told[-1].overdue, "it goes on"
+
+
+@pytest.mark.parametrize(
+    ("phase", "seconds"), [("validation", 500), ("checkpoint", 500), ("data", 250), ("hooks", 50), ("epoch_end", 500)]
+)
+def test_what_takes_long_by_nature_is_no_hang(worker: Worker, phase: Phase, seconds: float) -> None:
+    worker.enter(phase, seconds)
+    worker.train(5)
+    assert worker.told == []
+
+
+@pytest.mark.parametrize(("phase", "seconds"), [("data", 310), ("hooks", 65), ("validation", 610), ("checkpoint", 610)])
+def test_but_not_for_ever(worker: Worker, phase: Phase, seconds: float) -> None:
+    worker.enter(phase, seconds)
+    assert worker.overdue and worker.overdue[0].phase == phase and not worker.overdue[0].waiting
+
+
+def test_batches_of_a_validation_are_signs_of_life(worker: Worker) -> None:
+    for _ in range(10):
+        worker.enter("validation", 400)
+    assert worker.told == []
+
+
+def test_a_worker_that_cannot_run_is_not_overdue(worker: Worker) -> None:
+    worker.enter("compute", 3.0, process_runs=False)  # the machine stalls, or garbage is collected
+    worker.enter("compute", 0.2)
+    worker.train(1)
+    assert worker.told == []
+    for _ in range(10):  # somebody else has the CPU
+        worker.starved += 0.2
+        worker.enter("compute", 0.2)
+    worker.train(1)
+    assert worker.told == []
+    worker.starved = 0.0
+    worker.enter("compute", 1.0)
+    assert worker.overdue, "its own doing"
+
+
+def test_the_first_step_of_a_world_may_take_longer(worker: Worker) -> None:
+    worker.enter("recovery", 400)
+    worker.activity.epoch = 2
+    worker.enter("compute", 10)
+    worker.train(1)
+    assert worker.told == []
+    worker.train(10)
+    worker.enter("compute", 1.0)
+    assert worker.overdue
+    new = Worker()
+    new.enter("start", 1700)
+    new.enter("compute", 500)  # the first step of all: compiles
+    assert new.told == []
+
+
+def test_hours_of_ordinary_training_raise_no_alarm() -> None:
+    chance, worker = random.Random(1), Worker()
+    for _ in range(40):
+        for _ in range(20):
+            compute = max(0.02, chance.gauss(0.045, 0.01)) * (3 if chance.random() < 0.02 else 1)
+            stall = 30.0 if chance.random() < 0.01 else 0.0
+            worker.train(1, compute=compute, data=0.001 + stall)
+            if chance.random() < 0.02:
+                worker.enter("compute", 1.5, process_runs=False)  # a collection of garbage
+        for _ in range(5):
+            worker.enter("validation", chance.uniform(0, 20))
+        worker.enter("checkpoint", chance.uniform(0, 60))
+        worker.enter("epoch_end", chance.uniform(0, 60))
+    assert worker.told == []
+    assert worker.now > 1000

@@ -1,0 +1,181 @@
+"""Hangs, from the first word that somebody is overdue to the report of who it is.
+
+The members are asked what they do, `verdict.judge` finds who hangs, its agent takes down its stacks and reports it as
+an error (`wire.ErrorReport`) of kind `task_hang`, and the severity workflow does the rest. Nothing of this outlives the
+coordinator: who is overdue says so again every second.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from unicron_lightning import wire
+from unicron_lightning.coordinator import membership
+from unicron_lightning.coordinator.severity import apply, reports
+from unicron_lightning.coordinator.severity.errors import SEVERITY
+from unicron_lightning.coordinator.severity.record import Failure
+from unicron_lightning.coordinator.severity.workflow import Error
+from unicron_lightning.coordinator.state import Agent, Task, Worker
+from unicron_lightning.coordinator.turn import Turn
+from unicron_lightning.coordinator.watch.record import Watch
+from unicron_lightning.coordinator.watch.verdict import judge
+
+FIRST_PAUSE: Final = 0.25
+LAST_PAUSE: Final = 2.0
+STACKS_SECONDS: Final = 2.0
+"""An agent that has not told of the stacks by then has none to tell."""
+
+
+def doing(task: Task, turn: Turn, agent: Agent, message: wire.Doing) -> None:
+    """A worker says what it does."""
+    worker = task.workers.get(message.worker)
+    if worker is None or worker.agent != agent.id or not _trains(task, message.epoch):
+        return
+    watch = _watch(task)
+    if worker.id not in task.established:
+        return
+    known = worker.id in watch.said
+    watch.said[worker.id] = message
+    if message.overdue and not watch.since:
+        watch.since, watch.pause = turn.now, FIRST_PAUSE
+        watch.said = {worker.id: message}
+        _ask(task, turn)
+    # A thousand workers that wait say so every second: what they say is looked at when all have, and by the timer.
+    if watch.since and (not message.waiting or (not known and len(watch.said) == len(_members(task)))):
+        _judge(task, turn, watch)
+
+
+def timer(task: Task, turn: Turn, kind: str, agent: Agent | None) -> None:
+    """A time is up: to look at the members again (``watch``), to start, or to tell of stacks."""
+    if kind == "watch":
+        _watch_due(task, turn)
+    elif agent is not None:
+        (_start_due if kind == "start" else _stacks_due)(task, turn, agent)
+
+
+def restore(task: Task, turn: Turn) -> None:
+    """The coordinator begins anew: whatever hangs will be told again."""
+    task.watch = Watch()
+    for agent_id in dict.fromkeys(worker.agent for worker in task.workers.values() if not worker.built):
+        turn.timer("start", turn.limits.watch.start_time, task=task.id, agent=agent_id)
+
+
+def _watch_due(task: Task, turn: Turn) -> None:
+    watch = _watch(task)
+    if not watch.since:
+        return
+    if not any(said.overdue for said in watch.said.values()):
+        _forget(watch)
+        return
+    _judge(task, turn, watch)
+    if watch.since:
+        watch.pause = min(2 * watch.pause, LAST_PAUSE)
+        _ask(task, turn)
+
+
+def _start_due(task: Task, turn: Turn, agent: Agent) -> None:
+    late = [worker for worker in task.workers_of(agent.id) if not worker.built]
+    for worker in late if apply.concerned(task) else []:
+        cause = f"not ready {turn.limits.watch.start_time:g} s after it was welcomed"
+        _inspect(task, turn, wire.Inspect(worker=worker.id, cause=cause, phase="start", step=None, details={}))
+
+
+def _stacks_due(task: Task, turn: Turn, agent: Agent) -> None:
+    for inspect in list(task.watch.inspected.values()):
+        worker = task.workers.get(inspect.worker)
+        if worker is not None and worker.agent == agent.id:
+            report = wire.ErrorReport(
+                worker=worker.id,
+                kind="task_hang",
+                cause=inspect.cause,
+                phase=inspect.phase,
+                step=inspect.step,
+                at=turn.now,
+                details={**inspect.details, "stacks": ""},
+            )
+            reports.reported(task, turn, agent, report)
+
+
+def _trains(task: Task, epoch: int) -> bool:
+    """Whether workers in that epoch train: a recovery has a time of its own, and what was said before it is over."""
+    if not apply.concerned(task) or task.epoch is None:
+        return False
+    return epoch == task.number if task.settled else task.epoch.kind in wire.PLANNED and epoch < task.number
+
+
+def _watch(task: Task) -> Watch:
+    watch = task.watch
+    if watch.epoch != task.number:
+        _forget(watch)
+        watch.epoch = task.number
+        watch.inspected.clear()
+    return watch
+
+
+def _forget(watch: Watch) -> None:
+    watch.since = watch.pause = 0.0
+    watch.said.clear()
+
+
+def _members(task: Task) -> list[str]:
+    return [worker for worker in task.established if worker in task.workers]
+
+
+def _ask(task: Task, turn: Turn) -> None:
+    for agent_id in dict.fromkeys(task.workers[worker].agent for worker in _members(task)):
+        turn.send(task.agents[agent_id], wire.Ask())
+    turn.timer("watch", task.watch.pause, task=task.id)
+
+
+def _judge(task: Task, turn: Turn, watch: Watch) -> None:
+    members, limits = _members(task), turn.limits
+    connected = {agent.id for agent in task.agents.values() if agent.conn is not None}
+    verdict = judge(
+        members,
+        watch.said,
+        reachable=frozenset(worker for worker in members if task.workers[worker].agent in connected),
+        asked=turn.now - watch.since,
+        mute_time=limits.mute_time,
+        collective_time=limits.collective_time,
+        stall_time=limits.watch.stall_time,
+    )
+    if verdict.collective:
+        _communicator_hangs(task, turn, watch)
+    others = sum(said.waiting for said in watch.said.values())
+    for name in verdict.culprits:
+        worker, said = task.workers[name], watch.said.get(name)
+        _inspect(task, turn, _reason(worker, said, turn.now - watch.since, others))
+
+
+def _reason(worker: Worker, said: wire.Doing | None, asked: float, others: int) -> wire.Inspect:
+    if said is None:
+        cause = f"does not answer for {asked:.2f} s, though its process lives; {others} others wait in a collective"
+        return wire.Inspect(worker=worker.id, cause=cause, phase="", step=worker.step, details={"seconds": asked})
+    where = said.phase if said.micro_batch is None else f"{said.phase} of micro-batch {said.micro_batch}"
+    cause = f"in {where} for {said.seconds:.2f} s, which is over {said.limit or 0.0:.2f} s; {others} others wait for it"
+    details = {"seconds": said.seconds, "limit": said.limit, "micro_batch": said.micro_batch, "waiting": others}
+    return wire.Inspect(worker=worker.id, cause=cause, phase=said.phase, step=said.step, details=details)
+
+
+def _inspect(task: Task, turn: Turn, order: wire.Inspect) -> None:
+    agent = task.agents[task.workers[order.worker].agent]
+    if order.worker in task.watch.inspected:
+        return
+    task.watch.inspected[order.worker] = order
+    turn.send(agent, order)
+    turn.timer("stacks", STACKS_SECONDS, task=task.id, agent=agent.id)
+
+
+def _communicator_hangs(task: Task, turn: Turn, watch: Watch) -> None:
+    """All members wait in a collective of which nobody is missing: it is renewed, as if a connection had broken."""
+    said = next(iter(watch.said.values()))
+    seconds = turn.now - watch.since
+    cause = f"all {len(watch.said)} members wait in {said.phase}, none is missing, for {seconds:.1f} s"
+    membership.open_incident(task)
+    where = {"node": None, "agent": None, "worker": None, "rank": None, "phase": said.phase, "step": said.step}
+    about = {"kind": "nccl_timeout", "severity": SEVERITY["nccl_timeout"], "cause": cause, "ends": False}
+    when = {"happened_at": watch.since, "received_at": turn.now, "details": {"seconds": seconds}}
+    turn.emit(task, "error_reported", **where, **about, **when)
+    failure = Failure(kind="nccl_timeout", node="", agent="", cause=cause, step=task.severity.step, at=turn.now)
+    _forget(watch)
+    apply.feed(task, turn, Error(failure=failure))

@@ -1,0 +1,68 @@
+"""Whether a task has become slower than it was, and which of its ranks holds the others up.
+
+Both from what the members' own statistics say with their progress (`wire.Pace`): the median of the last steps, so that
+it takes a while; and both only if it has been so for `degraded_time`.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+
+from unicron_lightning.coordinator.state import Task
+from unicron_lightning.coordinator.turn import Turn
+
+
+def progressed(task: Task, turn: Turn, worker: str) -> None:
+    """A member told how fast it is. Looked at once for all members, when the first of them does."""
+    if task.settled and task.established and task.established[0] == worker:
+        _look_at_steps(task, turn, worker)
+        _look_at_ranks(task, turn)
+
+
+def behind(busy: Mapping[str, float], factor: float) -> dict[str, float]:
+    """Those whose micro-batches take ``factor`` times as long as their peers' (their median), and how many times."""
+    found = {}
+    for name, seconds in busy.items():
+        peers = [other for peer, other in busy.items() if peer != name]
+        if peers and (usual := statistics.median_low(peers)) > 0 and seconds > factor * usual:
+            found[name] = round(seconds / usual, 2)
+    return found
+
+
+def _look_at_steps(task: Task, turn: Turn, worker: str) -> None:
+    watch, pace, limits = task.watch, task.workers[worker].pace, turn.limits
+    slow = pace is not None and pace.slowdown > limits.watch.degraded_factor
+    if not slow:
+        watch.slow_since = 0.0
+        if watch.degraded:
+            watch.degraded = False
+            turn.emit_for(task, None, "task_normal", {"step": task.workers[worker].step})
+        return
+    assert pace is not None
+    watch.slow_since = watch.slow_since or turn.now
+    if not watch.degraded and turn.now - watch.slow_since >= limits.degraded_time:
+        watch.degraded = True
+        fields = {"step": task.workers[worker].step, "times": round(pace.slowdown, 2)}
+        about = {"step_seconds": pace.median, "usual_seconds": pace.usual, "since": watch.slow_since}
+        turn.emit_for(task, None, "task_degraded", {**fields, **about})
+
+
+def _look_at_ranks(task: Task, turn: Turn) -> None:
+    watch, limits = task.watch, turn.limits
+    paces = {name: task.workers[name].pace for name in task.established if name in task.workers}
+    busy = {name: pace.busy for name, pace in paces.items() if pace is not None and pace.busy is not None}
+    late = behind(busy, limits.straggler_factor)
+    watch.behind = {name: watch.behind.get(name, turn.now) for name in late}
+    for name in [name for name in watch.stragglers if name not in late]:
+        del watch.stragglers[name]
+        turn.emit_for(task, None, "straggler_over", {"worker": name})
+    for name, since in watch.behind.items():
+        if turn.now - since < limits.degraded_time:
+            continue
+        if name not in watch.stragglers:
+            rank = next((rank for rank, member in enumerate(task.members()) if member.worker == name), None)
+            fields = {"worker": name, "rank": rank, "node": task.agents[task.workers[name].agent].node}
+            about = {"micro_batch_seconds": busy[name], "times": late[name], "since": since}
+            turn.emit_for(task, None, "straggler", {**fields, **about})
+        watch.stragglers[name] = late[name]

@@ -1,0 +1,144 @@
+"""The control thread's look at the training thread: is it overdue, and what is it doing?
+
+A step is overdue when its core phases have taken longer than the statistics allow (about 3x the average), another
+phase when it has shown no sign of life for its time. Left out is the time in which the whole process stood still (this
+thread woke late: a stalled machine, a collection of garbage, a stop signal) or the training thread waited for a CPU
+(the kernel tells): neither is a hang. A hang of one rank makes all of them overdue; who it is, the coordinator finds.
+
+Costs nothing on the training thread; here 20 microseconds, `TICK_SECONDS` apart.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Final
+
+from unicron_lightning import wire
+from unicron_lightning.worker.activity import CORE, Activity, Moment
+from unicron_lightning.worker.statistics import StepStatistics, Summary
+
+logger = logging.getLogger(__name__)
+
+TICK_SECONDS: Final = 0.05
+AGAIN_SECONDS: Final = 1.0
+"""Who is overdue says so again, as a coordinator that was away has not heard."""
+_LATE_SECONDS: Final = 0.05
+"""Waking later than this means that the process could not run; the interpreter's lock alone costs less."""
+
+
+class Monitor:
+    """Statistics of the steps, and the question whether the present one is overdue.
+
+    Args:
+        worker: this worker's identity.
+        activity: what the training thread does.
+    """
+
+    def __init__(self, worker: str, activity: Activity) -> None:
+        self.activity = activity
+        self.statistics = StepStatistics()
+        self._worker = worker
+        self._schedule = Path(f"/proc/self/task/{activity.thread}/schedstat")
+        self._due: float | None = None
+        self._step = 0
+        """The step that the next two are about."""
+        self._excused = 0.0
+        """Seconds of it in which the process has not run."""
+        self._starved: float | None = None
+        self._told: wire.Doing | None = None
+        self._told_at = 0.0
+
+    def limit(self, limits: wire.WatchLimits) -> None:
+        """The coordinator's word on what is overdue."""
+        self.statistics.limits = limits
+
+    def take(self) -> None:
+        """Take in the steps that were finished since."""
+        finished = self.activity.finished
+        self.statistics.take([finished.popleft() for _ in range(len(finished))])
+
+    def summary(self) -> Summary:
+        """The statistics up to the last look."""
+        return self.statistics.summary()
+
+    def pace(self) -> wire.Pace:
+        """The same, for the coordinator."""
+        known = self.summary()
+        return wire.Pace(
+            steps=known.steps,
+            mean=known.mean,
+            median=known.median,
+            usual=known.usual,
+            slowdown=known.slowdown,
+            busy=known.busy,
+            micro_batches=known.micro_batches,
+            phases=known.phases,
+        )
+
+    def tick(self) -> tuple[float, wire.Doing | None]:
+        """A look: seconds until the next one, and what is to be told, if anything."""
+        now = self.activity.clock()
+        late = 0.0 if self._due is None else now - self._due
+        self.take()
+        doing = self.look(late if late > _LATE_SECONDS else 0.0)
+        told, self._due = self._tell(doing, now), self.activity.clock() + TICK_SECONDS
+        return TICK_SECONDS, told
+
+    def look(self, late: float = 0.0) -> wire.Doing:
+        """What the training thread does; ``late``: for how long until now the process has not run."""
+        now, moment, step = self.activity.clock(), self.activity.now, self.activity.step
+        if step != self._step:
+            self._step, self._excused, self._starved = step, 0.0, None
+        self._excused += min(late, now - self.activity.began)
+        limit, seconds = self._limit(moment), now - moment.since
+        if moment.phase in CORE:
+            seconds += moment.core
+            if limit is not None and seconds > 0.5 * limit:
+                seconds -= self._excused + self._waited_for_cpu()
+        return wire.Doing(
+            worker=self._worker,
+            epoch=self.activity.epoch,
+            step=step,
+            phase=moment.phase,
+            waiting=moment.waiting,
+            overdue=limit is not None and seconds > limit,
+            seconds=round(max(seconds, 0.0), 4),
+            limit=limit,
+            micro_batch=moment.micro_batch if moment.micro_batch >= 0 else None,
+        )
+
+    def _limit(self, moment: Moment) -> float | None:
+        limits = self.statistics.limits
+        if moment.phase in CORE:
+            known = self.statistics.limit(ordinary=moment.ordinary)
+            return limits.stall_time if known is None else min(known, limits.stall_time)
+        if moment.phase in ("recovery", "hold", "over"):
+            return None  # the coordinator has a time for the first; the others take as long as they take
+        times = {"data": limits.data_time, "hooks": limits.hook_time, "start": limits.start_time}
+        return times.get(moment.phase, limits.stall_time)
+
+    def _tell(self, doing: wire.Doing, now: float) -> wire.Doing | None:
+        told = self._told
+        if doing.overdue:
+            same = told is not None and (told.step, told.phase, told.waiting) == (
+                doing.step,
+                doing.phase,
+                doing.waiting,
+            )
+            if same and now < self._told_at + AGAIN_SECONDS:
+                return None
+            self._told, self._told_at = doing, now
+            return doing
+        self._told = None
+        return doing if told is not None else None
+
+    def _waited_for_cpu(self) -> float:
+        """Seconds that the training thread was ready to run and did not, since this was first asked of this step."""
+        try:
+            waited = int(self._schedule.read_text().split()[1]) / 1e9
+        except (OSError, ValueError, IndexError):  # kernels without it
+            return 0.0
+        if self._starved is None:
+            self._starved = waited
+        return waited - self._starved

@@ -1,0 +1,42 @@
+"""A communicator whose waits are noted: who is in a collective waits for others, and cannot be who hangs."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from unicron_lightning.worker.activity import Activity
+from unicron_lightning.worker.communicator import Communicator, Handle
+
+
+class WatchedCommunicator:
+    """Passes everything on.
+
+    Args:
+        communicator: whose waits are noted.
+        activity: where.
+    """
+
+    def __init__(self, communicator: Communicator, activity: Activity) -> None:
+        self.rank = communicator.rank
+        self.world = communicator.world
+        self._communicator = communicator
+        self._activity = activity
+
+    def all_reduce(self, tensor: Tensor) -> Handle:
+        return self._communicator.all_reduce(tensor)
+
+    def broadcast(self, tensor: Tensor, root: int) -> Handle:
+        return self._communicator.broadcast(tensor, root)
+
+    def wait(self, handle: Handle) -> None:
+        self._activity.waits(True)
+        try:
+            self._communicator.wait(handle)
+        finally:
+            self._activity.waits(False)
+
+    def abort(self, reason: str) -> None:
+        self._communicator.abort(reason)
+
+    def close(self) -> None:
+        self._communicator.close()
