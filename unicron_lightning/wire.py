@@ -229,6 +229,14 @@ class WorkerDied(Message, frozen=True, kw_only=True, tag="worker_died"):
     cause: Literal["exit", "signal", "silent"]
     code: int
     at: float
+    kind: str | None = None
+    """What it is if it is more than an abnormal exit: ``out_of_memory``."""
+    meaning: str = ""
+    """For people: ``signal 11 (SIGSEGV): it touched memory that is not its own, core dumped``."""
+
+
+class Beat(Message, frozen=True, kw_only=True, tag="beat"):
+    """[both ways] The link works. An agent sends it as often as `Registered` says; the coordinator answers each."""
 
 
 class Bye(Message, frozen=True, kw_only=True, tag="bye"):
@@ -246,6 +254,11 @@ class Registered(Message, frozen=True, kw_only=True, tag="registered"):
     coordinator: str
     worker_timeout: float | None = None
     """Seconds without a heartbeat after which a worker is dead, for agents whose user did not say."""
+    beat: float | None = None
+    """Seconds between the agent's beats; None: it need not send any."""
+    least_silence: float = 1.2
+    """Least and most seconds without a word after which either side gives the connection up."""
+    most_silence: float = 4.5
 
 
 class Refused(Message, frozen=True, kw_only=True, tag="refused"):
@@ -376,8 +389,8 @@ Forwarded = Union[
 ]
 FromWorker = Union[Forwarded, Heartbeat]
 ToWorker = Union[Welcome, Epoch, Go, LookupReply, TaskOver, Notice, FaultNoted, Inject, Ask]
-FromAgent = Union[Register, RendezvousBegin, LocalWorld, StoreUsed, WorkerDied, Bye, Forwarded]
-ToAgent = Union[Registered, Refused, Grant, Ranks, Stop, Fence, Inspect, ToWorker]
+FromAgent = Union[Beat, Register, RendezvousBegin, LocalWorld, StoreUsed, WorkerDied, Bye, Forwarded]
+ToAgent = Union[Beat, Registered, Refused, Grant, Ranks, Stop, Fence, Inspect, ToWorker]
 
 encode = msgspec.json.Encoder().encode
 decode_from_worker = msgspec.json.Decoder(FromWorker).decode

@@ -105,8 +105,8 @@ def test_a_choice_changes_what_it_is_for(override: str, key: str, value: object)
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["coordinator.prot=1"], "coordinator.prot: unknown key; known are exit_when_idle, host, "),
-        (["+coordinator.prot=1"], "coordinator.prot: unknown key; known are exit_when_idle, host, "),
+        (["coordinator.prot=1"], "coordinator.prot: unknown key; known are allow_injection, exit_when_idle, "),
+        (["+coordinator.prot=1"], "coordinator.prot: unknown key; known are allow_injection, exit_when_idle, "),
         (["server.port=1"], "server: unknown key; known are cluster, coordinator, "),
         (["+server.port=1"], "server: unknown key; known are cluster, coordinator, "),
         (["detection=quick"], "detection/quick"),

@@ -120,3 +120,32 @@ def test_a_kind_that_is_not_known_is_answered_all_the_same():
     report(b, "of_a_newer_agent")
     [told] = events(world, "error_reported")
     assert (told["kind"], told["told_as"], told["severity"]) == ("unnamed_software_error", "of_a_newer_agent", "SEV2")
+
+
+def test_a_link_that_breaks_again_and_again_is_told_once_and_disturbs_nobody():
+    world, (_, b, _) = joined(flapping_cuts=3, flapping_window=60.0)
+    before = world.task().number
+    for _ in range(2):
+        for _ in range(3):
+            b.drop()
+            world.advance(0.1)
+            b.register()
+    assert [error["cause"] for error in events(world, "error_reported")] == [
+        "the connection broke 3 times within 0 s, and was renewed"
+    ] * 2
+    assert {error["kind"] for error in events(world, "error_reported")} == {"link_flapping"}
+    assert world.task().number == before
+    for _ in range(4):
+        world.advance(40)
+        b.drop()
+        b.register()
+    assert len(events(world, "error_reported")) == 2, "now and then is not often"
+
+
+def test_agents_that_come_back_to_a_restarted_coordinator_do_not_flap():
+    world, agents = joined(flapping_cuts=2)
+    for _ in range(4):
+        world.start()
+        for agent in agents:
+            agent.register()
+    assert not events(world, "error_reported")

@@ -170,11 +170,11 @@ class Cluster:
 
     # ---- what is done to it
 
-    def start(self, node: str) -> None:
-        """Start an agent; one that had this label must be gone."""
+    def start(self, node: str, port: int | None = None) -> None:
+        """Start an agent; one that had this label must be gone. ``port``: of a proxy before the coordinator."""
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "unicron"),
-            *("--rdzv-endpoint", f"127.0.0.1:{self.port}", "--rdzv-id", self.task),
+            *("--rdzv-endpoint", f"127.0.0.1:{port or self.port}", "--rdzv-id", self.task),
             *("--rdzv-conf", ",".join(filter(None, [self._conf, f"node={node},state_dir={self.state_dir}"]))),
             *("--nnodes", self._nodes, "--nproc-per-node", str(self._per_node), "--max-restarts", "1000"),
             *(str(SCRIPT), str(self.folder)),

@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from socket import SHUT_RDWR
 from typing import Any, Final
 
 import aiohttp
@@ -21,6 +22,8 @@ import msgspec
 from unicron_lightning import wire
 from unicron_lightning.agent.cut import Cut
 from unicron_lightning.agent.outbox import Outbox
+from unicron_lightning.agent.pulse import Pulse
+from unicron_lightning.detection.silence import SilenceLimits
 from unicron_lightning.errors import CoordinatorUnavailable, SessionRefused, UnicronError
 
 logger = logging.getLogger(__name__)
@@ -146,21 +149,27 @@ class CoordinatorSession:
             self._transport = _transport_of(socket)
             self._outbox.opened()
             await socket.send_str(wire.encode(self._hooks.register()).decode())
-            writer: asyncio.Task[None] | None = None
+            tasks: list[asyncio.Task[None]] = []
+            pulse: Pulse | None = None
             try:
                 async for frame in socket:
                     message = _decode(frame)
                     if message is None:
                         continue
-                    if isinstance(message, wire.Registered) and writer is None:
+                    if pulse is not None:
+                        pulse.heard(message)
+                    if isinstance(message, wire.Registered) and not tasks:
                         self._stands(message)
-                        writer = asyncio.create_task(self._write(socket))
-                    self._hooks.received(message)
+                        tasks.append(asyncio.create_task(self._write(socket)))
+                        if (pulse := _pulse(socket, message)) is not None:
+                            tasks.append(asyncio.create_task(pulse.run()))
+                    if not isinstance(message, wire.Beat):
+                        self._hooks.received(message)
             finally:
-                if writer is not None:
-                    writer.cancel()
+                for task in tasks:
+                    task.cancel()
                     with contextlib.suppress(asyncio.CancelledError, OSError, aiohttp.ClientError):
-                        await writer
+                        await task
 
     async def _write(self, socket: aiohttp.ClientWebSocketResponse[Any]) -> None:
         while True:
@@ -199,6 +208,22 @@ def _transport_of(socket: aiohttp.ClientWebSocketResponse[Any]) -> asyncio.Trans
     """What aiohttp keeps to itself; needed for `CoordinatorSession.cut` only."""
     connection = getattr(getattr(socket, "_response", None), "connection", None)
     return getattr(connection, "transport", None)
+
+
+def _pulse(socket: aiohttp.ClientWebSocketResponse[Any], word: wire.Registered) -> Pulse | None:
+    """The beats of a connection, if the coordinator wants any."""
+    if word.beat is None:
+        return None
+
+    async def send(message: wire.Message) -> None:
+        await socket.send_str(wire.encode(message).decode())
+
+    def cut() -> None:
+        with contextlib.suppress(OSError):
+            socket.get_extra_info("socket").shutdown(SHUT_RDWR)
+
+    limits = SilenceLimits(beat=word.beat, least=word.least_silence, most=word.most_silence)
+    return Pulse(limits, send, cut)
 
 
 def _decode(frame: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Union
 from unicron_lightning import wire
 from unicron_lightning.coordinator.question import Question
 from unicron_lightning.detection.patterns import Pattern
+from unicron_lightning.detection.silence import SilenceLimits
 from unicron_lightning.faults.fault import Fault
 from unicron_lightning.jobs import Job
 from unicron_lightning.nodewire import FromNode, ToNode
@@ -25,6 +26,9 @@ class TimerKey(NamedTuple):
     agent: str = ""
 
 
+_SILENCE = SilenceLimits(beat=0.5, least=1.2, most=4.5)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """What the machine goes by: time limits in seconds, and switches. See `config` for their reasons."""
@@ -34,6 +38,9 @@ class Limits:
     comm_error_grace: float = 0.5
     join_grace: float = 0.5
     worker_timeout: float = 10.0
+    silence: SilenceLimits = _SILENCE
+    flapping_cuts: int = 3
+    flapping_window: float = 300.0
     warm_standby: bool = False
     recovery_time: float = 300.0
     watch: wire.WatchLimits = field(default_factory=wire.WatchLimits)
@@ -85,9 +92,10 @@ class NodeSaid:
 
 @dataclass(frozen=True, kw_only=True)
 class Disconnected:
-    """Connection ``conn`` has ended, for whatever reason."""
+    """Connection ``conn`` has ended; ``silent``: it was given up after so many seconds without a word."""
 
     conn: int
+    silent: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -89,7 +89,7 @@ class Machine:
             case ev.NodeSaid():
                 self._node_said(turn, event)
             case ev.Disconnected():
-                self._disconnected(turn, event.conn)
+                self._disconnected(turn, event)
             case ev.AgentsEnded():
                 self._ended(turn, event.agents)
             case ev.Drain():
@@ -196,7 +196,7 @@ class Machine:
 
     def _from_agent(self, turn: Turn, task: Task, agent: Agent, message: wire.FromAgent) -> None:
         match message:
-            case wire.Register():
+            case wire.Register() | wire.Beat():
                 raise AssertionError("handled by the caller")
             case wire.Bye():
                 if agent.conn is not None:
@@ -238,7 +238,8 @@ class Machine:
         else:
             turn.close(event.conn, "the first message must be node_hello")
 
-    def _disconnected(self, turn: Turn, conn: int) -> None:
+    def _disconnected(self, turn: Turn, event: ev.Disconnected) -> None:
+        conn = event.conn
         node = nodes.of_conn(self._cluster, conn)
         if node is not None:
             nodes.disconnected(turn, node)
@@ -248,7 +249,7 @@ class Machine:
         task = self._cluster.tasks.get(task_id)
         agent = task.agents.get(agent_id) if task else None
         if task is not None and agent is not None and agent.conn == conn:
-            registration.disconnected(task, turn, agent)
+            registration.disconnected(task, turn, agent, event.silent)
 
     def _ended(self, turn: Turn, agents: tuple[str, ...]) -> None:
         for task in list(self._cluster.tasks.values()):

@@ -22,6 +22,7 @@ from unicron_lightning.coordinator import slots, standby, workers
 from unicron_lightning.coordinator.jobs import is_job
 from unicron_lightning.coordinator.membership import concerned, finish, open_incident, send_go
 from unicron_lightning.coordinator.severity import apply as severity
+from unicron_lightning.coordinator.severity import reports
 from unicron_lightning.coordinator.state import Agent, Task
 from unicron_lightning.coordinator.turn import Turn
 
@@ -64,9 +65,11 @@ def register(task: Task, turn: Turn, conn: int, message: wire.Register, *, creat
             task.empty_grace = False
             turn.cancel("empty", task=task.id)
     else:
+        if not task.restoring:
+            _was_cut(task, turn, agent)
         agent.conn = conn
         turn.cancel("lost", task=task.id, agent=agent.id)
-    turn.send(agent, wire.Registered(coordinator="unicron", worker_timeout=turn.limits.worker_timeout))
+    turn.send(agent, _registered(turn))
     fields = {"agent": agent.id, "node": agent.node, "host": agent.host, "pid": agent.pid, "resumed": resumed}
     turn.emit_for(task, None, "agent_registered", fields)
     if task.over is not None:
@@ -88,6 +91,30 @@ def register(task: Task, turn: Turn, conn: int, message: wire.Register, *, creat
     else:
         _take_new(task, turn, agent, message)
     _review_restoring(task, turn)
+
+
+def _registered(turn: Turn) -> wire.Registered:
+    silence = turn.limits.silence.shared_by(turn.connections)
+    return wire.Registered(
+        coordinator="unicron",
+        worker_timeout=turn.limits.worker_timeout,
+        beat=silence.beat,
+        least_silence=silence.least,
+        most_silence=silence.most,
+    )
+
+
+def _was_cut(task: Task, turn: Turn, agent: Agent) -> None:
+    """The agent has come back in time from a broken connection: nothing failed, but if it happens often it is told."""
+    limits = turn.limits
+    agent.cuts = [*(at for at in agent.cuts if turn.now - at < limits.flapping_window), turn.now]
+    if len(agent.cuts) >= limits.flapping_cuts:
+        cause = f"the connection broke {len(agent.cuts)} times within {turn.now - agent.cuts[0]:.0f} s, and was renewed"
+        agent.cuts = []
+        word = wire.ErrorReport(
+            worker=None, kind="link_flapping", cause=cause, phase="", step=None, at=turn.now, details={}
+        )
+        reports.reported(task, turn, agent, word)
 
 
 def _place_is_free(turn: Turn, agent: Agent) -> bool:
@@ -129,9 +156,10 @@ def _review_restoring(task: Task, turn: Turn) -> None:
         turn.cancel("restore", task=task.id)
 
 
-def disconnected(task: Task, turn: Turn, agent: Agent) -> None:
+def disconnected(task: Task, turn: Turn, agent: Agent, silent: float | None) -> None:
     """The agent's connection has ended: it has a moment to come back."""
     agent.conn = None
+    agent.silent = silent
     agent.away_since = turn.now
     turn.timer("lost", turn.limits.reconnect_grace, task=task.id, agent=agent.id)
 
@@ -216,7 +244,8 @@ def _declare_lost(task: Task, turn: Turn, agent: Agent) -> None:
         open_incident(task)
     severity.agent_lost(task, turn, agent)
     had_slot = agent.id in task.slots
-    turn.emit(task, "agent_lost", agent=agent.id, node=agent.node, away_since=agent.away_since)
+    fields = {"agent": agent.id, "node": agent.node, "away_since": agent.away_since, "silent": agent.silent}
+    turn.emit(task, "agent_lost", **fields)
     workers.died(task, turn, task.workers_of(agent.id), "node lost")
     _remove(task, turn, agent)
     task.lost = [*task.lost, agent.id][-_LOST_REMEMBERED:]

@@ -32,6 +32,7 @@ from unicron_lightning.coordinator.allocation import standing
 from unicron_lightning.coordinator.api import NO_TOKEN, Api
 from unicron_lightning.coordinator.batch import Batch
 from unicron_lightning.coordinator.config import CoordinatorConfig, default_state_dir, prepare_state_dir, read_token
+from unicron_lightning.coordinator.liveness import ANSWER, Liveness
 from unicron_lightning.coordinator.machine import Machine
 from unicron_lightning.coordinator.planning import Knowledge, Planning
 from unicron_lightning.coordinator.question import Question
@@ -83,6 +84,7 @@ class Server:
             raise
         self.machine = Machine(config.limits(), self.store.load())
         self._sessions: dict[int, Session] = {}
+        self._liveness = Liveness(config.detection.silence(), lambda conn: self._sessions[conn].abort())
         self._conn_ids = itertools.count(1)
         self._planning = Planning()
         self._timers: dict[ev.TimerKey, asyncio.TimerHandle] = {}
@@ -112,6 +114,7 @@ class Server:
         try:
             await web.SockSite(runner, self._socket).start()
             self._announce()
+            self._liveness.start()
             self.apply(ev.Started(about=self.about()))
             for event in inputs_at_start(self._config, self.machine.cluster):
                 self.apply(event)
@@ -120,6 +123,7 @@ class Server:
             await self._stop.wait()
         finally:
             self._stop.set()
+            self._liveness.close()
             for timer in (*self._timers.values(), self._look, self._ahead):
                 if timer is not None:
                     timer.cancel()
@@ -222,7 +226,13 @@ class Server:
 
     async def _serve_agent(self, request: web.Request) -> web.StreamResponse:
         def take(conn: int, data: str) -> None:
-            self._take(ev.Received(conn=conn, message=wire.decode_from_agent(data)))
+            message = wire.decode_from_agent(data)
+            if isinstance(message, wire.Beat):
+                self._liveness.beat(conn)
+                self._sessions[conn].send(ANSWER)
+                return
+            self._liveness.heard(conn)
+            self._take(ev.Received(conn=conn, message=message))
 
         return await self._serve(request, take)
 
@@ -251,7 +261,7 @@ class Server:
             await self._read(conn, socket_, take)
         finally:
             del self._sessions[conn]
-            self._take(ev.Disconnected(conn=conn))
+            self._take(ev.Disconnected(conn=conn, silent=self._liveness.forget(conn)))
             await session.stop()
         return socket_
 

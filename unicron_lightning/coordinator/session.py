@@ -44,6 +44,10 @@ class Session:
             return
         self._transport.write(frame)
 
+    def abort(self) -> None:
+        """End the connection without a word: nobody is heard at the other end."""
+        self._transport.abort()
+
     def finish(self, reason: str) -> None:
         """Close the connection once all that was sent has left."""
         if self._closing is None:

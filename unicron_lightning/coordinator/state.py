@@ -54,6 +54,10 @@ class Agent(msgspec.Struct, kw_only=True):
     """Its connection; None while it is away, in a grace period."""
     away_since: float | None = None
     """time.time() at which its connection ended last, or the coordinator began without it."""
+    silent: float | None = None
+    """Seconds without a word after which its connection was given up; None: it was closed, or there is one."""
+    cuts: list[float] = []
+    """time.time() of its newest broken connections that it came back from in time."""
     round: int = 0
     store: wire.Address | None = None
     waiting: bool = False

@@ -24,6 +24,8 @@ class Turn:
         self.limits = limits
         self.lasting = cluster.lasting
         self.places_changed = False
+        self.connections = len(cluster.conns)
+        """Of agents, when the turn began."""
         self._cluster = cluster
         self.decisions: dict[str, list[Decision]] = {}
         """By task: what the severity workflow has decided and is to be carried out."""

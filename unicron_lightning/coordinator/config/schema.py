@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from unicron_lightning.coordinator.events import Limits
 from unicron_lightning.coordinator.severity.errors import SEVERITY
 from unicron_lightning.detection.patterns import Pattern
+from unicron_lightning.detection.silence import SilenceLimits
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.jobs import Job, problem
 from unicron_lightning.wire import WatchLimits
@@ -136,6 +137,12 @@ class DetectionConfig:
     """Workers of one agent join together if they get ready within this time of each other."""
     worker_timeout: float
     """A worker without a heartbeat for this long is killed by its agent, unless the agent's user chose another time."""
+    beat: float
+    """Interval of agents' beats, which the coordinator answers; longer where there are more than a thousand agents."""
+    least_silence: float
+    """An agent or coordinator that is silent for this long may be gone: on a connection known to be regular it is."""
+    most_silence: float
+    """One that is silent for this long is gone, however irregular its connection was."""
     recovery_time: float
     """Members that do not report for an epoch, or do not enter it, within this time are restarted."""
     hang_factor: float
@@ -170,6 +177,9 @@ class DetectionConfig:
             heartbeat=self.heartbeat,
             register_timeout=self.register_timeout,
             worker_timeout=self.worker_timeout,
+            beat=self.beat,
+            least_silence=self.least_silence,
+            most_silence=self.most_silence,
             recovery_time=self.recovery_time,
             hook_time=self.hook_time,
             data_time=self.data_time,
@@ -203,6 +213,11 @@ class DetectionConfig:
             start_time=self.start_time,
             degraded_factor=self.degraded_factor,
         )
+
+
+    def silence(self) -> SilenceLimits:
+        """When a silent connection is given up."""
+        return SilenceLimits(beat=self.beat, least=self.least_silence, most=self.most_silence)
 
 
 @dataclass(kw_only=True)
@@ -246,6 +261,10 @@ class HealthConfig:
     """Which errors are of which kind, before the built-in table is asked."""
     nan_loss: str = "tell"
     """What is done when the loss is NaN or infinite: ``tell``, or ``stop`` the task."""
+    flapping_cuts: int = 3
+    """An agent whose connection broke and was renewed so often within the window has a flapping link."""
+    flapping_window: float = 300.0
+    """Seconds."""
 
     def __post_init__(self) -> None:
         for row in self.patterns:
@@ -255,6 +274,7 @@ class HealthConfig:
                     f"one of {', '.join(SEVERITY)}"
                 )
             Pattern(pattern=row.pattern, kind=row.kind)
+        _check_positive("health", flapping_cuts=self.flapping_cuts, flapping_window=self.flapping_window)
         if self.nan_loss not in ("tell", "stop"):
             raise ConfigError(f"health.nan_loss={self.nan_loss}: expected tell or stop")
 
@@ -293,6 +313,9 @@ class CoordinatorConfig:
             comm_error_grace=self.detection.comm_error_grace,
             join_grace=self.detection.join_grace,
             worker_timeout=self.detection.worker_timeout,
+            silence=self.detection.silence(),
+            flapping_cuts=self.health.flapping_cuts,
+            flapping_window=self.health.flapping_window,
             recovery_time=self.detection.recovery_time,
             watch=self.detection.watch(),
             mute_time=self.detection.mute_time,

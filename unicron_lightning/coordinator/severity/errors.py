@@ -31,7 +31,12 @@ _EXCEPTION = "exception propagation"
 _STATISTICS = "online statistical monitoring"
 
 KINDS: Final = (
-    ErrorKind(name="lost_connection", method=_HEALTH, severity="SEV1", seen="the agent's connection is not renewed"),
+    ErrorKind(
+        name="lost_connection",
+        method=_HEALTH,
+        severity="SEV1",
+        seen="the agent's connection ends, or is silent for too long, and is not renewed",
+    ),
     ErrorKind(name="exited_abnormally", method=_PROCESS, severity="SEV2", seen="exit status or signal of a worker"),
     ErrorKind(
         name="connection_failed",
@@ -58,7 +63,12 @@ KINDS: Final = (
         severity="SEV3",
         seen="a message of NCCL; all members wait in a collective",
     ),
-    ErrorKind(name="link_flapping", method=_STATISTICS, severity="SEV3"),
+    ErrorKind(
+        name="link_flapping",
+        method=_STATISTICS,
+        severity="SEV3",
+        seen="an agent's connection breaks and is renewed, again and again",
+    ),
     ErrorKind(name="task_hang", method=_STATISTICS, severity="SEV2", seen="a worker is overdue and in no collective"),
     ErrorKind(name="unnamed_software_error", method=_STATISTICS, severity="SEV2"),
     ErrorKind(name="out_of_memory", method="", severity="SEV2", seen="a message of CUDA, torch, numpy or Python"),

@@ -1,0 +1,60 @@
+"""The agent's side of the beats: says that it lives, and notices when the coordinator is not heard of any more."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from unicron_lightning import wire
+from unicron_lightning.detection.silence import Lateness, Silence, SilenceLimits
+
+logger = logging.getLogger(__name__)
+
+_LOOKS_PER_BEAT: Final = 4
+_LATE_SECONDS: Final = 0.1
+
+
+class Pulse:
+    """Of one connection.
+
+    Args:
+        limits: of silence, as the coordinator said.
+        send: writes a message.
+        cut: ends the connection.
+    """
+
+    def __init__(
+        self, limits: SilenceLimits, send: Callable[[wire.Message], Awaitable[None]], cut: Callable[[], None]
+    ) -> None:
+        self._limits = limits
+        self._send = send
+        self._cut = cut
+        self._silence = Silence(limits, time.monotonic())
+
+    def heard(self, message: wire.ToAgent) -> None:
+        """The coordinator said something."""
+        if isinstance(message, wire.Beat):
+            self._silence.beat(time.monotonic())
+        else:
+            self._silence.heard(time.monotonic())
+
+    async def run(self) -> None:
+        """Beat and listen until cancelled, or until the connection is cut."""
+        interval = self._limits.beat / _LOOKS_PER_BEAT
+        lateness, looks = Lateness(interval, time.monotonic()), 0
+        while True:
+            if looks % _LOOKS_PER_BEAT == 0:
+                await self._send(wire.Beat())
+            looks += 1
+            await asyncio.sleep(interval)
+            now = time.monotonic()
+            late = lateness.fired(now)
+            if late > _LATE_SECONDS:
+                self._silence.excuse(late, now)
+            elif self._silence.is_end(now):
+                logger.warning("coordinator_silent seconds=%.2f", self._silence.seconds(now))
+                self._cut()
+                return
