@@ -5,7 +5,8 @@ with files of each rank and, written last, ``metadata.json``. Megatron's own too
 (Lightning's loops, callbacks, schedulers) is in ``common.pt``, read with ``weights_only=True``: it must be plain data.
 
 A checkpoint is written beside its place and moved there when it is whole, so that one at its place is whole. All
-functions but `rest` are collectives of all ranks of `torch.distributed`'s default group. For megatron-core 0.16.
+functions but `rest` are collectives of all ranks of `torch.distributed`'s default group. The format's own exchanges and
+its index are pickles (docs/decisions/0011). For megatron-core 0.16.
 """
 
 from __future__ import annotations
