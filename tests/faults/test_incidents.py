@@ -49,7 +49,12 @@ def test_the_phases_of_an_incident_are_those_that_the_workers_saw(tmp_path: Path
         steps = [line for line in cluster.notes("step") if line["epoch"] > before]
         recovered = min(line["at"] for line in steps)
         grown = min(line["at"] for line in steps if line["world"] == 2)
-        assert (bill["incident"], bill["cause"], bill["outcome"], bill["failures"]) == ("i1", "signal", "restored", 1)
+        assert (bill["incident"], bill["cause"], bill["outcome"], bill["failures"]) == (
+            "i1",
+            "signal 9 (SIGKILL): killed from outside",
+            "restored",
+            1,
+        )
         assert killed_at - SLACK < bill["fault_at"] <= bill["known_at"] <= bill["stepped_at"] <= bill["closed_at"]
         assert bill["stepped_at"] == pytest.approx(recovered, abs=SLACK)
         assert bill["closed_at"] == pytest.approx(grown, abs=SLACK)

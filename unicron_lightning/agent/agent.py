@@ -22,6 +22,7 @@ from typing import Any, Final, TypeVar
 
 from unicron_lightning import environ, wire
 from unicron_lightning.agent.calling import call
+from unicron_lightning.agent.deaths import Deaths
 from unicron_lightning.agent.embedded import EmbeddedCoordinator
 from unicron_lightning.agent.gate import Gate
 from unicron_lightning.agent.injection import AgentFaults
@@ -62,6 +63,7 @@ class Agent:
         self._scratch = ScratchFolder()
         self._shared = SharedView()
         self._roster = Roster()
+        self._deaths = Deaths()
         self._embedded = EmbeddedCoordinator(options)
         self._supervisor = Supervisor(options.agent, self._on_found, self._on_exit)
         self._inspector = Inspector(self._scratch.path, self._supervisor, self._send)
@@ -180,6 +182,7 @@ class Agent:
             self._gate.close()
             self._inspector.close()
             self._supervisor.close()
+            self._deaths.close()
             await self._local.close()
             self._embedded.release()
 
@@ -340,10 +343,11 @@ class Agent:
         if isinstance(message, wire.WorkerHello) and self._shared.now.over is not None:
             self._local.send(worker, self._shared.now.over)
             return
-        self._send(message)
+        self._send(self._deaths.explain(message) if isinstance(message, wire.ErrorReport) else message)
 
     def _on_found(self, process: WatchedProcess) -> None:
         self._roster.add(process.worker, process.local_rank)
+        self._deaths.found(process.pid)
         if process.worker in self._fenced:
             self._supervisor.kill(process.worker)
 
@@ -353,7 +357,7 @@ class Agent:
             return
         logger.info("worker_ended worker=%s cause=%s code=%d", worker, how.cause, how.code)
         self._failed = self._failed or not (how.is_clean or self._leaving)
-        self._send(wire.WorkerDied(worker=worker, cause=how.cause, code=how.code, at=time.time()))
+        self._send(self._deaths.tell(worker, how))
         if not how.is_clean:
             self._give_up_siblings()
 

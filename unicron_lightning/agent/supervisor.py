@@ -19,7 +19,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
 
@@ -43,6 +43,9 @@ class Exit:
 
     cause: Literal["exit", "signal"]
     code: int
+    dumped: bool = False
+    """Whether a core was written."""
+    pid: int | None = None
 
     @property
     def is_clean(self) -> bool:
@@ -163,7 +166,7 @@ class Supervisor:
         self._forget(process)
         if not how.is_clean:
             _kill_descendants(process.pid)
-        self._on_exit(process.worker, how)
+        self._on_exit(process.worker, replace(how, pid=process.pid))
 
     def _forget(self, process: WatchedProcess) -> None:
         asyncio.get_running_loop().remove_reader(process.pidfd)
@@ -198,7 +201,8 @@ def _peek_exit(pidfd: int) -> Exit | None:
         return None
     if result is None:
         return None
-    return Exit(cause="exit" if result.si_code == os.CLD_EXITED else "signal", code=result.si_status)
+    cause: Literal["exit", "signal"] = "exit" if result.si_code == os.CLD_EXITED else "signal"
+    return Exit(cause=cause, code=result.si_status, dumped=result.si_code == os.CLD_DUMPED)
 
 
 def _taken_exit(pid: int) -> Exit | None:

@@ -64,6 +64,8 @@ def _task_table(task_id: str, task: dict[str, Any]) -> Any:
         caption += ", slower than usual"
     if task["checkpoint"]:
         caption += f", checkpoint of step {task['checkpoint']['step']}: {escape(task['checkpoint']['path'])}"
+    if (failure := task.get("last_failure")) is not None:
+        caption += f"\nlast failure: {escape(failure['worker'] or failure['node'])}: {escape(failure['cause'])}"
     table = Table(title=title, caption=caption, min_width=len(title), title_justify="left", caption_justify="left")
     for column in ("rank", "worker", "node", "state", "step"):
         table.add_column(column, justify="right" if column in ("rank", "step") else "left")

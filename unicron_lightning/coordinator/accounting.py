@@ -278,7 +278,8 @@ def _rate(task: Task, level: Level) -> float | None:
 def _cause(event: ev.Emit) -> str:
     if event.name == "error_reported":
         return f"{event.fields['kind']}: {event.fields['cause']}"
-    return "node lost" if event.name == "agent_lost" else str(event.fields.get("cause", event.name))
+    told = event.fields.get("meaning") or event.fields.get("cause", event.name)
+    return "node lost" if event.name == "agent_lost" else str(told)
 
 
 def _number(incident: str) -> int:

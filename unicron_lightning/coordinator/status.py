@@ -50,6 +50,7 @@ def task_status(task: Task) -> dict[str, Any]:
         "step_seconds": {slots: round(speed.seconds, 6) for slots, speed in sorted(task.measured.speeds.items())},
         "degraded": task.watch.degraded,
         "stragglers": task.watch.stragglers,
+        "last_failure": _last_failure(task),
         "incident": task.incident,
         "incidents": task.incidents,
         "restarts": task.restarts,
@@ -63,6 +64,15 @@ def cluster_status(cluster: Cluster) -> dict[str, Any]:
         "assigned": dict(sorted(cluster.lasting.assigned.items())),
         "queued": [task.id for task in cluster.tasks.values() if task.over is None and not task.slots],
     }
+
+
+def _last_failure(task: Task) -> dict[str, Any] | None:
+    """The newest failure since there was progress, or that is not judged yet."""
+    failures = [*task.severity.failed, *task.severity.unjudged]
+    if not failures:
+        return None
+    newest = max(failures, key=lambda failure: failure.at)
+    return {"at": newest.at, "node": newest.node, "worker": newest.worker, "kind": newest.kind, "cause": newest.cause}
 
 
 def _node(cluster: Cluster, node: Node) -> dict[str, Any]:

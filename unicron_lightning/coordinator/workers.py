@@ -7,6 +7,7 @@ on record (dead, fenced, of an earlier round or life) and still speaks is fenced
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import accounting, injection, measuring
@@ -136,7 +137,7 @@ def worker_died(task: Task, turn: Turn, agent: Agent, message: wire.WorkerDied) 
         if ended_well:
             finished(task, turn, worker, how="exit")
         else:
-            died(task, turn, [worker], message.cause, code=message.code, at=message.at)
+            died(task, turn, [worker], message.cause, code=message.code, at=message.at, meaning=message.meaning)
     elif round_of(message.worker) == agent.round and message.worker not in agent.gone:
         # It never said hello: a plain script's worker, or one that died while it started.
         agent.gone.append(message.worker)
@@ -149,12 +150,19 @@ def worker_died(task: Task, turn: Turn, agent: Agent, message: wire.WorkerDied) 
             if not task.elastic:
                 open_incident(task)
             cause = REPORTED if message.worker in task.severity.told else message.cause
-            _log_death(task, turn, message.worker, cause, message.code, message.at)
+            _log_death(task, turn, message.worker, cause, message.code, message.at, message.meaning)
         task.severity.told.pop(message.worker, None)
 
 
 def died(
-    task: Task, turn: Turn, workers: Iterable[Worker], cause: str, *, code: int | None = None, at: float | None = None
+    task: Task,
+    turn: Turn,
+    workers: Iterable[Worker],
+    cause: str,
+    *,
+    code: int | None = None,
+    at: float | None = None,
+    meaning: str = "",
 ) -> None:
     """Workers of one agent are dead.
 
@@ -172,7 +180,10 @@ def died(
             bury(task, worker)
         else:
             expel(task, turn, worker, f"{workers[0].id} of the same agent died")
-        _log_death(task, turn, worker.id, cause if own else "sibling", code if own else None, at if own else None)
+        if own:
+            _log_death(task, turn, worker.id, cause, code, at, meaning)
+        else:
+            _log_death(task, turn, worker.id, "sibling", None, None)
 
 
 def finished(task: Task, turn: Turn, worker: Worker, *, how: str) -> None:
@@ -203,8 +214,12 @@ def fence_stranger(task: Task, turn: Turn, agent: Agent, worker: str) -> None:
         turn.send(agent, wire.Fence(worker=worker, reason="not, or no longer, a worker of the task"))
 
 
-def _log_death(task: Task, turn: Turn, worker: str, cause: str, code: int | None, at: float | None) -> None:
-    fields = {"worker": worker, "cause": cause, "code": code, "died_at": at, "received_at": turn.now}
+def _log_death(
+    task: Task, turn: Turn, worker: str, cause: str, code: int | None, at: float | None, meaning: str = ""
+) -> None:
+    fields: dict[str, Any] = {"worker": worker, "cause": cause, "code": code, "died_at": at, "received_at": turn.now}
+    if meaning:
+        fields["meaning"] = meaning
     turn.emit(task, "worker_died", **fields)
 
 

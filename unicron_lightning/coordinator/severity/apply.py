@@ -10,6 +10,7 @@ import signal
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import membership
+from unicron_lightning.coordinator.severity.errors import known
 from unicron_lightning.coordinator.severity.record import Awaited, Failure
 from unicron_lightning.coordinator.severity.rules import Decision, View
 from unicron_lightning.coordinator.severity.workflow import (
@@ -35,17 +36,18 @@ def worker_died(task: Task, turn: Turn, agent: Agent, message: wire.WorkerDied) 
     """A worker's process has ended; told before the worker is buried."""
     ended_well = message.cause == "exit" and message.code == 0
     worker = task.workers.get(message.worker)
-    known = worker is not None and worker.agent == agent.id
+    registered = worker is not None and worker.agent == agent.id
     # Those that are gone were stopped or killed on order, or went with a sibling that was told of.
     starting = round_of(message.worker) == agent.round and message.worker not in agent.gone
     starting = starting and agent.id in task.slots and not agent.stopping
-    if not concerned(task) or task.finishing or ended_well or not (known or starting):
+    if not concerned(task) or task.finishing or ended_well or not (registered or starting):
         return
-    kind, cause = "silent" if message.cause == "silent" else "exited_abnormally", _cause(message)
+    kind = known(message.kind or ("silent" if message.cause == "silent" else "exited_abnormally"))
+    cause = message.meaning or _cause(message)
     if (told := task.severity.told.get(message.worker)) is not None:
         kind, cause = told.kind, told.cause
     failure = failure_of(task, turn, agent, kind, message.worker, cause)
-    sent = message.cause == "signal" and message.code in _SENT
+    sent = message.cause == "signal" and message.code in _SENT and message.kind is None
     error = Error(failure=failure, round=agent.round, training=bool(task.established), sent=sent)
     feed(task, turn, error)
 

@@ -37,7 +37,12 @@ KINDS: Final = (
         severity="SEV1",
         seen="the agent's connection ends, or is silent for too long, and is not renewed",
     ),
-    ErrorKind(name="exited_abnormally", method=_PROCESS, severity="SEV2", seen="exit status or signal of a worker"),
+    ErrorKind(
+        name="exited_abnormally",
+        method=_PROCESS,
+        severity="SEV2",
+        seen="exit status or signal of a worker; a message of a loader",
+    ),
     ErrorKind(
         name="connection_failed",
         method=_EXCEPTION,
@@ -71,7 +76,12 @@ KINDS: Final = (
     ),
     ErrorKind(name="task_hang", method=_STATISTICS, severity="SEV2", seen="a worker is overdue and in no collective"),
     ErrorKind(name="unnamed_software_error", method=_STATISTICS, severity="SEV2"),
-    ErrorKind(name="out_of_memory", method="", severity="SEV2", seen="a message of CUDA, torch, numpy or Python"),
+    ErrorKind(
+        name="out_of_memory",
+        method="",
+        severity="SEV2",
+        seen="a message of CUDA, torch, numpy or Python; the OOM killer",
+    ),
     ErrorKind(name="storage_error", method="", severity="SEV2", seen="a message of torch or the system"),
     ErrorKind(name="nan_loss", method="", severity="SEV3", seen="the loss of a step, as it is committed; a message"),
     ErrorKind(name="silent", method="", severity="SEV2", seen="no heartbeat of a worker for `worker_timeout`"),
