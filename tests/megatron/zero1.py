@@ -19,6 +19,7 @@ from torch import Tensor
 from unicron_lightning.megatron import shim, toy
 from unicron_lightning.megatron.mirror import Mirror, Redundancy, ShardsLost
 from unicron_lightning.megatron.sharded import ShardedOptimizer
+from unicron_lightning.megatron.shards import newest_common
 from unicron_lightning.worker.communicator import CommunicatorAborted, SoloCommunicator
 from unicron_lightning.worker.gloo import GlooCommunicator
 
@@ -48,12 +49,15 @@ class Rank:
         self.rank, self.world, self.folder, self.dying = rank, world, folder, dying
         shim.install()
         (folder / f"{rank}.pid").write_text(str(os.getpid()))
-        plain.start(rank, world, folder, name="groups0")
+        pp = options.pop("pp", 1)
+        plain.start(rank, world, folder, pp=pp, name="groups0")
         redundancy = Redundancy(**options.pop("redundancy", {}))
         self.training = plain.build(toy.Toy(bf16=options.pop("bf16", False)), zero1=True, **options)
         self.optimizer = ShardedOptimizer([self.training.ddp], self.training.optimizer)
         self.mirror = Mirror(self.optimizer, redundancy)
-        self.mirror.join(exchange(folder, "mirror0", rank, world))
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        place, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+        self.mirror.join(exchange(folder, f"mirror0-{stage}", place, size))
 
     def step(self, number: int) -> None:
         """One step as a strategy would do it: the commit is a barrier here."""
@@ -72,12 +76,7 @@ class Rank:
 
     def save(self, version: int, prefix: str = "before") -> None:
         """What this rank has of the state, for `assembled`, and its parameters."""
-        data = torch.empty(3, sum(map(len, self.optimizer.pieces)))
-        self.optimizer.read(data)
-        parameters = [parameter.detach().clone() for parameter in self.training.ddp.module.parameters()]
-        saved = {"pieces": [tuple(vars_of(piece)) for piece in self.optimizer.pieces], "data": data,
-                 "parameters": parameters, "steps": self.optimizer.steps}  # fmt: skip
-        torch.save(saved, self.folder / f"{prefix}-{version}-{self.rank}.pt")
+        keep(self.optimizer, self.training, self.folder / f"{prefix}-{version}-{self.rank}.pt")
 
     def die(self) -> None:
         """As if killed from outside."""
@@ -105,8 +104,13 @@ class Rank:
         dist.destroy_process_group()
 
 
-def vars_of(piece: Any) -> tuple[int, int, int]:
-    return piece.parameter, piece.start, piece.stop
+def keep(optimizer: ShardedOptimizer, training: plain.Training, path: Path) -> None:
+    """Writes a rank's shard and parameters."""
+    data = torch.empty(3, sum(map(len, optimizer.pieces)))
+    optimizer.read(data)
+    parameters = [parameter.detach().clone() for parameter in training.ddp.module.parameters()]
+    pieces = [(piece.parameter, piece.start, piece.stop) for piece in optimizer.pieces]
+    torch.save({"pieces": pieces, "data": data, "parameters": parameters, "steps": optimizer.steps}, path)
 
 
 def gone(pid: int) -> bool:
@@ -171,6 +175,73 @@ def killed(rank: int, world: int, folder: Path, *, when: str, dying: list[int], 
     me.mirror.settle()
     me.close()
     return {"versions": found, "exact": exact, "gradients": gradients, "norms": norms, "bytes": me.mirror.host_bytes}
+
+
+def grown(rank: int, world: int, folder: Path, *, founders: int) -> dict[str, Any]:
+    """Scenario: some train; the others have built their model apart, and join without any state."""
+    shim.install()
+    joins = rank >= founders
+    alone = f"-{rank}" if joins else ""
+    size = 1 if joins else founders
+    plain.start(0 if joins else rank, size, folder, name=f"groups0{alone}")
+    training = plain.build(toy.Toy(), zero1=True, seed=99 if joins else 1234)
+    mirror = Mirror(optimizer := ShardedOptimizer([training.ddp], training.optimizer), Redundancy(every=3))
+    if not joins:
+        mirror.join(exchange(folder, "mirror0", rank, founders))
+        mirror.protect(0)
+        for number in range(2):
+            training.step(number, MICRO_BATCHES)
+            mirror.protect(number + 1)
+            mirror.settle()
+        mirror.hold(2)
+        keep(optimizer, training, folder / f"before-2-{rank}.pt")
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+    plain.start(rank, world, folder, name="groups1")
+    found = mirror.survey(exchange(folder, "mirror1", rank, world))
+    mirror.restore(found[0])
+    keep(optimizer, training, folder / f"after-2-{rank}.pt")
+    dist.barrier()
+    exact = equal(
+        assembled(folder, "before", 2, list(range(founders))), assembled(folder, "after", 2, list(range(world)))
+    )
+    mirror.protect(found[0])
+    for bucket in [bucket for group in training.ddp.bucket_groups for bucket in group.buckets]:
+        bucket.gradient_scaling_factor = 1 / world  # kept from before; a group's size is the caller's business
+    norms = [training.step(number, MICRO_BATCHES) for number in (2, 3)]
+    mirror.settle()
+    mirror.close()
+    dist.destroy_process_group()
+    return {"versions": found, "exact": exact, "norms": norms}
+
+
+def staged(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    """Scenario: two stages twice; one replica is gone; its last copies have arrived in one stage only."""
+    me = Rank(rank, world, folder, [], pp=2)
+    replica = parallel_state.get_data_parallel_rank()
+    me.mirror.protect(0)
+    me.step(0)
+    me.step(1)
+    me.mirror.settle()
+    dist.barrier()
+    if rank in (0, 1):  # the first stage
+        me.mirror.protect(3)
+        me.mirror.settle()
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+    if replica == 1:
+        return {}
+    plain.start(rank // 2, 2, folder, pp=2, name="groups1")
+    survey = me.mirror.survey(SoloCommunicator())
+    told: list[Any] = [None, None]
+    dist.all_gather_object(told, survey)
+    version = newest_common(told)
+    me.mirror.restore(version)
+    me.save(version, "after")
+    stage = [rank, rank + 1]
+    exact = equal(assembled(folder, "before", version, stage), assembled(folder, "after", version, [rank]))
+    me.close()
+    return {"surveys": told, "version": version, "exact": exact}
 
 
 def _in_backward(me: Rank) -> list[Tensor]:
