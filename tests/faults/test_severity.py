@@ -5,45 +5,47 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from coordinator.shell import Coordinator
-from faults.cluster import Cluster, kill, lives, until
+from faults.cluster import Cluster, lives, until
 from faults.judge import Reference, check_exact
+
+from unicron_lightning.cli.client import fetch
+from unicron_lightning.faults.examples import EXAMPLES
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(240)]
 
 
 @contextmanager
-def failing(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, *limits: str, agents: int, **settings: Any
-) -> Iterator[Cluster]:
-    """A cluster of workers that fail as the settings say, and a coordinator that loses patience soon."""
-    monkeypatch.setattr("faults.cluster.SCRIPT", Path(__file__).parent / "failing.py")
-    cluster = Cluster(folder, agents=agents, settings=settings)
+def failing(folder: Path, *limits: str, agents: int, faults: Sequence[str] = (), **settings: Any) -> Iterator[Cluster]:
+    """A cluster of workers that the faults strike, and a coordinator that loses patience soon."""
+    cluster = Cluster(folder, agents=agents, settings={"faults": list(faults), **settings})
     cluster.state_dir.mkdir()
-    with Coordinator(cluster.state_dir, *limits, "coordinator.exit_when_idle=true", port=cluster.port), cluster:
+    own = ["coordinator.exit_when_idle=true", "coordinator.allow_injection=true"]
+    with Coordinator(cluster.state_dir, *limits, *own, port=cluster.port), cluster:
         yield cluster
 
 
-def test_a_script_that_raises_at_a_step_is_stopped_with_its_diagnosis(tmp_path: Path, monkeypatch) -> None:
+def test_a_script_that_raises_at_a_step_is_stopped_with_its_diagnosis(tmp_path: Path) -> None:
     limits = ["severity.crash_attempts=2"]
-    with failing(monkeypatch, tmp_path, *limits, agents=2, full=2, raises_from=4, slow=0.02) as cluster:
+    faults = ["raise other_software_error rank=all from_step=4 phase=forward times=1000"]
+    with failing(tmp_path, *limits, agents=2, faults=faults, full=2, slow=0.02) as cluster:
         until("the agents' end", lambda: all(agent.poll() is not None for agent in cluster.agents.values()), 150)
         assert {agent.returncode for agent in cluster.agents.values()} == {1}
         (stopped,) = cluster.events("task_stopped")
         assert stopped["step"] == 4
         assert stopped["rule"] == "no way past a step"
         assert stopped["attempts"] == 2
-        assert stopped["causes"] == ["RuntimeError: a bad sample"]
+        assert stopped["causes"] == [f"RuntimeError: {EXAMPLES['other_software_error'].text}"]
         told = cluster.events("error_reported")
         assert {(error["kind"], error["phase"]) for error in told} == {("other_software_error", "compute")}
         assert {error["step"] for error in told} == {4}
-        assert all("failing.py" in error["details"]["frames"][-1] for error in told)
+        assert all("injector.py" in error["details"]["frames"][-1] for error in told)
         workers = [error["worker"] for error in told]
         assert len(set(workers)) == len(workers), "an error was told twice"
         assert {death["cause"] for death in cluster.events("worker_died")} <= {"reported", "sibling"}
@@ -57,13 +59,14 @@ def test_a_script_that_raises_at_a_step_is_stopped_with_its_diagnosis(tmp_path: 
         assert {line["step"] for line in cluster.notes("step")} == {0, 1, 2, 3}
 
 
-def test_a_node_on_which_every_worker_dies_is_cordoned_and_the_others_train_on(tmp_path: Path, monkeypatch) -> None:
+def test_a_node_on_which_every_worker_dies_is_cordoned_and_the_others_train_on(tmp_path: Path) -> None:
     limits = ["severity.cordon_failures=2", "cluster.warm_standby=false"]
-    with failing(monkeypatch, tmp_path, *limits, agents=2, full=1, raises_from=0, on="n1", pace=0.05) as cluster:
+    faults = ["raise other_software_error node=n1 rank=all phase=forward times=1000"]
+    with failing(tmp_path, *limits, agents=2, faults=faults, full=1, pace=0.05) as cluster:
         cluster.watch(lambda: cluster.notes("step") and cluster.events("node_cordoned"), "the cordon", 150)
         (event,) = cluster.events("node_cordoned")
         assert event["node"] == "n1"
-        assert "a bad sample" in event["reason"]
+        assert EXAMPLES["other_software_error"].text in event["reason"]
         (world,) = cluster.wait_world(1, after=time.time())
         assert world["node"] == "n0"
         assert len({line["pid"] for line in cluster.notes("step")}) == 1, "n0 was never restarted"
@@ -75,12 +78,11 @@ def test_a_node_on_which_every_worker_dies_is_cordoned_and_the_others_train_on(t
         assert not cluster.events("task_stopped")
 
 
-def test_a_worker_that_hangs_in_a_recovery_is_killed_and_joins_again(
-    tmp_path: Path, monkeypatch, reference: Reference
-) -> None:
-    with failing(monkeypatch, tmp_path, "detection.recovery_time=5", agents=3, hangs="n1") as cluster:
+def test_a_worker_that_hangs_in_a_recovery_is_killed_and_joins_again(tmp_path: Path, reference: Reference) -> None:
+    with failing(tmp_path, "detection.recovery_time=5", agents=3) as cluster:
         before = {line["node"]: line["pid"] for line in cluster.wait_world(3)}
-        kill(before["n0"])
+        for fault in ("hang node=n1 phase=exchange", "kill node=n0"):
+            fetch(f"127.0.0.1:{cluster.port}", "/v1/tasks/task/inject", method="POST", body={"fault": fault})
         cluster.watch(lambda: cluster.events("workers_restarted"), "the restart", 60)
         (event,) = cluster.events("workers_restarted")
         assert (event["node"], event["kind"]) == ("n1", "recovery_stuck")

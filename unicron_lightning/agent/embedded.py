@@ -129,6 +129,7 @@ def _spawn(options: AgentOptions, log: Path) -> subprocess.Popen[bytes]:
         f"coordinator.port={options.coordinator_port}",
         f"store.state_dir={options.state_dir}",
         "coordinator.exit_when_idle=true",
+        f"coordinator.allow_injection={str(options.allow_injection).lower()}",
     ]
     with log.open("ab") as output:
         return subprocess.Popen(

@@ -38,6 +38,7 @@ CONF_KEYS: Final = {
     "connect_timeout": "seconds to reach the coordinator at the start (default 30)",
     "timeout": "seconds to wait in the rendezvous while the coordinator is away (torchrun's default 900)",
     "embedded": "start a coordinator if the endpoint names this machine and nothing listens (default true)",
+    "allow_injection": "whether the embedded coordinator lets `unicron inject` break tasks (default false)",
     "state_dir": "state folder of the embedded coordinator (default: UNICRON_STATE_DIR, else a temporary one)",
 }
 _C10D_KEYS: Final = frozenset(
@@ -66,6 +67,8 @@ class AgentOptions:
     token: str | None
     host: str
     """This agent's address for sockets of other nodes' workers."""
+    allow_injection: bool = False
+    """Whether a coordinator that this agent starts lets tasks be broken on purpose."""
     worker_timeout: float | None = None
     """None: as the coordinator says."""
     stop_timeout: float = 10.0
@@ -115,6 +118,7 @@ def from_parameters(parameters: RendezvousParameters) -> AgentOptions:
         state_dir=_state_dir(conf.get("state_dir"), host, port),
         token=token,
         host=DEFAULT_HOST if loopback else own_address(parameters.local_addr, host, port),
+        allow_injection=_flag(conf, "allow_injection", default=False),
         worker_timeout=_seconds(conf, "worker_timeout", 10.0) if "worker_timeout" in conf else None,
         stop_timeout=_seconds(conf, "stop_timeout", 10.0),
         connect_timeout=_seconds(conf, "connect_timeout", 30.0),

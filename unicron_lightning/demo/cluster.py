@@ -5,18 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import socket
 import sqlite3
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from unicron_lightning.cli.client import fetch
 from unicron_lightning.demo.diary import Diary, Line
+from unicron_lightning.errors import CoordinatorUnavailable
 
 
 class Cluster:
@@ -61,7 +61,7 @@ class Cluster:
         """Starts (again) the node's agent, as a user would by hand."""
         command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "unicron"]
         command += ["--rdzv-endpoint", f"127.0.0.1:{self._port}", "--rdzv-id", "demo"]
-        command += ["--rdzv-conf", f"node=node{node}"]
+        command += ["--rdzv-conf", f"node=node{node},allow_injection=true"]
         command += ["--nnodes", "1:3", "--nproc-per-node", "1", "--max-restarts", "1000"]
         command += ["-m", "unicron_lightning.demo.train", *self._arguments]
         environment = {
@@ -113,29 +113,23 @@ class Cluster:
 
     def kill_worker(self, node: int) -> float:
         """SIGKILLs the node's worker; returns when."""
-        at = time.time()
-        os.kill(self.worker(node), signal.SIGKILL)
-        return at
+        return self._inject(f"kill node=node{node}")
 
     def kill_agent(self, node: int) -> float:
-        """SIGKILLs the node's agent and worker, as a dying machine would; returns when."""
-        at = time.time()
-        os.kill(self.worker(node), signal.SIGKILL)
-        self._agents[node].kill()
+        """SIGKILLs the node's agent, with which its worker dies; returns when."""
+        at = self._inject(f"kill agent node=node{node}")
         self._agents[node].wait()
         return at
 
     def kill_coordinator(self) -> float:
         """SIGKILLs the embedded coordinator; returns when."""
-        pid = self.get("/v1/status")["coordinator"]["pid"]
-        at = time.time()
-        os.kill(pid, signal.SIGKILL)
-        return at
+        return self._inject("kill coordinator")
 
-    def get(self, path: str) -> Any:
-        """Asks the coordinator."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self._port}{path}", timeout=5) as answer:
-            return json.load(answer)
+    def _inject(self, fault: str) -> float:
+        """Has a fault strike; returns when it was noted, just before it did."""
+        with contextlib.suppress(CoordinatorUnavailable):  # the coordinator that is killed does not answer any more
+            fetch(f"127.0.0.1:{self._port}", "/v1/tasks/demo/inject", method="POST", body={"fault": fault})
+        return float([event for event in self.events() if event["name"] == "fault_injected"][-1]["at"])
 
     def events(self) -> list[dict[str, Any]]:
         """The task's event log, from the coordinator's database: it is there whether a coordinator runs or not."""
