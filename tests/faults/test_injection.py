@@ -14,7 +14,7 @@ from coordinator.shell import Coordinator
 from faults.cluster import SETTINGS, Cluster, lives, until
 from faults.judge import Reference, check_exact
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 
 
 def unicron(cluster: Cluster, *words: str) -> subprocess.CompletedProcess[str]:
@@ -47,9 +47,9 @@ def test_orders(tmp_path: Path) -> None:
     settings = {"pace": 0.02, "slow": 0.02, "epochs": -1}
     cluster = Cluster(tmp_path, settings=settings)
     cluster.state_dir.mkdir()
-    limits = ["coordinator.allow_injection=true", "coordinator.exit_when_idle=true"]
+    limits = ["coordinator.allow_injection=true", "coordinator.exit_when_idle=true", "coordinator.startup_linger=300"]
     with Coordinator(cluster.state_dir, *limits, port=cluster.port) as coordinator, cluster:
-        before = {line["rank"]: line["pid"] for line in cluster.wait_world(3)}
+        before = {line["rank"]: line["pid"] for line in cluster.wait_world(3, seconds=150)}
         # What heals without anybody's death.
         inject(cluster, "stop rank=0 for=0.3s", "hang rank=1 for=0.2s phase=commit", "drop network rank=2 for=0.5s")
         for fault in ("stop rank=0 for=0.3s", "drop network rank=2 for=0.5s"):
@@ -70,15 +70,16 @@ def test_orders(tmp_path: Path) -> None:
         node = str(struck["node"])
         until("the agent's end", lambda: cluster.agents[node].poll() is not None, 20)
         cluster.replace(node)
-        cluster.wait_world(3, after=time.time(), seconds=90)
+        cluster.wait_world(3, after=time.time(), seconds=150)
         # The coordinator, by itself; whoever asks is told.
         assert "strikes nobody" in unicron(cluster, "inject", "kill rank=9", "--task", "task").stderr
         assert "kill coordinator: coordinator" in inject(cluster, "kill coordinator")
         assert coordinator.process is not None and coordinator.process.wait(20) == -signal.SIGKILL
         coordinator.process.communicate()
         assert injected(cluster, "kill coordinator")["target"] == "coordinator"
-        coordinator.start()
-        cluster.finish(120)
+        pid = coordinator.process.pid
+        until("the next coordinator, an agent's", lambda: cluster.coordinator() not in (None, pid), 60)
+        cluster.finish(150)
         counted = Reference(tmp_path / "reference", {**SETTINGS, **settings}, cluster.notes("end")[0]["data_epoch"])
         print(check_exact(tmp_path, counted, workers=3))
 
