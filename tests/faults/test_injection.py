@@ -94,7 +94,9 @@ def test_a_callback_strikes_once_whoever_takes_a_dead_ones_place(tmp_path: Path)
     ]
     settings = {"nodes": 2, "full": 2, "pace": 0.05, "slow": 0.15, "epochs": 2, "keep": -1, "faults": faults}
     with Cluster(tmp_path, agents=2, nodes="2:2", settings=settings) as cluster:
-        cluster.wait_end(200)
+        # Nobody steps while both start anew.
+        cluster.watch(lambda: cluster.events("task_over"), "the task's end", 400, stalled=200)
+        cluster.wait_end()
         struck = cluster.events("fault_injected")
         kinds = [(event["kind"], event["step"]) for event in struck]
         assert kinds[:3] == [("exit", 3), ("raise", 6), ("slow", 8)], struck
