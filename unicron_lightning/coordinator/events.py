@@ -1,13 +1,16 @@
 """What goes into the coordinator's state machine and what comes out: plain frozen values.
 
 The machine has no clock and does no I/O. The shell (`server.Server`) turns sockets and timers into *inputs* and carries
-out the *actions*; tests and simulations do the same without sockets.
+out the *actions*; tests and simulations do the same without sockets. Those of which a large task makes thousands at a
+time are msgspec's structs, which are made in a fifth of the time.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Union
+
+import msgspec
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator.question import Question
@@ -74,8 +77,7 @@ class Started:
     """Goes into the event log."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Received:
+class Received(msgspec.Struct, frozen=True, kw_only=True):
     """A message came over connection ``conn``. The first one of a connection must be `wire.Register`."""
 
     conn: int
@@ -88,6 +90,13 @@ class NodeSaid:
 
     conn: int
     message: FromNode
+
+
+@dataclass(frozen=True, kw_only=True)
+class Together:
+    """Messages that came at the same time, in their order: what follows from them is found out once, after the last."""
+
+    received: tuple[Received | NodeSaid, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,14 +180,25 @@ class TimerFired:
 
 
 Input = Union[
-    Started, Received, NodeSaid, Disconnected, AgentsEnded, Drain, Resize, Submit, Cancel, Inject, Planned, TimerFired
+    Started,
+    Received,
+    Together,
+    NodeSaid,
+    Disconnected,
+    AgentsEnded,
+    Drain,
+    Resize,
+    Submit,
+    Cancel,
+    Inject,
+    Planned,
+    TimerFired,
 ]
 
 # ---- actions -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Send:
+class Send(msgspec.Struct, frozen=True, kw_only=True):
     """Send a message over a connection; dropped if the connection has ended meanwhile."""
 
     conn: int

@@ -86,6 +86,12 @@ class Machine:
                 self._start(turn, event)
             case ev.Received():
                 self._received(turn, event.conn, event.message)
+            case ev.Together():
+                for each in event.received:
+                    if isinstance(each, ev.Received):
+                        self._received(turn, each.conn, each.message)
+                    else:
+                        self._node_said(turn, each)
             case ev.NodeSaid():
                 self._node_said(turn, event)
             case ev.Disconnected():
@@ -107,6 +113,9 @@ class Machine:
             case ev.TimerFired():
                 self._timer(turn, event.key)
         self._replay_pending(turn)
+        for task_id in turn.concerned:
+            if (concerned := self._cluster.tasks.get(task_id)) is not None:
+                self._review(turn, concerned)
         while turn.cordoned:
             turn.cordoned = False
             for task in list(self._cluster.tasks.values()):
@@ -157,7 +166,7 @@ class Machine:
                 step = task.severity.step
                 self._from_agent(turn, task, agent, message)
                 if turn.decisions or task.severity.step != step or not workers.changes_nothing(task, message):
-                    self._review(turn, task)
+                    turn.concerned[task.id] = None
 
     def _register(self, turn: Turn, conn: int, message: wire.Register) -> None:
         task = self._cluster.tasks.get(message.task)
@@ -192,7 +201,7 @@ class Machine:
         self._cluster.conns[conn] = (task.id, message.agent)
         registration.register(task, turn, conn, message, created=created)
         gather(self._cluster, turn, task.agents[message.agent], old is None)
-        self._review(turn, task)
+        turn.concerned[task.id] = None
 
     def _from_agent(self, turn: Turn, task: Task, agent: Agent, message: wire.FromAgent) -> None:
         match message:

@@ -97,6 +97,8 @@ def restore(cluster: Cluster, turn: Turn) -> None:
 def review(cluster: Cluster, turn: Turn) -> None:
     """Tell each daemon what it is to run, if that has changed. Idempotent."""
     for node in cluster.nodes.values():
+        if not node.untold and _is_told(cluster, node):
+            continue
         launches = _wanted(cluster, node)
         if launches == node.launches and not node.untold:
             continue
@@ -158,6 +160,20 @@ def _adopt(cluster: Cluster, turn: Turn, job: Job) -> None:
     result = jobs.result_of(cluster.lasting, job.name)
     if known is None and (result is None or result.submitted_at < job.submitted_at):
         jobs.adopt(cluster, turn, job)
+
+
+def _is_told(cluster: Cluster, node: Node) -> bool:
+    """Whether it is certain that nothing has changed for the node: all its jobs are there, its places' ones among them."""
+    lasting = cluster.lasting
+    for launch in node.launches:
+        job = lasting.jobs.get(launch.job.name)
+        if launch.ending or (job is not launch.job and job != launch.job):
+            return False
+    for slot in node.slots:
+        task = lasting.assigned.get(f"{node.label}/{slot}", "")
+        if task in lasting.jobs and not any(each.job.name == task and each.slot == slot for each in node.launches):
+            return False
+    return True
 
 
 def _wanted(cluster: Cluster, node: Node) -> list[Launch]:

@@ -7,8 +7,9 @@ which no plan gives away.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from unicron_lightning.coordinator.state import Agent, Cluster, Task
 
@@ -16,8 +17,7 @@ NOBODY: Final = ""
 """Stands for a task where the plan leaves a place unused."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Place:
+class Place(msgspec.Struct, frozen=True, kw_only=True):
     """A place that may be used now.
 
     Attributes:
@@ -38,20 +38,23 @@ def usable_places(cluster: Cluster) -> list[Place]:
     can use the slots of nodes that have a daemon: it starts the agents where they are wanted.
     """
     nodes: dict[str, str] = {}
-    tasks: dict[str, set[str]] = {}
+    tasks: dict[str, frozenset[str]] = {}
+    jobs = frozenset(job for job in cluster.lasting.jobs if job in cluster.tasks)
     for node in cluster.nodes.values():
         if node.label not in cluster.lasting.drained and node.label not in cluster.lasting.cordoned:
             for place in node.places:
                 nodes[place] = node.label
-                tasks[place] = {job for job in cluster.lasting.jobs if job in cluster.tasks}
+                tasks[place] = jobs
     for task in cluster.tasks.values():
         if task.over is not None:
             continue
         for agent in task.agents.values():
-            if agent.place is not None and _counts(cluster, task, agent):
-                nodes[agent.place] = agent.node
-                tasks.setdefault(agent.place, set()).add(task.id)
-    return [Place(name=name, node=nodes[name], tasks=tuple(sorted(tasks[name]))) for name in sorted(nodes)]
+            place_ = agent.place
+            if place_ is not None and task.id not in tasks.get(place_, ()) and _counts(cluster, task, agent):
+                nodes[place_] = agent.node
+                tasks[place_] = tasks.get(place_, frozenset()) | {task.id}
+    in_order = {able: tuple(sorted(able)) for able in set(tasks.values())}
+    return [Place(name=name, node=nodes[name], tasks=in_order[tasks[name]]) for name in sorted(nodes)]
 
 
 def competing_tasks(cluster: Cluster) -> list[Task]:

@@ -109,7 +109,8 @@ def leaving(task: Task, turn: Turn) -> set[str]:
 
 def _undrained(task: Task, turn: Turn) -> list[str]:
     """Agents with a slot whose node is not drained, in slot order."""
-    return [agent_id for agent_id in task.slots if not turn.drains(task.agents[agent_id])]
+    agents = task.agents
+    return [agent.id for agent in turn.undrained(agents[agent_id] for agent_id in task.slots)]
 
 
 def send_grant(task: Task, turn: Turn, agent: Agent) -> None:

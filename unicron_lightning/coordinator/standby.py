@@ -36,9 +36,10 @@ def review_standbys(task: Task, turn: Turn) -> None:
         review_slots(task, turn)
     for agent_id in list(task.slots):
         agent = task.agents[agent_id]
-        hellos, agent.hellos = agent.hellos, {}
-        for hello in hellos.values():
-            workers.hello(task, turn, agent, hello)
+        if agent.hellos:
+            hellos, agent.hellos = agent.hellos, {}
+            for hello in hellos.values():
+                workers.hello(task, turn, agent, hello)
     for agent in list(task.agents.values()):
         if agent.warm and not _may_be_warm(task, turn, agent):
             _cool(task, turn, agent)
@@ -73,6 +74,8 @@ def _pass_on(task: Task, turn: Turn) -> bool:
     if task.finishing or task.rebuilding:
         return False
     spare = [agent for agent in next_in_line(task, turn) if agent.all_warm]
+    if not spare:
+        return False
     held = [task.agents[agent_id] for agent_id in task.slots if not turn.drains(task.agents[agent_id])]
     dead = [agent for agent in held if agent.gone and agent.conn is not None and not task.workers_of(agent.id)]
     room = max(0, task.limit - len(held))

@@ -31,14 +31,32 @@ class Turn:
         """By task: what the severity workflow has decided and is to be carried out."""
         self.cordoned = False
         """A node was cordoned: all tasks are to be looked at."""
+        self.concerned: dict[str, None] = {}
+        """Tasks that are to be looked at, in this order, once the input is taken in."""
         self.actions: list[ev.Action] = []
+        self._lasting_saved = False
         self._saved: set[str] = set()
         self.news: list[tuple[Task, ev.Emit]] = []
         """Events of tasks logged in this turn, for those that keep the books."""
 
     def drains(self, agent: Agent) -> bool:
         """Whether the agent is to have no workers: its node is drained, or its place another task's."""
-        return is_drained(self._cluster, agent) or is_elsewhere(self._cluster, agent)
+        lasting = self.lasting
+        if (lasting.drained or lasting.cordoned) and is_drained(self._cluster, agent):
+            return True
+        return agent.slot is not None and is_elsewhere(self._cluster, agent)
+
+    def undrained(self, agents: Iterable[Agent]) -> list[Agent]:
+        """Those that may have workers, as far as drains and the plan go."""
+        lasting = self.lasting
+        if lasting.drained or lasting.cordoned:
+            return [agent for agent in agents if not self.drains(agent)]
+        assigned = lasting.assigned
+        return [
+            agent
+            for agent in agents
+            if agent.slot is None or assigned.get(f"{agent.node}/{agent.slot}", agent.task) == agent.task
+        ]
 
     def spared(self, task: Task, nodes: Collection[str]) -> frozenset[str]:
         """Those nodes without which the task, and each that has agents there, has agents enough for its minimum."""
@@ -79,7 +97,8 @@ class Turn:
 
     def save_lasting(self) -> None:
         """Have `state.Lasting` written before anything of this turn is sent."""
-        if ev.SaveLasting() not in self.actions:
+        if not self._lasting_saved:
+            self._lasting_saved = True
             self.actions.append(ev.SaveLasting())
 
     def send(self, agent: Agent, message: wire.ToAgent) -> None:

@@ -63,7 +63,7 @@ class SimDaemon:
             slots=[SLOT],
             tasks=[],
         )
-        self.shell.do(ev.NodeSaid(conn=self._conn, message=message))
+        self.shell.say(ev.NodeSaid(conn=self._conn, message=message))
 
     def down(self, noticed_in: float) -> None:
         """Everything on it dies at once; the coordinator sees its connections end in so many seconds."""
@@ -126,7 +126,7 @@ class SimAgent:
     def say(self, message: wire.FromAgent) -> None:
         """Tell the coordinator."""
         if self.alive and self.conn is not None:
-            self.system.shell.do(ev.Received(conn=self.conn, message=message))
+            self.system.shell.say(ev.Received(conn=self.conn, message=message))
 
     def receive(self, message: wire.ToAgent | ToNode) -> None:
         """The coordinator says something."""
@@ -219,7 +219,7 @@ class SimAgent:
         self.built = False
         if self.granted:
             self.granted = False
-            self.training.starting_changes()
+            self.training.slot_changes(self)
 
     def _grant(self, message: wire.Grant) -> None:
         if message.round != self._round:
@@ -228,7 +228,7 @@ class SimAgent:
         self._warm = message.warm
         if not message.warm and not self.granted:
             self.granted = True
-            self.training.starting_changes()
+            self.training.slot_changes(self)
         if not started:
             costs = self.system.costs
             start = max(0.0, costs.takes("start") - costs.extra.get("build", 0.0))

@@ -1,6 +1,7 @@
 """The coordinator without its I/O: the real `Machine` on the virtual clock, where `server.Server` has the real one.
 
-Messages take no time. What peers say in answer to something they say through the clock, never from within an answer.
+Messages take no time. What agents say at the same moment is taken in together. What peers say in answer to something
+they say through the clock, never from within an answer.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class Shell:
         self._timers: dict[ev.TimerKey, int] = {}
         """By key, the number of the setting that counts."""
         self._settings = itertools.count()
+        self._said: list[ev.Received | ev.NodeSaid] = []
         self.do(ev.Started())
 
     @property
@@ -74,8 +76,23 @@ class Shell:
         if self._peers.pop(conn, None) is not None:
             self.do(ev.Disconnected(conn=conn))
 
+    def say(self, said: ev.Received | ev.NodeSaid) -> None:
+        """A message, taken in with all others of this moment."""
+        if not self._said:
+            self._clock.after(0.0, self._take_in)
+        self._said.append(said)
+
     def do(self, event: ev.Input) -> None:
         """One input, and what follows from it."""
+        self._take_in()
+        self._handle(event)
+
+    def _take_in(self) -> None:
+        said, self._said = self._said, []
+        if said:
+            self._handle(ev.Together(received=tuple(said)) if len(said) > 1 else said[0])
+
+    def _handle(self, event: ev.Input) -> None:
         for action in self.machine.handle(event, self.time):
             match action:
                 case ev.Send(conn=conn, message=message):

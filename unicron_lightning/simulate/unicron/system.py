@@ -97,15 +97,6 @@ class System:
         self._numbers += 1
         return self._numbers
 
-    def agents_of(self, task: str) -> list[SimAgent]:
-        """Those that run now."""
-        return [daemon.agents[task] for daemon in self.daemons if task in daemon.agents]
-
-    def num_starting(self, training: Training) -> int:
-        """Places where the task has a slot and no member."""
-        agents = self.agents_of(training.task.name)
-        return sum(1 for agent in agents if agent.granted and training.members.get(agent.place) is not agent)
-
     # ---- tasks
 
     def _expect(self, task: SimTask) -> None:

@@ -46,6 +46,8 @@ class Training:
         self.least = least_places(task, system.cluster.place_workers)
         self.members: dict[int, SimAgent] = {}
         """By place, the workers that have the task's state; they run, or stand together."""
+        self.granted: dict[str, SimAgent] = {}
+        """Agents that have a slot, by id."""
         self.over = False
         self._stands: str | None = "transition"
         """Why no steps are made; None: they are."""
@@ -163,8 +165,7 @@ class Training:
         self._settled = go.epoch
         change = self._change(self._epoch)
         before = set(self.members)
-        agents = {agent.id: agent for agent in self.system.agents_of(self.task.name)}
-        there = [agents[member.agent] for member in self._epoch.members if member.agent in agents]
+        there = [self.granted[member.agent] for member in self._epoch.members if member.agent in self.granted]
         self.members = {agent.place: agent for agent in there}
         self._tell_books()
         self.system.books.counts[f"epochs_{self._epoch.kind}"] += 1
@@ -224,8 +225,12 @@ class Training:
 
     # ---- its state
 
-    def starting_changes(self) -> None:
-        """A place's workers begin to be started, or are not any more."""
+    def slot_changes(self, agent: SimAgent) -> None:
+        """An agent has got a slot, or has it no more."""
+        if agent.granted:
+            self.granted[agent.id] = agent
+        else:
+            self.granted.pop(agent.id, None)
         if not self.over:
             self._tell_books()
 
@@ -237,8 +242,8 @@ class Training:
     def _tell_books(self) -> None:
         if self.over:
             return
-        starting = self.system.num_starting(self)
         places = len(self.members)
+        starting = len(self.granted) - sum(1 for agent in self.members.values() if agent.granted)
         state = "useful" if self.runs and places else self._stands or "transition"
         if not places and not starting:
             state = "idle"
