@@ -121,6 +121,7 @@ def _question(cluster: Cluster, key: str, places: list[Place], tasks: list[Task]
     lasting = cluster.lasting
     standing = Counter(lasting.assigned.values())
     on_node = Counter(place.node for place in places)
+    kinds = _kinds(places)
     return Question(
         key=key,
         num_places=len(places),
@@ -130,7 +131,7 @@ def _question(cluster: Cluster, key: str, places: list[Place], tasks: list[Task]
                 name=task.id,
                 weight=task.weight,
                 min_places=task.min_nodes,
-                max_places=_most(task, places),
+                max_places=_most(task, kinds, len(places)),
                 runs=bool(task.slots) and (bool(task.established) or (task.formed and not task.elastic)),
                 before=max(lasting.allocation.get(task.id, 0), standing[task.id]),
                 left=standing[task.id],
@@ -145,16 +146,24 @@ def _alone(task: Task, num_places: int) -> int:
     return min(task.limit, num_places) if task.formed or num_places >= task.min_nodes else 0
 
 
-def _most(task: Task, places: list[Place]) -> int:
+def _kinds(places: list[Place]) -> list[tuple[tuple[str, ...], list[str]]]:
+    """Which tasks can use which places. Nearly all places are alike, and `usable_places` gives those one tuple."""
+    kinds: dict[int, tuple[tuple[str, ...], list[str]]] = {}
+    for place in places:
+        kinds.setdefault(id(place.tasks), (place.tasks, []))[1].append(place.name)
+    return sorted(kinds.values())
+
+
+def _most(task: Task, kinds: list[tuple[tuple[str, ...], list[str]]], num_places: int) -> int:
     """Most places that the task can use now."""
-    able = sum(1 for place in places if task.id in place.tasks)
-    return task.limit if able == len(places) else min(task.limit, able)
+    able = sum(len(names) for tasks, names in kinds if task.id in tasks)
+    return task.limit if able == num_places else min(task.limit, able)
 
 
 def _key(places: list[Place], tasks: list[Task]) -> str:
     """Names all that a plan is made anew for."""
     terms = (
-        [(place.name, place.tasks) for place in places],
+        _kinds(places),
         [(task.id, task.weight, task.min_nodes, task.limit) for task in tasks],
     )
     return hashlib.blake2b(msgspec.json.encode(terms), digest_size=16).hexdigest()

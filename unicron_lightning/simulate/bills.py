@@ -47,13 +47,11 @@ class Bills:
         if self._open and self._open[-1].known_at is None:
             self._open[-1].known_at = now
 
-    def runs(self, now: int, waf: float) -> None:
-        """The task makes steps again; what is back to what it was is over."""
-        if self._open and self._open[-1].running_at is None:
+    def runs(self, now: int) -> None:
+        """The task makes steps again."""
+        if self.is_struck:
             self.known(now)
             self._open[-1].running_at = now
-        while self._open and waf >= self._open[-1].due * (1.0 - 1e-12):
-            self._closed.append(self._open.pop())
 
     def forgive(self) -> None:
         """The cluster's tasks have changed: what a task should have had is not known any more."""
@@ -62,7 +60,9 @@ class Bills:
         self._open = kept
 
     def settle(self, start: int, end: int, state: State, waf: float) -> None:
-        """So it was between two times."""
+        """So it was between two times. What is back to what it was is over."""
+        while state == "useful" and self._open and waf >= self._open[-1].due * (1.0 - 1e-12):
+            self._closed.append(self._open.pop())
         for place, incident in enumerate(self._open):
             newest = place + 1 == len(self._open)
             phase: Phase = "sub_healthy" if incident.running_at is not None else _PHASE.get(state, "transition")

@@ -127,7 +127,7 @@ class TaskMeter:
         self.settle(now)
         self.state, self.places, self.starting = state, places, starting
         if state == "useful":
-            self.bills.runs(now, self.waf(places))
+            self.bills.runs(now)
 
     def settle(self, now: int) -> None:
         """Write down everything up to now."""

@@ -58,6 +58,8 @@ class Training:
         """The newest epoch that has got its `Go`."""
         self._lost_parts: set[int] = set()
         """Places of dead workers whose part of the present step is lost."""
+        self._died = False
+        """Whether the newest epoch that was no planned one has lost anybody."""
         self._version = 0
         """Rises whenever what was to come will not come."""
 
@@ -124,7 +126,7 @@ class Training:
             part = min(1.0, len(dead) / max(1, before, len(dead))) if self.system.ablation.partial_reuse else 1.0
             position.lose(position.fraction * part)
             self.members = {place: agent for place, agent in self.members.items() if agent.id in names}
-        self._lost_parts = set()
+        self._lost_parts, self._died = set(), bool(dead)
         self._stand("transition")
         if self.meter.bills.is_struck:
             self.meter.bills.known(self.system.clock.now)
@@ -176,8 +178,7 @@ class Training:
 
     def _change(self, epoch: wire.Epoch) -> Change:
         if epoch.kind == "fail":
-            same = len(epoch.members) == len(self.members) and not self._lost_parts
-            return "reattempt" if same else "continue"
+            return "continue" if self._died else "reattempt"
         return "leave" if epoch.kind == "leave" else "join"
 
     def _connected(self, epoch: wire.Epoch, version: int) -> None:

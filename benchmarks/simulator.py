@@ -1,0 +1,328 @@
+"""The simulator against the real system: the same faults at the same times, predicted and measured accumulated WAF.
+
+    python benchmarks/simulator.py [--runs 1] [--json simulator.json]
+
+Two tasks share five nodes on this machine; a micro-batch sleeps in the place of an accelerator's work. First a run by
+itself measures what the simulator needs to know: how long steps, starts, detection and changes take. Then another run
+has nodes and workers killed as the trace says, and the simulator replays the trace with what the first one measured.
+Nothing is fitted to the run that is predicted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from reallocation import usual_step
+
+from unicron_lightning.demo.nodes import Nodes
+from unicron_lightning.demo.waf import Work, longest_stand
+from unicron_lightning.planner.performance.table import MeasuredPoint, MeasuredTable
+from unicron_lightning.simulate.costs import Costs
+from unicron_lightning.simulate.run import simulate
+from unicron_lightning.simulate.trace import Cluster, Fault, Trace
+from unicron_lightning.simulate.workload import SimTask
+
+NUM_NODES = 5
+WEIGHTS = {"heavy": 2.0, "light": 1.0}
+WHOLE = {"heavy": 3, "light": 2}
+"""Workers when all nodes are there; the most that each can have."""
+FEWER = {"heavy": 2, "light": 1}
+"""The fewest."""
+TRAIN = ["-m", "unicron_lightning.demo.train", "--nodes", "3", "--accumulate", "4", "--steps-per-epoch", "4000"]
+PACE = "0.1"
+STEADY = 15.0
+"""Seconds over which a step time is measured."""
+PATIENCE = 300.0
+SECONDS = 200.0
+"""Of the trace."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strike:
+    """A fault of the trace: of a task's node, counted among those that it has at the beginning."""
+
+    at: float
+    task: str
+    index: int
+    repair: float = 0.0
+    """0: only the worker is killed."""
+
+
+TRACE = (
+    Strike(at=10.0, task="heavy", index=0, repair=45.0),
+    Strike(at=95.0, task="light", index=1),
+    Strike(at=120.0, task="heavy", index=1),
+    Strike(at=145.0, task="light", index=0, repair=25.0),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What the first run has found, in seconds."""
+
+    steps: dict[str, dict[int, float]]
+    worker_noticed: float
+    node_noticed: float
+    goes_on: float
+    joins: float
+    leaves: float
+    start: float
+    launch: float
+
+
+def begin(nodes: Nodes) -> None:
+    """Submits the tasks, and waits until they run with all nodes."""
+    for task, weight in WEIGHTS.items():
+        command = [*TRAIN, "--epochs", "50", "--pace", PACE, "--until-told"]
+        nodes.submit(task, command, weight=weight, min_nodes=1, max_nodes=WHOLE[task])
+    nodes.wait_worlds(WHOLE, PATIENCE)
+
+
+def end(nodes: Nodes) -> None:
+    """Has the tasks end well."""
+    for task in WEIGHTS:
+        nodes.stop(task)
+    for task in WEIGHTS:
+        nodes.wait_success(task)
+
+
+def kill_worker(nodes: Nodes, task: str, node: str) -> float:
+    """SIGKILLs the task's newest worker on a node; returns when."""
+    starts = [line for line in nodes.diary(task) if line["event"] == "start" and line["node"] == node]
+    at = time.time()
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(starts[-1]["pid"], signal.SIGKILL)
+    return at
+
+
+def beyond(nodes: Nodes, task: str, at: float, usual: float) -> float:
+    """Longest time without a step around a change, beyond the usual one."""
+    ends = [line["at"] for line in nodes.steps(task)]
+    return max(0.0, longest_stand(Work(ends=ends, worth=1.0), at, at + 6.0) - usual)
+
+
+def first(nodes: Nodes, name: str, after: float, **fields: Any) -> float:
+    """When an event of that name was logged, waiting for it."""
+    found: list[float] = []
+
+    def there() -> bool:
+        found[:] = [
+            event["at"]
+            for event in nodes.events()
+            if event["name"] == name
+            and event["at"] > after
+            and all(event["fields"].get(key) == value or event.get(key) == value for key, value in fields.items())
+        ]
+        return bool(found)
+
+    nodes.until(there, f"{name} {fields}", PATIENCE)
+    return found[0]
+
+
+def step_times(nodes: Nodes, worlds: dict[str, int]) -> dict[str, float]:
+    """Of each task at those sizes, over some seconds."""
+    nodes.wait_worlds(worlds, PATIENCE)
+    time.sleep(STEADY)
+    until = time.time()
+    times = {}
+    for task in worlds:
+        ends = [line["at"] for line in nodes.steps(task) if until - STEADY < line["at"] <= until]
+        times[task] = (ends[-1] - ends[0]) / (len(ends) - 1)
+    return times
+
+
+def planned_changes(nodes: Nodes) -> tuple[dict[str, dict[int, float]], float, float]:
+    """Step times by task and size, and how long tasks stand still when workers leave and join by order."""
+    whole = step_times(nodes, WHOLE)
+    stands: dict[str, list[float]] = {"leave": [], "join": []}
+    for task, size in FEWER.items():
+        at = time.time()
+        nodes.order("resize", task, str(size))
+        nodes.wait_worlds({task: size}, PATIENCE)
+        time.sleep(6.0)
+        stands["leave"].append(beyond(nodes, task, at, usual_step(nodes, task, time.time())))
+    fewer = step_times(nodes, FEWER)
+    for task in FEWER:
+        at = time.time()
+        nodes.order("resize", task, "all")
+        nodes.wait_worlds({task: WHOLE[task]}, PATIENCE)
+        joined = first(nodes, "epoch_published", at, kind="join", task=task)
+        time.sleep(6.0)
+        stands["join"].append(beyond(nodes, task, joined, fewer[task]))
+    steps = {task: {WHOLE[task]: whole[task], FEWER[task]: fewer[task]} for task in WEIGHTS}
+    return steps, statistics.mean(stands["leave"]), statistics.mean(stands["join"])
+
+
+def calibrate(nodes: Nodes) -> Measured:
+    """What the simulator needs to know, on a cluster where both tasks run."""
+    steps, leaves, joins = planned_changes(nodes)
+    victim = nodes.nodes_of("heavy")[-1]
+    at = kill_worker(nodes, "heavy", victim)
+    died = first(nodes, "worker_died", at, task="heavy")
+    granted = first(nodes, "slot_granted", died, task="heavy")
+    ready = first(nodes, "worker_ready_to_join", granted, task="heavy")
+    nodes.wait_worlds(WHOLE, PATIENCE)
+    noticed = max(0.0, died - at)
+    goes_on = max(0.0, beyond(nodes, "heavy", at, steps["heavy"][FEWER["heavy"]]) - noticed)
+    time.sleep(STEADY)
+    victim = nodes.nodes_of("light")[-1]
+    at = nodes.kill_node(victim)
+    lost = first(nodes, "agent_lost", at, task="light")
+    time.sleep(STEADY)
+    at_start = nodes.start_node(victim)
+    registered = first(nodes, "agent_registered", at_start, node=victim)
+    nodes.wait_worlds(WHOLE, PATIENCE)
+    return Measured(
+        steps=steps,
+        worker_noticed=noticed,
+        node_noticed=lost - at,
+        goes_on=goes_on,
+        joins=joins,
+        leaves=leaves,
+        start=ready - granted,
+        launch=registered - at_start,
+    )
+
+
+def replay(nodes: Nodes) -> tuple[dict[str, float], float]:
+    """Has the trace strike; returns the steps of each task in its time, and how late the last fault struck."""
+    time.sleep(5.0)
+    had = {task: nodes.nodes_of(task) for task in WEIGHTS}
+    start = time.time()
+    todo: list[tuple[float, Callable[[], object]]] = []
+    for strike in TRACE:
+        node = had[strike.task][strike.index]
+        if strike.repair:
+            todo.append((strike.at, lambda node=node: nodes.kill_node(node)))
+            todo.append((strike.at + strike.repair, lambda node=node: nodes.start_node(node)))
+        else:
+            todo.append((strike.at, lambda task=strike.task, node=node: kill_worker(nodes, task, node)))
+    late = 0.0
+    for at, act in sorted(todo, key=lambda item: item[0]):
+        time.sleep(max(0.0, start + at - time.time()))
+        act()
+        late = max(late, time.time() - start - at)
+    time.sleep(max(0.0, start + SECONDS + 1.0 - time.time()))
+    steps = {task: _steps_until(nodes, task, start + SECONDS) - _steps_until(nodes, task, start) for task in WEIGHTS}
+    return steps, late
+
+
+def _steps_until(nodes: Nodes, task: str, moment: float) -> float:
+    """Finished steps, the part of the one under way included."""
+    lines = nodes.steps(task)
+    done = [line for line in lines if line["at"] <= moment]
+    later = [line for line in lines if line["at"] > moment]
+    part = (moment - done[-1]["at"]) / (later[0]["at"] - done[-1]["at"]) if done and later else 0.0
+    return len(done) + min(1.0, part)
+
+
+def predict(measured: Measured) -> dict[str, float]:
+    """The steps of each task by the simulator."""
+    tasks = []
+    for name, weight in WEIGHTS.items():
+        points = tuple(
+            MeasuredPoint(num_workers=size, flops_per_second=1.0 / seconds)
+            for size, seconds in sorted(_all_sizes(name, measured).items())
+        )
+        speed = MeasuredTable(points=points)
+        tasks.append(SimTask(name=name, performance=speed, flops_per_step=1.0, weight=weight, max_workers=WHOLE[name]))
+    result = simulate("unicron", Cluster(num_nodes=NUM_NODES, workers_per_node=1), tasks, trace(), costs(measured))
+    return {name: each.flops for name, each in result.tasks.items()}
+
+
+def _all_sizes(task: str, measured: Measured) -> dict[int, float]:
+    """Step times at all sizes: one that was not measured takes what its rounds of micro-batches do."""
+    known = measured.steps[task]
+    least = min(known)
+    return {size: known.get(size, known[least] * least / size) for size in range(1, WHOLE[task] + 1)}
+
+
+def trace() -> Trace:
+    """The trace for the simulator, whose first task has the first nodes."""
+    before = {"heavy": 0, "light": WHOLE["heavy"]}
+    faults = [
+        Fault(
+            at=strike.at,
+            kind="lost_connection" if strike.repair else "exited_abnormally",
+            node=before[strike.task] + strike.index,
+            worker=None if strike.repair else 0,
+            repair=strike.repair,
+        )
+        for strike in TRACE
+    ]
+    return Trace.of("compressed", SECONDS, faults)
+
+
+def costs(measured: Measured) -> Costs:
+    """What was measured, as the simulator takes it."""
+    return Costs(
+        system="unicron",
+        detection={"default": measured.worker_noticed, "lost_connection": measured.node_noticed},
+        change={
+            "continue": measured.goes_on,
+            "join": measured.joins,
+            "leave": measured.leaves,
+            "start": measured.start,
+            "reattempt": measured.goes_on,
+        },
+        extra={"launch": measured.launch},
+    )
+
+
+def series(folder: Path) -> dict[str, Any]:
+    """One calibration and one prediction, each with a cluster of its own."""
+    with Nodes(folder / "calibration", NUM_NODES) as nodes:
+        begin(nodes)
+        measured = calibrate(nodes)
+        end(nodes)
+    print(json.dumps(asdict(measured)), flush=True)
+    expected = predict(measured)
+    with Nodes(folder / "replay", NUM_NODES) as nodes:
+        begin(nodes)
+        found, late = replay(nodes)
+        end(nodes)
+    waf = {name: sum(WEIGHTS[task] * steps[task] for task in WEIGHTS) for name, steps in
+           (("predicted", expected), ("measured", found))}  # fmt: skip
+    ideal = SECONDS * sum(WEIGHTS[task] / measured.steps[task][WHOLE[task]] for task in WEIGHTS)
+    return {
+        "steps_predicted": expected,
+        "steps_measured": found,
+        "of_ideal_predicted": waf["predicted"] / ideal,
+        "of_ideal_measured": waf["measured"] / ideal,
+        "predicted_by_measured": waf["predicted"] / waf["measured"],
+        "latest_fault_s": late,
+        "load": os.getloadavg()[0],
+    }
+
+
+def main() -> None:
+    """Run, print, and say whether the prediction was within 10 %."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    results = []
+    for _ in range(arguments.runs):
+        with tempfile.TemporaryDirectory(prefix="simulator-") as folder:
+            results.append(series(Path(folder)))
+        print(json.dumps(results[-1]), flush=True)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(results, indent=1))
+    errors = [abs(result["predicted_by_measured"] - 1.0) for result in results]
+    verdict = "within" if max(errors) <= 0.1 else "NOT within"
+    print(f"accumulated WAF, predicted / measured - 1: {max(errors):.1%} at worst: {verdict} 10 %")
+
+
+if __name__ == "__main__":
+    main()

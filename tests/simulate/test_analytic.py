@@ -1,0 +1,121 @@
+"""Simulated costs against closed forms."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+from simulate.scenes import CLUSTER, costs, random_trace, task, two_tasks
+
+from unicron_lightning.simulate import clock as order
+from unicron_lightning.simulate.clock import Clock
+from unicron_lightning.simulate.result import Result
+from unicron_lightning.simulate.run import simulate
+from unicron_lightning.simulate.trace import Fault, Trace
+from unicron_lightning.simulate.unicron.shell import Shell
+
+SECONDS = 5000.0
+WORKERS = CLUSTER.num_workers
+"""All are the task's: 24 of 1 FLOP/s each; a step takes 10 s, with a node less 12 s."""
+DIES = Fault(at=1003.0, kind="exited_abnormally", node=2, worker=0)
+LOST = Fault(at=1003.0, kind="lost_connection", node=2, repair=1000.0)
+BROKEN = Fault(at=1003.0, kind="connection_failed", node=2, worker=0)
+
+
+def one(policy: str, *faults: Fault, **changes: object) -> Result:
+    return simulate(policy, CLUSTER, [task("t")], Trace.of("one", SECONDS, faults), costs(**changes))
+
+
+def test_a_restart_costs_detection_restart_and_the_way_back():
+    result = one("megatron", DIES)
+    assert result.accumulated_waf == pytest.approx(WORKERS * (SECONDS - 3.0 - 100.0 - 403.0))
+    (incident,) = result.incidents
+    assert incident.seconds == {"detection": 3.0, "transition": 503.0, "sub_healthy": 0.0}
+    assert sum(incident.waf_seconds.values()) == pytest.approx(result.ideal - result.accumulated_waf)
+
+
+def test_a_restart_waits_for_the_repair_if_there_is_no_spare_node():
+    result = one("megatron", LOST)
+    assert result.accumulated_waf == pytest.approx(WORKERS * (SECONDS - 1000.0 - 100.0 - 403.0))
+    narrow = simulate("megatron", CLUSTER, [task("t", max_workers=20)], Trace.of("one", SECONDS, [LOST]), costs())
+    assert narrow.accumulated_waf == pytest.approx(20 * (SECONDS - 5.0 - 100.0 - 403.0)), "the sixth node is one"
+
+
+def test_unicron_loses_the_dead_workers_part_of_the_step():
+    result = one("unicron", DIES)
+    # Of 0.3 steps a sixth is done again, in 0.6 s; the worker is ready 30.1 s after its death is known, at 1036.1; the
+    # step under way ends at 1041.0, and the join takes a second.
+    done = WORKERS * 1003.0 + 20 * (1041.0 - 1008.6) + WORKERS * (SECONDS - 1042.0)
+    assert result.accumulated_waf == pytest.approx(done, rel=1e-9)
+    (incident,) = result.incidents
+    assert incident.seconds == pytest.approx({"detection": 3.0, "transition": 2.6, "sub_healthy": 33.4})
+    assert sum(incident.waf_seconds.values()) == pytest.approx(result.ideal - result.accumulated_waf)
+
+
+def test_without_partial_reuse_the_whole_step_is_done_again():
+    reused, again = one("unicron", DIES), one("unicron_no_partial_reuse", DIES)
+    assert reused.tasks["t"].worker_micros["recomputing"] == 600_000 * 20
+    assert again.tasks["t"].worker_micros["recomputing"] == 3_600_000 * 20
+
+
+def test_unicron_renews_a_broken_connection_in_place():
+    result = one("unicron", BROKEN)
+    assert result.accumulated_waf == pytest.approx(WORKERS * (SECONDS - 3.0 - 1.0))
+
+
+def test_unicron_loses_a_node_and_takes_it_back():
+    result = one("unicron", LOST)
+    # Known at 1008, going on at 1010; back at 2003, ready at 2033, the step under way ends after that.
+    run = SECONDS - 1003.0 - 7.0
+    least = WORKERS * 1003.0 + 20 * run
+    assert least < result.accumulated_waf < least + 4 * (SECONDS - 2033.0)
+    assert result.tasks["t"].goodput > 0.9
+    assert result.counts["epochs_fail"] == 1 and result.counts["epochs_join"] == 1
+
+
+def test_out_of_band_a_failure_is_known_after_half_an_hour():
+    (incident,) = one("unicron_no_inband", DIES).incidents
+    assert incident.seconds["detection"] == 1800.0
+
+
+def test_when_nobody_is_left_memory_or_disk_has_the_state():
+    all_die = [Fault(at=1003.0, kind="lost_connection", node=node, repair=50.0) for node in range(6)]
+    memory = one("unicron", *all_die, memory_checkpoint_interval=100.0)
+    disk = one("unicron_no_memory_checkpoint", *all_die, memory_checkpoint_interval=100.0)
+    assert memory.counts["checkpoints_loaded"] == disk.counts["checkpoints_loaded"] == 1
+    assert memory.tasks["t"].worker_micros["recomputing"] == pytest.approx(3e6 * WORKERS, rel=0.3)
+    assert disk.tasks["t"].worker_micros["recomputing"] == pytest.approx(403e6 * WORKERS, rel=0.3)
+
+
+def test_unicron_moves_a_node_to_where_it_is_worth_more():
+    kept = simulate("unicron_no_planner", CLUSTER, two_tasks(), Trace.of("one", SECONDS, [LOST]), costs())
+    moved = simulate("unicron", CLUSTER, two_tasks(), Trace.of("one", SECONDS, [LOST]), costs())
+    at = 1500.0
+    assert _waf(kept, at) == 2.0 * 12 + 8, "the first task has lost a node"
+    assert _waf(moved, at) == 2.0 * 16 + 4, "the second has given it one"
+    assert _waf(moved, 4000.0) == 2.0 * 16 + 8
+
+
+def test_what_comes_together_is_as_if_it_came_one_by_one(monkeypatch: pytest.MonkeyPatch):
+    trace = random_trace(5, faults=8)
+    together = simulate("unicron", CLUSTER, two_tasks(), trace, costs())
+    monkeypatch.setattr(Shell, "say", lambda shell, said: shell._clock.after(0.0, partial(shell.do, said)))
+    alone = simulate("unicron", CLUSTER, two_tasks(), trace, costs())
+    assert alone.accumulated_waf == pytest.approx(together.accumulated_waf, rel=1e-3)
+
+
+def test_what_happens_at_one_moment_has_an_order():
+    clock, seen = Clock(), []
+    for rank, name in [(order.CONSEQUENCE, "first"), (order.ARRIVAL, "arrival"), (order.REPAIR, "repair")]:
+        clock.at(5, partial(seen.append, name), rank)
+    clock.at(5, partial(seen.append, "second"))
+    clock.at(5, partial(seen.append, "fault"), order.FAULT)
+    clock.at(5, partial(seen.append, "departure"), order.DEPARTURE)
+    clock.run(5)
+    assert not seen, "what is due at the end is not done"
+    clock.run(6)
+    assert seen == ["fault", "repair", "departure", "arrival", "first", "second"]
+
+
+def _waf(result: Result, at: float) -> float:
+    return float(result.values[result.times <= at][-1])
