@@ -84,16 +84,9 @@ class Machine:
         match event:
             case ev.Started():
                 self._start(turn, event)
-            case ev.Received():
-                self._received(turn, event.conn, event.message)
-            case ev.Together():
-                for each in event.received:
-                    if isinstance(each, ev.Received):
-                        self._received(turn, each.conn, each.message)
-                    else:
-                        self._node_said(turn, each)
-            case ev.NodeSaid():
-                self._node_said(turn, event)
+            case ev.Received() | ev.NodeSaid() | ev.Together():
+                for each in event.received if isinstance(event, ev.Together) else (event,):
+                    self._said(turn, each)
             case ev.Disconnected():
                 self._disconnected(turn, event)
             case ev.AgentsEnded():
@@ -113,9 +106,8 @@ class Machine:
             case ev.TimerFired():
                 self._timer(turn, event.key)
         self._replay_pending(turn)
-        for task_id in turn.concerned:
-            if (concerned := self._cluster.tasks.get(task_id)) is not None:
-                self._review(turn, concerned)
+        for task in turn.concerned.values():
+            self._review(turn, task)
         while turn.cordoned:
             turn.cordoned = False
             for task in list(self._cluster.tasks.values()):
@@ -150,8 +142,14 @@ class Machine:
         if self.limits.exit_when_idle:
             turn.timer("idle", self.limits.startup_linger)
 
+    def _said(self, turn: Turn, event: ev.Received | ev.NodeSaid) -> None:
+        if isinstance(event, ev.Received):
+            self._received(turn, event.conn, event.message)
+        else:
+            self._node_said(turn, event)
+
     def _received(self, turn: Turn, conn: int, message: wire.FromAgent) -> None:
-        waiting = self._pending_of(conn)
+        waiting = self._cluster.pending_of(conn)
         if waiting is not None:
             waiting.messages.append(message)
         elif isinstance(message, wire.Register):
@@ -166,7 +164,7 @@ class Machine:
                 step = task.severity.step
                 self._from_agent(turn, task, agent, message)
                 if turn.decisions or task.severity.step != step or not workers.changes_nothing(task, message):
-                    turn.concerned[task.id] = None
+                    turn.concerned[task.id] = task
 
     def _register(self, turn: Turn, conn: int, message: wire.Register) -> None:
         task = self._cluster.tasks.get(message.task)
@@ -201,7 +199,7 @@ class Machine:
         self._cluster.conns[conn] = (task.id, message.agent)
         registration.register(task, turn, conn, message, created=created)
         gather(self._cluster, turn, task.agents[message.agent], old is None)
-        turn.concerned[task.id] = None
+        turn.concerned[task.id] = task
 
     def _from_agent(self, turn: Turn, task: Task, agent: Agent, message: wire.FromAgent) -> None:
         match message:
@@ -369,13 +367,6 @@ class Machine:
             for task in self._cluster.tasks.values():
                 accounting.review(task, turn)
         notices.tell(turn)
-
-    def _pending_of(self, conn: int) -> Pending | None:
-        for items in self._cluster.pending.values():
-            for item in items:
-                if item.conn == conn:
-                    return item
-        return None
 
     def _replay_pending(self, turn: Turn) -> None:
         """Take in the agents that waited for a task's fate, once it is known."""

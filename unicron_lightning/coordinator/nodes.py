@@ -163,7 +163,7 @@ def _adopt(cluster: Cluster, turn: Turn, job: Job) -> None:
 
 
 def _is_told(cluster: Cluster, node: Node) -> bool:
-    """Whether it is certain that nothing has changed for the node: all its jobs are there, its places' ones among them."""
+    """Whether nothing can have changed for the node: all its jobs are there, and those that its places are for."""
     lasting = cluster.lasting
     for launch in node.launches:
         job = lasting.jobs.get(launch.job.name)

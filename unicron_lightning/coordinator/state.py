@@ -293,6 +293,11 @@ class Cluster(msgspec.Struct, kw_only=True):
     asked: str | None = None
     """Names the situation for which a plan is awaited."""
 
+    def pending_of(self, conn: int) -> Pending | None:
+        """What waits of a connection."""
+        found = (item for items in self.pending.values() for item in items if item.conn == conn)
+        return next(found, None)
+
     @property
     def nodes(self) -> dict[str, Node]:
         """Nodes whose daemon is there, or may come back, by label."""

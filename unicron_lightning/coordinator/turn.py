@@ -31,8 +31,8 @@ class Turn:
         """By task: what the severity workflow has decided and is to be carried out."""
         self.cordoned = False
         """A node was cordoned: all tasks are to be looked at."""
-        self.concerned: dict[str, None] = {}
-        """Tasks that are to be looked at, in this order, once the input is taken in."""
+        self.concerned: dict[str, Task] = {}
+        """Tasks by id that are to be looked at, in this order, once the input is taken in."""
         self.actions: list[ev.Action] = []
         self._lasting_saved = False
         self._saved: set[str] = set()
