@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 from unicron_lightning.data.loader import EvaluationLoader, TrainingLoader
 from unicron_lightning.data.order import DataOrder, StepShape, check_loader
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.worker.ledger import share
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.unicron import UnicronStrategy
@@ -69,15 +68,11 @@ class Loaders:
             epoch: Any = loop.epoch_progress.current
             return epoch.processed, loop.epoch_loop.batch_progress.current.ready
 
-        def own(micro_batches: range) -> list[int]:
-            world = self._strategy.engine.world
-            return share(micro_batches, world.rank, world.size)
-
         def ended() -> None:
             self._strategy.engine.activity.enter("epoch_end")
 
         boundary = partial(self._strategy.boundary, trainer)
-        return TrainingLoader(loader, order, seed, limit, position, own, boundary, ended)
+        return TrainingLoader(loader, order, seed, limit, position, self._strategy.share, boundary, ended)
 
     def _begin_pass(self, loader: EvaluationLoader) -> list[int]:
         return self._strategy.passes.begin(loader)

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from unicron_lightning import wire
 from unicron_lightning.detection.exceptions import describe
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.worker.balance import Balance
 from unicron_lightning.worker.control import Control
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.step import GradientStep
@@ -83,3 +84,14 @@ def report_exception(control: Control | None, error: BaseException, step: int) -
     elif control is not None and isinstance(error, Exception):
         told = describe(error)
         control.report(told.kind, told.cause, phase=told.phase, step=step, details=told.details, ends=True)
+
+
+def balance_of(engine: Engine, micro_batches: int) -> Balance:
+    """Shares of an engine's steps by speed; the first rank tells of each change."""
+
+    def changed(counts: list[int], seconds: list[float]) -> None:
+        if engine.control is not None and engine.world.rank == 0:
+            taken = [round(value, 6) for value in seconds]
+            engine.control.event("rebalanced", shares=counts, micro_batch_seconds=taken, step=engine.step)
+
+    return Balance(micro_batches, lambda: engine.world.epoch, changed)

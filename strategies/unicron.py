@@ -37,13 +37,15 @@ from unicron_lightning.strategies.loading import Loaders
 from unicron_lightning.strategies.loggers import take_over
 from unicron_lightning.strategies.micro_batch import MicroBatches
 from unicron_lightning.strategies.recording import RecordingResults
-from unicron_lightning.strategies.reporting import StepReports, report_exception, told_flops
+from unicron_lightning.strategies.reporting import StepReports, balance_of, report_exception, told_flops
 from unicron_lightning.strategies.session import Session
 from unicron_lightning.strategies.sums import Layout, NormStatistics, StepSums
 from unicron_lightning.strategies.trained import TrainedParameters
 from unicron_lightning.worker import codec
+from unicron_lightning.worker.balance import Balance, deal
 from unicron_lightning.worker.buckets import GradientBuckets
 from unicron_lightning.worker.engine import Engine, World
+from unicron_lightning.worker.ledger import share
 from unicron_lightning.worker.operations import Agreement, Join, LeaderAction, unpack_parts
 from unicron_lightning.worker.statistics import Summary
 from unicron_lightning.worker.step import GradientStep
@@ -58,6 +60,7 @@ class UnicronStrategy(CollectingStrategy):
         bucket_mib: size of a gradient bucket, in MiB.
         overlap: start reductions during the last micro-batch's backward.
         num_micro_batches: M of a global batch, instead of accumulate_grad_batches x devices x num_nodes.
+        rebalance: a rank that is slower than the others gets fewer of a step's micro-batches.
         accelerator, parallel_devices, checkpoint_io, precision_plugin: given by Lightning.
 
     Raises:
@@ -76,6 +79,7 @@ class UnicronStrategy(CollectingStrategy):
         bucket_mib: float = 25.0,
         overlap: bool = True,
         num_micro_batches: int | None = None,
+        rebalance: bool = False,
     ) -> None:
         self._environment = UnicronEnvironment()
         super().__init__(
@@ -91,6 +95,8 @@ class UnicronStrategy(CollectingStrategy):
         self._bucket_bytes = int(bucket_mib * _MIB)
         self._overlap = overlap
         self._num_micro_batches = num_micro_batches
+        self._rebalance = rebalance
+        self._balance: Balance | None = None
         self._shape: StepShape | None = None
         self._session: Session | None = None
         self._trainer: pl.Trainer | None = None
@@ -189,6 +195,8 @@ class UnicronStrategy(CollectingStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             check_optimizers(self.optimizers)
             self._norms = NormStatistics(module)
+            if self._rebalance and self._shape is not None:
+                self._balance = balance_of(self.engine, self._shape.micro_batches)
             self._session.fits += 1
         if self._session.is_joiner and not self.engine.has_state:
             if trainer.state.fn == TrainerFn.FITTING:
@@ -233,6 +241,14 @@ class UnicronStrategy(CollectingStrategy):
         assert trainer is not None and self._shape is not None
         return self._loaders.wrap(trainer, dataloader, self._shape, self._seed)
 
+    def share(self, micro_batches: range) -> list[int]:
+        """Those of a step that fall to this rank in the present world."""
+        counts = None if self._balance is None else self._balance.counts(len(micro_batches))
+        world = self.engine.world
+        if counts is None:
+            return share(micro_batches, world.rank, world.size)
+        return deal(micro_batches, counts)[world.rank]
+
     def boundary(self, trainer: pl.Trainer) -> None:
         """Between steps: the one place where a world grows, and where it is left when told to stop."""
         engine = self.engine
@@ -275,7 +291,7 @@ class UnicronStrategy(CollectingStrategy):
         norms.begin()
         sums = StepSums(self._layout, norms, gradients)
         runner = MicroBatches(self, trainer, module, shape, self._seed, batch, len(args) > 1, sums, norms)
-        operation = GradientStep(batch.micro_batches, gradients, sums, runner.run)
+        operation = GradientStep(batch.micro_batches, gradients, sums, runner.run, self._balance)
         self._gather.inside = "training_step"
         try:
             with preserved():

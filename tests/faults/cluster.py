@@ -38,6 +38,8 @@ SETTINGS = {
     "epochs": -1,
     "keep": 1,  # best checkpoints; -1: all
     "dtype": "float64",
+    "rebalance": False,
+    "lag": {},  # seconds by which a node's micro-batches take longer
 }
 
 

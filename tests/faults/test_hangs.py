@@ -1,11 +1,13 @@
-"""A worker that lives and makes no progress: found by comparing the ranks, named, its stacks shown, killed, healed."""
+"""A worker that lives and makes no progress: found by comparing the ranks, named, its stacks shown, killed, healed. One
+that is slow is shown, and relieved if that is wanted.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from faults.cluster import Cluster
+from faults.cluster import Cluster, Note
 from faults.judge import Reference, check_exact
 from faults.test_other_faults import fault, group
 
@@ -30,4 +32,28 @@ def test_workers_that_hang_are_named_killed_and_replaced(tmp_path: Path, referen
         assert reports[0]["phase"] == "compute" and reports[0]["details"]["waiting"] == 2
         deaths = cluster.events("worker_died")
         assert [death["cause"] for death in deaths] == ["reported"] * 2, "told once: the kill is no failure of its own"
+        check_exact(tmp_path, reference, workers=3)
+
+
+def test_a_slow_rank_is_shown_and_gets_fewer_micro_batches(tmp_path: Path, reference: Reference) -> None:
+    schedule = [group(fault("micro_batch", rank=0, place=0), settled=40)]
+    settings = {"lag": {"n1": 0.08}, "pace": 0.02, "rebalance": True}
+    with Cluster(tmp_path, schedule=schedule, settings=settings) as cluster:
+
+        def relieved(after: float = 0.0) -> list[Note]:
+            """Full steps of the whole world in which the slow rank had one of the six micro-batches."""
+            full = [line for line in cluster.notes("step", world=3) if line["step"] % 10 != 9]
+            return [line for line in full if line["node"] == "n1" and line["at"] > after and len(line["ids"]) == 1]
+
+        cluster.watch(relieved, "fewer micro-batches for the slow rank", 90)
+        cluster.watch(lambda: cluster.events("straggler"), "word of the straggler", 90)
+        struck = cluster.watch(lambda: cluster.notes("fault"), "the fault", 90)[0]["at"]
+        cluster.wait_world(3, after=struck)
+        cluster.watch(lambda: relieved(struck), "fewer again in the world after", 90)
+        assert {event["node"] for event in cluster.events("straggler")} == {"n1"}
+        shares = [event["shares"] for event in cluster.events("worker.rebalanced")]
+        print(f"shares {shares}, straggler {cluster.events('straggler')[0]['times']}x")
+        assert all(sum(share) == 6 and min(share) >= 1 for share in shares)
+        assert not cluster.events("error_reported"), "slow is no hang"
+        cluster.finish(120)
         check_exact(tmp_path, reference, workers=3)

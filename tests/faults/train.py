@@ -312,10 +312,12 @@ def main() -> None:
     faults = Faults(folder, node, notes)
     pl.seed_everything(5, verbose=False)
     full = settings["full"]
-    module = Model(notes, faults, full, 0.0 if alone else settings["pace"], 0.0 if alone else settings["slow"])
+    lag = settings["lag"].get(node, 0.0)
+    pace, slow = (0.0, 0.0) if alone else (settings["pace"] + lag, settings["slow"] + lag)
+    module = Model(notes, faults, full, pace, slow)
     checkpoints = ModelCheckpoint(folder / "checkpoints", save_last=True, monitor="val", save_top_k=settings["keep"])
     trainer = pl.Trainer(
-        strategy=pl_strategy(),
+        strategy=pl_strategy(settings["rebalance"]),
         accelerator="cpu",
         devices=settings["devices"],
         num_nodes=settings["nodes"],
@@ -343,10 +345,10 @@ def injection(settings: dict[str, Any]) -> list[pl.Callback]:
     return [FaultInjection(texts)] if texts else []
 
 
-def pl_strategy() -> Any:
+def pl_strategy(rebalance: bool) -> Any:
     from unicron_lightning.strategies.unicron import UnicronStrategy
 
-    return UnicronStrategy(bucket_mib=0.001)  # several buckets, for faults between them
+    return UnicronStrategy(bucket_mib=0.001, rebalance=rebalance)  # several buckets, for faults between them
 
 
 if __name__ == "__main__":

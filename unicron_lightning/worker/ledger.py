@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from unicron_lightning.worker.balance import deal
+
 
 def share(micro_batches: Sequence[int], rank: int, world: int) -> list[int]:
     """The part of ``micro_batches`` that falls to ``rank`` of ``world`` ranks, in order."""
@@ -48,7 +50,11 @@ class StepPlan:
 
 
 def plan_step(
-    micro_batches: Sequence[int], num_buckets: int, reports: Sequence[StepReport | None], rank: int
+    micro_batches: Sequence[int],
+    num_buckets: int,
+    reports: Sequence[StepReport | None],
+    rank: int,
+    counts: Sequence[int] | None = None,
 ) -> StepPlan:
     """Plans the rest of a step from what each rank has of it (None: nothing yet).
 
@@ -61,6 +67,7 @@ def plan_step(
         num_buckets: number of gradient buckets.
         reports: by rank; their number is the world.
         rank: whose plan it is.
+        counts: by rank, how many of a step that nobody has begun it gets; None: dealt round-robin.
     """
     world = len(reports)
     held: list[tuple[int, int]] = []
@@ -73,8 +80,10 @@ def plan_step(
                 held.append((bucket, holders[0]))
     finished = _union(report.finished for report in reports if report is not None)
     lost = [m for m in micro_batches if m not in finished]
+    begun = any(report is not None for report in reports)
+    todo = share(lost, rank, world) if counts is None or begun else deal(lost, counts)[rank]
     return StepPlan(
-        todo=tuple(share(lost, rank, world)), held=tuple(held), reduced=frozenset(reduced), lost=tuple(lost)
+        todo=tuple(todo), held=tuple(held), reduced=frozenset(reduced), lost=tuple(lost)
     )
 
 

@@ -14,17 +14,20 @@ A micro-batch is atomic: nothing is raised inside its backward, and a failure is
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
 import torch
 
+from unicron_lightning.worker.balance import Balance
 from unicron_lightning.worker.buckets import Bucket, GradientBuckets
 from unicron_lightning.worker.communicator import CommunicatorAborted, Handle
 from unicron_lightning.worker.engine import Engine, Report
 from unicron_lightning.worker.ledger import StepPlan, StepReport, plan_step
 
+DEVICE_POLL_SECONDS: Final = 0.0002
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(tuple[int, list[float]]).decode
 
@@ -60,18 +63,25 @@ class GradientStep:
         gradients: where gradients accumulate; `GradientBuckets.begin` was called.
         sums: what else is summed.
         run: runs forward and backward of one micro-batch.
+        balance: the ranks' shares; None: equal ones.
     """
 
     name = "step"
 
     def __init__(
-        self, micro_batches: Sequence[int], gradients: GradientBuckets, sums: Sums, run: Callable[[int], None]
+        self,
+        micro_batches: Sequence[int],
+        gradients: GradientBuckets,
+        sums: Sums,
+        run: Callable[[int], None],
+        balance: Balance | None = None,
     ) -> None:
         self.micro_batches = list(micro_batches)
         self.recomputed: list[int] = []
         self._gradients = gradients
         self._sums = sums
         self._run = run
+        self._balance = balance
         self._buckets: list[Bucket] = [*gradients.buckets, *sums.buckets]
         self._finished: set[int] = set()
         self._reduced: set[int] = set()
@@ -88,7 +98,8 @@ class GradientStep:
             else StepReport(finished=frozenset(report["finished"]), reduced=frozenset(report["reduced"]))
             for report in reports
         ]
-        self._plan = plan_step(self.micro_batches, len(self._buckets), parsed, rank)
+        counts = None if self._balance is None else self._balance.counts(len(self.micro_batches))
+        self._plan = plan_step(self.micro_batches, len(self._buckets), parsed, rank, counts)
         self._reduced &= self._plan.reduced
         self._attempts += 1
         if self._attempts > 1:
@@ -100,14 +111,19 @@ class GradientStep:
         self._engine, self._aborted = engine, False
         self._take_held(engine, plan)
         self._compute(engine, plan)
+        self._await_device(engine)
         engine.activity.enter("reduce")
         self._await_reductions(engine)
         engine.fault("reduced", engine.step)
         engine.activity.enter("commit")
-        leave, totals = self._commit(engine, self._sums.totals())
+        times = [] if self._balance is None else self._times(engine)
+        leave, sums = self._commit(engine, [*self._sums.totals(), *times])
+        totals, times = sums[: len(sums) - len(times)], sums[len(sums) - len(times) :]
         if self._sums.read(totals):
             self._sums.settle(engine)
             leave, _ = self._commit(engine, ())
+        if self._balance is not None:
+            self._balance.take(times)
         engine.switch_from = leave
         engine.fault("committed", engine.step)
         return _encode((leave, totals))
@@ -179,11 +195,30 @@ class GradientStep:
         self._in_flight[index] = self._engine.communicator.all_reduce(bucket.reduced)
         self._engine.fault("launched", self._engine.step, index)
 
+    def _await_device(self, engine: Engine) -> None:
+        """Until this rank's own accelerator is through: else its work would pass for a wait for others. Nothing is
+        lost by it, as the reductions wait for the same.
+        """
+        device = self._buckets[0].reduced.device if self._buckets else None
+        if device is None or device.type != "cuda":
+            return
+        done = torch.cuda.current_stream(device).record_event()
+        while not done.query():
+            engine.check()
+            time.sleep(DEVICE_POLL_SECONDS)
+
     def _await_reductions(self, engine: Engine) -> None:
         for index in list(self._in_flight):
             engine.communicator.wait(self._in_flight[index])
             self._reduced.add(index)
             del self._in_flight[index]
+
+    def _times(self, engine: Engine) -> list[float]:
+        """Each rank's seconds for a micro-batch, of which this one knows its own: summed, everyone knows all."""
+        times, activity = [0.0] * engine.world.size, engine.activity
+        if activity.micro_batches:
+            times[engine.world.rank] = activity.busy() / activity.micro_batches
+        return times
 
     def _commit(self, engine: Engine, totals: Sequence[float]) -> tuple[int, list[float]]:
         """The epoch that all members agree to leave (0: none), and the sums of ``totals`` over the ranks."""

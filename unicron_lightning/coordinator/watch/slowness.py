@@ -54,7 +54,8 @@ def _look_at_ranks(task: Task, turn: Turn) -> None:
     busy = {name: pace.busy for name, pace in paces.items() if pace is not None and pace.busy is not None}
     late = behind(busy, limits.straggler_factor)
     watch.behind = {name: watch.behind.get(name, turn.now) for name in late}
-    for name in [name for name in watch.stragglers if name not in late]:
+    measured = busy.keys() | (watch.stragglers.keys() - paces.keys())  # not those in their first steps of a new world
+    for name in [name for name in watch.stragglers if name not in late and name in measured]:
         del watch.stragglers[name]
         turn.emit_for(task, None, "straggler_over", {"worker": name})
     for name, since in watch.behind.items():
