@@ -42,6 +42,13 @@ def died(cluster: Cluster, worker: str) -> dict[str, Any]:
     return dict(found[0])
 
 
+def wait_over(cluster: Cluster) -> None:
+    """Wait for the task's end, on a machine on which starting and ending a worker may take a minute."""
+    cluster.watch(lambda: cluster.notes("step"), "the first step", 150)
+    cluster.watch(lambda: cluster.events("task_over"), "the task's end", 400, stalled=200)
+    cluster.wait_end()
+
+
 @pytest.mark.allow_leak("unix_sockets", reason="a SIGKILLed agent cannot remove its socket")
 def test_orders(tmp_path: Path) -> None:
     settings = {"pace": 0.02, "slow": 0.02, "epochs": -1}
@@ -79,7 +86,8 @@ def test_orders(tmp_path: Path) -> None:
         assert injected(cluster, "kill coordinator")["target"] == "coordinator"
         pid = coordinator.process.pid
         until("the next coordinator, an agent's", lambda: cluster.coordinator() not in (None, pid), 60)
-        cluster.finish(150)
+        (tmp_path / "finish").touch()
+        wait_over(cluster)
         counted = Reference(tmp_path / "reference", {**SETTINGS, **settings}, cluster.notes("end")[0]["data_epoch"])
         print(check_exact(tmp_path, counted, workers=3))
 
@@ -94,9 +102,7 @@ def test_a_callback_strikes_once_whoever_takes_a_dead_ones_place(tmp_path: Path)
     ]
     settings = {"nodes": 2, "full": 2, "pace": 0.05, "slow": 0.15, "epochs": 2, "keep": -1, "faults": faults}
     with Cluster(tmp_path, agents=2, nodes="2:2", settings=settings) as cluster:
-        # Nobody steps while both start anew.
-        cluster.watch(lambda: cluster.events("task_over"), "the task's end", 400, stalled=200)
-        cluster.wait_end()
+        wait_over(cluster)
         struck = cluster.events("fault_injected")
         kinds = [(event["kind"], event["step"]) for event in struck]
         assert kinds[:3] == [("exit", 3), ("raise", 6), ("slow", 8)], struck
