@@ -123,12 +123,16 @@ class Cluster:
 
     def kill_coordinator(self) -> float:
         """SIGKILLs the embedded coordinator; returns when."""
-        return self._inject("kill coordinator")
+        with contextlib.suppress(CoordinatorUnavailable):  # it does not answer any more
+            self._inject("kill coordinator")
+        return self._injected_at()
 
     def _inject(self, fault: str) -> float:
         """Has a fault strike; returns when it was noted, just before it did."""
-        with contextlib.suppress(CoordinatorUnavailable):  # the coordinator that is killed does not answer any more
-            fetch(f"127.0.0.1:{self._port}", "/v1/tasks/demo/inject", method="POST", body={"fault": fault})
+        fetch(f"127.0.0.1:{self._port}", "/v1/tasks/demo/inject", method="POST", body={"fault": fault})
+        return self._injected_at()
+
+    def _injected_at(self) -> float:
         return float([event for event in self.events() if event["name"] == "fault_injected"][-1]["at"])
 
     def events(self) -> list[dict[str, Any]]:
