@@ -33,6 +33,25 @@ def strategy(name: str, bucket_mib: float) -> Strategy:
     return UnicronStrategy(bucket_mib=bucket_mib)
 
 
+def unwatch() -> None:
+    """Takes the statistics of steps out: nobody notes what the training thread does, and nobody looks."""
+    from unicron_lightning.worker.activity import Activity
+    from unicron_lightning.worker.control import HEARTBEAT_SECONDS, Control
+
+    for method in ("enter", "waits", "computed", "committed"):
+        setattr(Activity, method, lambda *_: None)
+    Control._watch = lambda self, monitor: HEARTBEAT_SECONDS  # type: ignore[method-assign]
+
+
+def callbacks(name: str) -> list[pl.Callback]:
+    """Those that watch, if the job is watched."""
+    if name != "watched":
+        return []
+    from unicron_lightning.callbacks import ThroughputMonitor, UnicronMonitor
+
+    return [UnicronMonitor(), ThroughputMonitor()]
+
+
 class Segments(pl.Callback):
     """Notes when steps end, and stops between segments."""
 
@@ -69,6 +88,8 @@ class Segments(pl.Callback):
 
 def main() -> None:
     name, size, bucket_mib, accumulate, steps = sys.argv[1:]
+    if name == "unwatched":
+        unwatch()
     torch.set_num_threads(1)
     pl.seed_everything(1, verbose=False)
     trainer = pl.Trainer(
@@ -77,7 +98,7 @@ def main() -> None:
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         accumulate_grad_batches=int(accumulate),
         max_steps=1_000_000,
-        callbacks=[Segments(int(steps))],
+        callbacks=[Segments(int(steps)), *callbacks(name)],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

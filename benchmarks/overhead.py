@@ -1,6 +1,10 @@
 """What the strategy costs where nothing fails: steps per second against Lightning's ``ddp``, in one run.
 
     python benchmarks/overhead.py [--sizes 1M 10M] [--buckets 1 5 25] [--pairs 8]
+    python benchmarks/overhead.py --jobs watched unwatched --sizes 1M --buckets 25 --pairs 60
+
+The second is what all monitoring costs: ``watched`` has the callbacks as well, ``unwatched`` neither them nor the
+statistics of steps.
 
 Both jobs are there at the same time, two workers each, but only one computes: they take turns in short segments
 (unicron, ddp, ddp, unicron, ...), so that whatever else the machine does hits both alike. The figure is the ratio of
@@ -32,7 +36,8 @@ WORKERS = 2
 KEEP_FREED = {"MALLOC_TRIM_THRESHOLD_": "2000000000", "MALLOC_MMAP_THRESHOLD_": "2000000000"}
 WARM_UP = 2
 """Steps at a segment's start that do not count."""
-STRATEGIES = ("unicron", "ddp")
+JOBS = ("unicron", "ddp")
+"""Ours first."""
 
 
 class Job:
@@ -50,7 +55,7 @@ class Job:
             **malloc,
         }
         self.processes = Processes(folder, environment)
-        back_end = "unicron" if name == "unicron" else "c10d"
+        back_end = "c10d" if name == "ddp" else "unicron"
         torchrun: list[str | Path] = [
             Path(sys.executable).parent / "torchrun",
             f"--nproc-per-node={WORKERS}",
@@ -87,21 +92,22 @@ def compare(
     steps: int,
     folder: Path,
     malloc: dict[str, str] | None = None,
+    names: tuple[str, str] = JOBS,
 ) -> Figures:
     """One setting: both jobs in turns; ``malloc`` is added to both jobs' environment."""
     shutil.rmtree(folder, ignore_errors=True)
     words = [size, str(bucket_mib), str(accumulate), str(steps + WARM_UP)]
     jobs: dict[str, Job] = {}
-    times: dict[str, list[list[float]]] = {name: [] for name in STRATEGIES}
-    cpu: dict[str, list[float]] = {name: [] for name in STRATEGIES}
+    times: dict[str, list[list[float]]] = {name: [] for name in names}
+    cpu: dict[str, list[float]] = {name: [] for name in names}
     load = os.getloadavg()[0]
     try:
-        for name in STRATEGIES:
+        for name in names:
             jobs[name] = Job(name, folder / name, words, malloc or {})
         for job in jobs.values():
             job.segment()
         for pair in range(pairs):
-            for name in STRATEGIES if pair % 2 == 0 else STRATEGIES[::-1]:
+            for name in names if pair % 2 == 0 else names[::-1]:
                 wall, used = jobs[name].segment()
                 times[name].append(wall)
                 cpu[name].append(used)
@@ -110,7 +116,7 @@ def compare(
             (job.processes.folder / "stop").touch()
         for job in jobs.values():
             job.processes.stop()
-    ratio, low, high = ratio_of_speeds(times["unicron"], times["ddp"])
+    ratio, low, high = ratio_of_speeds(*(times[name] for name in names))
     return {
         "size": size,
         "bucket_mib": bucket_mib,
@@ -118,10 +124,9 @@ def compare(
         "pairs": pairs,
         "steps_per_segment": steps,
         "load": round(load, 2),
-        "unicron_steps_per_s": round(1 / statistics.median(itertools.chain(*times["unicron"])), 3),
-        "ddp_steps_per_s": round(1 / statistics.median(itertools.chain(*times["ddp"])), 3),
-        "unicron_cpu_ms": round(1e3 * statistics.median(cpu["unicron"]), 2),
-        "ddp_cpu_ms": round(1e3 * statistics.median(cpu["ddp"]), 2),
+        "jobs": names,
+        "steps_per_s": [round(1 / statistics.median(itertools.chain(*times[name])), 3) for name in names],
+        "cpu_ms": [round(1e3 * statistics.median(cpu[name]), 2) for name in names],
         "ratio": round(ratio, 4),
         "low": round(low, 4),
         "high": round(high, 4),
@@ -150,25 +155,27 @@ def series(
     steps: int,
     output: Path,
     malloc: dict[str, str] | None = None,
+    names: tuple[str, str] = JOBS,
 ) -> list[Figures]:
     """Every size with every bucket size."""
     results: list[Figures] = []
     for size, bucket in itertools.product(sizes, buckets):
         folder = output / f"{size}-{bucket:g}"
-        results.append(compare(size, bucket, accumulate, pairs, steps, folder, malloc))
+        results.append(compare(size, bucket, accumulate, pairs, steps, folder, malloc, names))
         print(json.dumps(results[-1]), flush=True)
     return results
 
 
 def table(results: Sequence[Figures]) -> str:
     """As Markdown."""
-    titles = ["model", "bucket MiB", "micro-batches per worker", "unicron steps/s", "ddp steps/s", "ratio [95 %]"]
-    titles += ["unicron CPU ms per step", "ddp CPU ms per step"]
+    ours, theirs = results[0]["jobs"]
+    titles = ["model", "bucket MiB", "micro-batches per worker", f"{ours} steps/s", f"{theirs} steps/s", "ratio [95 %]"]
+    titles += [f"{ours} CPU ms per step", f"{theirs} CPU ms per step"]
     lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
     lines += [
-        f"| {r['size']} | {r['bucket_mib']:g} | {r['accumulate']} | {r['unicron_steps_per_s']:.2f} | "
-        f"{r['ddp_steps_per_s']:.2f} | {r['ratio']:.3f} [{r['low']:.3f}-{r['high']:.3f}] | "
-        f"{r['unicron_cpu_ms']:.1f} | {r['ddp_cpu_ms']:.1f} |"
+        f"| {r['size']} | {r['bucket_mib']:g} | {r['accumulate']} | {r['steps_per_s'][0]:.2f} | "
+        f"{r['steps_per_s'][1]:.2f} | {r['ratio']:.3f} [{r['low']:.3f}-{r['high']:.3f}] | "
+        f"{r['cpu_ms'][0]:.1f} | {r['cpu_ms'][1]:.1f} |"
         for r in results
     ]
     return "\n".join(lines)
@@ -182,6 +189,7 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--pairs", type=int, default=8)
     parser.add_argument("--steps", type=int, default=10, help="that count, per segment")
+    parser.add_argument("--jobs", nargs=2, default=JOBS, choices=("unicron", "ddp", "watched", "unwatched"))
     parser.add_argument("--malloc", choices=("default", "keep"), default="default")
     parser.add_argument("--output", type=Path, default=Path("bench-output/overhead"))
     arguments = parser.parse_args()
@@ -195,6 +203,7 @@ def main() -> None:
                 arguments.steps,
                 arguments.output,
                 KEEP_FREED if arguments.malloc == "keep" else None,
+                tuple(arguments.jobs),
             )
         )
     )

@@ -63,6 +63,10 @@ class Proxy:
         await asyncio.gather(*others, return_exceptions=True)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.CancelledError):  # at the end; asyncio would complain
+            await self._join(reader, writer)
+
+    async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await self._open.wait()
         try:
             there, back = await asyncio.open_connection("127.0.0.1", self._target)

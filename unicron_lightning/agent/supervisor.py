@@ -1,8 +1,8 @@
 """Watches the worker processes and hears of their end within a millisecond.
 
 torchelastic polls its workers ten times a second and tells the rendezvous handler nothing. Here each worker has a
-pidfd in the agent's event loop. The exit status is read without reaping, so that torchelastic finds everything as
-it expects.
+pidfd in the agent's event loop, and so have its threads (`dying`): they end before their process does. The exit status
+is read without reaping, so that torchelastic finds everything as it expects.
 
 torchelastic does not name its workers' processes to the handler either: they are found among this process'
 children, by the identity in their environment, until all that are expected are there.
@@ -26,6 +26,7 @@ from typing import Final, Literal
 import psutil  # type: ignore[import-untyped]
 
 from unicron_lightning import environ
+from unicron_lightning.agent.dying import Threads
 from unicron_lightning.errors import AgentUnavailable
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class WatchedProcess:
     local_rank: int
     pid: int
     pidfd: int
+    threads: Threads
 
 
 class Supervisor:
@@ -95,8 +97,11 @@ class Supervisor:
         self._find()
 
     def look_at(self, pid: int) -> None:
-        """Watch a worker that has told its process before the search found it."""
-        if all(process.pid != pid for process in self._live.values()):
+        """Watch a worker that has told its process, maybe before it was found, and the threads that it has now."""
+        known = next((process for process in self._live.values() if process.pid == pid), None)
+        if known is not None:
+            known.threads.watch()
+        else:
             self._examine(pid)
 
     def find(self, worker: str) -> WatchedProcess | None:
@@ -154,15 +159,26 @@ class Supervisor:
             os.close(pidfd)
             return
         self._missing.discard(worker.local_rank)
-        process = WatchedProcess(worker=worker.worker, local_rank=worker.local_rank, pid=pid, pidfd=pidfd)
+        threads = Threads(pid, lambda status: self._dies(process, status))
+        process = WatchedProcess(
+            worker=worker.worker, local_rank=worker.local_rank, pid=pid, pidfd=pidfd, threads=threads
+        )
         self._live[worker.worker] = process
+        threads.watch()
         asyncio.get_running_loop().add_reader(pidfd, self._ended, process, Exit(cause="exit", code=1))
         logger.info("worker_found worker=%s pid=%d", worker.worker, pid)
         self._on_found(process)
 
     def _ended(self, process: WatchedProcess, unknown: Exit) -> None:
         """Report an end; ``unknown`` is what to say if torchelastic's poll was faster and its status can't be found."""
-        how = _peek_exit(process.pidfd) or _taken_exit(process.pid) or unknown
+        self._report(process, _peek_exit(process.pidfd) or _taken_exit(process.pid) or unknown)
+
+    def _dies(self, process: WatchedProcess, status: int) -> None:
+        """Report an end that is certain: nothing of the program runs any more."""
+        code = os.waitstatus_to_exitcode(status)
+        self._report(process, Exit(cause="exit", code=code) if code >= 0 else Exit(cause="signal", code=-code))
+
+    def _report(self, process: WatchedProcess, how: Exit) -> None:
         self._forget(process)
         if not how.is_clean:
             _kill_descendants(process.pid)
@@ -171,6 +187,7 @@ class Supervisor:
     def _forget(self, process: WatchedProcess) -> None:
         asyncio.get_running_loop().remove_reader(process.pidfd)
         os.close(process.pidfd)
+        process.threads.close()
         self._live.pop(process.worker, None)
 
 
