@@ -92,3 +92,5 @@ class Inspect(Message, frozen=True, kw_only=True, tag="inspect"):
     step: int | None
     details: dict[str, Any]
     """Goes into the report, beside the stacks."""
+    if_it_runs: bool = False
+    """No report without stacks: a process that is stopped, or whose machine stalls, gives none, and does not hang."""

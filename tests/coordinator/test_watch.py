@@ -121,6 +121,20 @@ def test_all_in_a_collective_is_a_time_out_and_answered_in_place(
     assert not any(agent.all(wire.Fence) for agent in agents)
 
 
+def test_who_does_not_answer_is_only_restarted_if_its_process_runs(
+    trained: tuple[World, tuple[FakeAgent, ...]],
+) -> None:
+    world, agents = trained
+    for _ in range(12):
+        all_say(world, agents[:2], None)
+        world.advance(1)
+    orders = agents[2].all(wire.Inspect)
+    assert len(orders) > 1 and all(order.if_it_runs for order in orders), "asked again: it may be stopped"
+    assert "error_reported" not in world.names()
+    agents[2].say(hang_report(orders[-1], world.now))
+    assert world.event("error_reported").fields["worker"] == orders[-1].worker
+
+
 def test_a_worker_that_goes_on_is_forgiven(trained: tuple[World, tuple[FakeAgent, ...]]) -> None:
     world, agents = trained
     number = world.task().number

@@ -11,7 +11,7 @@ from faults.cluster import Cluster, Note
 from faults.judge import Reference, check_exact
 from faults.test_other_faults import fault, group
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(400)]
 
 
 def test_workers_that_hang_are_named_killed_and_replaced(tmp_path: Path, reference: Reference) -> None:

@@ -47,8 +47,8 @@ class Inspector:
             return
         stacks = await capture(self._folder, process.pid, process.pidfd)
         logger.warning("worker_hangs worker=%s cause=%s\n%s", order.worker, order.cause, stacks)
-        if self._supervisor.find(order.worker) is None:
-            return  # its end is told already
+        if self._supervisor.find(order.worker) is None or (order.if_it_runs and not stacks):
+            return  # its end is told already, or it cannot run
         report = wire.ErrorReport(
             worker=order.worker,
             kind="task_hang",

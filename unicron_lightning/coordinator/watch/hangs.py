@@ -7,7 +7,7 @@ coordinator: who is overdue says so again every second.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import membership
@@ -83,7 +83,9 @@ def _start_due(task: Task, turn: Turn, agent: Agent) -> None:
 def _stacks_due(task: Task, turn: Turn, agent: Agent) -> None:
     for inspect in list(task.watch.inspected.values()):
         worker = task.workers.get(inspect.worker)
-        if worker is not None and worker.agent == agent.id:
+        if inspect.if_it_runs:
+            del task.watch.inspected[inspect.worker]  # it cannot run now; if it does not answer later either, once more
+        elif worker is not None and worker.agent == agent.id:
             report = wire.ErrorReport(
                 worker=worker.id,
                 kind="task_hang",
@@ -149,8 +151,11 @@ def _judge(task: Task, turn: Turn, watch: Watch) -> None:
 
 def _reason(worker: Worker, said: wire.Doing | None, asked: float, others: int) -> wire.Inspect:
     if said is None:
-        cause = f"does not answer for {asked:.2f} s, though its process lives; {others} others wait in a collective"
-        return wire.Inspect(worker=worker.id, cause=cause, phase="", step=worker.step, details={"seconds": asked})
+        cause = f"does not answer for {asked:.2f} s, though its process runs; {others} others wait in a collective"
+        details: dict[str, Any] = {"seconds": asked, "waiting": others}
+        return wire.Inspect(
+            worker=worker.id, cause=cause, phase="", step=worker.step, details=details, if_it_runs=True
+        )
     where = said.phase if said.micro_batch is None else f"{said.phase} of micro-batch {said.micro_batch}"
     cause = f"in {where} for {said.seconds:.2f} s, which is over {said.limit or 0.0:.2f} s; {others} others wait for it"
     details = {"seconds": said.seconds, "limit": said.limit, "micro_batch": said.micro_batch, "waiting": others}
