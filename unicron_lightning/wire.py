@@ -23,6 +23,10 @@ import msgspec
 from unicron_lightning.faultwire import FaultDue as FaultDue
 from unicron_lightning.faultwire import FaultNoted as FaultNoted
 from unicron_lightning.faultwire import Inject as Inject
+from unicron_lightning.healthwire import Barred as Barred
+from unicron_lightning.healthwire import ErrorReport as ErrorReport
+from unicron_lightning.healthwire import GpuReading as GpuReading
+from unicron_lightning.healthwire import NodeReading as NodeReading
 from unicron_lightning.message import Message as Message
 from unicron_lightning.watchwire import Ask as Ask
 from unicron_lightning.watchwire import Doing as Doing
@@ -122,31 +126,6 @@ class CheckpointSaved(Message, frozen=True, kw_only=True, tag="checkpoint_saved"
     step: int
 
 
-class ErrorReport(Message, frozen=True, kw_only=True, tag="error_report"):
-    """Something is wrong: told by a worker of itself, or by an agent of a worker or of its node.
-
-    It is logged once and answered by the severity of its kind. Whatever follows from it (the exit of the process,
-    broken connections of its peers) is no error of its own.
-    """
-
-    worker: str | None
-    """Whose error it is; None: the node's."""
-    kind: str
-    """One of `coordinator.severity.errors.KINDS`. To a coordinator that does not know it: `unnamed_software_error`."""
-    cause: str
-    """For people, short."""
-    phase: str
-    """What the worker was doing: ``compute``, ``reduce``, ...; "" if not known."""
-    step: int | None
-    """Optimizer steps that it had finished."""
-    at: float
-    """time.time() when it happened."""
-    details: dict[str, Any]
-    """Plain JSON: exception type, last frames, counters, ..."""
-    ends: bool = False
-    """The worker's process is about to end by it: it takes part in nothing any more, and nobody need kill it."""
-
-
 class WorkerDone(Message, frozen=True, kw_only=True, tag="worker_done"):
     """The worker's program is about to end well: its going is no failure."""
 
@@ -199,6 +178,8 @@ class Register(Message, frozen=True, kw_only=True, tag="register"):
     """w(t), what the task's FLOPs are worth beside those of other tasks."""
     warm: bool = False
     """Whether a warm grant of ``round`` is all that has arrived: the workers are not of the task yet."""
+    reading: NodeReading | None = None
+    """The newest of its machine."""
 
 
 class RendezvousBegin(Message, frozen=True, kw_only=True, tag="rendezvous"):
@@ -389,8 +370,8 @@ Forwarded = Union[
 ]
 FromWorker = Union[Forwarded, Heartbeat]
 ToWorker = Union[Welcome, Epoch, Go, LookupReply, TaskOver, Notice, FaultNoted, Inject, Ask]
-FromAgent = Union[Beat, Register, RendezvousBegin, LocalWorld, StoreUsed, WorkerDied, Bye, Forwarded]
-ToAgent = Union[Beat, Registered, Refused, Grant, Ranks, Stop, Fence, Inspect, ToWorker]
+FromAgent = Union[Beat, NodeReading, Register, RendezvousBegin, LocalWorld, StoreUsed, WorkerDied, Bye, Forwarded]
+ToAgent = Union[Beat, Barred, Registered, Refused, Grant, Ranks, Stop, Fence, Inspect, ToWorker]
 
 encode = msgspec.json.Encoder().encode
 decode_from_worker = msgspec.json.Decoder(FromWorker).decode

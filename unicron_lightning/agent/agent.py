@@ -25,6 +25,7 @@ from unicron_lightning.agent.calling import call
 from unicron_lightning.agent.deaths import Deaths
 from unicron_lightning.agent.embedded import EmbeddedCoordinator
 from unicron_lightning.agent.gate import Gate
+from unicron_lightning.agent.health import HealthWatch
 from unicron_lightning.agent.injection import AgentFaults
 from unicron_lightning.agent.inspection import Inspector
 from unicron_lightning.agent.local import LocalHooks, LocalServer
@@ -64,6 +65,8 @@ class Agent:
         self._shared = SharedView()
         self._roster = Roster()
         self._deaths = Deaths()
+        self._health = HealthWatch(self._told_reading)
+        self._reading: wire.NodeReading | None = None
         self._embedded = EmbeddedCoordinator(options)
         self._supervisor = Supervisor(options.agent, self._on_found, self._on_exit)
         self._inspector = Inspector(self._scratch.path, self._supervisor, self._send)
@@ -169,6 +172,7 @@ class Agent:
 
     async def _main(self) -> None:
         await self._local.start()
+        self._reading = await self._loop.run_in_executor(None, self._health.start)
         keeping_up = asyncio.create_task(self._keep_session())
         ticking = asyncio.create_task(self._tick())
         try:
@@ -183,6 +187,7 @@ class Agent:
             self._inspector.close()
             self._supervisor.close()
             self._deaths.close()
+            await self._loop.run_in_executor(None, self._health.close)
             await self._local.close()
             self._embedded.release()
 
@@ -211,6 +216,14 @@ class Agent:
                 self._give_up(worker, "silent")
             self._look_for_store_use()
             self._embedded.reap()
+
+    def _told_reading(self, reading: wire.NodeReading) -> None:
+        """[the watch's thread] A new reading."""
+        self._loop.call_soon_threadsafe(self._read, reading)
+
+    def _read(self, reading: wire.NodeReading) -> None:
+        self._reading = reading
+        self._send(reading)
 
     def _send(self, message: wire.Message) -> None:
         self._session.send(message)
@@ -255,7 +268,7 @@ class Agent:
         options, view = self._options, self._shared.now
         for lookup in self._roster.unanswered():
             self._send(lookup)
-        return registration(options, view, self._roster)
+        return registration(options, view, self._roster, self._reading)
 
     def _from_coordinator(self, message: wire.ToAgent) -> None:
         view = self._shared.now
@@ -267,6 +280,8 @@ class Agent:
                 self._shared.update(grant=message)
             case wire.Ranks() if message.round == view.number:
                 self._shared.update(ranks=message)
+            case wire.Barred():
+                logger.warning("node_barred agent=%s reason=%r", self._options.agent, message.reason)
             case wire.Stop():
                 self._stop(message.reason)
             case wire.Refused():

@@ -16,7 +16,7 @@ RESEND_SECONDS: Final = 2.0
 
 # Register carries the newest of these; a lookup is asked again as long as it is not answered.
 _CARRIED_OTHERWISE: Final = (wire.RendezvousBegin, wire.WorkerHello, wire.WorkerReady, wire.LocalWorld, wire.Lookup)
-_STALE: Final = (wire.Progress, wire.Doing)
+_STALE: Final = (wire.NodeReading, wire.Progress, wire.Doing)
 _REPEATABLE: Final = (
     wire.WorkerDied,
     wire.WorkerDone,

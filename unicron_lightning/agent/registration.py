@@ -10,7 +10,9 @@ from unicron_lightning.agent.roster import Roster
 from unicron_lightning.agent.view import RoundView
 
 
-def registration(options: AgentOptions, view: RoundView, roster: Roster) -> wire.Register:
+def registration(
+    options: AgentOptions, view: RoundView, roster: Roster, reading: wire.NodeReading | None
+) -> wire.Register:
     """The agent and its workers as of now."""
     return wire.Register(
         protocol=wire.PROTOCOL_VERSION,
@@ -31,4 +33,5 @@ def registration(options: AgentOptions, view: RoundView, roster: Roster) -> wire
         slot=options.slot,
         weight=options.weight,
         warm=view.grant is not None and view.grant.warm,
+        reading=reading,
     )

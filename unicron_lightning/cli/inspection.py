@@ -88,6 +88,8 @@ def _task_table(task_id: str, task: dict[str, Any]) -> Any:
 def _agent_state(agent: dict[str, Any]) -> str:
     if not agent["connected"]:
         return "agent away"
+    if agent.get("unhealthy") and agent["slot"] != "granted":
+        return f"barred: {agent['unhealthy']}"
     states = {"granted": "agent runs", "warm": "agent stands by, warm", "waiting": "agent stands by"}
     return states.get(agent["slot"], "agent without slot")
 

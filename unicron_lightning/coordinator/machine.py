@@ -10,6 +10,7 @@ from __future__ import annotations
 from unicron_lightning import wire
 from unicron_lightning.coordinator import (
     accounting,
+    admission,
     injection,
     jobs,
     measuring,
@@ -26,7 +27,6 @@ from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.allocation import gather, gathered, review_allocation, take_plan
 from unicron_lightning.coordinator.places import competing_tasks
 from unicron_lightning.coordinator.severity import apply as severity
-from unicron_lightning.coordinator.severity import reports
 from unicron_lightning.coordinator.state import Agent, Cluster, Lasting, Pending, Task
 from unicron_lightning.coordinator.turn import Turn
 from unicron_lightning.coordinator.watch import hangs
@@ -225,8 +225,8 @@ class Machine:
             case wire.WorkerDied():
                 severity.worker_died(task, turn, agent, message)
                 workers.worker_died(task, turn, agent, message)
-            case wire.ErrorReport():
-                reports.reported(task, turn, agent, message)
+            case wire.ErrorReport() | wire.NodeReading():
+                admission.told(task, turn, agent, message)
             case wire.WorkerHello():
                 workers.hello(task, turn, agent, message)
             case wire.Doing():

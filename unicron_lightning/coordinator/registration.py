@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from unicron_lightning import wire
-from unicron_lightning.coordinator import slots, standby, workers
+from unicron_lightning.coordinator import admission, slots, standby, workers
 from unicron_lightning.coordinator.jobs import is_job
 from unicron_lightning.coordinator.membership import concerned, finish, open_incident, send_go
 from unicron_lightning.coordinator.severity import apply as severity
@@ -70,6 +70,8 @@ def register(task: Task, turn: Turn, conn: int, message: wire.Register, *, creat
         agent.conn = conn
         turn.cancel("lost", task=task.id, agent=agent.id)
     turn.send(agent, _registered(turn))
+    if message.reading is not None:
+        admission.take(task, turn, agent, message.reading)
     fields = {"agent": agent.id, "node": agent.node, "host": agent.host, "pid": agent.pid, "resumed": resumed}
     turn.emit_for(task, None, "agent_registered", fields)
     if task.over is not None:

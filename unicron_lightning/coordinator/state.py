@@ -56,6 +56,10 @@ class Agent(msgspec.Struct, kw_only=True):
     """time.time() at which its connection ended last, or the coordinator began without it."""
     silent: float | None = None
     """Seconds without a word after which its connection was given up; None: it was closed, or there is one."""
+    problems: list[str] = []
+    """What is wrong with its node, by `detection.health.Problem.check`."""
+    unhealthy: str = ""
+    """Why it gets no slot; "" if nothing keeps it from one."""
     cuts: list[float] = []
     """time.time() of its newest broken connections that it came back from in time."""
     round: int = 0

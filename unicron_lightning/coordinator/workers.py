@@ -197,7 +197,7 @@ def finished(task: Task, turn: Turn, worker: Worker, *, how: str) -> None:
 def changes_nothing(task: Task, message: wire.FromAgent) -> bool:
     """Whether nothing can be due because of it: a thousand workers say such things all the time, or all at once."""
     match message:
-        case wire.Progress() | wire.Lookup() | wire.FaultDue() | wire.Doing():
+        case wire.Progress() | wire.Lookup() | wire.FaultDue() | wire.Doing() | wire.NodeReading():
             return True
         case wire.WorkerEvent():
             return message.name != "entered_epoch"

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from unicron_lightning.coordinator.events import Limits
 from unicron_lightning.coordinator.severity.errors import SEVERITY
+from unicron_lightning.detection.health import HealthLimits
 from unicron_lightning.detection.patterns import Pattern
 from unicron_lightning.detection.silence import SilenceLimits
 from unicron_lightning.errors import ConfigError
@@ -265,6 +266,26 @@ class HealthConfig:
     """An agent whose connection broke and was renewed so often within the window has a flapping link."""
     flapping_window: float = 300.0
     """Seconds."""
+    disk_free: float = 0.1
+    """GiB: with less in the folder for temporary files or where its agent runs a node gets no workers."""
+    memory_free: float = 2.0
+    """Percent of memory: the same."""
+    memory_pressure: float = 50.0
+    """Percent of ten seconds in which everything waited for memory: told."""
+    gpu_temperature: float = 90.0
+    """Degrees Celsius: told."""
+    nvlink_errors: int = 1
+    """Recoveries of a GPU's links since its agent began: the node is cordoned."""
+
+    def limits(self) -> HealthLimits:
+        """What a node is judged by."""
+        return HealthLimits(
+            disk_free=self.disk_free,
+            memory_free=self.memory_free,
+            memory_pressure=self.memory_pressure,
+            gpu_temperature=self.gpu_temperature,
+            nvlink_errors=self.nvlink_errors,
+        )
 
     def __post_init__(self) -> None:
         for row in self.patterns:
@@ -274,6 +295,7 @@ class HealthConfig:
                     f"one of {', '.join(SEVERITY)}"
                 )
             Pattern(pattern=row.pattern, kind=row.kind)
+        _check_not_negative("health", **vars(self.limits()))
         _check_positive("health", flapping_cuts=self.flapping_cuts, flapping_window=self.flapping_window)
         if self.nan_loss not in ("tell", "stop"):
             raise ConfigError(f"health.nan_loss={self.nan_loss}: expected tell or stop")
@@ -314,6 +336,7 @@ class CoordinatorConfig:
             join_grace=self.detection.join_grace,
             worker_timeout=self.detection.worker_timeout,
             silence=self.detection.silence(),
+            health=self.health.limits(),
             flapping_cuts=self.health.flapping_cuts,
             flapping_window=self.health.flapping_window,
             recovery_time=self.detection.recovery_time,

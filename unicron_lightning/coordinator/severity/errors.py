@@ -50,10 +50,10 @@ KINDS: Final = (
         seen="`CommError` that no death explains; a message of NCCL, gloo, a store or a socket",
     ),
     ErrorKind(name="illegal_memory_access", method=_EXCEPTION, severity="SEV2", seen="a message of CUDA"),
-    ErrorKind(name="ecc_error", method=_EXCEPTION, severity="SEV1", seen="a message of CUDA"),
+    ErrorKind(name="ecc_error", method=_EXCEPTION, severity="SEV1", seen="a message of CUDA; NVML: counters, Xid"),
     ErrorKind(name="invalid_dma_mapping", method=_EXCEPTION, severity="SEV1", seen="a message of CUDA or NCCL"),
-    ErrorKind(name="nvlink_error", method=_EXCEPTION, severity="SEV1", seen="a message of CUDA"),
-    ErrorKind(name="gpu_driver_error", method=_EXCEPTION, severity="SEV1", seen="a message of CUDA or NVML"),
+    ErrorKind(name="nvlink_error", method=_EXCEPTION, severity="SEV1", seen="a message of CUDA; NVML: counters, Xid"),
+    ErrorKind(name="gpu_driver_error", method=_EXCEPTION, severity="SEV1", seen="a message of CUDA or NVML; Xid"),
     ErrorKind(name="cuda_error", method=_EXCEPTION, severity="SEV2", seen="a message of CUDA, cuBLAS, cuDNN or NCCL"),
     ErrorKind(
         name="other_network_error",
@@ -84,6 +84,12 @@ KINDS: Final = (
     ),
     ErrorKind(name="storage_error", method="", severity="SEV2", seen="a message of torch or the system"),
     ErrorKind(name="nan_loss", method="", severity="SEV3", seen="the loss of a step, as it is committed; a message"),
+    ErrorKind(
+        name="node_degraded",
+        method="",
+        severity="SEV3",
+        seen="disk or memory nearly full; a GPU that is hot or slowed down",
+    ),
     ErrorKind(name="silent", method="", severity="SEV2", seen="no heartbeat of a worker for `worker_timeout`"),
     ErrorKind(name="recovery_stuck", method="", severity="SEV2", seen="no report for an epoch, or no entry, in time"),
     ErrorKind(name="keeps_failing", method="", severity="SEV2", seen="SEV3 again and again without a finished step"),
@@ -92,7 +98,7 @@ KINDS: Final = (
 SEVERITY: Final[dict[str, Severity]] = {kind.name: kind.severity for kind in KINDS}
 """Severity by name of the kind."""
 
-TOLD_ONLY: Final = ("link_flapping", "nan_loss")
+TOLD_ONLY: Final = ("link_flapping", "nan_loss", "node_degraded")
 """Kinds that end nothing: they are logged, and nobody is disturbed."""
 
 

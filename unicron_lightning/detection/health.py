@@ -1,0 +1,98 @@
+"""What is wrong with a node, by what its agent reads of it. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from unicron_lightning import wire
+from unicron_lightning.detection.patterns import classify
+
+_GIB: Final = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealthLimits:
+    """From where on something is wrong; 0 switches a check off. See the group ``health`` of the configuration."""
+
+    disk_free: float = 0.1
+    """GiB free on each file system that is looked at."""
+    memory_free: float = 2.0
+    """Percent of the host's memory that is available."""
+    memory_pressure: float = 50.0
+    """Percent of the last ten seconds in which all processes waited for memory."""
+    gpu_temperature: float = 90.0
+    """Degrees Celsius."""
+    nvlink_errors: int = 1
+    """Recoveries of a link since the agent began."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Something is wrong with a node.
+
+    Attributes:
+        check: what was looked at, with the device if there is one: the same problem has the same name.
+        kind: of the error.
+        cause: for people.
+        bars: whether no workers are to be started there meanwhile.
+    """
+
+    check: str
+    kind: str
+    cause: str
+    bars: bool
+
+
+def problems(reading: wire.NodeReading, limits: HealthLimits) -> list[Problem]:
+    """All that is wrong."""
+    found = []
+    if reading.missing:
+        found.append(Problem(check="reading", kind="node_degraded", cause="its health could not be read", bars=True))
+    for path, free in reading.disk_free_bytes.items():
+        if free < limits.disk_free * _GIB:
+            cause = f"{free / _GIB:.2f} GiB free in {path}; expected {limits.disk_free:g}"
+            found.append(Problem(check=f"disk {path}", kind="node_degraded", cause=cause, bars=True))
+    free_percent, pressure = reading.memory_free_percent, reading.memory_pressure_percent
+    if free_percent is not None and free_percent < limits.memory_free:
+        cause = f"{free_percent:.1f} % of memory available; expected {limits.memory_free:g}"
+        found.append(Problem(check="memory", kind="node_degraded", cause=cause, bars=True))
+    if pressure is not None and 0 < limits.memory_pressure < pressure:
+        cause = f"all processes waited for memory {pressure:.0f} % of the last 10 s"
+        found.append(Problem(check="memory pressure", kind="node_degraded", cause=cause, bars=False))
+    if reading.gpu_error:
+        known = classify([reading.gpu_error])
+        kind = "gpu_driver_error" if known is None else known.kind
+        found.append(Problem(check="driver", kind=kind, cause=reading.gpu_error, bars=True))
+    for gpu in reading.gpus:
+        found += _of_gpu(gpu, limits)
+    return found
+
+
+def _of_gpu(gpu: wire.GpuReading, limits: HealthLimits) -> list[Problem]:
+    def problem(check: str, kind: str, cause: str, *, bars: bool) -> Problem:
+        return Problem(check=f"{check} of GPU {gpu.bus}", kind=kind, cause=f"GPU {gpu.bus}: {cause}", bars=bars)
+
+    found = []
+    if gpu.error:
+        known = classify([gpu.error])
+        kind = "gpu_driver_error" if known is None else known.kind
+        found.append(problem("access", kind, gpu.error, bars=True))
+    if gpu.ecc_errors:
+        found.append(problem("ECC", "ecc_error", f"{gpu.ecc_errors} uncorrectable ECC errors", bars=True))
+    if gpu.remap_failed:
+        found.append(problem("rows", "ecc_error", "a memory row could not be remapped", bars=True))
+    for xid in gpu.xids:
+        line = f"Xid (PCI:{gpu.bus}): {xid}"
+        known = classify([line])
+        kind = "gpu_driver_error" if known is None else known.kind
+        # What a program has done wrong (31, 13, ...) is over with the program, which tells of it itself.
+        bars = kind not in ("illegal_memory_access", "cuda_error")
+        found.append(problem(f"Xid {xid}", kind if bars else "node_degraded", line, bars=bars))
+    if 0 < limits.nvlink_errors <= gpu.nvlink_errors:
+        found.append(problem("NVLink", "nvlink_error", f"{gpu.nvlink_errors} recoveries of NVLinks", bars=False))
+    if gpu.throttled:
+        found.append(problem("clock", "node_degraded", f"slowed down: {', '.join(gpu.throttled)}", bars=False))
+    if gpu.celsius is not None and 0 < limits.gpu_temperature <= gpu.celsius:
+        found.append(problem("temperature", "node_degraded", f"{gpu.celsius:.0f} degrees Celsius", bars=False))
+    return found
