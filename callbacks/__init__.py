@@ -1,6 +1,7 @@
 """Lightning callbacks; imported as unicron_lightning.callbacks."""
 
+from unicron_lightning.callbacks.fault_injection import FaultInjection
 from unicron_lightning.callbacks.monitor import UnicronMonitor
 from unicron_lightning.callbacks.throughput import ThroughputMonitor
 
-__all__ = ["ThroughputMonitor", "UnicronMonitor"]
+__all__ = ["FaultInjection", "ThroughputMonitor", "UnicronMonitor"]

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
-from unicron_lightning.errors import ConfigError
+from unicron_lightning.callbacks.strategy import engine_of
 from unicron_lightning.faults.fault import Fault
 from unicron_lightning.faults.script import Faults
 from unicron_lightning.worker.engine import Engine
@@ -36,9 +36,7 @@ class FaultInjection(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        engine = getattr(trainer.strategy, "engine", None)
-        if not isinstance(engine, Engine):
-            raise ConfigError(f'FaultInjection with {type(trainer.strategy).__name__}: expected strategy="unicron"')
+        engine = engine_of(trainer, self)
         if engine is self._engine:  # of an earlier run of the same script
             return
         self._engine = engine

@@ -339,7 +339,7 @@ def main() -> None:
 
 def injection(settings: dict[str, Any]) -> list[pl.Callback]:
     """What the settings have strike by the product's own callback; the reference is spared."""
-    from unicron_lightning.callbacks.fault_injection import FaultInjection
+    from unicron_lightning.callbacks import FaultInjection
 
     texts = settings.get("faults", []) if "UNICRON_AGENT" in os.environ else []
     return [FaultInjection(texts)] if texts else []

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from unicron_lightning import environ, wire
+from unicron_lightning.errors import ConfigError
 from unicron_lightning.faults.arrivals import draw
 from unicron_lightning.faults.fault import Fault
 from unicron_lightning.faults.language import parse, text
@@ -75,7 +76,10 @@ class Injector:
 
     def order(self, order: wire.Inject) -> None:
         """From the control thread: an operator's order, meant for this worker."""
-        self.add(order.key, parse(order.fault))
+        try:
+            self.add(order.key, parse(order.fault))
+        except ConfigError as error:  # a newer coordinator's: this thread must live
+            logger.error("fault_unreadable error=%s", error)
 
     def __call__(self, phase: str, *where: Any) -> None:
         """The engine's point: strikes what is due."""
