@@ -178,7 +178,7 @@ def calibrate(nodes: Nodes) -> Measured:
     time.sleep(STEADY)
     victim = nodes.nodes_of("light")[-1]
     at = nodes.kill_node(victim)
-    lost = first(nodes, "agent_lost", at, task="light")
+    lost = first(nodes, "worker_died", at, task="light")  # however it is known: by its agent, or with it
     time.sleep(STEADY)
     at_start = nodes.start_node(victim)
     registered = first(nodes, "agent_registered", at_start, node=victim)

@@ -51,7 +51,7 @@ def test_overheads_are_paid_for_all_the_time(policy: str):
     assert result.lost["overhead"] == pytest.approx(result.ideal - result.accumulated_waf)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_whatever_fails_time_is_conserved(policy: str, seed: int):
     tasks = [
         *two_tasks(),

@@ -11,7 +11,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from unicron_lightning import wire
-from unicron_lightning.simulate.costs import Change
 from unicron_lightning.simulate.speeds import least_places, most_places
 from unicron_lightning.simulate.trace import Fault
 from unicron_lightning.simulate.workload import SimTask
@@ -165,21 +164,21 @@ class Training:
         if self._epoch is None or go.epoch != self._epoch.number or go.epoch <= self._settled:
             return
         self._settled = go.epoch
-        change = self._change(self._epoch)
-        before = set(self.members)
+        seconds = self._stands_for(self._epoch)
         there = [self.granted[member.agent] for member in self._epoch.members if member.agent in self.granted]
         self.members = {agent.place: agent for agent in there}
         self._tell_books()
         self.system.books.counts[f"epochs_{self._epoch.kind}"] += 1
-        seconds = self.system.costs.takes(change)
-        if not before and self._epoch.kind == "init" and self.system.clock.now < 0:
-            seconds = 0.0
         self.system.clock.after(seconds, partial(self._connected, self._epoch, self._version))
 
-    def _change(self, epoch: wire.Epoch) -> Change:
+    def _stands_for(self, epoch: wire.Epoch) -> float:
+        """Seconds from an epoch's `Go` until steps are made in it."""
+        costs = self.system.costs
         if epoch.kind == "fail":
-            return "continue" if self._died else "reattempt"
-        return "leave" if epoch.kind == "leave" else "join"
+            return costs.takes("continue" if self._died else "reattempt")
+        if epoch.kind == "restart" and "restart" in costs.change:
+            return max(0.0, costs.takes("restart") - costs.takes("start"))  # the start is behind them
+        return costs.takes("leave" if epoch.kind == "leave" else "join")
 
     def _connected(self, epoch: wire.Epoch, version: int) -> None:
         if self._version != version or self.over:
