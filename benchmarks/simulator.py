@@ -23,8 +23,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from reallocation import usual_step
-
 from unicron_lightning.demo.nodes import Nodes
 from unicron_lightning.demo.waf import Work, longest_stand
 from unicron_lightning.planner.performance.table import MeasuredPoint, MeasuredTable
@@ -39,12 +37,13 @@ WHOLE = {"heavy": 3, "light": 2}
 """Workers when all nodes are there; the most that each can have."""
 FEWER = {"heavy": 2, "light": 1}
 """The fewest."""
-TRAIN = ["-m", "unicron_lightning.demo.train", "--nodes", "3", "--accumulate", "4", "--steps-per-epoch", "4000"]
-PACE = "0.1"
-STEADY = 15.0
+TRAIN = ["-m", "unicron_lightning.demo.train", "--nodes", "3", "--accumulate", "4", "--batch-size", "1"]
+PACE = "0.4"
+"""Seconds of sleep per micro-batch: long beside its computing, as five workers share this machine."""
+STEADY = 25.0
 """Seconds over which a step time is measured."""
 PATIENCE = 300.0
-SECONDS = 200.0
+SECONDS = 300.0
 """Of the trace."""
 
 
@@ -60,10 +59,10 @@ class Strike:
 
 
 TRACE = (
-    Strike(at=10.0, task="heavy", index=0, repair=45.0),
-    Strike(at=95.0, task="light", index=1),
-    Strike(at=120.0, task="heavy", index=1),
-    Strike(at=145.0, task="light", index=0, repair=25.0),
+    Strike(at=15.0, task="heavy", index=0, repair=75.0),
+    Strike(at=150.0, task="light", index=1),
+    Strike(at=190.0, task="heavy", index=1),
+    Strike(at=230.0, task="light", index=0, repair=30.0),
 )
 
 
@@ -84,7 +83,7 @@ class Measured:
 def begin(nodes: Nodes) -> None:
     """Submits the tasks, and waits until they run with all nodes."""
     for task, weight in WEIGHTS.items():
-        command = [*TRAIN, "--epochs", "50", "--pace", PACE, "--until-told"]
+        command = [*TRAIN, "--steps-per-epoch", "4000", "--epochs", "50", "--pace", PACE, "--until-told"]
         nodes.submit(task, command, weight=weight, min_nodes=1, max_nodes=WHOLE[task])
     nodes.wait_worlds(WHOLE, PATIENCE)
 
@@ -107,9 +106,9 @@ def kill_worker(nodes: Nodes, task: str, node: str) -> float:
 
 
 def beyond(nodes: Nodes, task: str, at: float, usual: float) -> float:
-    """Longest time without a step around a change, beyond the usual one."""
+    """Longest time without a step after a change, beyond the usual one."""
     ends = [line["at"] for line in nodes.steps(task)]
-    return max(0.0, longest_stand(Work(ends=ends, worth=1.0), at, at + 6.0) - usual)
+    return max(0.0, longest_stand(Work(ends=ends, worth=1.0), at, at + 2.0 + 2.0 * usual) - usual)
 
 
 def first(nodes: Nodes, name: str, after: float, **fields: Any) -> float:
@@ -145,23 +144,21 @@ def step_times(nodes: Nodes, worlds: dict[str, int]) -> dict[str, float]:
 def planned_changes(nodes: Nodes) -> tuple[dict[str, dict[int, float]], float, float]:
     """Step times by task and size, and how long tasks stand still when workers leave and join by order."""
     whole = step_times(nodes, WHOLE)
-    stands: dict[str, list[float]] = {"leave": [], "join": []}
+    left, joined = {}, {}
     for task, size in FEWER.items():
-        at = time.time()
+        left[task] = time.time()
         nodes.order("resize", task, str(size))
-        nodes.wait_worlds({task: size}, PATIENCE)
-        time.sleep(6.0)
-        stands["leave"].append(beyond(nodes, task, at, usual_step(nodes, task, time.time())))
     fewer = step_times(nodes, FEWER)
     for task in FEWER:
         at = time.time()
         nodes.order("resize", task, "all")
-        nodes.wait_worlds({task: WHOLE[task]}, PATIENCE)
-        joined = first(nodes, "epoch_published", at, kind="join", task=task)
-        time.sleep(6.0)
-        stands["join"].append(beyond(nodes, task, joined, fewer[task]))
+        joined[task] = first(nodes, "epoch_published", at, kind="join", task=task)
+    nodes.wait_worlds(WHOLE, PATIENCE)
+    time.sleep(STEADY)
+    leaves = [beyond(nodes, task, at, fewer[task]) for task, at in left.items()]
+    joins = [beyond(nodes, task, at, fewer[task]) for task, at in joined.items()]
     steps = {task: {WHOLE[task]: whole[task], FEWER[task]: fewer[task]} for task in WEIGHTS}
-    return steps, statistics.mean(stands["leave"]), statistics.mean(stands["join"])
+    return steps, statistics.mean(leaves), statistics.mean(joins)
 
 
 def calibrate(nodes: Nodes) -> Measured:
@@ -175,11 +172,10 @@ def calibrate(nodes: Nodes) -> Measured:
     nodes.wait_worlds(WHOLE, PATIENCE)
     noticed = max(0.0, died - at)
     goes_on = max(0.0, beyond(nodes, "heavy", at, steps["heavy"][FEWER["heavy"]]) - noticed)
-    time.sleep(STEADY)
     victim = nodes.nodes_of("light")[-1]
     at = nodes.kill_node(victim)
     lost = first(nodes, "worker_died", at, task="light")  # however it is known: by its agent, or with it
-    time.sleep(STEADY)
+    time.sleep(5.0)
     at_start = nodes.start_node(victim)
     registered = first(nodes, "agent_registered", at_start, node=victim)
     nodes.wait_worlds(WHOLE, PATIENCE)
