@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from coordinator.shell import Coordinator
-from faults.cluster import SETTINGS, Cluster, lives, until
+from faults.cluster import Cluster, lives, until
 from faults.judge import Reference, check_exact
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
@@ -50,9 +50,8 @@ def wait_over(cluster: Cluster) -> None:
 
 
 @pytest.mark.allow_leak("unix_sockets", reason="a SIGKILLed agent cannot remove its socket")
-def test_orders(tmp_path: Path) -> None:
-    settings = {"pace": 0.02, "slow": 0.02, "epochs": -1}
-    cluster = Cluster(tmp_path, settings=settings)
+def test_orders(tmp_path: Path, reference: Reference) -> None:
+    cluster = Cluster(tmp_path, settings={"pace": 0.05, "slow": 0.2})
     cluster.state_dir.mkdir()
     limits = ["coordinator.allow_injection=true", "coordinator.exit_when_idle=true", "coordinator.startup_linger=300"]
     with Coordinator(cluster.state_dir, *limits, port=cluster.port) as coordinator, cluster:
@@ -88,8 +87,7 @@ def test_orders(tmp_path: Path) -> None:
         until("the next coordinator, an agent's", lambda: cluster.coordinator() not in (None, pid), 60)
         (tmp_path / "finish").touch()
         wait_over(cluster)
-        counted = Reference(tmp_path / "reference", {**SETTINGS, **settings}, cluster.notes("end")[0]["data_epoch"])
-        print(check_exact(tmp_path, counted, workers=3))
+        print(check_exact(tmp_path, reference, workers=3))
 
 
 def test_a_callback_strikes_once_whoever_takes_a_dead_ones_place(tmp_path: Path) -> None:
