@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ class View:
     Attributes:
         world, declared: workers there are, and were asked for.
         total: steps that there will be; None if that is open.
+        phase: what this worker's training thread does; ``phase_seconds``: what it takes for in a step, in the mean.
         conditions: what is the matter without being an incident, e.g. a slow rank.
         newest: the last incidents, oldest first.
     """
@@ -26,6 +27,7 @@ class View:
     step: int
     total: int | None
     phase: str
+    phase_seconds: Mapping[str, float] = field(default_factory=dict)
     steps_per_second: float | None
     incidents: int
     recomputed: int
@@ -47,6 +49,9 @@ def picture(view: View) -> Any:
         f"[{colour}]world {view.world} of {view.declared}[/]  epoch {view.epoch}  {step}  {escape(view.phase)}{speed}"
     )
     parts: list[Any] = [Text.from_markup(head)]
+    if view.phase_seconds:
+        means = (f"{name} {in_words(seconds)}" for name, seconds in view.phase_seconds.items())
+        parts.append(Text("this worker's step: " + ", ".join(means), style="dim"))
     if view.total is not None:
         parts.append(ProgressBar(total=view.total, completed=view.step))
     parts += [Text(condition, style="yellow") for condition in view.conditions]

@@ -30,6 +30,7 @@ class UnicronMonitor(pl.Callback):
 
         world_size, epoch            of the present world
         incidents                    so far
+        compute_ms, reduce_ms, ...   of this worker's last steps, by phase: docs/detection.md
         degraded, stragglers         whether steps are slower than they were; how many ranks hold the others up
         recomputed_micro_batches     so far, by all workers together
         recovery_ms                  after an incident: from the coordinator's word of it to the next finished step
@@ -54,7 +55,7 @@ class UnicronMonitor(pl.Callback):
         self._display = display
         self._engine: Engine | None = None
         self._trainer: pl.Trainer | None = None
-        self._phase = "starting"
+        self._phase_seconds: dict[str, float] = {}
         self._told_epoch = -1
         self._told_conditions: dict[str, str] = {}
         self._total: int | None = None
@@ -72,7 +73,6 @@ class UnicronMonitor(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._phase = "training"
         total = trainer.estimated_stepping_batches
         self._total = None if total == float("inf") else int(total)
         self._show()
@@ -93,22 +93,14 @@ class UnicronMonitor(pl.Callback):
         if changed:
             self._show()
         if changed or trainer._logger_connector.should_update_logs:
+            self._phase_seconds = self._phases()  # of this thread: the statistics are not for two at a time
             self._log(trainer, self._metrics(news))
         if self._live is None and self._display != "off":
             for line in [*(sighting.line() for sighting, _ in news), *slow]:
                 self._say(trainer, line)
 
     @override
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._phase = "validation"
-
-    @override
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._phase = "training"
-
-    @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._phase = "finished"
         self._hide()
 
     @override
@@ -142,7 +134,8 @@ class UnicronMonitor(pl.Callback):
             epoch=engine.world.epoch,
             step=trainer.global_step,
             total=self._total,
-            phase="recovering" if self._recovers() else self._phase,
+            phase=engine.activity.now.phase,
+            phase_seconds=self._phase_seconds,
             steps_per_second=self._speed(),
             incidents=self.history.count,
             recomputed=self.history.recomputed,
@@ -150,10 +143,11 @@ class UnicronMonitor(pl.Callback):
             newest=self.history.newest(_SHOWN),
         )
 
-    def _recovers(self) -> bool:
-        assert self._engine is not None
-        control = self._engine.control
-        return control is not None and control.failed_since(self._engine.world.epoch)
+    def _phases(self) -> dict[str, float]:
+        """Mean seconds of this worker's last steps, by phase; those of a millisecond or more."""
+        assert self._trainer is not None
+        known = self._trainer.strategy.statistics  # type: ignore[attr-defined]
+        return {} if known is None else {name: mean for name, mean in known.phases.items() if mean >= 1e-3}
 
     def _speed(self) -> float | None:
         if len(self._ends) < 2:
@@ -169,6 +163,7 @@ class UnicronMonitor(pl.Callback):
         conditions = history.conditions
         metrics["degraded"] = float("degraded" in conditions)
         metrics["stragglers"] = len(conditions.keys() - {"degraded"})
+        metrics |= {f"{name}_ms": 1e3 * mean for name, mean in self._phase_seconds.items()}
         for sighting, what in news:
             if what == "recovered":
                 metrics["recovery_ms"] = 1e3 * sighting.transition

@@ -92,6 +92,7 @@ def test_the_picture_shows_all_of_it():
         step=7,
         total=50,
         phase="validation",
+        phase_seconds={"compute": 0.18, "reduce": 0.02},
         steps_per_second=4.5,
         incidents=history.count,
         recomputed=history.recomputed,
@@ -101,7 +102,15 @@ def test_the_picture_shows_all_of_it():
     console = Console(width=100, file=io.StringIO(), record=True)
     console.print(picture(view))
     shown = console.export_text()
-    for part in ("world 1 of 2", "epoch 3", "step 7 of 50", "validation", "4.50 steps/s", "rank 1 is slow"):
+    for part in (
+        "world 1 of 2",
+        "epoch 3",
+        "step 7 of 50",
+        "validation",
+        "4.50 steps/s",
+        "rank 1 is slow",
+        "compute 180 ms",
+    ):
         assert part in shown
     for part in (
         "1 incidents, 2 micro-batches computed again",
