@@ -8,25 +8,32 @@ from unicron_lightning.data.order import StepShape
 from unicron_lightning.errors import ConfigError
 
 
-def declare(trainer: pl.Trainer, num_micro_batches: int | None) -> StepShape:
+def declare(trainer: pl.Trainer, num_micro_batches: int | None, shards: int = 1) -> StepShape:
     """Takes the global batch from the trainer; from then on Lightning counts whole steps.
 
     Args:
         trainer: its ``accumulate_grad_batches`` becomes 1, as one of its batches is a whole step; an integer
             ``val_check_interval`` is turned from batches per device into steps.
-        num_micro_batches: M, if not accumulate_grad_batches x devices x num_nodes.
+        num_micro_batches: M, if not accumulate_grad_batches x devices x num_nodes / shards.
+        shards: devices that hold the model together.
 
     Raises:
-        ConfigError: if M can't be divided among the declared devices.
+        ConfigError: if M can't be divided among the declared devices, or they among ``shards``.
     """
-    devices = trainer.num_devices * trainer.num_nodes
+    devices, rest = divmod(trainer.num_devices * trainer.num_nodes, shards)
+    if rest or devices < 1:
+        raise ConfigError(
+            f"devices x num_nodes = {trainer.num_devices} x {trainer.num_nodes} is no multiple of the {shards} devices "
+            "that hold the model together (tensor x pipeline parallelism)"
+        )
     rounds = trainer.accumulate_grad_batches
     if num_micro_batches is not None:
         rounds, rest = divmod(num_micro_batches, devices)
         if rest or rounds < 1:
             raise ConfigError(
                 f"num_micro_batches={num_micro_batches} does not divide among devices x num_nodes = "
-                f"{trainer.num_devices} x {trainer.num_nodes} = {devices}; expected a multiple of {devices}"
+                f"{trainer.num_devices} x {trainer.num_nodes}{'' if shards == 1 else f' / {shards}'} = {devices}; "
+                f"expected a multiple of {devices}"
             )
     trainer.accumulate_grad_batches = 1
     if isinstance(trainer.val_check_interval, int):

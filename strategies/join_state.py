@@ -19,6 +19,8 @@ from unicron_lightning.data.seeding import random_states, restore_random_states
 from unicron_lightning.strategies.recording import RecordingResults
 from unicron_lightning.strategies.sums import Layout
 from unicron_lightning.worker import codec
+from unicron_lightning.worker.engine import Engine
+from unicron_lightning.worker.operations import Agreement, unpack_parts
 
 logger = logging.getLogger(__name__)
 
@@ -33,33 +35,50 @@ _LEFT_OUT = (
 """A joiner's script has made its own hyperparameters; they may hold objects that are no plain data."""
 
 
+def share_initial(module: pl.LightningModule, engine: Engine) -> None:
+    """All start from rank 0's parameters and buffers, seeded alike or not."""
+    with torch.no_grad():
+        tensors = [*module.parameters(), *module.buffers()]
+        operation = Agreement("initial_state", lambda rank: codec.encode(tensors) if rank == 0 else b"")
+        values = codec.decode(unpack_parts(engine.run(operation))[0])
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.copy_(value)
+
+
 def donate(trainer: pl.Trainer, layout: Layout, seed: int, fit: int) -> bytes:
     """The state of this worker, which must be at a step boundary.
 
     Raises:
         NotPlainData: if a callback's, module's or optimizer's state holds objects; the message names the place.
     """
+    return codec.encode(
+        {
+            **loop_state(trainer, layout, seed, fit),
+            "requires_grad": [p.requires_grad for p in trainer.lightning_module.parameters()],
+            "groups": _group_names(trainer),
+        }
+    )
+
+
+def loop_state(trainer: pl.Trainer, layout: Layout, seed: int, fit: int) -> dict[str, Any]:
+    """What `donate` gives but for what is about single parameters."""
     checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     connector = trainer._logger_connector
     results = trainer.fit_loop.epoch_loop._results
     assert isinstance(results, RecordingResults)
-    return codec.encode(
-        {
-            "checkpoint": {key: value for key, value in checkpoint.items() if key not in _LEFT_OUT},
-            "counters": counters(trainer.fit_loop),
-            "results": results.state(),
-            "first_loop_iter": connector._first_loop_iter,
-            "current_fx": connector._current_fx,
-            "metrics": [connector._callback_metrics, connector._logged_metrics, connector._progress_bar_metrics],
-            "should_stop": trainer.should_stop,
-            "layout": layout.state(),
-            "random": random_states(),
-            "seed": seed,
-            "requires_grad": [p.requires_grad for p in trainer.lightning_module.parameters()],
-            "groups": _group_names(trainer),
-            "fit": fit,
-        }
-    )
+    return {
+        "checkpoint": {key: value for key, value in checkpoint.items() if key not in _LEFT_OUT},
+        "counters": counters(trainer.fit_loop),
+        "results": results.state(),
+        "first_loop_iter": connector._first_loop_iter,
+        "current_fx": connector._current_fx,
+        "metrics": [connector._callback_metrics, connector._logged_metrics, connector._progress_bar_metrics],
+        "should_stop": trainer.should_stop,
+        "layout": layout.state(),
+        "random": random_states(),
+        "seed": seed,
+        "fit": fit,
+    }
 
 
 def warm_up() -> None:
@@ -94,7 +113,8 @@ def receive(trainer: pl.Trainer, state: dict[str, Any]) -> None:
     connector.restore_model()
     connector.restore_datamodule()
     connector.restore_callbacks()
-    _regroup(trainer, state["requires_grad"], state["groups"])
+    if "groups" in state:
+        _regroup(trainer, state["requires_grad"], state["groups"])
     connector.restore_precision_plugin_state()
     connector.restore_optimizers_and_schedulers()
     connector._loaded_checkpoint = {}  # Lightning's later restore_training_state finds nothing left to do

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
-from typing import Any
+from typing import Any, Protocol
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -14,7 +14,6 @@ from unicron_lightning.errors import ConfigError
 from unicron_lightning.worker.balance import Balance
 from unicron_lightning.worker.control import Control
 from unicron_lightning.worker.engine import Engine
-from unicron_lightning.worker.step import GradientStep
 
 _FIRST_STEP: dict[wire.EpochKind, str] = {
     "init": "started",
@@ -24,6 +23,16 @@ _FIRST_STEP: dict[wire.EpochKind, str] = {
     "leave": "shrunk",
 }
 """What the first step finished in an epoch means, as an event."""
+
+
+class Step(Protocol):
+    """The operation of a step.
+
+    Attributes:
+        recomputed: the micro-batches that were lost in it.
+    """
+
+    recomputed: list[int]
 
 
 def told_flops(module: Any) -> float | None:
@@ -48,7 +57,7 @@ class StepReports:
         """Told of last."""
         self._finite = True
 
-    def finished(self, engine: Engine, operation: GradientStep, loss: float) -> None:
+    def finished(self, engine: Engine, operation: Step, loss: float) -> None:
         """Counts the step, leaves word of progress, and tells the event log if it is the first of its epoch.
 
         Args:

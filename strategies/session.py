@@ -18,7 +18,7 @@ from unicron_lightning.stacks import StackFile
 from unicron_lightning.worker.activity import Activity
 from unicron_lightning.worker.connect import connector
 from unicron_lightning.worker.control import Control
-from unicron_lightning.worker.engine import Engine, World
+from unicron_lightning.worker.engine import Engine, Fabric, World
 from unicron_lightning.worker.gloo import leave_buried, wait_buried
 from unicron_lightning.worker.injector import Injector
 from unicron_lightning.worker.monitor import Monitor
@@ -43,12 +43,15 @@ class Session:
         device: of the model; decides the back-end of the data plane.
         capacity: most workers the task can use.
         on_world: told each new world.
+        fabric: what is built with each epoch's communicator, if anything.
 
     Raises:
         ConfigError: under torchrun with another rendezvous back-end.
     """
 
-    def __init__(self, device: torch.device, capacity: int, on_world: Callable[[World], None]) -> None:
+    def __init__(
+        self, device: torch.device, capacity: int, on_world: Callable[[World], None], fabric: Fabric | None = None
+    ) -> None:
         self.control: Control | None = None
         self.is_joiner = False
         self.resume: str | None = None
@@ -67,7 +70,7 @@ class Session:
             if welcome.founder:
                 welcome = self._wait_founded(self.control)
             self.is_joiner, self.resume = not welcome.founder, welcome.resume
-            connect = connector(own.task, own.host, device)
+            connect = (connector if fabric is None else fabric.connector)(own.task, own.host, device)
         elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ConfigError(
                 f"this process is one of WORLD_SIZE={os.environ['WORLD_SIZE']} but has no Unicron agent; start the "
@@ -75,18 +78,20 @@ class Session:
             )
         else:
             connect = connector("", "127.0.0.1", device)
-        self.engine = Engine(self.control, connect, on_world, self.is_joiner, activity)
+        self.engine = Engine(self.control, connect, on_world, self.is_joiner, activity, fabric)
         self._ready_to_abort.set()
         if self.control is not None:
             self.control.on_order = self._on_order
         atexit.register(self.close)
 
     @classmethod
-    def of_process(cls, device: torch.device, capacity: int, on_world: Callable[[World], None]) -> tuple[Session, bool]:
+    def of_process(
+        cls, device: torch.device, capacity: int, on_world: Callable[[World], None], fabric: Fabric | None = None
+    ) -> tuple[Session, bool]:
         """This process's part in its task, which several trainers one after the other share; and whether it is new."""
         global _shared
         if _shared is None or _shared.control is None:
-            _shared = cls(device, capacity, on_world)
+            _shared = cls(device, capacity, on_world, fabric)
             return _shared, True
         _shared.engine.follow(on_world)
         return _shared, False

@@ -9,7 +9,7 @@ new layout and commit once more; in a steady program that happens once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,21 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from unicron_lightning.strategies.recording import LogCall, Options, merge_calls
 from unicron_lightning.worker import codec
-from unicron_lightning.worker.buckets import Bucket, FlatBucket, GradientBuckets
+from unicron_lightning.worker.buckets import Bucket, FlatBucket
 from unicron_lightning.worker.communicator import gather_bytes
 from unicron_lightning.worker.engine import Engine
 
 _LOSS, _COUNT, _CHANGED, _HEADER = 0, 1, 2, 3
+
+
+class Uses(Protocol):
+    """Tells which parameters have got a gradient in this step; `GradientBuckets` does."""
+
+    @property
+    def used(self) -> Sequence[bool]: ...
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]: ...
 
 
 class Layout:
@@ -95,7 +105,7 @@ class StepSums:
         gradients: tells which parameters were used.
     """
 
-    def __init__(self, layout: Layout, norms: NormStatistics, gradients: GradientBuckets) -> None:
+    def __init__(self, layout: Layout, norms: NormStatistics, gradients: Uses) -> None:
         self._layout = layout
         self._norms = norms
         self._gradients = gradients

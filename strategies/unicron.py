@@ -46,7 +46,7 @@ from unicron_lightning.worker.balance import Balance, deal
 from unicron_lightning.worker.buckets import GradientBuckets
 from unicron_lightning.worker.engine import Engine, World
 from unicron_lightning.worker.ledger import share
-from unicron_lightning.worker.operations import Agreement, Join, LeaderAction, unpack_parts
+from unicron_lightning.worker.operations import Join, LeaderAction
 from unicron_lightning.worker.statistics import Summary
 from unicron_lightning.worker.step import GradientStep
 
@@ -164,11 +164,11 @@ class UnicronStrategy(CollectingStrategy):
         trainer = self.lightning_module.trainer
         check_trainer(trainer)
         if self._shape is None:
-            self._shape = declare(trainer, self._num_micro_batches)
+            self._shape = self._declare(trainer)
         self._runs += 1
         begins = self._session is None
         if self._session is None:  # before the device is touched: a warm worker waits in there until it has a slot
-            self._session, is_new = Session.of_process(self.root_device, self._shape.micro_batches, self._on_world)
+            self._session, is_new = self._open_session(self._shape)
             self._collectives = Collectives(self._session)
             self._collectives.records = is_new
         self.engine.activity.enter("start")
@@ -177,6 +177,12 @@ class UnicronStrategy(CollectingStrategy):
         if begins:
             seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed() & 0xFFFFFFFF))
             self._seed = self._gather.broadcast(seed, 0)
+
+    def _declare(self, trainer: pl.Trainer) -> StepShape:
+        return declare(trainer, self._num_micro_batches)
+
+    def _open_session(self, shape: StepShape) -> tuple[Session, bool]:
+        return Session.of_process(self.root_device, shape.micro_batches, self._on_world)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -205,18 +211,9 @@ class UnicronStrategy(CollectingStrategy):
             path, self._session.resume = self._session.resume, None
             join_state.resume(trainer, path)
         elif self.engine.world.size > 1 and self._gather.starting:
-            self._share_initial_state(module)
+            join_state.share_initial(module, self.engine)
 
-    def _share_initial_state(self, module: pl.LightningModule) -> None:
-        """All start from rank 0's parameters and buffers, seeded alike or not."""
-        with torch.no_grad():
-            tensors = [*module.parameters(), *module.buffers()]
-            operation = Agreement("initial_state", lambda rank: codec.encode(tensors) if rank == 0 else b"")
-            values = codec.decode(unpack_parts(self.engine.run(operation))[0])
-            for tensor, value in zip(tensors, values, strict=True):
-                tensor.copy_(value)
-
-    def _join(self, trainer: pl.Trainer) -> None:
+    def _join(self, trainer: pl.Trainer) -> dict[str, Any]:
         """Everything that needs no state is done before the members are asked to wait for this worker."""
         assert self._session is not None
         trainer.num_sanity_val_steps = 0
@@ -227,11 +224,12 @@ class UnicronStrategy(CollectingStrategy):
         join = Join(lambda: b"")
         self.engine.run(join)
         assert join.received is not None
-        state = codec.decode(join.received)
+        state: dict[str, Any] = codec.decode(join.received)
         self._session.check_fit(state["fit"])
         self._seed = state["seed"]
         join_state.receive(trainer, state)
         self._arrival = state
+        return state
 
     # ---- data
 
@@ -263,10 +261,13 @@ class UnicronStrategy(CollectingStrategy):
         if engine.control is not None and not self._checked:
             self._checked = True
             join_state.check(trainer)
-        session = self._session
-        assert session is not None
-        engine.switch(Join(lambda: join_state.donate(trainer, self._layout, self._seed, session.fits)))
+        engine.switch(Join(lambda: self._donate(trainer)))
         engine.activity.enter("hooks")
+
+    def _donate(self, trainer: pl.Trainer) -> bytes:
+        """This worker's state at a step boundary, for a joiner."""
+        assert self._session is not None
+        return join_state.donate(trainer, self._layout, self._seed, self._session.fits)
 
     # ---- the step
 

@@ -96,7 +96,10 @@ def test_explicit_import_works_in_any_order_with_the_entry_point_off(imports: st
 def test_registering_twice_is_harmless(registry_module: types.ModuleType) -> None:
     autoload.register_strategy(registry_module)
     autoload.register_strategy(registry_module)
-    assert registry_module.StrategyRegistry == {"unicron": autoload.build_strategy}
+    assert registry_module.StrategyRegistry == {
+        "unicron": autoload.build_strategy,
+        "unicron_megatron": autoload.build_megatron_strategy,
+    }
 
 
 def test_an_unknown_registry_is_reported_not_raised(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,7 +11,7 @@ import unicron_lightning
 
 
 def test_the_public_names() -> None:
-    assert unicron_lightning.__all__ == ["UnicronStrategy", "__version__"]
+    assert unicron_lightning.__all__ == ["UnicronMegatronStrategy", "UnicronStrategy", "__version__"]
 
 
 def test_the_version_is_the_installed_one() -> None:

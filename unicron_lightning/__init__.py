@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 from unicron_lightning.autoload import offer_strategy
 
 if TYPE_CHECKING:
+    from unicron_lightning.strategies.megatron import UnicronMegatronStrategy
     from unicron_lightning.strategies.unicron import UnicronStrategy
 
-__all__ = ["UnicronStrategy", "__version__"]
+__all__ = ["UnicronMegatronStrategy", "UnicronStrategy", "__version__"]
 
 
 offer_strategy()
@@ -25,6 +26,10 @@ def __getattr__(name: str) -> object:
         from unicron_lightning.strategies.unicron import UnicronStrategy
 
         return UnicronStrategy
+    if name == "UnicronMegatronStrategy":
+        from unicron_lightning.strategies.megatron import UnicronMegatronStrategy
+
+        return UnicronMegatronStrategy
     if name == "__version__":
         from importlib.metadata import version
 

@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
+    from unicron_lightning.strategies.megatron import UnicronMegatronStrategy
     from unicron_lightning.strategies.unicron import UnicronStrategy
 
 STRATEGY_NAME = "unicron"
+MEGATRON_NAME = "unicron_megatron"
 REGISTRY_MODULE = "lightning.pytorch.strategies"
 """Where Lightning keeps its ``StrategyRegistry``; complete once this module has been executed."""
 
@@ -60,7 +62,7 @@ def offer_strategy() -> None:
 
 
 def register_strategy(module: ModuleType) -> None:
-    """Put ``unicron`` into Lightning's registry, unless it is there.
+    """Put ``unicron`` and ``unicron_megatron`` into Lightning's registry, unless they are there.
 
     Args:
         module: `REGISTRY_MODULE`, executed.
@@ -69,6 +71,8 @@ def register_strategy(module: ModuleType) -> None:
         registry = module.StrategyRegistry
         if STRATEGY_NAME not in registry:
             registry.register(STRATEGY_NAME, build_strategy, description="Trains straight through failures (Unicron)")
+        if MEGATRON_NAME not in registry:
+            registry.register(MEGATRON_NAME, build_megatron_strategy, description="Megatron-core under Unicron")
     except Exception as error:  # noqa: BLE001 - supervisor boundary: runs inside `import lightning`
         logger.warning("strategy_not_registered name=%s error=%r", STRATEGY_NAME, error)
 
@@ -78,6 +82,13 @@ def build_strategy(**init_params: Any) -> UnicronStrategy:
     from unicron_lightning.strategies.unicron import UnicronStrategy
 
     return UnicronStrategy(**init_params)
+
+
+def build_megatron_strategy(**init_params: Any) -> UnicronMegatronStrategy:
+    """As `build_strategy`; megatron-core, an extra, is imported only here."""
+    from unicron_lightning.strategies.megatron import UnicronMegatronStrategy
+
+    return UnicronMegatronStrategy(**init_params)
 
 
 class _RegistryFinder:

@@ -12,6 +12,7 @@
     ├── CollectiveInStep (strategies.collectives)  a collective where ranks run different numbers of batches
     ├── SweepJobFailed (launcher.launch)    a job of a Hydra sweep failed
     ├── ShardsLost (megatron.mirror)        optimizer shards died with all their copies
+    ├── StateLost (megatron.layout)         no replica can be formed that has the newest state of every shard
     ├── StaleTable (planner.table)          plans made ahead are asked for in another state than theirs
     │   the step protocol's own, never seen by users:
     ├── CommunicatorAborted (worker.communicator)

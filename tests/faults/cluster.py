@@ -116,6 +116,7 @@ class Cluster:
         task: its name.
         beside: another task's cluster, whose coordinator it shares and whose block it is used within.
         settings: what differs from `SETTINGS`.
+        script: what the workers run, with the folder as its argument.
     """
 
     def __init__(
@@ -130,8 +131,10 @@ class Cluster:
         settings: Mapping[str, Any] | None = None,
         task: str = "task",
         beside: Cluster | None = None,
+        script: Path = SCRIPT,
     ) -> None:
         self.folder = folder
+        self._script = script
         self.settings = {**SETTINGS, **(settings or {})}
         self.notes = Notes(folder)
         self.task = task
@@ -179,7 +182,7 @@ class Cluster:
             *("--rdzv-endpoint", f"127.0.0.1:{port or self.port}", "--rdzv-id", self.task),
             *("--rdzv-conf", ",".join(filter(None, [self._conf, f"node={node},state_dir={self.state_dir}"]))),
             *("--nnodes", self._nodes, "--nproc-per-node", str(self._per_node), "--max-restarts", "1000"),
-            *(str(SCRIPT), str(self.folder)),
+            *(str(self._script), str(self.folder)),
         ]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", MARK: self._mark, "TMPDIR": str(self._temporary)}
         environment["COORDINATOR_FILE"] = str(self.state_dir / "coordinator.json")

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from unicron_lightning import wire
 from unicron_lightning.worker.communicator import Communicator, SoloCommunicator
-from unicron_lightning.worker.engine import Connect
+from unicron_lightning.worker.connecting import Connect
 
 STORE_TIMEOUT: Final = timedelta(seconds=60)
 

@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+import torch
+
 from unicron_lightning import wire
 from unicron_lightning.errors import UnicronError
 from unicron_lightning.worker.activity import Activity
@@ -26,6 +28,7 @@ from unicron_lightning.worker.communicator import (
     SoloCommunicator,
     broadcast_bytes,
 )
+from unicron_lightning.worker.connecting import Connect, Connecting
 from unicron_lightning.worker.control import Control
 from unicron_lightning.worker.watched import WatchedCommunicator
 
@@ -36,8 +39,6 @@ JOIN: Final = "join"
 """Name of the operation in which worlds grow."""
 NEEDS_STATE: Report = {"needs_state": True}
 """Stands for the report of a member that has no state yet."""
-Connect = Callable[[wire.Epoch, int, int], Communicator]
-"""Builds the communicator of an epoch: (epoch, rank, world). May block; is called in a thread of its own."""
 
 
 class EpochChanged(UnicronError):
@@ -87,6 +88,26 @@ class Operation(Protocol):
         ...
 
 
+class Fabric(Protocol):
+    """What the members build beside each epoch's communicator, from what they say of themselves."""
+
+    def connector(self, task: str, host: str, device: torch.device) -> Connect:
+        """Builds an epoch's communicator, and the rest."""
+        ...
+
+    def about(self, epoch: wire.Epoch) -> Report:
+        """The epoch before is over here, its operation suspended: what the others must know of this worker."""
+        ...
+
+    def settle(self, epoch: wire.Epoch, abouts: Sequence[Report]) -> None:
+        """What all members have said, in rank order; before the epoch's communicator is built."""
+        ...
+
+    def abort(self, epoch: wire.Epoch) -> None:
+        """From the control thread: releases the training thread from what will not complete because of a failure."""
+        ...
+
+
 class Engine:
     """Runs operations through failures.
 
@@ -96,6 +117,7 @@ class Engine:
         on_world: told each new world, on the training thread, before anything is done in it.
         is_joiner: whether this worker enters a task that is under way, and so has no state yet.
         activity: where the training thread notes what it does.
+        fabric: what is built beside the communicator, if anything.
 
     Attributes:
         switch_from: the epoch that all members have agreed to leave at the next step boundary; 0 if none.
@@ -108,6 +130,7 @@ class Engine:
         on_world: Callable[[World], None],
         is_joiner: bool,
         activity: Activity | None = None,
+        fabric: Fabric | None = None,
     ) -> None:
         self.control = control
         self.activity = Activity() if activity is None else activity
@@ -117,6 +140,7 @@ class Engine:
         self.fault: Callable[..., None] = lambda *point: None
         self._connect = connect
         self._on_world = on_world
+        self._fabric = fabric
         self._lock = threading.Lock()
         self._communicator: Communicator | None = None
         self._world = World(epoch=0, kind="init", rank=0, size=1, hold=False)
@@ -171,6 +195,8 @@ class Engine:
         with self._lock:
             if self._communicator is not None and self._world.epoch < epoch.number:
                 self._communicator.abort(f"epoch {epoch.number}")
+        if self._fabric is not None:
+            self._fabric.abort(epoch)
 
     def run(self, operation: Operation) -> bytes:
         """Completes an operation, through any number of failures. Returns its result."""
@@ -281,16 +307,19 @@ class Engine:
                 nodes=tuple(member.node for member in epoch.members),
             )
         self.fault("exchange", epoch.number)
-        control.ready(epoch.number, self._state(operation))
+        about = {} if self._fabric is None else {"about": self._fabric.about(epoch)}
+        control.ready(epoch.number, {**self._state(operation), **about})
         go = control.wait_go(epoch.number)
         if go is None:
             raise EpochChanged(f"epoch {epoch.number} was overtaken")
         exchanged = time.monotonic()
+        states = [go.states[member.worker] for member in epoch.members]
+        if self._fabric is not None:
+            self._fabric.settle(epoch, [state["about"] for state in states])
         self.fault("connect", epoch.number)
         self._open(epoch, rank)
         connected = time.monotonic()
         self._on_world(self._world)
-        states = [go.states[member.worker] for member in epoch.members]
         result = self._catch_up(operation, states)
         control.event(
             "entered_epoch",
@@ -315,7 +344,7 @@ class Engine:
 
     def _open(self, epoch: wire.Epoch, rank: int) -> None:
         """Builds the communicator in a thread: its constructor blocks on a peer that died between go and connect."""
-        attempt = _Connecting(self._connect, epoch, rank)
+        attempt = Connecting(self._connect, epoch, rank)
         control = self.control
         assert control is not None
         with control.condition:
@@ -350,48 +379,3 @@ class Engine:
             result = broadcast_bytes(self.communicator, self._last_result if self._world.rank == root else None, root)
         mine = positions[self._world.rank]
         return result if mine is not None and mine < top else None
-
-
-class _Connecting:
-    """One attempt to build a communicator, in a thread that may have to be abandoned."""
-
-    def __init__(self, connect: Connect, epoch: wire.Epoch, rank: int) -> None:
-        self._build: Callable[[], Communicator] = lambda: connect(epoch, rank, len(epoch.members))
-        self._communicator: Communicator | None = None
-        self._error: Exception | None = None
-        self._abandoned = False
-        self.finished = False
-        self._name = f"unicron-connect-{epoch.number}"
-
-    def start(self, condition: threading.Condition) -> None:
-        self._condition = condition
-        threading.Thread(target=self._run, name=self._name, daemon=True).start()
-
-    def take(self) -> Communicator | None:
-        """The communicator; None if it is not finished, in which case it is closed when it is.
-
-        Raises:
-            CommunicatorAborted: if it could not be built.
-        """
-        with self._condition:
-            if not self.finished:
-                self._abandoned = True
-                return None
-        if self._error is not None:
-            raise CommunicatorAborted(str(self._error).splitlines()[0][:200])
-        return self._communicator
-
-    def _run(self) -> None:
-        communicator: Communicator | None = None
-        error: Exception | None = None
-        try:
-            communicator = self._build()
-        except (RuntimeError, OSError) as caught:  # torch's store and gloo raise subclasses of RuntimeError
-            error = caught
-        with self._condition:
-            self._communicator, self._error = communicator, error
-            self.finished = True
-            abandoned = self._abandoned
-            self._condition.notify_all()
-        if abandoned and communicator is not None:
-            communicator.close()

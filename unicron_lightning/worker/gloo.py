@@ -26,13 +26,13 @@ OPERATION_TIMEOUT: Final = timedelta(seconds=300)
 BURIED_POLL_SECONDS: Final = 0.05
 
 
-class GlooCommunicator:
-    """Collectives of one epoch over gloo; CPU tensors.
+class GlooGroup:
+    """One gloo process group whose connections can be cut.
 
     The constructor blocks until all peers are there; run it in a thread if a peer may be dead.
 
     Args:
-        store: a client used by nobody else, with a prefix fresh to this epoch.
+        store: a client used by nobody else, with a prefix fresh to this group.
         rank: this worker's place.
         world: number of members.
         host: address of this machine that peers can reach.
@@ -42,17 +42,47 @@ class GlooCommunicator:
     def __init__(
         self, store: dist.Store, rank: int, world: int, host: str, timeout: timedelta = OPERATION_TIMEOUT
     ) -> None:
-        self.rank = rank
-        self.world = world
-        self._gate = Gate()
-        self._handles: list[Handle] = []
         before = _inet_sockets()
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
         options._timeout = timeout
         options._threads = 2
-        self._group: dist.ProcessGroupGloo | None = dist.ProcessGroupGloo(store, rank, world, options)
+        self.backend: dist.ProcessGroupGloo | None = dist.ProcessGroupGloo(store, rank, world, options)
         self._sockets = _connected(_inet_sockets() - before, store, rank, world)
+
+    def cut(self) -> None:
+        """Shuts the connections down: what waits in them, here and at the peers, fails. From any thread."""
+        for connection in self._sockets:
+            with contextlib.suppress(OSError):  # the peer was faster
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self, handles: list[Handle]) -> None:
+        """Cuts, and lets go of the group when ``handles`` have ended."""
+        backend, self.backend = self.backend, None
+        if backend is None:
+            return
+        self.cut()  # again, for those that a cut in another thread has not come to yet
+        for connection in self._sockets:
+            connection.close()
+        # The destructor joins gloo's threads, which may be stuck: never on the training thread.
+        _GRAVEYARD.bury(backend, handles)
+
+
+class GlooCommunicator:
+    """Collectives of one epoch over gloo; CPU tensors.
+
+    Args:
+        store, rank, world, host, timeout: as for `GlooGroup`, the constructor of which is called here.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, world: int, host: str, timeout: timedelta = OPERATION_TIMEOUT
+    ) -> None:
+        self.rank = rank
+        self.world = world
+        self._gate = Gate()
+        self._handles: list[Handle] = []
+        self._group = GlooGroup(store, rank, world, host, timeout)
 
     def all_reduce(self, tensor: Tensor) -> Handle:
         return self._start(lambda group: group.allreduce([tensor]))
@@ -76,29 +106,16 @@ class GlooCommunicator:
 
     def abort(self, reason: str) -> None:
         if self._gate.shut(reason):
-            for connection in self._sockets:
-                try:
-                    connection.shutdown(socket.SHUT_RDWR)
-                except OSError:
-                    pass  # the peer was faster
+            self._group.cut()
 
     def close(self) -> None:
         self.abort("closed")
-        group, self._group = self._group, None
-        if group is None:
-            return
-        for connection in self._sockets:
-            # Again, for those that an abort in another thread has not come to yet.
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-            connection.close()
-        # The destructor joins gloo's threads, which may be stuck: never on the training thread.
-        _GRAVEYARD.bury(group, self._handles)
+        self._group.close(self._handles)
         self._handles = []
 
     def _start(self, begin: object) -> Handle:
         self._gate.check()
-        group = self._group
+        group = self._group.backend
         assert group is not None and callable(begin)
         try:
             handle = self._gate.watch(begin(group))

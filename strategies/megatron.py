@@ -1,0 +1,318 @@
+"""The Lightning strategy ``unicron_megatron``: megatron-core's parallelism, trained straight through failures.
+
+The module builds its stage of the model in ``configure_model``; Megatron's schedules, data parallelism and optimizers
+do the rest, unpatched. The unit of failure is a replica of the model, TP x PP workers (docs/megatron.md). Everything
+about data, logging, joining and Lightning's loops is as with `UnicronStrategy`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.strategies import _StrategyRegistry
+from lightning.pytorch.core.optimizer import _configure_schedulers_automatic_opt
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from megatron.core import tensor_parallel
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.utils import get_model_config
+from torch import Tensor
+from typing_extensions import override
+
+from unicron_lightning.data.loader import GlobalBatch
+from unicron_lightning.data.order import StepShape
+from unicron_lightning.data.seeding import preserved
+from unicron_lightning.errors import ConfigError
+from unicron_lightning.megatron.fabric import GridFabric
+from unicron_lightning.megatron.layout import Shape
+from unicron_lightning.megatron.model import ShardModel, sequence_length
+from unicron_lightning.megatron.start import InitialState, transfer
+from unicron_lightning.megatron.step import ReplicaStep
+from unicron_lightning.megatron.world import build_world, current_groups, enter_world, leave_world
+from unicron_lightning.strategies import join_state
+from unicron_lightning.strategies.checks import check_module
+from unicron_lightning.strategies.global_batch import declare
+from unicron_lightning.strategies.megatron_batches import StageBatches
+from unicron_lightning.strategies.megatron_checks import (
+    check_megatron_config,
+    check_megatron_loader,
+    check_megatron_trainer,
+    find_megatron_module,
+)
+from unicron_lightning.strategies.megatron_lightning import keep_to_itself
+from unicron_lightning.strategies.megatron_optimizer import MegatronOptimizer, split_configuration
+from unicron_lightning.strategies.recording import RecordingResults
+from unicron_lightning.strategies.reporting import told_flops
+from unicron_lightning.strategies.session import Session
+from unicron_lightning.strategies.unicron import UnicronStrategy
+from unicron_lightning.worker import codec
+from unicron_lightning.worker.engine import World
+from unicron_lightning.worker.ledger import share
+
+
+class UnicronMegatronStrategy(UnicronStrategy):
+    """Megatron-core through failures.
+
+    Args:
+        tensor_model_parallel_size: TP.
+        pipeline_model_parallel_size: PP.
+        ddp: of Megatron's data parallelism.
+        sequence_length: of what pipeline stages exchange; the model's ``max_sequence_length`` if not given.
+        num_micro_batches: M of a global batch, instead of accumulate_grad_batches x replicas.
+
+    Raises:
+        ConfigError: for what it can't do exactly; see `megatron_checks`.
+    """
+
+    strategy_name = "unicron_megatron"
+
+    def __init__(
+        self,
+        *,
+        tensor_model_parallel_size: int = 1,
+        pipeline_model_parallel_size: int = 1,
+        ddp: DistributedDataParallelConfig | None = None,
+        sequence_length: int | None = None,
+        num_micro_batches: int | None = None,
+    ) -> None:
+        super().__init__(num_micro_batches=num_micro_batches)
+        for name, size in (
+            ("tensor_model_parallel_size", tensor_model_parallel_size),
+            ("pipeline_model_parallel_size", pipeline_model_parallel_size),
+        ):
+            if size < 1:
+                raise ConfigError(f"{name}={size!r}: expected 1 or more")
+        self._tensor, self._pipeline = tensor_model_parallel_size, pipeline_model_parallel_size
+        self._ddp = ddp if ddp is not None else DistributedDataParallelConfig()
+        self._sequence_length = sequence_length
+        self._fabric: GridFabric | None = None
+        self._shard_model: ShardModel | None = None
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        strategy_registry.register(cls.strategy_name, cls, description="Megatron-core straight through failures")
+
+    @property
+    def fabric(self) -> GridFabric:
+        """This worker's place in the grid of replicas."""
+        assert self._fabric is not None, "no run has begun"
+        return self._fabric
+
+    @property
+    def model_shard(self) -> ShardModel:
+        """This worker's part of the model, with Megatron's data parallelism and optimizer."""
+        assert self._shard_model is not None, "no run has begun"
+        return self._shard_model
+
+    @property
+    def coordinate(self) -> tuple[int, int]:
+        """Tensor-parallel rank and pipeline stage."""
+        assert self.fabric.shard is not None
+        return self.fabric.shape.coordinate(self.fabric.shard)
+
+    @property
+    def seed(self) -> int:
+        """Of the task."""
+        return self._seed
+
+    @property
+    def grad_norm(self) -> float:
+        """Norm of the last finished step's gradients, before clipping."""
+        return self._grad_norm
+
+    _grad_norm = 0.0
+
+    # ---- start
+
+    @override
+    def setup_environment(self) -> None:
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        check_megatron_trainer(trainer)
+        if self._runs > 0 or trainer.state.fn != TrainerFn.FITTING:
+            raise ConfigError(
+                "the unicron_megatron strategy supports one trainer.fit per script, and nothing beside it"
+            )
+        super().setup_environment()
+        assert self._session is not None
+        if self._session.is_joiner:
+            self.fabric.take_shard(self.local_rank)
+        build_world(self.fabric.shape, self.fabric.own_shard, self.root_device)
+        tensor_parallel.model_parallel_cuda_manual_seed(self._seed & 0x7FFFFFFF)
+
+    @override
+    def _declare(self, trainer: pl.Trainer) -> StepShape:
+        return declare(trainer, self._num_micro_batches, self._tensor * self._pipeline)
+
+    @override
+    def _open_session(self, shape: StepShape) -> tuple[Session, bool]:
+        grid = Shape(tensor=self._tensor, pipeline=self._pipeline, replicas=shape.devices)
+        self._fabric = GridFabric(grid)
+        capacity = grid.replicas * grid.shards
+        session, is_new = Session.of_process(self.root_device, capacity, self._on_world, self._fabric)
+        self._fabric.begin(session.control, joins=session.is_joiner)
+        return session, is_new
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+        module, session = self.lightning_module, self._session
+        assert module is not None and session is not None
+        check_module(module)
+        if self.engine.control is not None:
+            self.engine.control.flops_per_step = told_flops(module)
+        self._gather.interrupted = lambda: trainer.state.status == TrainerStatus.INTERRUPTED
+        trainer.fit_loop.epoch_loop._results = RecordingResults(True)
+        keep_to_itself(trainer)
+        ParallelStrategy.setup(self, trainer)
+        session.fits += 1
+        if session.is_joiner and not self.engine.has_state:
+            self._join(trainer)
+        else:
+            self._enter_grid(self.engine.world)
+            self.engine.run(InitialState(self.fabric, self.model_shard))
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        """Megatron's data parallelism around the module's model, and its optimizer."""
+        module, shape = self.lightning_module, self._shape
+        assert module is not None and shape is not None
+        returned = call._call_lightning_module_hook(trainer, "configure_optimizers", pl_module=module)
+        config, scheduler = split_configuration(returned)
+        model = find_megatron_module(module)
+        check_megatron_config(get_model_config(model), self._ddp, config)
+        self._shard_model = ShardModel(
+            model,
+            self._ddp,
+            config,
+            replicas=shape.devices,
+            micro_batches=shape.accumulation,
+            sequence_length=self._sequence_length or sequence_length(model),
+            groups=current_groups(),
+        )
+        optimizer = MegatronOptimizer(lambda: self.model_shard.optimizer, self._update)
+        made = [] if scheduler is None else [scheduler(optimizer)]
+        self.optimizers = [optimizer]
+        self.lr_scheduler_configs = _configure_schedulers_automatic_opt(made, None)
+
+    @override
+    def _join(self, trainer: pl.Trainer) -> dict[str, Any]:
+        state = super()._join(trainer)
+        optimizer = self.optimizers[0]
+        assert isinstance(optimizer, MegatronOptimizer)
+        optimizer.set_rates(state["rates"])
+        return state
+
+    @override
+    def _donate(self, trainer: pl.Trainer) -> bytes:
+        optimizer = self.optimizers[0]
+        assert self._session is not None and isinstance(optimizer, MegatronOptimizer)
+        state = join_state.loop_state(trainer, self._layout, self._seed, self._session.fits)
+        return codec.encode({**state, "rates": optimizer.rates()})
+
+    # ---- worlds
+
+    @override
+    def _on_world(self, world: World) -> None:
+        super()._on_world(world)
+        if world.epoch > 0:
+            self._enter_grid(world)
+
+    def _enter_grid(self, world: World) -> None:
+        """Makes the epoch's connections those of Megatron, and gets this shard's state where it is needed.
+
+        Raises:
+            CommunicatorAborted, EpochChanged: a member failed.
+        """
+        fabric, model = self.fabric, self._shard_model
+        channels = fabric.enter()
+        if model is None:
+            return
+        if channels is None:
+            leave_world()
+        else:
+            model.adopt(enter_world(channels, self.root_device))
+        self.engine.check()
+        transfer(fabric, model)
+
+    @override
+    def boundary(self, trainer: pl.Trainer) -> None:
+        super().boundary(trainer)
+        self.fabric.leave_if_surplus()
+
+    @override
+    def share(self, micro_batches: range) -> list[int]:
+        place = self.fabric.place
+        if place is None or place.replica is None:
+            return []
+        return share(micro_batches, place.replica, len(place.layout.replicas))
+
+    # ---- the step
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        batch, trainer, fabric, model = args[0], self._trainer, self.fabric, self.model_shard
+        assert isinstance(batch, GlobalBatch) and trainer is not None
+        runner = StageBatches(self, trainer, batch, args[1] if len(args) > 1 else 0)
+        operation = ReplicaStep(
+            batch.micro_batches, model, fabric, runner.forward, lambda done: runner.sums(self._layout, done)
+        )
+        self._gather.inside = "training_step"
+        try:
+            with preserved():
+                self.engine.run(operation)
+        finally:
+            self._gather.inside = None
+        assert operation.sums is not None
+        self._grad_norm = operation.grad_norm
+        loss, calls, _ = operation.sums.finish()
+        self._reports.finished(self.engine, operation, loss)
+        results = trainer.fit_loop.epoch_loop._results
+        assert isinstance(results, RecordingResults) and self.lightning_module is not None
+        for logged in calls:
+            results.replay(logged, self.lightning_module, self.root_device)
+        return torch.tensor(loss, device=self.root_device)
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Done by Megatron's schedule."""
+        return closure_loss
+
+    def _update(self) -> None:
+        """After the commit: nobody else is needed any more."""
+        fabric = self.fabric
+        if fabric.phase == "ready":
+            self.model_shard.update()
+            fabric.stepped()
+
+    # ---- checkpoints, end
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Empty: a shard is of no use to others."""
+        return {}
+
+    @override
+    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+        """See `lightning_module_state_dict`."""
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        assert self._trainer is not None
+        if not self._trainer.training:
+            raise ConfigError(
+                "the unicron_megatron strategy does not run validation: pass no val_dataloaders to trainer.fit, or "
+                "Trainer(limit_val_batches=0)"
+            )
+        self.model_shard.micro_batch_size = check_megatron_loader(dataloader)
+        return super().process_dataloader(dataloader)
+
+    @override
+    def teardown(self) -> None:
+        super().teardown()
+        if self._fabric is not None:
+            leave_world()

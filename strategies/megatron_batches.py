@@ -1,0 +1,88 @@
+"""Micro-batches of a Megatron model: forward on this stage, and the loss on the last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+from torch import Tensor
+from torch.nn import Parameter
+
+from unicron_lightning.data.loader import GlobalBatch
+from unicron_lightning.errors import ConfigError
+from unicron_lightning.megatron.randomness import seed_micro_batch
+from unicron_lightning.strategies.recording import LogCall, RecordingResults
+from unicron_lightning.strategies.sums import Layout, NormStatistics, StepSums
+
+if TYPE_CHECKING:
+    from unicron_lightning.strategies.megatron import UnicronMegatronStrategy
+
+_FORWARD = 1
+"""Tells the random state of computing apart from that of fetching, at the same place."""
+
+
+class StageBatches:
+    """Runs the micro-batches of one step on this worker's stage.
+
+    Args:
+        strategy: whose module, seed and place they are run with.
+        trainer: whose results the module logs to.
+        batch: where the samples are.
+        step_in_epoch: Lightning's batch index.
+    """
+
+    def __init__(
+        self, strategy: UnicronMegatronStrategy, trainer: pl.Trainer, batch: GlobalBatch, step_in_epoch: int
+    ) -> None:
+        self._strategy = strategy
+        self._trainer = trainer
+        self._batch = batch
+        self._index = step_in_epoch
+        self._done: dict[int, tuple[Tensor, list[LogCall]]] = {}
+
+    def forward(self, micro_batch: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """See `megatron.model.ForwardStep`."""
+        strategy, module = self._strategy, self._strategy.lightning_module
+        assert module is not None
+        batch = module._on_before_batch_transfer(self._batch.fetch(micro_batch), dataloader_idx=0)
+        data = strategy.batch_to_device(batch, dataloader_idx=0)
+        tensor, stage = strategy.coordinate
+        place = (_FORWARD, self._batch.epoch, self._batch.step, micro_batch)
+        seed_micro_batch(strategy.seed, place, tensor, stage, strategy.root_device)
+        results = self._trainer.fit_loop.epoch_loop._results
+        assert isinstance(results, RecordingResults)
+        with results.recording(data) as calls:
+            output = module.training_step(data, self._index)
+        if not isinstance(output, Tensor):
+            raise ConfigError(
+                f"training_step returned {output!r}; under unicron_megatron it returns the output of the stage for one "
+                "micro-batch, a tensor, and loss(output, batch) makes the loss of it on the last stage"
+            )
+
+        make_loss: Any = module.loss
+
+        def loss(result: Tensor) -> Tensor:
+            with results.recording(data) as more:
+                value: Tensor = make_loss(result, data)
+            self._done[micro_batch] = value.detach().clone(), [*calls, *more]
+            return value
+
+        return output, loss
+
+    def sums(self, layout: Layout, micro_batches: Sequence[int]) -> StepSums:
+        """What else the step sums: told by one worker of each replica, the first of the last stage."""
+        assert self._strategy.lightning_module is not None
+        sums = StepSums(layout, NormStatistics(self._strategy.lightning_module), _AllUsed())
+        tensor, stage = self._strategy.coordinate
+        if tensor == 0 and stage == self._strategy.fabric.shape.pipeline - 1:
+            for micro_batch in micro_batches:
+                sums.add(*self._done[micro_batch])
+        return sums
+
+
+class _AllUsed:
+    """Megatron's buckets hold all parameters, used or not."""
+
+    used: Sequence[bool] = ()
+    parameters: Sequence[Parameter] = ()

@@ -1,0 +1,118 @@
+"""What the Megatron strategy refuses, each with one error that says what was found and what to do instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import nn
+from torch.utils.data import DataLoader
+
+from unicron_lightning.data.order import check_loader
+from unicron_lightning.errors import ConfigError
+
+
+def check_megatron_trainer(trainer: pl.Trainer) -> None:
+    """Refuses trainer settings that Megatron's configuration has the say in.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    if trainer.gradient_clip_val:
+        raise ConfigError(
+            f"Trainer(gradient_clip_val={trainer.gradient_clip_val!r}): under unicron_megatron the norm is that of all "
+            "shards; set OptimizerConfig(clip_grad=...) instead"
+        )
+    if str(trainer.precision) != "32-true":
+        raise ConfigError(
+            f"Trainer(precision={trainer.precision!r}): under unicron_megatron set TransformerConfig(bf16=True, "
+            "params_dtype=torch.bfloat16) and OptimizerConfig(bf16=True) instead"
+        )
+
+
+def find_megatron_module(module: pl.LightningModule) -> nn.Module:
+    """The Megatron model that ``configure_model`` has built.
+
+    Raises:
+        ConfigError: there is none, or several (virtual pipeline stages).
+    """
+    from megatron.core.transformer.module import MegatronModule
+
+    found = [child for child in module.children() if isinstance(child, MegatronModule)]
+    if len(found) != 1 or len(list(module.children())) != 1:
+        names = [type(child).__qualname__ for child in module.children()]
+        raise ConfigError(
+            f"{type(module).__qualname__} has the submodules {names} after configure_model(); the unicron_megatron "
+            "strategy needs one, a Megatron model such as GPTModel: this stage's part (virtual pipeline stages are not "
+            "supported)"
+        )
+    model: nn.Module = found[0]
+    return model
+
+
+def check_megatron_config(config: Any, ddp: Any, optimizer: Any) -> None:
+    """Refuses what cannot be recovered exactly, or has not been tried.
+
+    Args:
+        config: Megatron's `TransformerConfig`.
+        ddp: its `DistributedDataParallelConfig`.
+        optimizer: its `OptimizerConfig`.
+
+    Raises:
+        ConfigError: naming the field.
+    """
+    wanted: list[tuple[Any, str, Any]] = [
+        (config, "virtual_pipeline_model_parallel_size", None),
+        (config, "context_parallel_size", 1),
+        (config, "expert_model_parallel_size", 1),
+        (config, "num_moe_experts", None),
+        (config, "mtp_num_layers", None),
+        (config, "fp16", False),
+        (config, "fp8", None),
+        (config, "fp4", None),
+        (config, "enable_cuda_graph", False),
+        (config, "calculate_per_token_loss", False),
+        (ddp, "average_in_collective", False),
+        (ddp, "use_megatron_fsdp", False),
+        (ddp, "use_distributed_optimizer", False),
+        (ddp, "num_distributed_optimizer_instances", 1),
+        (optimizer, "fp16", False),
+        (optimizer, "loss_scale", None),
+        (optimizer, "use_distributed_optimizer", False),
+        (optimizer, "log_num_zeros_in_grad", False),
+        (optimizer, "use_precision_aware_optimizer", False),
+        (optimizer, "optimizer_cpu_offload", False),
+    ]
+    for owner, field, value in wanted:
+        found = getattr(owner, field, value)
+        if found != value and not (found is None or found is False):
+            raise ConfigError(
+                f"{type(owner).__qualname__}({field}={found!r}) is not supported by the unicron_megatron strategy; "
+                f"expected {value!r}"
+            )
+
+
+def check_megatron_loader(loader: object) -> int:
+    """Refuses micro-batches of different sizes: pipeline stages exchange tensors of one shape.
+
+    Returns:
+        Their size.
+
+    Raises:
+        ConfigError: saying what to do.
+    """
+    check_loader(loader)
+    assert isinstance(loader, DataLoader)
+    size: int | None = loader.batch_size
+    if size is None:
+        raise ConfigError(
+            "the training DataLoader has no batch_size; the unicron_megatron strategy takes it as Megatron's "
+            "micro_batch_size: use DataLoader(batch_size=...)"
+        )
+    samples = len(loader.sampler)  # type: ignore[arg-type]
+    if not loader.drop_last and samples % size:
+        raise ConfigError(
+            f"the training data ({samples} samples) is no multiple of batch_size={size}, so one micro-batch would be "
+            "smaller, which pipeline stages cannot exchange: use DataLoader(drop_last=True)"
+        )
+    return size

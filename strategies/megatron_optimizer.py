@@ -1,0 +1,85 @@
+"""Megatron's optimizer with torch's face, for Lightning and for learning-rate schedulers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+
+from unicron_lightning.errors import ConfigError
+
+
+class MegatronOptimizer(Optimizer):
+    """Parameter groups are those of Megatron's optimizer, whichever it is at the moment.
+
+    Args:
+        current: Megatron's optimizer.
+        update: steps it, after the closure.
+    """
+
+    def __init__(self, current: Callable[[], Any], update: Callable[[], None]) -> None:
+        # Not the base class's: it would copy the groups, and wrap `step` in hooks that know other optimizers.
+        self._current = current
+        self._update = update
+        self.defaults = {}
+        self._optimizer_step_pre_hooks: Any = {}
+        self._optimizer_step_post_hooks: Any = {}
+        self._patch_step_function: Any = lambda: None
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Megatron's own: what a scheduler sets here is what it uses."""
+        groups: list[dict[str, Any]] = self._current().param_groups
+        return groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """Empty: Megatron's state is moved and saved by other ways."""
+        return {}
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing: gradients accumulate from nothing at the step's beginning, and Lightning calls this after it."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Runs the step's operation, which is the closure, then the update."""
+        loss = None if closure is None else closure()
+        self._update()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `state`."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See `state`."""
+
+    def rates(self) -> list[dict[str, Any]]:
+        """Plain values of each group, such as its learning rate, for a worker that joins."""
+        plain = (bool, int, float, str)
+        return [{k: v for k, v in group.items() if isinstance(v, plain) or v is None} for group in self.param_groups]
+
+    def set_rates(self, rates: list[dict[str, Any]]) -> None:
+        """Sets what `rates` gave."""
+        for group, values in zip(self.param_groups, rates, strict=False):  # a stage may lack a group
+            group.update(values)
+
+
+def split_configuration(returned: Any) -> tuple[Any, Callable[[Optimizer], Any] | None]:
+    """What a module's ``configure_optimizers`` has returned: Megatron's configuration, and what makes a scheduler.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    from megatron.core.optimizer import OptimizerConfig
+
+    config, scheduler = returned, None
+    if isinstance(returned, dict):
+        config, scheduler = returned.get("optimizer"), returned.get("lr_scheduler")
+    if not isinstance(config, OptimizerConfig) or not (scheduler is None or callable(scheduler)):
+        raise ConfigError(
+            f"configure_optimizers() returned {returned!r}; under unicron_megatron expected megatron-core's "
+            'OptimizerConfig, or {"optimizer": OptimizerConfig, "lr_scheduler": function of the optimizer that returns '
+            "what Lightning takes as lr_scheduler}"
+        )
+    return config, scheduler

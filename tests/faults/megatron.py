@@ -1,0 +1,38 @@
+"""Judges a finished run of tests/megatron/train.py against a plain Megatron loop of as many steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SCRIPT = Path(__file__).parents[1] / "megatron" / "train.py"
+MODEL: dict[str, Any] = {"tp": 1, "pp": 1, "dp": 2, "accumulation": 2, "toy": {}, "ddp": {}, "optimizer": {}}
+"""What the reference has to know."""
+
+
+def finals(folder: Path) -> tuple[int, list[Path]]:
+    """The last step, the same of all workers, and what they have kept of it."""
+    paths = sorted(folder.glob("final-*.pt"))
+    steps = {int(path.stem.split("-")[1]) for path in paths}
+    assert len(steps) == 1, paths
+    return steps.pop(), paths
+
+
+def notes(folder: Path, what: str) -> list[dict[str, Any]]:
+    """What all workers have noted of a kind, oldest first."""
+    lines = [json.loads(line) for path in folder.glob("notes-*.jsonl") for line in path.read_text().splitlines()]
+    return sorted((line for line in lines if line["what"] == what), key=lambda line: float(line["at"]))
+
+
+def differences(paths: list[Path], plain: Path) -> dict[str, float]:
+    """For each worker the largest difference of a parameter from the plain loop's; 0 is bit by bit."""
+    found = {}
+    for path in paths:
+        _, step, _, shard = path.stem.split("-")
+        own, other = torch.load(path)["parameters"], torch.load(plain / f"plain-{step}-{shard}.pt")
+        assert own.keys() == other.keys()
+        found[path.name] = max(float((own[name] - other[name]).abs().max()) for name in own)
+    return found

@@ -1,0 +1,88 @@
+"""The failure-free run of train.py's settings: a plain loop over megatron-core, with its own groups."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import plain
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch.utils.data import default_collate
+
+from unicron_lightning.megatron import shim, toy
+from unicron_lightning.megatron.randomness import seed_micro_batch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+MICRO_BATCH = 2
+
+
+def run(rank: int, world: int, folder: Path, *, settings: dict[str, Any], steps: list[int]) -> list[float]:
+    """Scenario: trains to the last of ``steps``, keeps the parameters after each; returns the gradients' norms."""
+    shim.install()
+    plain.start(rank, world, folder, tp=settings["tp"], pp=settings["pp"])
+    torch.manual_seed(1234)
+    tensor_parallel.model_parallel_cuda_manual_seed(1234)
+    options = toy.Toy(**settings["toy"])
+    config = toy.config(options, tensor_model_parallel_size=settings["tp"], pipeline_model_parallel_size=settings["pp"])
+    module = toy.model(options, config)
+    ddp_config = DistributedDataParallelConfig(**{"grad_reduce_in_fp32": options.bf16, **settings["ddp"]})
+    ddp = DistributedDataParallel(config, ddp_config, module)
+    ddp.broadcast_params()
+    optimizer_config = OptimizerConfig(
+        **{"optimizer": "adam", "lr": 1e-2, "clip_grad": 1.0, **settings["optimizer"]},
+        bf16=options.bf16,
+        params_dtype=config.params_dtype,
+    )
+    optimizer = get_megatron_optimizer(optimizer_config, [ddp])
+    config.grad_scale_func = optimizer.scale_loss
+    config.finalize_model_grads_func = finalize_model_grads
+    if ddp_config.overlap_grad_reduce:
+        config.no_sync_func = ddp.no_sync
+    data = toy.Text(options.length, limit=4096)
+    replicas, norms = settings["dp"], []
+    tensor = parallel_state.get_tensor_model_parallel_rank()
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+
+    def forward_step(batches: Any, model: Any) -> Any:
+        place, batch = next(batches)
+        seed_micro_batch(1234, place, tensor, stage, torch.device("cpu"))
+        return toy.forward(model, batch), lambda output: (toy.loss(output), {})
+
+    for step in range(max(steps)):
+        ddp.zero_grad_buffer()
+        optimizer.zero_grad()
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=_batches(data, step, settings["accumulation"], replicas),
+            model=[ddp],
+            num_microbatches=settings["accumulation"],
+            seq_length=options.length,
+            micro_batch_size=MICRO_BATCH,
+            forward_only=False,
+        )
+        norms.append(float(optimizer.step()[1]))
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.99
+        if step + 1 in steps and parallel_state.get_data_parallel_rank() == 0:
+            state = {name: value.detach().float() for name, value in module.named_parameters()}
+            torch.save(state, folder / f"plain-{step + 1}-{tensor + settings['tp'] * stage}.pt")
+    dist.destroy_process_group()
+    return norms
+
+
+def _batches(data: toy.Text, step: int, share: int, replicas: int) -> Iterator[tuple[Any, dict[str, torch.Tensor]]]:
+    """The micro-batches of this replica: every ``replicas``-th, samples dealt as `DistributedSampler` does."""
+    own = parallel_state.get_data_parallel_rank()
+    for number in range(share):
+        first = ((step * share + number) * replicas) * MICRO_BATCH
+        samples = range(first + own, first + replicas * MICRO_BATCH, replicas)
+        epoch, within = divmod(step, len(data) // (MICRO_BATCH * share * replicas))
+        batch = default_collate([data[sample % len(data)] for sample in samples])
+        yield (1, epoch, within, number * replicas + own), batch

@@ -1,0 +1,69 @@
+"""SIGKILL of workers of a Megatron model at every place of a step: each must heal exactly, and the replica come back.
+
+One run takes several faults, each when the one before has healed and the world is whole again; a fifth agent's warm
+worker takes the dead one's place.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults.cluster import Cluster, until
+from faults.megatron import MODEL, SCRIPT, differences, finals, notes
+
+pytest.importorskip("megatron.core.package_info")
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(700)]
+
+
+def die(point: str, replica: int, shard: int, **where: Any) -> dict[str, Any]:
+    return {"point": point, "replica": replica, "shard": shard, **where}
+
+
+SCHEDULES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+    "pipeline": (
+        {"pp": 2, "toy": {"dropout": 0.1}},
+        [
+            die("forward", 0, 0, micro_batch=1),  # the first worker of all
+            die("gate", 1, 1),  # the last stage
+            die("commit", 1, 0),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_kills_heal_bit_by_bit(name: str, tmp_path: Path, worlds: Any) -> None:
+    different, schedule = SCHEDULES[name]
+    model = {**MODEL, **different}
+    settings = {**model, "steps": 6, "finish": True, "full": 4, "slow": 0.05}
+    with Cluster(tmp_path, script=SCRIPT, agents=5, nodes="3:4", schedule=schedule, settings=settings) as cluster:
+        cluster.watch(lambda: healed(cluster, tmp_path, len(schedule)), "all faults, and their ends", 500, 200)
+        (tmp_path / "finish").touch()
+        until("the agents' end", lambda: all(agent.poll() is not None for agent in cluster.agents.values()), 150)
+        cluster.wait_end()
+    assert [fault["point"] for fault in sorted(cluster.notes("fault"), key=lambda note: note["number"])] == [
+        fault["point"] for fault in schedule
+    ]
+    check(tmp_path, model, worlds)
+
+
+def healed(cluster: Cluster, folder: Path, number: int) -> bool:
+    """Whether all faults have struck, and the newest step of the newest world was one of all replicas."""
+    struck = all((folder / f"struck-{fault}").exists() for fault in range(number))
+    world = cluster.world() if struck else []
+    last = max((note["at"] for note in cluster.notes("fault")), default=0.0)
+    return bool(world) and all(note["replicas"] == 2 and note["at"] > last for note in world)
+
+
+def check(folder: Path, model: dict[str, Any], worlds: Any) -> None:
+    """Every worker's parameters, and each step's norm, are those of a plain Megatron loop."""
+    step, paths = finals(folder)
+    assert len(paths) == 4
+    world = model["tp"] * model["pp"] * model["dp"]
+    norms = worlds.run("reference:run", world, folder / "plain", settings=model, steps=[step])[0]
+    logged = {note["step"]: note["norm"] for note in notes(folder, "step")}
+    assert [logged[number] for number in range(step)] == norms
+    assert set(differences(paths, folder / "plain").values()) == {0.0}

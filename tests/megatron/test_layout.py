@@ -1,0 +1,128 @@
+"""Places in an epoch, and shares of a step: pure functions of what workers say."""
+
+from __future__ import annotations
+
+import pytest
+
+from unicron_lightning.megatron.layout import Layout, Shape, StateLost, Word, plan_layout
+from unicron_lightning.megatron.shares import CallReport, kept_calls, plan_calls
+
+SHAPE = Shape(tensor=1, pipeline=2, replicas=2)
+
+
+def founders(number: int, shape: Shape = SHAPE) -> Layout:
+    return plan_layout(1, [Word(at=0)] * number, shape)
+
+
+def words(layout: Layout, at: int = 5, *, intact: bool = True) -> list[Word]:
+    """What the members of an epoch say when it is over."""
+    names = {rank: replica.name for replica in layout.replicas for rank in replica.members}
+    return [
+        Word(shard=shard, replica=names.get(rank), intact=intact, at=at) for rank, shard in enumerate(layout.shards)
+    ]
+
+
+def test_founders_are_neighbours_in_replicas() -> None:
+    layout = founders(5)
+    assert [replica.members for replica in layout.replicas] == [(0, 1), (2, 3)]
+    assert layout.shards == (0, 1, 0, 1, 0)
+    assert layout.place(4) is None and layout.place(3) == 1
+    assert layout.stale == frozenset()
+    wide = founders(8, Shape(tensor=2, pipeline=2, replicas=2))
+    assert [replica.members for replica in wide.replicas] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+
+
+def test_whole_replicas_go_on_and_partners_of_the_dead_are_spares() -> None:
+    before = words(founders(4))
+    layout = plan_layout(2, [before[0], before[2], before[3]], SHAPE)  # rank 1 died
+    (replica,) = layout.replicas
+    assert replica.members == (1, 2) and replica.continues and replica.carried
+    assert layout.missing(SHAPE) == [1]
+
+
+def test_a_joiner_makes_a_spare_whole_and_both_are_given_the_state() -> None:
+    before = words(founders(4))
+    broken = plan_layout(2, [before[0], before[2], before[3]], SHAPE)
+    later = words(broken, at=9)
+    later[0] = Word(shard=0, at=5)
+    layout = plan_layout(3, [*later, Word(shard=1)], SHAPE)
+    assert [replica.members for replica in layout.replicas] == [(1, 2), (0, 3)]
+    assert [replica.continues for replica in layout.replicas] == [True, False]
+    assert layout.stale == frozenset({0, 3}) and layout.sources == (0, 0) and layout.newest == 9
+    assert layout.missing(SHAPE) == []
+
+
+def test_two_broken_replicas_make_a_whole_one() -> None:
+    before = words(founders(4))
+    layout = plan_layout(2, [before[0], before[3]], SHAPE)
+    (replica,) = layout.replicas
+    assert replica.members == (0, 1) and not replica.continues and not replica.carried
+    assert layout.stale == frozenset()
+
+
+def test_without_the_newest_state_of_some_shard_there_is_no_way_on() -> None:
+    before = words(founders(4))
+    with pytest.raises(StateLost, match="step 5"):
+        plan_layout(2, [before[0], before[2]], SHAPE)
+    stale = Word(shard=1, at=4)
+    with pytest.raises(StateLost):
+        plan_layout(2, [before[0], stale], SHAPE)
+
+
+def test_between_two_updates_nothing_is_copied() -> None:
+    before = words(founders(4))
+    updated = [Word(shard=w.shard, replica=w.replica, at=6) for w in before[:2]]
+    ready = [Word(shard=w.shard, replica=w.replica, at=5, ready=True) for w in before[2:]]
+    layout = plan_layout(2, [*updated, *ready, Word(shard=0, at=3)], Shape(tensor=1, pipeline=2, replicas=3))
+    assert [replica.members for replica in layout.replicas] == [(0, 1), (2, 3)]
+    assert layout.stale == frozenset() and layout.newest == 6
+
+
+def test_connections_within_a_replica_are_carried_only_if_all_its_workers_have_them() -> None:
+    before = words(founders(4))
+    before[1] = Word(shard=1, replica=before[1].replica, at=5, intact=False)
+    layout = plan_layout(2, before, SHAPE)
+    assert [replica.carried for replica in layout.replicas] == [False, True]
+    assert all(replica.continues for replica in layout.replicas)
+
+
+def report(*calls: tuple[int, ...], began: int | None = None) -> CallReport:
+    return CallReport(calls=calls, began=len(calls) if began is None else began)
+
+
+@pytest.mark.parametrize(
+    ("reports", "kept"),
+    [
+        ([report((0, 2)), report((0, 2))], 1),
+        ([report((0, 2), began=2), report((0, 2))], 1),  # one did not begin the second: it has changed nothing
+        ([report((0, 2), began=2), report((0, 2), began=2)], 0),  # both began it: parts of it may be in
+        ([report((0, 2), (1,)), report((0, 2), began=2)], 0),
+        ([report(began=1), report()], 0),
+        ([None, None], 0),
+    ],
+)
+def test_which_calls_count(reports: list[CallReport | None], kept: int) -> None:
+    assert kept_calls(reports) == kept
+
+
+def test_each_micro_batch_is_run_once() -> None:
+    for world in (1, 2, 3):
+        plans = [plan_calls(range(12), 3, [None] * world, place) for place in range(world)]
+        assert sorted(m for plan in plans for call in plan.calls for m in call) == list(range(12))
+        assert all(plan.calls[0] == tuple(range(place, 12, 3)) for place, plan in enumerate(plans))
+    assert plan_calls(range(12), 3, [None] * 2, None).calls == ()
+
+
+def test_what_a_lost_replica_has_done_is_dealt_out_and_summed_apart() -> None:
+    done = [[report((0, 2)), report((0, 2))]]
+    plan = plan_calls(range(4), 2, done, 0)
+    assert plan.kept == 1 and plan.calls == ((1, 3),) and plan.lost == (1, 3)
+    three = [[report((0, 3))], [report((1, 4))]]
+    assert [plan_calls(range(6), 3, three, place).calls for place in (0, 1)] == [((2,),), ((5,),)]
+
+
+def test_a_replica_that_is_new_in_the_middle_of_a_step_takes_its_part_of_the_rest() -> None:
+    replicas = [[report((0, 2)), report((0, 2))], None]
+    plans = [plan_calls(range(4), 2, replicas, place) for place in (0, 1)]
+    assert [plan.calls for plan in plans] == [((1,),), ((3,),)]
+    assert [plan.kept for plan in plans] == [1, 0]

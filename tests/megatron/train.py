@@ -1,0 +1,213 @@
+"""The toy GPT under the strategy ``unicron_megatron``, for tests with real processes.
+
+In FOLDER/settings.json: see `SETTINGS`. In FOLDER/schedule.json a list of faults, carried out one after the other, each
+in a whole world by the worker that is at the place: {"replica", "shard", "point"}, and "micro_batch" (counted among
+those that the worker runs in the step) where the point is "forward"; with "at_once" in whatever world there is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+warnings.simplefilter("ignore")  # megatron-core's about what is not installed
+
+import faulthandler  # noqa: E402
+
+import torch  # noqa: E402
+
+from unicron_lightning.megatron import shim  # noqa: E402
+
+faulthandler.register(signal.SIGUSR1)
+shim.install()
+torch.set_num_threads(1)
+
+import lightning.pytorch as pl  # noqa: E402
+from megatron.core.distributed import DistributedDataParallelConfig  # noqa: E402
+from megatron.core.optimizer import OptimizerConfig  # noqa: E402
+from torch.utils.data import DataLoader  # noqa: E402
+
+from unicron_lightning.megatron import toy  # noqa: E402
+
+MICRO_BATCH = 2
+SEED = 1234
+SETTINGS: dict[str, Any] = {
+    "tp": 1,
+    "pp": 1,
+    "dp": 2,
+    "accumulation": 2,  # micro-batches of a replica's share
+    "steps": 8,  # at least; then until FOLDER/finish is there, if that is wanted
+    "finish": False,
+    "full": 0,  # workers of the whole world
+    "slow": 0.0,  # seconds that a step takes longer while the world is smaller
+    "toy": {},
+    "ddp": {},
+    "optimizer": {},
+}
+
+
+class Faults:
+    """What is to happen to this worker."""
+
+    def __init__(self, folder: Path, note: Any) -> None:
+        self._folder = folder
+        self._note = note
+        self._schedule = json.loads((folder / "schedule.json").read_text())
+        self.strategy: Any = None
+
+    def point(self, point: str, step: int, micro_batch: int = 0) -> None:
+        """Die here, if that is planned."""
+        fabric = self.strategy.fabric
+        due = (number for number in range(len(self._schedule)) if not self._struck(number).exists())
+        number = next(due, None)
+        if number is None or step < 1:
+            return
+        fault, place = self._schedule[number], fabric.place
+        here = {"replica": place.replica, "shard": fabric.shard, "point": point}
+        whole = len(place.layout.replicas) == fabric.shape.replicas
+        if not (here.items() <= fault.items() and fault.get("micro_batch", 0) == micro_batch):
+            return
+        before = self._struck(number - 1)
+        later = number == 0 or step > int(before.read_text())
+        if (whole and later) or fault.get("at_once"):
+            self._note("fault", number=number, point=point, step=step, replica=place.replica, shard=fabric.shard)
+            self._struck(number).write_text(str(step))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def _struck(self, number: int) -> Path:
+        return self._folder / f"struck-{number}"
+
+
+class Model(pl.LightningModule):
+    def __init__(self, settings: dict[str, Any], faults: Faults) -> None:
+        super().__init__()
+        self.settings = settings
+        self.faults = faults
+        self.toy = toy.Toy(**settings["toy"])
+        self.count = (0, 0)
+
+    def configure_model(self) -> None:
+        config = toy.config(
+            self.toy,
+            tensor_model_parallel_size=self.settings["tp"],
+            pipeline_model_parallel_size=self.settings["pp"],
+        )
+        self.model = toy.model(self.toy, config)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        step, count = self.count
+        count = count + 1 if step == self.trainer.global_step else 0
+        self.count = self.trainer.global_step, count
+        self.faults.point("forward", self.trainer.global_step, micro_batch=count)
+        return toy.forward(self.model, batch)
+
+    def loss(self, output: Any, batch: Any) -> Any:
+        loss = toy.loss(output)
+        self.log("loss", loss, on_step=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        config = OptimizerConfig(
+            **{"optimizer": "adam", "lr": 1e-2, "clip_grad": 1.0, **self.settings["optimizer"]},
+            bf16=self.toy.bf16,
+            params_dtype=torch.bfloat16 if self.toy.bf16 else torch.float32,
+        )
+        return {
+            "optimizer": config,
+            "lr_scheduler": lambda optimizer: {
+                "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.99),
+                "interval": "step",
+            },
+        }
+
+
+class Watch(pl.Callback):
+    def __init__(self, folder: Path, settings: dict[str, Any], note: Any) -> None:
+        self._folder, self._settings, self._note = folder, settings, note
+
+    def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
+        strategy: Any = trainer.strategy
+        module.faults.strategy = strategy
+        strategy.engine.fault = self._point
+        self._module = module
+
+    def _point(self, name: str, *where: Any) -> None:
+        if name in ("call", "reduce", "reduced", "gate", "commit", "committed"):
+            self._module.faults.point(name, where[0])
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, module: Any, optimizer: Any) -> None:
+        module.faults.point("update", trainer.global_step)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        strategy: Any = trainer.strategy
+        world, place = strategy.engine.world, strategy.fabric.place
+        about = {"rank": world.rank, "world": world.size, "epoch": world.epoch}
+        grid = {"replica": place.replica, "shard": strategy.fabric.shard, "replicas": len(place.layout.replicas)}
+        values = {"loss": float(outputs["loss"]), "norm": strategy.grad_norm}
+        step = trainer.global_step - 1
+        self._note("step", step=step, data_epoch=trainer.current_epoch, **about, **grid, **values)
+        if self._settings["full"] and world.size < self._settings["full"]:
+            time.sleep(self._settings["slow"])
+        enough = trainer.global_step >= self._settings["steps"]
+        if self._settings["finish"] and enough:
+            whole = len(place.layout.replicas) == self._settings["dp"]
+            ask = bool(strategy.broadcast(whole and (self._folder / "finish").exists(), 0))
+            trainer.should_stop = trainer.should_stop or ask
+
+    def on_fit_end(self, trainer: pl.Trainer, module: Any) -> None:
+        strategy: Any = trainer.strategy
+        place, shard = strategy.fabric.place, strategy.fabric.shard
+        self._note("end", step=trainer.global_step, replica=place.replica, shard=shard)
+        if place.replica is not None:
+            state = {name: value.detach().float() for name, value in module.model.named_parameters()}
+            name = f"final-{trainer.global_step}-{place.replica}-{shard}.pt"
+            torch.save({"parameters": state, "lr": strategy.optimizers[0].param_groups[0]["lr"]}, self._folder / name)
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    settings = {**SETTINGS, **json.loads((folder / "settings.json").read_text())}
+    node = os.environ.get("UNICRON_NODE", "alone")
+    notes = (folder / f"notes-{node}-{os.getpid()}.jsonl").open("w", buffering=1)
+
+    def note(what: str, **fields: Any) -> None:
+        notes.write(json.dumps({"what": what, "at": time.time(), "node": node, "pid": os.getpid(), **fields}) + "\n")
+
+    note("start")
+    faults = Faults(folder, note)
+    pl.seed_everything(SEED, verbose=False)
+    options = toy.Toy(**settings["toy"])
+    from unicron_lightning.strategies.megatron import UnicronMegatronStrategy
+
+    strategy = UnicronMegatronStrategy(
+        tensor_model_parallel_size=settings["tp"],
+        pipeline_model_parallel_size=settings["pp"],
+        ddp=DistributedDataParallelConfig(**{"grad_reduce_in_fp32": options.bf16, **settings["ddp"]}),
+    )
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=1,
+        num_nodes=settings["tp"] * settings["pp"] * settings["dp"],
+        accumulate_grad_batches=settings["accumulation"],
+        max_steps=-1 if settings["finish"] else settings["steps"],
+        max_epochs=-1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        callbacks=[Watch(folder, settings, note)],
+    )
+    data = DataLoader(toy.Text(options.length, limit=4096), batch_size=MICRO_BATCH, drop_last=True)
+    trainer.fit(Model(settings, faults), data)
+
+
+if __name__ == "__main__":
+    main()

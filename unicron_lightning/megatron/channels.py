@@ -1,0 +1,145 @@
+"""Connections of a grid of replicas: one group for each set of workers that Megatron has a group for, each of which can
+be cut.
+
+Megatron makes some twenty process groups, most of them of the same few sets of workers; those share one connection
+here. Sets within a replica outlive the epoch if the replica does; sets across replicas are made anew in each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from unicron_lightning.megatron.layout import Shape
+from unicron_lightning.worker.gloo import GlooGroup
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Megatron's numbering of the active workers, tensor parallelism first and pipeline stages last.
+
+    Attributes:
+        shape: of a replica.
+        replicas: active ones.
+        place, shard: of this worker.
+    """
+
+    shape: Shape
+    replicas: int
+    place: int
+    shard: int
+
+    @property
+    def size(self) -> int:
+        """Active workers."""
+        return self.replicas * self.shape.shards
+
+    def number(self, place: int, shard: int) -> int:
+        """A worker's rank in `torch.distributed`."""
+        tensor, stage = self.shape.coordinate(shard)
+        return tensor + self.shape.tensor * (place + self.replicas * stage)
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank in `torch.distributed`."""
+        return self.number(self.place, self.shard)
+
+    def within(self) -> Iterator[tuple[int, ...]]:
+        """Sets of this worker's replica, as shards: those of its stage, its pipeline, the ends of that, and all."""
+        tensor, stage = self.shape.coordinate(self.shard)
+        size, stages = self.shape.tensor, self.shape.pipeline
+        column = tuple(tensor + size * other for other in range(stages))
+        yield tuple(range(size * stage, size * (stage + 1)))
+        yield column
+        if stages > 2 and stage in (0, stages - 1):
+            yield column[0], column[-1]
+        yield tuple(range(self.shape.shards))
+
+    def across(self) -> Iterator[tuple[int, ...]]:
+        """Sets of several replicas, as ranks: of this worker's shard, of its stage, and all."""
+        _, stage = self.shape.coordinate(self.shard)
+        size, every = self.shape.tensor, range(self.replicas)
+        yield tuple(sorted(self.number(place, self.shard) for place in every))
+        yield tuple(sorted(self.number(place, size * stage + other) for place in every for other in range(size)))
+        yield tuple(range(self.size))
+
+
+class Channels:
+    """This worker's connections in one grid.
+
+    Args:
+        grid: its place.
+        store: a client used by nobody else, with a prefix fresh to this epoch.
+        host: address of this machine that peers can reach.
+        carried: those within the replica that go on, by shards; not to be closed here.
+
+    The constructor blocks until all peers are there.
+
+    Attributes:
+        inner: within the replica, by shards.
+        outer: across replicas, by ranks.
+        inner_accelerated, outer_accelerated: NCCL's groups of the same sets, made by `world.enter_world`.
+    """
+
+    def __init__(
+        self, grid: Grid, store: dist.Store, host: str, carried: Mapping[tuple[int, ...], GlooGroup] | None
+    ) -> None:
+        self.grid = grid
+        self.store = store
+        self.inner: dict[tuple[int, ...], GlooGroup] = dict(carried or {})
+        self.outer: dict[tuple[int, ...], GlooGroup] = {}
+        self.inner_accelerated: list[Any] = []
+        self.outer_accelerated: list[Any] = []
+        self.adopted = carried is not None
+        try:
+            # In the same order everywhere, and each kind of set divides the grid: no two wait for each other.
+            for shards in grid.within():
+                if len(shards) > 1 and shards not in self.inner:
+                    name = "inner/" + "-".join(map(str, (grid.place, *shards)))
+                    self.inner[shards] = self._open(name, shards.index(grid.shard), len(shards), host)
+            for ranks in grid.across():
+                if grid.replicas > 1 and ranks not in self.outer:
+                    name = "outer/" + "-".join(map(str, ranks))
+                    self.outer[ranks] = self._open(name, ranks.index(grid.rank), len(ranks), host)
+        except (RuntimeError, OSError):
+            self.close()
+            raise
+
+    def backend(self, ranks: tuple[int, ...]) -> dist.ProcessGroupGloo:
+        """The connection of a set of ranks that this worker is one of.
+
+        Raises:
+            KeyError: Megatron has a group that `Grid` does not know.
+        """
+        shards = self.shards(ranks)
+        group = self.outer[ranks] if shards is None else self.inner[shards]
+        assert group.backend is not None, "the connection was closed"
+        return group.backend
+
+    def shards(self, ranks: tuple[int, ...]) -> tuple[int, ...] | None:
+        """The shards of a set of ranks of this replica; None if it has others."""
+        grid = self.grid
+        own = {grid.number(grid.place, shard): shard for shard in range(grid.shape.shards)}
+        return tuple(own[rank] for rank in ranks) if own.keys() >= set(ranks) else None
+
+    def cut(self) -> None:
+        """Releases whoever waits for other replicas."""
+        for group in list(self.outer.values()):
+            group.cut()
+        for accelerated in self.outer_accelerated:
+            accelerated.abort()
+
+    def close(self) -> None:
+        """Lets go of all but what was carried, or adopted meanwhile."""
+        for group in self.outer.values():
+            group.close([])
+        self.outer = {}
+        if not self.adopted:
+            for group in self.inner.values():
+                group.close([])
+
+    def _open(self, name: str, rank: int, world: int, host: str) -> GlooGroup:
+        return GlooGroup(dist.PrefixStore(name, self.store), rank, world, host)

@@ -1,0 +1,336 @@
+"""What a worker builds with its peers in each epoch beside the communicator: its place in the grid of replicas.
+
+The rules that keep replicas that are whole from being interrupted, and those that are not from waiting for the dead:
+
+* A failure cuts all connections between replicas, and those of a broken replica. Those of a whole one stay, and its
+  workers finish the call of the schedule that they are in.
+* A worker that leaves an epoch while its partners may wait for it cuts the connections of its replica: when it has not
+  come to the end of its calls, and from the gate of the step until it has everything of it but the update. In between,
+  and after, nobody waits for it (`worker.step`, docs/megatron.md).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from unicron_lightning import wire
+from unicron_lightning.megatron.channels import Channels, Grid
+from unicron_lightning.megatron.layout import Layout, Shape, StateLost, Word, plan_layout
+from unicron_lightning.worker.communicator import Communicator, CommunicatorAborted, Handle
+from unicron_lightning.worker.connect import STORE_TIMEOUT, connector
+from unicron_lightning.worker.connecting import Connect
+from unicron_lightning.worker.control import EXIT_EXPELLED, Control
+from unicron_lightning.worker.engine import Report
+from unicron_lightning.worker.gloo import GlooGroup
+
+logger = logging.getLogger(__name__)
+
+Phase = Literal["idle", "calls", "reducing", "finalizing", "ready"]
+"""How far this worker is in a step, as far as its partners care."""
+_LACKING: Final = "megatron/lacking"
+_CLAIM_TIMEOUT: Final = timedelta(seconds=10)
+_POLL_SECONDS: Final = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """This worker's part in an epoch.
+
+    Attributes:
+        epoch: its number.
+        rank: in the epoch.
+        layout: of all members.
+        workers: identities of its replica's workers; empty for a spare.
+    """
+
+    epoch: int
+    rank: int
+    layout: Layout
+    workers: frozenset[str]
+
+    @property
+    def replica(self) -> int | None:
+        """The place of its replica; None for a spare."""
+        return self.layout.place(self.rank)
+
+
+class GridFabric:
+    """Implements `worker.engine.Fabric`.
+
+    Args:
+        shape: declared.
+
+    Attributes:
+        phase, at: told by the step; see `Word`.
+        intact: whether nobody has cut this replica's connections.
+        place: the newest one settled.
+        channels: those of the newest epoch entered; None for spares.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        self.phase: Phase = "idle"
+        self.at: int | None = 0
+        self.shard: int | None = None
+        self.place: Place | None = None
+        self.channels: Channels | None = None
+        self._built: dict[int, Channels | None] = {}
+        self._control: Control | None = None
+        self._store: wire.Address | None = None
+        self._worker = ""
+        self._lock = threading.Lock()
+        self.intact = False
+        self._inner: dict[tuple[int, ...], GlooGroup] = {}
+        self._partners: frozenset[str] = frozenset()
+        self._entered: str | None = None
+
+    # ---- worker.engine.Fabric
+
+    def connector(self, task: str, host: str, device: torch.device) -> Connect:
+        """Communicator for small things on the CPU, and the grid's channels."""
+        base = connector(task, host, torch.device("cpu"))
+
+        def connect(epoch: wire.Epoch, rank: int, world: int) -> Communicator:
+            place = self.place
+            assert place is not None and place.epoch == epoch.number
+            communicator = base(epoch, rank, world)
+            try:
+                channels = self._channels(place, task, epoch, host)
+                self._built = {epoch.number: channels}
+                return GridCommunicator(communicator, channels)
+            except (RuntimeError, OSError):
+                communicator.close()
+                raise
+
+        return connect
+
+    def about(self, epoch: wire.Epoch) -> Report:
+        """See the module's rules; between steps nobody has begun anything that a planned change interrupts."""
+        quiet = self.phase in ("reducing", "ready") or epoch.kind in wire.PLANNED
+        if not quiet:
+            self.cut()
+        return Word(
+            shard=self.shard, replica=self._entered, intact=self.intact, at=self.at, ready=self.phase == "ready"
+        ).plain()
+
+    def settle(self, epoch: wire.Epoch, abouts: Sequence[Report]) -> None:
+        """Leaves the process if there is no way on without a checkpoint: its agent starts it anew."""
+        rank = next(i for i, member in enumerate(epoch.members) if member.worker == self._worker)
+        try:
+            layout = plan_layout(epoch.number, [Word.from_plain(about) for about in abouts], self.shape)
+        except StateLost as error:
+            logger.error("state_lost reason=%s", error)
+            logging.shutdown()
+            os._exit(EXIT_EXPELLED)
+        own = layout.place(rank)
+        workers = () if own is None else (epoch.members[r].worker for r in layout.replicas[own].members)
+        self.place = Place(epoch=epoch.number, rank=rank, layout=layout, workers=frozenset(workers))
+        self.shard, self._store = layout.shards[rank], epoch.store
+
+    def abort(self, epoch: wire.Epoch) -> None:
+        """A replica whose every worker lives is left in peace."""
+        with self._lock:
+            broken = not self._partners.issubset(member.worker for member in epoch.members)
+        if broken:
+            self.cut()
+
+    # ---- what the strategy calls
+
+    def begin(self, control: Control | None, *, joins: bool) -> None:
+        """Says which member this is; without a control plane it is the only one."""
+        self._control = control
+        if joins:
+            self.at = None
+        if control is not None:
+            self._worker = control.worker
+        else:
+            layout = plan_layout(0, [Word(at=0)], self.shape)
+            self.place, self.shard = Place(epoch=0, rank=0, layout=layout, workers=frozenset()), 0
+
+    @property
+    def own_shard(self) -> int:
+        """The part of the model that this worker builds."""
+        assert self.shard is not None, "no epoch entered"
+        return self.shard
+
+    def take_shard(self, local_rank: int) -> None:
+        """A joiner's: that of the worker in whose place it was started, if that is lacking, else another that is.
+
+        Those are handed out by a counter in the epoch's store. Whoever takes one that another has taken by another way
+        will be surplus.
+        """
+        control = self._control
+        assert control is not None
+        own = control.lookup(_record_of(self._worker))
+        lacking = self._wait_lacking(control)
+        if lacking is None:
+            self.shard = int(own) if own else local_rank % self.shape.shards
+        elif own and int(own) in lacking["shards"]:
+            self.shard = int(own)
+        else:
+            try:
+                store = dist.TCPStore(lacking["host"], lacking["port"], is_master=False, timeout=_CLAIM_TIMEOUT)
+                place = store.add(f"{_LACKING}/{lacking['shards']}", 1) - 1
+            except (RuntimeError, OSError) as error:  # the store's agent has died just now
+                logger.warning("shard_not_claimed error=%s", error)
+                place = local_rank
+            self.shard = int(lacking["shards"][place % len(lacking["shards"])])
+
+    @staticmethod
+    def _wait_lacking(control: Control) -> dict[str, Any] | None:
+        """What the members have told last; they may not have told yet of the loss that this worker makes up for."""
+        deadline = time.monotonic() + _CLAIM_TIMEOUT.total_seconds()
+        while time.monotonic() < deadline:
+            lacking: dict[str, Any] = json.loads(control.lookup(_LACKING) or "{}")
+            if lacking.get("shards"):
+                return lacking
+            time.sleep(_POLL_SECONDS)
+        return None
+
+    def leave_if_surplus(self) -> None:
+        """Ends the process, to be started anew with another shard, if there are more of this one than can be used."""
+        place = self.place
+        if place is None or place.replica is not None or self._control is None:
+            return
+        same = [rank for rank, shard in enumerate(place.layout.shards) if shard == self.shard]
+        idle = [rank for rank in same if place.layout.place(rank) is None]
+        if place.rank in idle[len(idle) - max(0, len(same) - self.shape.replicas) :]:
+            logger.warning("surplus_shard shard=%d epoch=%d", self.shard, place.epoch)
+            self._control.send(wire.Record(key=_record_of(self._worker), value=""))
+            logging.shutdown()
+            os._exit(EXIT_EXPELLED)
+
+    def stepped(self) -> None:
+        """The update is done."""
+        assert self.at is not None
+        self.phase, self.at = "idle", self.at + 1
+
+    def cut(self) -> None:
+        """Releases whoever waits within this replica; from any thread."""
+        with self._lock:
+            self.intact = False
+            for group in self._inner.values():
+                group.cut()
+            for accelerated in [] if self.channels is None else self.channels.inner_accelerated:
+                accelerated.abort()
+
+    def enter(self) -> Channels | None:
+        """The channels built with the epoch's communicator become this worker's; those not used on are closed."""
+        place = self.place
+        assert place is not None
+        channels = self._alone() if self._control is None else self._built[place.epoch]
+        with self._lock:
+            kept = {} if channels is None else channels.inner
+            left = [group for shards, group in self._inner.items() if kept.get(shards) is not group]
+            self._inner, self._partners, self.intact = dict(kept), place.workers, True
+            if channels is not None:
+                channels.adopted = True
+        for group in left:
+            group.close([])
+        self.channels = channels
+        self._tell(place)
+        self._entered = None if place.replica is None else place.layout.replicas[place.replica].name
+        return channels
+
+    def close(self) -> None:
+        """Lets go of everything."""
+        with self._lock:
+            groups, self._inner = list(self._inner.values()), {}
+        for group in groups:
+            group.close([])
+
+    def _alone(self) -> Channels:
+        grid = Grid(shape=self.shape, replicas=1, place=0, shard=0)
+        return Channels(grid, dist.HashStore(), "127.0.0.1", None)
+
+    def _tell(self, place: Place) -> None:
+        """Leaves word for those that will be started in this worker's place, or in any."""
+        if self._control is None:
+            return
+        self._control.send(wire.Record(key=_record_of(self._worker), value=str(place.layout.shards[place.rank])))
+        if place.rank == 0 and self._store is not None:
+            lacking = {
+                "shards": place.layout.missing(self.shape),
+                "host": self._store.host,
+                "port": self._store.port,
+            }
+            self._control.send(wire.Record(key=_LACKING, value=json.dumps(lacking)))
+
+    def _channels(self, place: Place, task: str, epoch: wire.Epoch, host: str) -> Channels | None:
+        if place.replica is None:
+            return None
+        replica = place.layout.replicas[place.replica]
+        client = dist.TCPStore(epoch.store.host, epoch.store.port, is_master=False, timeout=STORE_TIMEOUT)
+        grid = Grid(
+            shape=self.shape,
+            replicas=len(place.layout.replicas),
+            place=place.replica,
+            shard=place.layout.shards[place.rank],
+        )
+        store = dist.PrefixStore(f"unicron/{task}/{epoch.number}/grid", client)
+        return Channels(grid, store, host, self._inner if replica.carried else None)
+
+
+def _record_of(worker: str) -> str:
+    """Where the shard is recorded of a worker, and of those that its agent starts in its place."""
+    return f"megatron/shard/{worker.rpartition('#')[0]}"
+
+
+class GridCommunicator:
+    """An epoch's communicator, with which the channels between replicas live and die.
+
+    Args:
+        base: does the collectives.
+        channels: None for a spare.
+    """
+
+    def __init__(self, base: Communicator, channels: Channels | None) -> None:
+        self.rank, self.world = base.rank, base.world
+        self.channels = channels
+        self._base = base
+
+    def all_reduce(self, tensor: Tensor) -> Handle:
+        return self._base.all_reduce(tensor)
+
+    def broadcast(self, tensor: Tensor, root: int) -> Handle:
+        return self._base.broadcast(tensor, root)
+
+    def wait(self, handle: Handle) -> None:
+        self._base.wait(handle)
+
+    def abort(self, reason: str) -> None:
+        self._base.abort(reason)
+        if self.channels is not None:
+            self.channels.cut()
+
+    def close(self) -> None:
+        self._base.close()
+        if self.channels is not None:
+            self.channels.close()
+
+
+def run_released(work: Callable[[], Any]) -> Any:
+    """Does something that waits in Megatron's collectives.
+
+    Raises:
+        CommunicatorAborted: a connection was cut, or broke.
+    """
+    try:
+        return work()
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0][:200] if str(error) else ""
+        if isinstance(error, dist.DistError) or "gloo" in str(error) or "Connection" in reason:
+            raise CommunicatorAborted(reason) from error
+        raise

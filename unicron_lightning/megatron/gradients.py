@@ -1,0 +1,150 @@
+"""The gradients that Megatron's data parallelism accumulates, kept through failures.
+
+Megatron sums micro-batches in ``main_grad``, which lives in the buckets' flat buffers, and scales and reduces those in
+place. So this worker's sums are copied before a bucket is reduced, and copied back if the step has to be planned anew.
+The same copy holds the sums so far while a further call of the schedule accumulates from nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from unicron_lightning.worker.communicator import CommunicatorAborted
+
+_State = Literal["local", "held", "reduced"]
+
+
+class MainGradients:
+    """Sums of one model's gradients.
+
+    Args:
+        ddp: Megatron's `DistributedDataParallel`; only the attribute ``start_grad_sync`` of its bucket groups is set.
+        replicas: declared; each gradient is scaled by its inverse, however many there are.
+    """
+
+    def __init__(self, ddp: Any, replicas: int) -> None:
+        self._ddp = ddp
+        self._groups: list[Any] = [*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups]
+        self._overlap = bool(ddp.ddp_config.overlap_grad_reduce)
+        self._copies: list[list[Tensor] | None] = [None] * len(self._groups)
+        self._copied: set[int] = set()
+        self._launched: set[int] = set()
+        self._state: _State = "local"
+        self._armed = False
+        self._failure: str | None = None
+        for place, group in enumerate(self._groups):
+            for bucket in group.buckets:
+                bucket.gradient_scaling_factor = 1.0 / replicas
+            group.start_grad_sync = self._starter(place, group.start_grad_sync)
+
+    def begin(self) -> None:
+        """From nothing."""
+        for group in self._groups:
+            if group.is_first_batch and len(group.per_param_grad_ready_counts) != len(group.params):
+                group.per_param_grad_ready_counts = {}  # of a call that was broken off: no model for later ones
+            group.grad_reduce_handle = None
+        self._ddp.zero_grad_buffer()
+        self._state, self._copied, self._launched, self._failure = "local", set(), set(), None
+
+    def recover(self) -> None:
+        """After a failure: this worker's sums over its completed calls."""
+        with torch.no_grad():
+            for place in self._copied:
+                for bucket, copy in zip(self._groups[place].buckets, self._copies[place] or (), strict=True):
+                    bucket.grad_data.copy_(copy)
+        for group in self._groups:
+            group.grad_reduce_handle = None
+            group.is_last_microbatch = True
+        self._state, self._copied, self._launched, self._failure = "local", set(), set(), None
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Inside, gradients accumulate from nothing; at its end what was there before is added."""
+        for place in range(len(self._groups)):
+            self._copy(place)
+        self._state = "held"
+        with torch.no_grad():
+            for group in self._groups:
+                for bucket in group.buckets:
+                    bucket.grad_data.zero_()
+        yield
+        with torch.no_grad():
+            for group, copies in zip(self._groups, self._copies, strict=True):
+                for bucket, copy in zip(group.buckets, copies or (), strict=True):
+                    bucket.grad_data.add_(copy)
+        self._state, self._copied = "local", set()
+
+    @contextmanager
+    def calling(self, *, last: bool) -> Iterator[Any]:
+        """Around a call of the schedule: gives the ``no_sync_func`` for it. Reductions start only in the ``last``."""
+        if self._overlap and last:
+            self._armed = True
+            try:
+                yield self._ddp.no_sync
+            finally:
+                self._armed = False
+        else:
+            with self._ddp.no_sync():
+                yield None
+
+    def reduce(self) -> None:
+        """Sums the buckets over the replicas, as far as that has not been started in the last call.
+
+        Raises:
+            CommunicatorAborted: a reduction that was started there has failed.
+            RuntimeError: one has failed here.
+        """
+        self._state = "reduced"
+        self._armed = True
+        try:
+            for place, group in enumerate(self._groups):
+                if place not in self._launched:
+                    group.start_grad_sync()
+            if self._failure is not None:
+                raise CommunicatorAborted(self._failure)
+            for group in self._groups:
+                if group.grad_reduce_handle is not None:
+                    group.grad_reduce_handle.wait()
+                    group.grad_reduce_handle = None
+        finally:
+            self._armed = False
+
+    def settle(self) -> None:
+        """Waits until the library has let go of the buffers, after the connections were cut."""
+        for group in self._groups:
+            handle, group.grad_reduce_handle = group.grad_reduce_handle, None
+            for work in getattr(handle, "works", None) or ([] if handle is None else [handle]):
+                try:
+                    work.wait()
+                except RuntimeError:
+                    continue
+
+    def _copy(self, place: int) -> None:
+        group = self._groups[place]
+        copies = self._copies[place]
+        if copies is None:
+            copies = self._copies[place] = [torch.empty_like(bucket.grad_data) for bucket in group.buckets]
+        with torch.no_grad():
+            for bucket, copy in zip(group.buckets, copies, strict=True):
+                copy.copy_(bucket.grad_data)
+        self._copied.add(place)
+
+    def _starter(self, place: int, start: Any) -> Any:
+        """What the backward hooks call when a bucket group is whole: must not raise, the micro-batch is its atom."""
+
+        def start_grad_sync(*args: Any, **kwargs: Any) -> None:
+            if not self._armed or self._failure is not None or place in self._launched:
+                return
+            self._copy(place)
+            self._launched.add(place)
+            try:
+                start(*args, **kwargs)
+            except RuntimeError as error:
+                self._failure = str(error).splitlines()[0][:200]
+
+        return start_grad_sync

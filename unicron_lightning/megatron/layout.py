@@ -1,0 +1,206 @@
+"""Who is which part of which replica in an epoch: a pure function of what the members say of themselves.
+
+A *replica* is TP x PP workers that hold the model together; worker ``i`` of it holds *shard* ``i``, counted along
+tensor parallelism first. A worker keeps its shard for its whole life, because its part of the model was built for it.
+Replicas that are whole go on; the workers of broken ones are *spares*, and form new replicas with each other and with
+joiners as soon as every shard is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from unicron_lightning.errors import UnicronError
+
+
+class StateLost(UnicronError):
+    """Nobody present holds some shard as it is after the newest step: only a checkpoint can help."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The declared world.
+
+    Attributes:
+        tensor: tensor-parallel size (TP).
+        pipeline: pipeline stages (PP).
+        replicas: model replicas (DP) without failures.
+    """
+
+    tensor: int
+    pipeline: int
+    replicas: int
+
+    @property
+    def shards(self) -> int:
+        """Workers of a replica."""
+        return self.tensor * self.pipeline
+
+    def coordinate(self, shard: int) -> tuple[int, int]:
+        """Tensor-parallel rank and pipeline stage."""
+        return shard % self.tensor, shard // self.tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Word:
+    """What a worker says of itself.
+
+    Attributes:
+        shard: the part of the model that it has built; None before its first epoch.
+        replica: name of the replica that it is active in; None of a spare.
+        intact: whether its connections within the replica work.
+        at: optimizer steps in its parameters; None if they are no state at all.
+        ready: whether it has all of the next step but the update itself.
+    """
+
+    shard: int | None = None
+    replica: str | None = None
+    intact: bool = False
+    at: int | None = None
+    ready: bool = False
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_plain(cls, data: Mapping[str, Any]) -> Word:
+        """Back from `plain`."""
+        return cls(**data)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replica:
+    """One replica of an epoch.
+
+    Attributes:
+        name: unlike that of any other replica before.
+        members: the workers' ranks in the epoch, by shard.
+        continues: whether it was there before, so that its partial gradients are good.
+        carried: whether its workers' connections among each other are those of before.
+    """
+
+    name: str
+    members: tuple[int, ...]
+    continues: bool
+    carried: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The parts of an epoch's members.
+
+    Attributes:
+        replicas: the active ones.
+        shards: by rank.
+        stale: ranks of active workers that must get their shard's state from ``sources``.
+        sources: by shard, the place among the replicas of one that has the newest state.
+        newest: optimizer steps in that.
+    """
+
+    replicas: tuple[Replica, ...]
+    shards: tuple[int, ...]
+    stale: frozenset[int]
+    sources: tuple[int, ...]
+    newest: int
+
+    def place(self, rank: int) -> int | None:
+        """The place among the replicas of that of an epoch rank; None of a spare."""
+        return next((place for place, replica in enumerate(self.replicas) if rank in replica.members), None)
+
+    def missing(self, shape: Shape) -> list[int]:
+        """Shards that are lacking until all declared replicas are whole, most wanted first."""
+        active = {rank for replica in self.replicas for rank in replica.members}
+        idle = [shard for rank, shard in enumerate(self.shards) if rank not in active]
+        lacking = []
+        for _ in range(shape.replicas - len(self.replicas)):
+            for shard in range(shape.shards):
+                if shard in idle:
+                    idle.remove(shard)
+                else:
+                    lacking.append(shard)
+        return lacking
+
+
+def plan_layout(epoch: int, words: Sequence[Word], shape: Shape) -> Layout:
+    """Gives each member its part.
+
+    Args:
+        epoch: number of the epoch, for names.
+        words: by rank.
+        shape: declared.
+
+    Raises:
+        StateLost: no replica can be formed that has the newest state of every shard.
+    """
+    shards = _shards(words, shape)
+    newest = max((word.at for word in words if word.at is not None), default=0)
+    updated = {rank for rank, word in enumerate(words) if word.at == newest}
+    fresh = updated | {rank for rank, word in enumerate(words) if word.ready and word.at == newest - 1}
+    # Between two workers' updates nothing can be copied: one that is about to update does it for itself.
+    settled = updated == fresh
+    whole = _whole(words, shards, shape, fresh)[: shape.replicas]
+    taken = {rank for _, members in whole for rank in members}
+    pool = [rank for rank in range(len(words)) if rank not in taken and (settled or rank in fresh)]
+    formed = _form(pool, shards, shape, fresh, shape.replicas - len(whole))
+    if not whole and not (formed and fresh.issuperset(formed[0])):
+        raise StateLost(f"of {len(words)} workers in epoch {epoch}, none can go on from step {newest}")
+    replicas = [
+        Replica(name=name, members=members, continues=True, carried=all(words[rank].intact for rank in members))
+        for name, members in whole
+    ]
+    replicas += [
+        Replica(name=f"{epoch}/{place}", members=members, continues=False, carried=False)
+        for place, members in enumerate(formed)
+    ]
+    active = {rank for replica in replicas for rank in replica.members}
+    return Layout(
+        replicas=tuple(replicas),
+        shards=tuple(shards),
+        stale=frozenset(active - updated) if settled else frozenset(),
+        sources=tuple(_source(replicas, shard, updated) for shard in range(shape.shards)),
+        newest=newest,
+    )
+
+
+def _shards(words: Sequence[Word], shape: Shape) -> list[int]:
+    """Founders take theirs in order, so that a replica's workers are neighbours."""
+    founders, shards = 0, []
+    for word in words:
+        if word.shard is None:
+            shards.append(founders % shape.shards)
+            founders += 1
+        else:
+            shards.append(word.shard)
+    return shards
+
+
+def _whole(
+    words: Sequence[Word], shards: Sequence[int], shape: Shape, fresh: set[int]
+) -> list[tuple[str, tuple[int, ...]]]:
+    """The replicas of before all of whose workers are there, oldest first."""
+    named: dict[str, dict[int, int]] = {}
+    for rank, word in enumerate(words):
+        if word.replica is not None and rank in fresh:
+            named.setdefault(word.replica, {})[shards[rank]] = rank
+    whole = [(name, members) for name, members in named.items() if len(members) == shape.shards]
+    whole.sort(key=lambda entry: tuple(map(int, entry[0].split("/"))))
+    return [(name, tuple(members[shard] for shard in range(shape.shards))) for name, members in whole]
+
+
+def _form(
+    pool: Sequence[int], shards: Sequence[int], shape: Shape, fresh: set[int], most: int
+) -> list[tuple[int, ...]]:
+    """New replicas from the workers of ``pool``, those with the newest state first."""
+    waiting = [
+        sorted((rank for rank in pool if shards[rank] == shard), key=lambda rank: (rank not in fresh, rank))
+        for shard in range(shape.shards)
+    ]
+    number = min(most, *(len(ranks) for ranks in waiting))
+    return [tuple(ranks[place] for ranks in waiting) for place in range(number)]
+
+
+def _source(replicas: Sequence[Replica], shard: int, updated: set[int]) -> int:
+    return next((place for place, replica in enumerate(replicas) if replica.members[shard] in updated), 0)

@@ -1,0 +1,194 @@
+"""A replica's shard of the model with Megatron's data parallelism and optimizer, and what a step does with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
+from torch import Tensor, nn
+
+from unicron_lightning.errors import ConfigError
+from unicron_lightning.megatron.gradients import MainGradients
+from unicron_lightning.megatron.references import replace_groups, stale_groups
+from unicron_lightning.megatron.world import Groups
+from unicron_lightning.worker import codec
+
+ForwardStep = Callable[[int], tuple[Tensor, Callable[[Tensor], Tensor]]]
+"""Forward of a micro-batch on this stage: its output, and what makes a loss of that on the last stage."""
+
+
+class ShardModel:
+    """One worker's part of the model, built in the declared world (`world.build_world`).
+
+    Args:
+        module: Megatron's module, in `Float16Module` if its precision asks for it.
+        ddp_config: of Megatron's data parallelism.
+        optimizer_config: of its optimizer.
+        replicas: declared.
+        micro_batches: of a declared replica's share.
+        sequence_length: of what pipeline stages exchange.
+        groups: the groups that it was built with, by role.
+
+    Attributes:
+        micro_batch_size: of what pipeline stages exchange, in samples.
+        grad_norm: of the last finalized gradients, before clipping.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        ddp_config: DistributedDataParallelConfig,
+        optimizer_config: OptimizerConfig,
+        *,
+        replicas: int,
+        micro_batches: int,
+        sequence_length: int,
+        groups: Groups,
+    ) -> None:
+        self.module = module
+        self.config: Any = get_model_config(module)
+        self.ddp: Any = DistributedDataParallel(self.config, ddp_config, module)
+        self.optimizer: Any = get_megatron_optimizer(optimizer_config, [self.ddp], use_gloo_process_groups=False)
+        self.config.grad_scale_func = self.optimizer.scale_loss
+        self.config.finalize_model_grads_func = None  # called by us, after the gate
+        self.config.no_sync_func = None
+        self.gradients = MainGradients(self.ddp, replicas)
+        self.grad_norm = 0.0
+        self._share = micro_batches
+        self._sequence_length = sequence_length
+        self.micro_batch_size = 1
+        self._groups = groups
+
+    # ---- a step
+
+    def begin(self) -> None:
+        """Gradients from nothing."""
+        self.gradients.begin()
+        self.optimizer.zero_grad()
+
+    def recover(self) -> None:
+        """After a failure: the gradients of this worker's completed calls."""
+        self.gradients.recover()
+        self.optimizer.zero_grad()  # after finalization `grad` is `main_grad`, and backward would add to it twice
+
+    def call(self, micro_batches: Sequence[int], forward: ForwardStep, *, last: bool) -> None:
+        """Forward and backward of some micro-batches by Megatron's schedule; gradients accumulate.
+
+        Each counts as 1/share of a replica's mean, however many are run at once.
+        """
+        factor = len(micro_batches) / self._share
+
+        def step(numbers: Any, _: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+            output, loss = forward(next(numbers))
+
+            def scaled(result: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+                return loss(result) * factor, {}
+
+            return output, scaled
+
+        with self.gradients.calling(last=last) as no_sync:
+            self.config.no_sync_func = no_sync
+            try:
+                get_forward_backward_func()(
+                    forward_step_func=step,
+                    data_iterator=iter(micro_batches),
+                    model=[self.ddp],
+                    num_microbatches=len(micro_batches),
+                    seq_length=self._sequence_length,
+                    micro_batch_size=self.micro_batch_size,
+                    forward_only=False,
+                )
+            finally:
+                self.config.no_sync_func = None
+
+    def finalize(self) -> None:
+        """What Megatron does to the reduced gradients within a replica, and their norm: all but the update."""
+        finalize_model_grads([_Reduced(self.ddp)])
+        found = self.optimizer.prepare_grads()
+        assert not found, "loss scaling is refused, so nothing is looked for"
+        self.grad_norm = float(self.optimizer.get_grad_norm())
+
+    def update(self) -> None:
+        """Clips, and steps the optimizer: without communication, as Megatron's own ``step`` does after the norm."""
+        for optimizer in self.optimizer.chained_optimizers:
+            parameters = [] if optimizer.is_stub_optimizer else optimizer.get_parameters()
+            if parameters and optimizer.config.clip_grad > 0.0:
+                clip_grad_by_total_norm_fp32(
+                    parameters, max_norm=optimizer.config.clip_grad, total_norm=self.grad_norm, use_decoupled_grad=False
+                )
+        self.optimizer.step_with_ready_grads()
+
+    # ---- other worlds
+
+    def adopt(self, groups: Groups) -> int:
+        """Puts the groups of a new epoch in the places of those before; returns the number of places."""
+        mapping = {id(old): groups[role] for role, old in self._groups.items() if role in groups}
+        count = replace_groups(self._roots(), mapping)
+        assert not stale_groups(self._roots(), groups.values()), "Megatron holds a group that has no role"
+        self._groups = groups
+        return count
+
+    def unify(self) -> None:
+        """At the start: the last stage gets the first one's tied embeddings, which construction without peers has left
+        at zero; and all replicas the first one's parameters.
+        """
+        inner: Any = self.module
+        while not hasattr(inner, "setup_embeddings_and_output_layer") and hasattr(inner, "module"):
+            inner = inner.module
+        if getattr(inner, "share_embeddings_and_output_weights", False):
+            inner.setup_embeddings_and_output_layer()
+        self.ddp.broadcast_params()
+        self.optimizer.reload_model_params()
+
+    def state(self) -> bytes:
+        """Parameters, buffers and optimizer of this shard."""
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        return codec.encode({"tensors": tensors, "optimizer": self.optimizer.state_dict()})
+
+    def load_state(self, data: bytes) -> None:
+        """Sets what `state` gave on another worker of this shard."""
+        state = codec.decode(data)
+        with torch.no_grad():
+            own = [*self.module.parameters(), *self.module.buffers()]
+            for tensor, value in zip(own, state["tensors"], strict=True):
+                tensor.copy_(value)
+        self.optimizer.load_state_dict(state["optimizer"])
+
+    def _roots(self) -> list[object]:
+        return [self.ddp, self.optimizer, self.config]
+
+
+def sequence_length(module: nn.Module) -> int:
+    """The longest sequence that a model can take.
+
+    Raises:
+        ConfigError: it does not tell.
+    """
+    inner: Any = module
+    while not hasattr(inner, "max_sequence_length"):
+        if not hasattr(inner, "module"):
+            raise ConfigError(
+                f"{type(module).__qualname__} has no max_sequence_length; give the strategy sequence_length=..."
+            )
+        inner = inner.module
+    return int(inner.max_sequence_length)
+
+
+class _Reduced:
+    """Megatron's data parallelism whose reduction is done already: it takes the gate in between."""
+
+    def __init__(self, ddp: Any) -> None:
+        self.module = ddp.module
+        self._ddp = ddp
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ddp, name)
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Nothing to do."""

@@ -1,0 +1,72 @@
+"""The state of shards at the start, and of workers that take up a place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from unicron_lightning.megatron.fabric import GridFabric, run_released
+from unicron_lightning.megatron.model import ShardModel
+from unicron_lightning.worker.communicator import gather_bytes
+from unicron_lightning.worker.engine import Engine, Report
+from unicron_lightning.worker.operations import Indivisible
+
+
+class InitialState(Indivisible):
+    """All replicas start from the first one's parameters, and tied embeddings are the same at both ends.
+
+    Args:
+        fabric: tells this worker's place.
+        model: its shard.
+    """
+
+    name = "initial_state"
+
+    def __init__(self, fabric: GridFabric, model: ShardModel) -> None:
+        self._fabric = fabric
+        self._model = model
+
+    def plan(self, reports: Sequence[Report | None], rank: int) -> None:
+        """Everyone does the same."""
+
+    def attempt(self, engine: Engine) -> bytes:
+        if self._fabric.channels is not None:
+            run_released(self._model.unify)
+        gather_bytes(engine.communicator, b"", engine.tag(self.name))
+        return b""
+
+
+def transfer(fabric: GridFabric, model: ShardModel) -> None:
+    """Workers of the epoch that lack their shard's newest state get it from another replica.
+
+    Raises:
+        CommunicatorAborted: a member failed.
+    """
+    place, channels = fabric.place, fabric.channels
+    assert place is not None
+    layout = place.layout
+    if channels is None or not any(layout.shards[rank] == fabric.shard for rank in layout.stale):
+        return
+    source, lacks = layout.sources[fabric.own_shard], place.rank in layout.stale
+    if lacks:
+        fabric.at = None
+    data = run_released(lambda: _broadcast(model.state() if place.replica == source else None, source))
+    if lacks:
+        model.load_state(data)
+        fabric.at = layout.newest
+
+
+def _broadcast(data: bytes | None, source: int) -> bytes:
+    """One data-parallel rank's bytes on all."""
+    group = parallel_state.get_data_parallel_group()
+    root = dist.get_global_rank(group, source)
+    size = torch.tensor([0 if data is None else len(data)], dtype=torch.int64)
+    dist.broadcast(size, root, group=group)
+    buffer = torch.empty(int(size), dtype=torch.uint8)
+    if data is not None:
+        buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    dist.broadcast(buffer, root, group=group)
+    return buffer.numpy().tobytes()

@@ -1,0 +1,185 @@
+"""One optimizer step of a grid of replicas, up to its commit: the operation that gets through failures.
+
+1. **Calls.** Each replica runs its micro-batches by Megatron's schedule; gradients accumulate in ``main_grad``.
+2. **Reduction** over the replicas, in place, on buckets that were copied before.
+3. **Gate.** A small all-reduce of all members: whoever is past it knows that all reductions are complete, and that all
+   its partners have come this far. Before it nobody waits within a replica for anything but calls.
+4. **Finalization** within each replica: tied embeddings, sequence-parallel norms, the norm of the gradients.
+5. **Commit.** As in `worker.step`: loss and logged values are summed, and pending joins counted. After it comes the
+   update, which needs nobody.
+
+After a failure whole replicas keep their sums, the lost micro-batches are dealt out (`shares`), and the step goes on
+from 1. Spares take part in gate and commit, so that they know what is logged and where the task is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import torch
+
+from unicron_lightning.megatron.fabric import GridFabric, run_released
+from unicron_lightning.megatron.model import ForwardStep, ShardModel
+from unicron_lightning.megatron.shares import CallPlan, CallReport, plan_calls
+from unicron_lightning.worker.communicator import CommunicatorAborted
+from unicron_lightning.worker.engine import Engine, Report
+from unicron_lightning.worker.step import Sums
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(tuple[int, float, list[float]]).decode
+
+
+_Sums = TypeVar("_Sums", bound=Sums)
+
+
+class ReplicaStep(Generic[_Sums]):
+    """The operation of one step.
+
+    Args:
+        micro_batches: all of the step's, by number.
+        model: this worker's shard.
+        fabric: tells its place, and is told how far it is.
+        forward: of one micro-batch.
+        sums: makes what else is summed, from the micro-batches finished here.
+    """
+
+    name = "step"
+
+    def __init__(
+        self,
+        micro_batches: Sequence[int],
+        model: ShardModel,
+        fabric: GridFabric,
+        forward: ForwardStep,
+        sums: Callable[[Sequence[int]], _Sums],
+    ) -> None:
+        self.micro_batches = list(micro_batches)
+        self.recomputed: list[int] = []
+        self.grad_norm = 0.0
+        self.sums: _Sums | None = None
+        self._model = model
+        self._fabric = fabric
+        self._forward = forward
+        self._make_sums = sums
+        self._calls: list[tuple[int, ...]] = []
+        self._began = 0
+        self._device = next(model.module.parameters()).device
+        self._plan: CallPlan | None = None
+        self._attempts = 0
+        self._engine: Engine | None = None
+        model.begin()
+
+    def plan(self, reports: Sequence[Report | None], rank: int) -> None:
+        place = self._fabric.place
+        assert place is not None
+        replicas = [
+            [_parse(reports[member]) for member in replica.members] if replica.continues else None
+            for replica in place.layout.replicas
+        ]
+        self._plan = plan_calls(self.micro_batches, self._fabric.shape.replicas, replicas, place.replica)
+        self._attempts += 1
+        if self._attempts > 1:
+            self.recomputed = list(self._plan.lost)
+            self._model.recover()
+            if self._plan.kept == 0:
+                self._model.begin()
+        self._calls = self._calls[: self._plan.kept]
+        self._began = len(self._calls)
+
+    def attempt(self, engine: Engine) -> bytes:
+        plan, fabric = self._plan, self._fabric
+        assert plan is not None and fabric.place is not None
+        self._engine = engine
+        active = fabric.place.replica is not None
+        if active:
+            self._compute(engine, plan)
+        self._gate(engine)
+        if active:
+            run_released(self._model.finalize)
+            self._arrive()
+            fabric.phase = "ready"
+        leave, totals = self._commit(engine)
+        engine.switch_from = leave
+        engine.fault("committed", engine.step)
+        return _encode((leave, self.grad_norm, totals))
+
+    def suspend(self) -> None:
+        if self._fabric.phase == "reducing":
+            self._model.gradients.settle()
+
+    def report(self) -> Report:
+        return {"calls": [list(call) for call in self._calls], "began": self._began}
+
+    def adopt(self, result: bytes) -> None:
+        # A peer committed, so this worker was in the commit: it has all but the result.
+        assert self._engine is not None and self.sums is not None
+        self._engine.switch_from, self.grad_norm, totals = _decode(result)
+        self.sums.read(totals)
+
+    def _compute(self, engine: Engine, plan: CallPlan) -> None:
+        fabric, model = self._fabric, self._model
+        fabric.phase = "calls"
+        for number, call in enumerate(plan.calls):
+            engine.fault("call", engine.step, number)
+            self._began += 1
+            if self._calls:
+                with model.gradients.apart():
+                    run_released(partial(model.call, call, self._forward, last=False))
+            else:
+                run_released(partial(model.call, call, self._forward, last=len(plan.calls) == 1))
+            self._arrive()
+            self._calls.append(call)
+        fabric.phase = "reducing"
+        engine.check()
+        engine.fault("reduce", engine.step)
+        run_released(model.gradients.reduce)
+        self._arrive()
+        if self._device.type == "cuda":
+            engine.check()
+        engine.fault("reduced", engine.step)
+
+    def _arrive(self) -> None:
+        """On an accelerator what was started has ended now; ended by an abort, it looks like completed."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+            if not self._fabric.intact:
+                raise CommunicatorAborted("the replica's connections were cut")
+
+    def _gate(self, engine: Engine) -> None:
+        """Until here a worker that leaves the step keeps its partners from nothing; from here on it cuts them off."""
+        if self._fabric.phase == "reducing":
+            self._fabric.phase = "finalizing"
+        communicator = engine.communicator
+        communicator.wait(communicator.all_reduce(torch.zeros(1)))
+        engine.fault("gate", engine.step)
+
+    def _commit(self, engine: Engine) -> tuple[int, list[float]]:
+        self.sums = self._make_sums([m for call in self._calls for m in call])
+        leave, totals = self._vote(engine, self.sums.totals())
+        if self.sums.read(totals):
+            self.sums.settle(engine)
+            leave, _ = self._vote(engine, ())
+        return leave, totals
+
+    def _vote(self, engine: Engine, totals: Sequence[float]) -> tuple[int, list[float]]:
+        """The epoch that all members agree to leave (0: none), and the sums of ``totals`` over the members."""
+        place, communicator = self._fabric.place, engine.communicator
+        assert place is not None
+        pending = engine.control is not None and engine.control.newer_than(engine.world.epoch) is not None
+        speaks = place.rank == place.layout.replicas[0].members[0]
+        norm = self._model.grad_norm if speaks else 0.0
+        ballot = torch.tensor([float(pending), norm, *totals], dtype=torch.float64)
+        engine.fault("commit", engine.step)
+        communicator.wait(communicator.all_reduce(ballot))
+        votes, self.grad_norm, *sums = ballot.tolist()
+        leave = int(votes) == engine.world.size or engine.world.hold
+        return (engine.world.epoch if leave else 0), sums
+
+
+def _parse(report: Any) -> CallReport | None:
+    if report is None:
+        return None
+    return CallReport(calls=tuple(tuple(call) for call in report["calls"]), began=report["began"])

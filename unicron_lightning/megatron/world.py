@@ -1,0 +1,118 @@
+"""The process groups that Megatron sees, made without communication from connections that are there already.
+
+`torch.distributed` is told of a back-end ``unicron``, which hands out the connection of the set of ranks that is asked
+for. So Megatron's own `initialize_model_parallel` runs unchanged, and cannot block on a worker that has died. While a
+model is built, the connections are dummies: construction needs ranks and sizes, but no peers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch._C._distributed_c10d import FakeProcessGroup
+
+from unicron_lightning.megatron.channels import Channels, Grid
+from unicron_lightning.megatron.layout import Shape
+from unicron_lightning.worker.gloo import OPERATION_TIMEOUT
+
+BACKEND: Final = "unicron"
+ROLES: Final = (
+    *("tp", "pp", "mp", "embd", "pos_embd", "cp", "tp_cp", "ep", "expt_tp", "tp_ep", "tp_ep_pp"),
+    *("tp_dp_cp", "dp", "dp_cp", "expt_dp", "intra_dp_cp", "intra_expt_dp", "inter_dist_opt", "intra_dist_opt"),
+)
+"""Megatron's names of its groups."""
+
+Groups = dict[str, dist.ProcessGroup]
+
+_provide: Callable[[tuple[int, ...], int], Any] | None = None
+
+
+def build_world(shape: Shape, shard: int, device: torch.device) -> None:
+    """Ranks and sizes of the whole declared world, and groups that exchange nothing: to construct a model in.
+
+    Args:
+        shape: declared.
+        shard: of this worker, which takes the first replica's place.
+        device: of the model.
+    """
+    grid = Grid(shape=shape, replicas=shape.replicas, place=0, shard=shard)
+
+    def provide(ranks: tuple[int, ...], rank: int) -> Any:
+        return FakeProcessGroup._create_internal(rank, len(ranks))
+
+    _initialize(grid, dist.HashStore(), provide, "fake" if device.type == "cuda" else BACKEND)
+
+
+def enter_world(channels: Channels, device: torch.device) -> Groups:
+    """The groups of an epoch's grid.
+
+    Returns:
+        Megatron's groups by role.
+    """
+    grid = channels.grid
+    alone = dist.HashStore()
+
+    def provide(ranks: tuple[int, ...], _: int) -> Any:
+        if len(ranks) == 1:
+            return dist.ProcessGroupGloo(dist.PrefixStore(str(ranks), alone), 0, 1, timeout=OPERATION_TIMEOUT)
+        return channels.backend(ranks)
+
+    backend = f"cpu:{BACKEND},cuda:nccl" if device.type == "cuda" else BACKEND
+    _initialize(grid, channels.store, provide, backend)
+    if device.type == "cuda":
+        _accelerate(channels, device)
+    return current_groups()
+
+
+def _accelerate(channels: Channels, device: torch.device) -> None:
+    """Tells the channels which of NCCL's groups are to be aborted with them."""
+    channels.inner_accelerated, channels.outer_accelerated = [], []
+    for group in dist.distributed_c10d._world.pg_map:
+        inside = channels.shards(tuple(dist.get_process_group_ranks(group))) is not None
+        accelerated = channels.inner_accelerated if inside else channels.outer_accelerated
+        accelerated.append(group._get_backend(device))
+
+
+def leave_world() -> None:
+    """Takes the groups back; their connections stay."""
+    if dist.is_initialized():
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def current_groups() -> Groups:
+    """Megatron's present groups by role."""
+    collection = ProcessGroupCollection.use_mpu_process_groups(list(ROLES))
+    groups = {role: group for role in ROLES if isinstance(group := getattr(collection, role, None), dist.ProcessGroup)}
+    world = dist.group.WORLD
+    assert world is not None
+    return {**groups, "world": world}
+
+
+def _initialize(grid: Grid, store: dist.Store, provide: Callable[[tuple[int, ...], int], Any], backend: str) -> None:
+    global _provide
+    leave_world()
+    if BACKEND.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(BACKEND, _make, extended_api=True, devices=["cpu"])
+    everyone = tuple(range(grid.size))
+    _provide = lambda ranks, rank: provide(ranks or everyone, rank)  # noqa: E731 - torch names no ranks for the world
+    try:
+        dist.init_process_group(backend, store=store, rank=grid.rank, world_size=grid.size)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=grid.shape.tensor,
+            pipeline_model_parallel_size=grid.shape.pipeline,
+            create_gloo_process_groups=False,
+        )
+    finally:
+        _provide = None
+
+
+def _make(options: Any, _: Any) -> Any:
+    """What `torch.distributed` calls for each group that this worker is in."""
+    assert _provide is not None, "a process group was made outside the epoch's beginning"
+    return _provide(tuple(options.global_ranks_in_group), options.group_rank)

@@ -1,0 +1,57 @@
+"""Building a communicator in a thread that may have to be abandoned."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from unicron_lightning import wire
+from unicron_lightning.worker.communicator import Communicator, CommunicatorAborted
+
+Connect = Callable[[wire.Epoch, int, int], Communicator]
+"""Builds the communicator of an epoch: (epoch, rank, world). May block; is called in a thread of its own."""
+
+
+class Connecting:
+    """One attempt to build a communicator, in a thread that may have to be abandoned."""
+
+    def __init__(self, connect: Connect, epoch: wire.Epoch, rank: int) -> None:
+        self._build: Callable[[], Communicator] = lambda: connect(epoch, rank, len(epoch.members))
+        self._communicator: Communicator | None = None
+        self._error: Exception | None = None
+        self._abandoned = False
+        self.finished = False
+        self._name = f"unicron-connect-{epoch.number}"
+
+    def start(self, condition: threading.Condition) -> None:
+        self._condition = condition
+        threading.Thread(target=self._run, name=self._name, daemon=True).start()
+
+    def take(self) -> Communicator | None:
+        """The communicator; None if it is not finished, in which case it is closed when it is.
+
+        Raises:
+            CommunicatorAborted: if it could not be built.
+        """
+        with self._condition:
+            if not self.finished:
+                self._abandoned = True
+                return None
+        if self._error is not None:
+            raise CommunicatorAborted(str(self._error).splitlines()[0][:200])
+        return self._communicator
+
+    def _run(self) -> None:
+        communicator: Communicator | None = None
+        error: Exception | None = None
+        try:
+            communicator = self._build()
+        except (RuntimeError, OSError) as caught:  # torch's store and gloo raise subclasses of RuntimeError
+            error = caught
+        with self._condition:
+            self._communicator, self._error = communicator, error
+            self.finished = True
+            abandoned = self._abandoned
+            self._condition.notify_all()
+        if abandoned and communicator is not None:
+            communicator.close()
