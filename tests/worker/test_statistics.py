@@ -27,10 +27,10 @@ def steps(number: int, seconds: float = 0.05, noise: float = 0.02, seed: int = 0
 def test_a_step_has_failed_after_three_times_the_average() -> None:
     known = StepStatistics()
     known.take(steps(1 + WARM_UP - 1))
-    limit = known.limit(ordinary=True)
+    limit = known.limit(steady=True)
     assert limit is not None and limit > LIMITS.change_time, "only the first steps are known"
     known.take(steps(1))
-    assert known.limit(ordinary=True) == pytest.approx(3 * 0.05 + LIMITS.slack, rel=0.05)
+    assert known.limit(steady=True) == pytest.approx(3 * 0.05 + LIMITS.slack, rel=0.05)
     known.take([step(60.0)])
     assert known.mean == pytest.approx(0.05, rel=0.05), "one long step changes nothing"
 
@@ -38,7 +38,7 @@ def test_a_step_has_failed_after_three_times_the_average() -> None:
 def test_what_varies_by_nature_may_take_longer() -> None:
     known = StepStatistics()
     known.take([step(0.2 if number % 8 == 0 else 0.1) for number in range(80)])
-    limit = known.limit(ordinary=True)
+    limit = known.limit(steady=True)
     assert limit is not None and limit >= 2 * 0.2 + LIMITS.slack
 
 
@@ -58,7 +58,7 @@ def test_after_a_change_of_the_world_what_was_usual_is_so_no_more() -> None:
     known.take(steps(300))
     known.take(steps(1, epoch=2, seconds=3.0))
     assert known.mean is None
-    limit = known.limit(ordinary=True)
+    limit = known.limit(steady=True)
     assert limit == pytest.approx(10 * 0.05 + LIMITS.change_time, rel=0.05), "judged by what was before"
     known.take(steps(300, epoch=2, seconds=0.1))
     assert known.summary().slowdown == 1.0 and known.mean == pytest.approx(0.1, rel=0.05)
@@ -160,8 +160,12 @@ def test_a_hang_is_told_soon_again_and_again_and_when_it_is_over(worker: Worker,
 )
 def test_what_takes_long_by_nature_is_no_hang(worker: Worker, phase: Phase, seconds: float) -> None:
     worker.enter(phase, seconds)
+    worker.enter("reduce", 0.3, waiting=True)
     worker.train(5)
     assert worker.told == []
+    worker.enter(phase, seconds)
+    worker.enter("compute", 0.5)
+    assert worker.overdue, "but what hangs after it is a hang"
 
 
 @pytest.mark.parametrize(("phase", "seconds"), [("data", 310), ("hooks", 65), ("validation", 610), ("checkpoint", 610)])

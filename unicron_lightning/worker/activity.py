@@ -34,6 +34,8 @@ Phase = Literal[
 CORE: Final = frozenset({"compute", "reduce", "commit", "optimizer"})
 ORDINARY: Final = CORE | {"data", "hooks", "boundary"}
 """Phases of a step in which nothing special was done."""
+UNSETTLING: Final = frozenset({"start", "recovery", "hold"})
+"""A step that begins with one of them is the first in its world: it may take longer."""
 _KEPT: Final = 1000
 
 
@@ -45,8 +47,8 @@ class Moment(NamedTuple):
     """When the phase, or the present part of it (a batch of a validation), began."""
     core: float
     """Spent in the core phases of this step before this one."""
-    ordinary: bool
-    """Whether this step has had no phase but ordinary ones."""
+    steady: bool
+    """Whether this step has had no unsettling phase."""
     waiting: bool
     """Whether it waits in a collective, for the other ranks."""
     micro_batch: int
@@ -110,7 +112,7 @@ class Activity:
         """A phase begins, or a new part of the present one."""
         now, before = self.clock(), self.now
         core = self._note(before, now)
-        self.now = Moment(phase, now, core, before.ordinary and phase in ORDINARY, False, micro_batch)
+        self.now = Moment(phase, now, core, before.steady and phase not in UNSETTLING, False, micro_batch)
 
     @contextlib.contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
@@ -124,8 +126,8 @@ class Activity:
 
     def waits(self, waiting: bool) -> None:
         """A wait for other ranks begins or ends."""
-        phase, since, core, ordinary, _, micro_batch = self.now
-        self.now = Moment(phase, since, core, ordinary, waiting, micro_batch)
+        phase, since, core, steady, _, micro_batch = self.now
+        self.now = Moment(phase, since, core, steady, waiting, micro_batch)
 
     def computed(self) -> None:
         """A micro-batch is finished."""

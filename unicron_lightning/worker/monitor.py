@@ -111,7 +111,7 @@ class Monitor:
     def _limit(self, moment: Moment) -> float | None:
         limits = self.statistics.limits
         if moment.phase in CORE:
-            known = self.statistics.limit(ordinary=moment.ordinary)
+            known = self.statistics.limit(steady=moment.steady)
             return limits.stall_time if known is None else min(known, limits.stall_time)
         if moment.phase in ("recovery", "hold", "over"):
             return None  # the coordinator has a time for the first; the others take as long as they take

@@ -109,13 +109,13 @@ class StepStatistics:
         """Of a step in this epoch; None before `WARM_UP` steps."""
         return self._mean
 
-    def limit(self, *, ordinary: bool) -> float | None:
+    def limit(self, *, steady: bool) -> float | None:
         """Seconds in core phases after which the step in progress has failed; None if nothing is known to judge by.
 
         Args:
-            ordinary: whether it is a step like those before: nothing but a step was done in it.
+            steady: whether the world has not changed in it.
         """
-        if self._limit is not None and ordinary:
+        if self._limit is not None and steady:
             return self._limit
         known = max([self._mean or self._before or 0.0, *([] if self._mean else self._window)]) or None
         return None if known is None else CHANGED * known + self.limits.change_time
