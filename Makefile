@@ -4,6 +4,7 @@
 #   make test        all tests but the long chaos runs
 #   make chaos       200 random faults, seeded
 #   make bench       the figures in the README, measured here
+#   make experiments what failures would cost: docs/simulator-results.md, simulated
 #   make lint types docs-check wheel-check
 #   make import-cost what `import torch` costs more with this package installed
 PYTHON ?= python3
@@ -21,7 +22,7 @@ READY := $(VENV)/.ready
 # -qq: what an index on this machine warns of is no concern of this project; errors are shown.
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: help setup demo test chaos bench import-cost lint types docs-check wheel-check clean
+.PHONY: help setup demo test chaos bench experiments import-cost lint types docs-check wheel-check clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -53,6 +54,9 @@ chaos: $(READY)
 
 bench: $(READY)
 	@$(BIN)/python benchmarks/run.py
+
+experiments: $(READY)
+	@$(BIN)/python -m unicron_lightning.simulate.experiments
 
 import-cost: $(READY)
 	@$(BIN)/python benchmarks/import_cost.py

@@ -167,6 +167,7 @@ def tornado_picture(path: Path, title: str, base: float, swings: Mapping[str, tu
         label: of the results.
     """
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
     figure = Figure(figsize=(9, 0.36 * len(swings) + 1.4), layout="constrained")
     axes = figure.add_subplot()
@@ -174,12 +175,41 @@ def tornado_picture(path: Path, title: str, base: float, swings: Mapping[str, tu
     for place, (least, most) in zip(places, swings.values(), strict=True):
         axes.barh(place, least - base, left=base, color="#4477aa", height=0.65)
         axes.barh(place, most - base, left=base, color="#ee7733", height=0.65)
-    axes.barh([0], [0], color="#4477aa", label="at its least")
-    axes.barh([0], [0], color="#ee7733", label="at its most")
     axes.axvline(base, color="black", linewidth=0.8)
+    handles = [Patch(color="#4477aa", label="at its least"), Patch(color="#ee7733", label="at its most")]
     axes.set_yticks(places, list(swings))
     axes.set_xlabel(label)
     axes.set_title(title, fontsize=10, loc="left")
     axes.grid(axis="x", alpha=0.3)
-    axes.legend(fontsize=8, loc="lower right")
+    axes.margins(x=0.1)
+    axes.legend(handles=handles, fontsize=8, loc="lower left")
+    figure.savefig(path, dpi=110)
+
+
+def sweep_picture(path: Path, rows: Sequence[Row], values: Mapping[str, float], x: str, name: str, y: str) -> None:
+    """One number by another, a line for each policy.
+
+    Args:
+        path: where to.
+        rows: of a summary.
+        values: variant -> where it lies on the logarithmic axis.
+        x: what that is.
+        name: column that is drawn.
+        y: what that is.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    for policy in dict.fromkeys(str(row["policy"]) for row in rows):
+        points = sorted((values[str(row["variant"])], float(row[name])) for row in rows if row["policy"] == policy)
+        axes.plot(*zip(*points, strict=True), "o-", color=colour_of(policy), label=policy, linewidth=1.5, markersize=4)
+    axes.set_xscale("log")
+    axes.set_xticks(list(values.values()), [f"{value:g}" for value in values.values()])
+    axes.minorticks_off()
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.set_ylim(0, 1.03)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
     figure.savefig(path, dpi=110)

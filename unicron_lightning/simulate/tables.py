@@ -18,7 +18,7 @@ Say = Callable[[Row], str]
 
 
 def _part(name: str) -> Say:
-    return lambda row: f"{100 * float(row[name]):.2f}" if name in row else ""
+    return lambda row: f"{100 * float(row[name]):.2f}".replace("-0.00", "0.00") if name in row else ""
 
 
 def _range(name: str, form: str, factor: float = 1.0) -> Say:

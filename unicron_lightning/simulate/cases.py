@@ -1,0 +1,103 @@
+"""Many simulations by hand instead of by command line: settings that Hydra composes, with figures moved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from unicron_lightning.simulate.calibration import Calibration, moved
+from unicron_lightning.simulate.pictures import Curve
+from unicron_lightning.simulate.rows import row_of
+from unicron_lightning.simulate.settings import Settings, read_settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One simulation.
+
+    Attributes:
+        policy, seed: as in the configuration.
+        overrides: of Hydra.
+        variant: how it is called in tables.
+        moves: figures at other values, by key.
+    """
+
+    policy: str
+    seed: int
+    overrides: tuple[str, ...] = ()
+    variant: str = ""
+    moves: tuple[tuple[str, float], ...] = ()
+
+
+@lru_cache(maxsize=16)
+def composed(overrides: tuple[str, ...]) -> Settings:
+    """Settings with overrides of Hydra's."""
+    from hydra import compose, initialize_config_module
+    from omegaconf import OmegaConf
+
+    with initialize_config_module("unicron_lightning.conf.simulate", version_base="1.3"):
+        data = OmegaConf.to_container(compose("simulate", overrides=list(overrides)), resolve=True)
+    assert isinstance(data, dict)
+    return read_settings({str(key): value for key, value in data.items()})
+
+
+def run(case: Case) -> Curve:
+    """Simulate a case."""
+    settings = composed(case.overrides)
+    costs = settings.costs
+    for key, value in case.moves:
+        costs = moved(costs, key, value)
+    settings = replace(settings, policy=case.policy, seed=case.seed, costs=costs)
+    cluster, _, trace = settings.scene()
+    result = settings.run()
+    row = row_of(
+        result,
+        workload=settings.workload.name,
+        seed=case.seed,
+        variant=case.variant,
+        num_workers=cluster.num_workers,
+        num_faults=len(trace.faults),
+    )
+    return Curve(row=row, seconds=result.times, waf=result.values)
+
+
+def cases_of(
+    policies: Iterable[str], seeds: int, *overrides: str, variant: str = "", moves: tuple[tuple[str, float], ...] = ()
+) -> list[Case]:
+    """Cases of policies and seeds that have all else in common."""
+    return [
+        Case(policy=policy, seed=seed, overrides=overrides, variant=variant, moves=moves)
+        for policy in policies
+        for seed in range(seeds)
+    ]
+
+
+def at_their_best(costs: Calibration) -> tuple[tuple[str, float], ...]:
+    """Every figure of all other systems at its least, which is its best; ours and common ones as they are."""
+    found = []
+    for key, figure in costs.figures():
+        if key.partition(".")[0] not in ("unicron", "common"):
+            found.append((key, figure.range[0]))
+    return tuple(found)
+
+
+def at_our_worst(costs: Calibration) -> tuple[tuple[str, float], ...]:
+    """Every figure of ours, and the common ones, at its most."""
+    return tuple(
+        (key, figure.range[1]) for key, figure in costs.figures() if key.partition(".")[0] in ("unicron", "common")
+    )
+
+
+def for_nothing(costs: Calibration) -> tuple[tuple[str, float], ...]:
+    """Ours next to nothing: what is left is that nodes are away. Intervals of checkpoints stay."""
+    return tuple(
+        (key, 0.001)
+        for key, _ in costs.figures()
+        if key.startswith(("unicron.detection.", "unicron.change.", "common."))
+    )
+
+
+def swings(costs: Calibration) -> list[tuple[str, float, float]]:
+    """Figures that may lie elsewhere: key, least, most."""
+    return [(key, *figure.range) for key, figure in costs.figures() if figure.range[0] < figure.range[1]]

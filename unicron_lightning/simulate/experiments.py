@@ -1,0 +1,368 @@
+"""``make experiments``: all experiments of docs/simulator-results.md, which this writes, with its pictures.
+
+    python -m unicron_lightning.simulate.experiments [--docs docs] [--only NAME ...] [--seeds N] [--processes N]
+
+Each experiment is a list of cases, a table and perhaps a picture. Cases run in as many processes as asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+from rich.progress import track
+
+from unicron_lightning.simulate.cases import (
+    Case,
+    at_our_worst,
+    at_their_best,
+    cases_of,
+    composed,
+    for_nothing,
+    run,
+    swings,
+)
+from unicron_lightning.simulate.pictures import Curve, curves_picture, losses_picture, sweep_picture, tornado_picture
+from unicron_lightning.simulate.rows import Row, summary, with_ratio
+from unicron_lightning.simulate.tables import as_markdown
+
+ALL: Final = ("unicron", "megatron", "oobleck", "varuna", "bamboo", "torchft", "inprocess")
+ABLATIONS: Final = (
+    "unicron",
+    "unicron_no_planner",
+    "unicron_no_inband",
+    "unicron_no_partial_reuse",
+    "unicron_no_memory_checkpoint",
+)
+REFERENCE: Final = "megatron"
+RESTARTING: Final = ("megatron", "varuna", "inprocess")
+"""Policies that go back to a checkpoint."""
+FREE: Final = "failures cost nothing but their nodes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """A section of the results.
+
+    Attributes:
+        name: for ``--only`` and the names of pictures.
+        title: the heading.
+        text: what is asked.
+        cases: for so many seeds.
+        show: from what was found to Markdown; may draw into the folder.
+    """
+
+    name: str
+    title: str
+    text: str
+    cases: Callable[[int], list[Case]]
+    show: Callable[[Sequence[Curve], Path], str]
+
+
+def means_of(curves: Sequence[Curve]) -> list[Row]:
+    """The summary, with ratios to `REFERENCE`."""
+    return summary(with_ratio([curve.row for curve in curves], REFERENCE))
+
+
+def table(curves: Sequence[Curve], _folder: Path) -> str:
+    """Just the table."""
+    return as_markdown(means_of(curves))
+
+
+# ---- the experiments
+
+
+def _headline(seeds: int) -> list[Case]:
+    made = [case for trace in ("a", "b", "b_quick") for case in cases_of(ALL, seeds, f"trace={trace}")]
+    nothing = for_nothing(composed(()).costs)
+    for trace in ("a", "b", "b_quick"):
+        made += cases_of(("unicron",), seeds, f"trace={trace}", variant=FREE, moves=nothing)
+    return made
+
+
+def verdict(rows: Sequence[Row], trace: str) -> str:
+    """How far ours is ahead, and how far anyone could be."""
+    of = {(str(row["policy"]), str(row["variant"])): float(row["of_ideal"]) for row in rows if row["trace"] == trace}
+    ours, free = of["unicron", ""], of["unicron", FREE]
+    best = max(RESTARTING, key=lambda policy: of[policy, ""])
+    other = max((policy for policy in ALL if policy not in ("unicron", *RESTARTING)), key=lambda policy: of[policy, ""])
+    return (
+        f"- Trace {trace}: mean accumulated WAF {ours / of[REFERENCE, '']:.2f} times that of {REFERENCE} with restart,"
+        f" {ours / of[best, '']:.2f} times that of {best}, the best that goes back to a checkpoint,"
+        f" {ours / of[other, '']:.2f} times that of {other}, the best of the others."
+        f" With costs of a millisecond it would be {free / of[REFERENCE, '']:.2f}, {free / of[best, '']:.2f} and"
+        f" {free / of[other, '']:.2f} times."
+    )
+
+
+def _show_headline(curves: Sequence[Curve], folder: Path) -> str:
+    ours = [curve for curve in curves if not curve.row["variant"]]
+    curves_picture(folder / "simulator-waf.png", [curve for curve in ours if curve.row["trace"] != "b_quick"])
+    losses_picture(folder / "simulator-losses.png", means_of(ours))
+    pictures = "![WAF over time](images/simulator-waf.png)\n\n![What was lost to what](images/simulator-losses.png)"
+    rows = means_of(curves)
+    verdicts = "\n".join(verdict(rows, trace) for trace in ("a", "b", "b_quick"))
+    return f"{verdicts}\n\n{as_markdown(rows)}\n\n{pictures}"
+
+
+def _llama3(seeds: int) -> list[Case]:
+    return cases_of(ALL, min(seeds, 2), "experiment=llama3")
+
+
+def _ablations(seeds: int) -> list[Case]:
+    made = []
+    for trace in ("a", "b"):
+        made += cases_of((*ABLATIONS, REFERENCE), min(seeds, 2), f"trace={trace}")
+    return made
+
+
+def _workloads(seeds: int) -> list[Case]:
+    workloads = ("equal", "sizes", "weights", "churn")
+    policies = ("unicron", REFERENCE, "varuna", "torchft")
+    return [
+        case for name in workloads for case in cases_of(policies, min(seeds, 2), "trace=b_quick", f"workload={name}")
+    ]
+
+
+_SIZES: Final = (1024, 4096, 16384, 98304)
+
+
+def _sizes(_seeds: int) -> list[Case]:
+    made = []
+    for workers in _SIZES:
+        spare = max(1, round(workers / 128 / 16))
+        nodes = workers // 8 + 16 * spare
+        overrides = ("experiment=llama3", "trace.days=14", f"cluster.num_nodes={nodes}")
+        limit = f"workload.tasks.llama3-405b.max_workers={workers}"
+        name = f"{workers:,} GPUs"
+        made += cases_of(("unicron", REFERENCE, "varuna", "torchft"), 1, *overrides, limit, variant=name)
+    return made
+
+
+def _show_sizes(curves: Sequence[Curve], folder: Path) -> str:
+    rows = means_of(curves)
+    values = {f"{size:,} GPUs": float(size) for size in _SIZES}
+    path = folder / "simulator-sizes.png"
+    sweep_picture(path, rows, values, "GPUs of the task", "ettr", "ETTR")
+    return f"{as_markdown(rows)}\n\n![ETTR by size](images/simulator-sizes.png)"
+
+
+_INTERVALS: Final = (300, 900, 1800, 3600, 7200)
+
+
+def _intervals(seeds: int) -> list[Case]:
+    made = []
+    for interval in _INTERVALS:
+        policies = (REFERENCE, "varuna", "inprocess", "unicron")
+        moves = tuple((f"{policy}.checkpoint_interval", float(interval)) for policy in policies)
+        memory = (("inprocess.memory_checkpoint_interval", float(interval)),)
+        made += cases_of(policies, min(seeds, 2), "trace=b_quick", variant=f"{interval} s", moves=moves + memory)
+    return made
+
+
+def _show_intervals(curves: Sequence[Curve], folder: Path) -> str:
+    rows = means_of(curves)
+    values = {f"{each} s": float(each) for each in _INTERVALS}
+    path = folder / "simulator-intervals.png"
+    sweep_picture(path, rows, values, "seconds between checkpoints", "of_ideal", "accumulated WAF, of the ideal")
+    return f"{as_markdown(rows)}\n\n![WAF by checkpoint interval](images/simulator-intervals.png)"
+
+
+_FREQUENCIES: Final = (0.25, 1, 4, 16, 64)
+
+
+def _mtbf(seeds: int) -> list[Case]:
+    made = []
+    for frequency in _FREQUENCIES:
+        overrides = (
+            "trace=b_quick",
+            f"trace.sources.processes.frequency={frequency}",
+            f"trace.sources.nodes.frequency={frequency}",
+        )
+        name = f"a x {frequency:g}"
+        made += cases_of(
+            ("unicron", REFERENCE, "varuna", "torchft", "inprocess"), min(seeds, 2), *overrides, variant=name
+        )
+    return made
+
+
+def _show_mtbf(curves: Sequence[Curve], folder: Path) -> str:
+    rows = means_of(curves)
+    values = {f"a x {each:g}": each for each in _FREQUENCIES}
+    path = folder / "simulator-frequencies.png"
+    sweep_picture(path, rows, values, "failures, times those of trace a", "of_ideal", "accumulated WAF, of the ideal")
+    return f"{as_markdown(rows)}\n\n![WAF by frequency of failures](images/simulator-frequencies.png)"
+
+
+def _favour(seeds: int) -> list[Case]:
+    costs = composed(()).costs
+    made = []
+    for trace in ("a", "b", "b_quick"):
+        made += cases_of(
+            ALL, min(seeds, 2), f"trace={trace}", variant="others at their best", moves=at_their_best(costs)
+        )
+    worst = (*at_their_best(costs), *at_our_worst(costs))
+    for trace in ("a", "b", "b_quick"):
+        made += cases_of(ALL, min(seeds, 2), f"trace={trace}", variant="and ours at its worst", moves=worst)
+    return made
+
+
+def _sensitivity(_seeds: int) -> list[Case]:
+    costs = composed(()).costs
+    made = cases_of(ALL, 1, "trace=b_quick", variant="as it is")
+    for key, least, most in swings(costs):
+        owner = key.partition(".")[0]
+        for name, value in (("least", least), ("most", most)):
+            moves = ((key, value),)
+            policies = ALL if owner == "common" else (owner,)
+            made += cases_of(policies, 1, "trace=b_quick", variant=f"{key} {name}", moves=moves)
+    return made
+
+
+def _show_sensitivity(curves: Sequence[Curve], folder: Path) -> str:
+    found = {(str(curve.row["variant"]), str(curve.row["policy"])): float(curve.row["of_ideal"]) for curve in curves}
+    figures = dict(composed(()).costs.figures())
+
+    def against(variant: str, other: str) -> float:
+        ours, theirs = (found.get((variant, each), found["as it is", each]) for each in ("unicron", other))
+        return ours / theirs
+
+    lines = ["| figure | origin | value | least | most | system | its WAF % at the least | at the most |"]
+    lines.append("|---|---|---:|---:|---:|---|---:|---:|")
+    bars: dict[str, tuple[float, float]] = {}
+    for key, least, most in swings(composed(()).costs):
+        owner = key.partition(".")[0]
+        system = "unicron" if owner == "common" else owner
+        low, high = (100 * found[f"{key} {name}", system] for name in ("least", "most"))
+        figure = figures[key]
+        numbers = f"{figure.value:g} | {least:g} | {most:g}"
+        lines.append(f"| `{key}` | {figure.origin} | {numbers} | {system} | {low:.2f} | {high:.2f} |")
+        if owner in ("common", "unicron", REFERENCE):
+            bars[key] = against(f"{key} least", REFERENCE), against(f"{key} most", REFERENCE)
+    base = against("as it is", REFERENCE)
+    wide = {key: ends for key, ends in bars.items() if abs(ends[1] - ends[0]) > 1e-3}
+    widest = dict(sorted(wide.items(), key=lambda item: -abs(item[1][1] - item[1][0]))[:14])
+    title = f"trace b_quick, seed 0: Unicron's WAF over Megatron's, {base:.2f}"
+    tornado_picture(folder / "simulator-tornado.png", title, base, widest, "ratio of accumulated WAF")
+    return "\n".join(lines) + "\n\n![Tornado](images/simulator-tornado.png)"
+
+
+EXPERIMENTS: Final = (
+    Experiment(
+        name="headline",
+        title="Seven systems on the paper-like traces",
+        text=f"Six tasks on 128 GPUs. The last rows of each trace, *{FREE}*, are Unicron with costs of a"
+        " millisecond: how little is left to be gained by being quicker.",
+        cases=_headline,
+        show=_show_headline,
+    ),
+    Experiment(
+        name="llama3",
+        title="The Llama 3 trace",
+        text="One task on 16,384 GPUs, with 1,024 spare ones beside it, for 54 days. Interruptions come at the"
+        " published rate: 419 on 16,384 GPUs, so 445 on all. A lost node costs its replica, 16 nodes, until it is back"
+        " or a spare one is there.",
+        cases=_llama3,
+        show=table,
+    ),
+    Experiment(
+        name="ablations",
+        title="What each part of Unicron buys",
+        text="Without the planner who has a node keeps it; without in-band detection every error waits for a"
+        " time-out of 30 minutes; without partial reuse the step in which something fails is done again.",
+        cases=_ablations,
+        show=table,
+    ),
+    Experiment(
+        name="favour",
+        title="If the figures are wrong in our favour",
+        text="Every figure of the other systems at its best for them within its range; then also every one of"
+        " ours, and the common ones, at its worst.",
+        cases=_favour,
+        show=table,
+    ),
+    Experiment(name="workloads", title="Other workloads", text="On trace `b_quick`.", cases=_workloads, show=table),
+    Experiment(
+        name="sizes",
+        title="Size of the cluster",
+        text="The Llama 3 rates for 14 days on one task of up to 98,304 GPUs, with one spare replica for 16.",
+        cases=_sizes,
+        show=_show_sizes,
+    ),
+    Experiment(
+        name="intervals",
+        title="Interval of checkpoints",
+        text="On trace `b_quick`; checkpoints themselves cost nothing here.",
+        cases=_intervals,
+        show=_show_intervals,
+    ),
+    Experiment(
+        name="mtbf",
+        title="Frequency of failures",
+        text="A week of trace a's sources at other frequencies, with the repairs of `b_quick`.",
+        cases=_mtbf,
+        show=_show_mtbf,
+    ),
+    Experiment(
+        name="sensitivity",
+        title="What hangs on each figure",
+        text="Trace `b_quick`, seed 0: one figure at a time at its least and its most. Common figures move all"
+        " systems; the table shows Unicron's WAF, the picture its ratio to Megatron's.",
+        cases=_sensitivity,
+        show=_show_sensitivity,
+    ),
+)
+
+HEAD: Final = """# Results of the simulator
+
+Written by `make experiments`; [simulator.md](simulator.md) says what is simulated, and how. **These are simulations**:
+of Unicron by its real coordinator and planner, of the others by models of what they do, with
+[costs](simulator.md#calibration) of which many are published for other models and machines, and some are guesses. No
+GPU was involved.
+
+WAF is accumulated WAF in per cent of the ideal's (no failures); *ratio* is that over Megatron's with restart;
+detection, transition, sub-healthy and overhead are what was lost to them, in per cent of the ideal. Sub-healthy holds
+all that nodes under repair would have done. *To detect* and *to recover* are means over incidents. In brackets: least
+and most over seeds.
+"""
+
+
+def sections(found: Iterable[tuple[Experiment, Sequence[Curve]]], folder: Path) -> Iterator[str]:
+    """Markdown of each experiment."""
+    for experiment, curves in found:
+        yield f"## {experiment.title}\n\n{experiment.text}\n\n{experiment.show(curves, folder)}\n"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run experiments and write the document."""
+    parser = argparse.ArgumentParser(prog="python -m unicron_lightning.simulate.experiments", description=__doc__)
+    parser.add_argument(
+        "--docs", type=Path, default=Path("docs"), help="where to write simulator-results.md and images/"
+    )
+    parser.add_argument("--only", nargs="+", choices=[each.name for each in EXPERIMENTS], help="only these")
+    parser.add_argument("--seeds", type=int, default=5, help="of the headline; others have at most 2")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="that simulate at a time")
+    options = parser.parse_args(arguments)
+    images = options.docs / "images"
+    images.mkdir(parents=True, exist_ok=True)
+    chosen = [each for each in EXPERIMENTS if not options.only or each.name in options.only]
+    cases = [(experiment, case) for experiment in chosen for case in experiment.cases(options.seeds)]
+    found: dict[str, list[Curve]] = {experiment.name: [] for experiment in chosen}
+    with ProcessPoolExecutor(options.processes) as pool:
+        # Neighbours share their settings, and so what is remembered of them.
+        results = pool.map(run, [case for _, case in cases], chunksize=5)
+        shown = track(results, "simulating", len(cases), console=Console(stderr=True))
+        for (experiment, _), curve in zip(cases, shown, strict=True):
+            found[experiment.name].append(curve)
+    text = "\n".join([HEAD, *sections(((each, found[each.name]) for each in chosen), images)])
+    (options.docs / "simulator-results.md").write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
