@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import pytest
 
-from unicron_lightning.agent.dying import Threads, _open, exit_status_of_dying
+from unicron_lightning.agent.dying import Threads, _open, exit_status_of_dying, is_doomed
 
 MEMORY = 400 << 20
 PROGRAM = f"""
@@ -74,6 +74,19 @@ async def test_a_killed_process_is_known_before_its_memory_is_freed():
     status, early = await told_by_threads(lambda process: process.kill())
     assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
     assert early
+
+
+def test_a_killed_process_that_has_not_been_given_a_cpu_yet_is_doomed():
+    busy = "print(1, flush=True)\nwhile True:\n    pass"
+
+    def seen() -> bool:
+        with subprocess.Popen([sys.executable, "-c", busy], stdout=-1) as process:
+            assert process.stdout is not None and process.stdout.readline() == b"1\n"
+            assert not is_doomed(process.pid)
+            process.kill()
+            return any(is_doomed(process.pid) for _ in range(300))
+
+    assert any(seen() for _ in range(20)), "now and then it is as quick as we are"
 
 
 async def test_an_exit_status_is_known_too():

@@ -195,6 +195,37 @@ def test_a_worker_that_cannot_run_is_not_overdue(worker: Worker) -> None:
     assert worker.overdue, "its own doing"
 
 
+def test_who_has_waited_long_for_others_is_not_overdue_when_they_have_come(worker: Worker) -> None:
+    worker.enter("compute", 0.04)
+    worker.activity.enter("commit")
+    worker.activity.waits(True)
+    worker.spend(7.0)
+    assert worker.overdue and worker.overdue[-1].waiting
+    told = len(worker.overdue)
+    worker.activity.waits(False)
+    worker.spend(0.2)  # a busy machine lets it wait for a CPU right after
+    assert len(worker.overdue) == told
+    worker.enter("compute", 0.5)
+    assert worker.overdue[-1].phase == "compute", "its own time counts as ever"
+
+
+def test_the_cpu_that_others_have_had_since_the_step_began_is_left_out() -> None:
+    class Schedule:
+        """As in /proc: the second number is the time spent waiting for a CPU, in ns; here nine tenths of all time."""
+
+        def read_text(self) -> str:
+            return f"0 {int(0.9e9 * worker.now)} 0"
+
+    worker = Worker()
+    worker.monitor = Monitor("w", worker.activity)
+    worker.monitor._schedule = Schedule()  # type: ignore[assignment]
+    worker.train(50)
+    worker.enter("compute", 2.0)
+    assert worker.told == []
+    worker.enter("compute", 4.0)
+    assert worker.overdue
+
+
 def test_the_first_step_of_a_world_may_take_longer(worker: Worker) -> None:
     worker.enter("recovery", 400)
     worker.activity.epoch = 2

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -22,7 +23,7 @@ _STATE, _FLAGS, _EXIT_CODE = 0, 6, 49
 _MOST_THREADS: Final = 8
 _AGAIN_SECONDS: Final = 0.001
 _LOOKS: Final = 50
-"""A busy machine lets the main thread wait for a CPU before it hears of its own end."""
+"""So often, where nothing says that the process is to die."""
 
 
 class Threads:
@@ -67,8 +68,8 @@ class Threads:
         if status is not None:
             self.close()
             self._on_dying(status)
-        elif left > 0:
-            self._retry = asyncio.get_running_loop().call_later(_AGAIN_SECONDS, self._look, left - 1)
+        elif (doomed := is_doomed(self._pid)) or left > 0:
+            self._retry = asyncio.get_running_loop().call_later(_AGAIN_SECONDS, self._look, left - (not doomed))
 
     def _forget(self, thread: int) -> None:
         fd = self._fds.pop(thread)
@@ -87,6 +88,19 @@ def exit_status_of_dying(pid: int) -> int | None:
         return None
     exiting = fields[_STATE] in ("Z", "X") or int(fields[_FLAGS]) & _PF_EXITING
     return int(fields[_EXIT_CODE]) or None if exiting else None
+
+
+def is_doomed(pid: int) -> bool:
+    """Whether its main thread has still to be given a CPU to die on: SIGKILL is pending for it.
+
+    A thread that ends the process has the kernel kill the others, too.
+    """
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return False
+    pending = next((int(line.split()[1], 16) for line in lines if line.startswith("SigPnd:")), 0)
+    return bool(pending & 1 << signal.SIGKILL - 1)
 
 
 def _threads(pid: int) -> list[int]:

@@ -53,6 +53,8 @@ class Moment(NamedTuple):
     """Whether it waits in a collective, for the other ranks."""
     micro_batch: int
     """The micro-batch in hand; -1 for none."""
+    waited: float = 0.0
+    """Spent in waits for other ranks that are over, in the core phases of this step: others' doing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,12 +109,14 @@ class Activity:
         """When the step in progress did, i.e. the last commit."""
         self._times: dict[str, float] = {}
         self._micro_batches = 0
+        self._waited = 0.0
+        self._waits_since = self.now.since
 
     def enter(self, phase: Phase, micro_batch: int = -1) -> None:
         """A phase begins, or a new part of the present one."""
         now, before = self.clock(), self.now
         core = self._note(before, now)
-        self.now = Moment(phase, now, core, before.steady and phase not in UNSETTLING, False, micro_batch)
+        self.now = Moment(phase, now, core, before.steady and phase not in UNSETTLING, False, micro_batch, self._waited)
 
     @contextlib.contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
@@ -126,8 +130,12 @@ class Activity:
 
     def waits(self, waiting: bool) -> None:
         """A wait for other ranks begins or ends."""
-        phase, since, core, steady, _, micro_batch = self.now
-        self.now = Moment(phase, since, core, steady, waiting, micro_batch)
+        now, (phase, since, core, steady, waited, micro_batch, _) = self.clock(), self.now
+        if waiting:
+            self._waits_since = now
+        elif waited and phase in CORE:
+            self._waited += now - self._waits_since
+        self.now = Moment(phase, since, core, steady, waiting, micro_batch, self._waited)
 
     def computed(self) -> None:
         """A micro-batch is finished."""
@@ -154,7 +162,7 @@ class Activity:
             micro_batches=self._micro_batches,
         )
         self.finished.append(times)
-        self.step, self.began, self._times, self._micro_batches = step, now, {}, 0
+        self.step, self.began, self._times, self._micro_batches, self._waited = step, now, {}, 0, 0.0
         self.now = Moment("optimizer", now, 0.0, True, False, -1)
 
     def _note(self, before: Moment, now: float) -> float:

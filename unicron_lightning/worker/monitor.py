@@ -90,10 +90,13 @@ class Monitor:
         now, moment, step = self.activity.clock(), self.activity.now, self.activity.step
         if step != self._step:
             self._step, self._excused, self._starved = step, 0.0, None
+            self._waited_for_cpu()  # from now on
         self._excused += min(late, now - self.activity.began)
         limit, seconds = self._limit(moment), now - moment.since
         if moment.phase in CORE:
             seconds += moment.core
+            if not moment.waiting:
+                seconds -= moment.waited  # whom this rank has waited for, and no more, is not overdue itself
             if limit is not None and seconds > 0.5 * limit:
                 seconds -= self._excused + self._waited_for_cpu()
         return wire.Doing(
@@ -134,7 +137,7 @@ class Monitor:
         return doing if told is not None else None
 
     def _waited_for_cpu(self) -> float:
-        """Seconds that the training thread was ready to run and did not, since this was first asked of this step."""
+        """Seconds that the training thread was ready to run and did not, since this step was first seen."""
         try:
             waited = int(self._schedule.read_text().split()[1]) / 1e9
         except (OSError, ValueError, IndexError):  # kernels without it
