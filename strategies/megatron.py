@@ -7,6 +7,8 @@ about data, logging, joining and Lightning's loops is as with `UnicronStrategy`.
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -26,6 +28,7 @@ from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.data.order import StepShape
 from unicron_lightning.data.seeding import preserved
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.megatron import checkpoint
 from unicron_lightning.megatron.fabric import GridFabric
 from unicron_lightning.megatron.layout import Shape
 from unicron_lightning.megatron.model import ShardModel, sequence_length
@@ -36,6 +39,7 @@ from unicron_lightning.strategies import join_state
 from unicron_lightning.strategies.checks import check_module
 from unicron_lightning.strategies.global_batch import declare
 from unicron_lightning.strategies.megatron_batches import StageBatches
+from unicron_lightning.strategies.megatron_checkpoints import LoadCheckpoint, SaveCheckpoint
 from unicron_lightning.strategies.megatron_checks import (
     check_megatron_config,
     check_megatron_loader,
@@ -51,6 +55,8 @@ from unicron_lightning.strategies.unicron import UnicronStrategy
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.engine import World
 from unicron_lightning.worker.ledger import share
+
+logger = logging.getLogger(__name__)
 
 
 class UnicronMegatronStrategy(UnicronStrategy):
@@ -89,6 +95,8 @@ class UnicronMegatronStrategy(UnicronStrategy):
         self._ddp = ddp if ddp is not None else DistributedDataParallelConfig()
         self._sequence_length = sequence_length
         self._fabric: GridFabric | None = None
+        self._resumes: str | None = None
+        self._restores_late = True
         self._shard_model: ShardModel | None = None
 
     @classmethod
@@ -141,6 +149,7 @@ class UnicronMegatronStrategy(UnicronStrategy):
         assert self._session is not None
         if self._session.is_joiner:
             self.fabric.take_shard(self.local_rank)
+        self._restores_late = not self._session.is_joiner and self._session.resume is None
         build_world(self.fabric.shape, self.fabric.own_shard, self.root_device)
         tensor_parallel.model_parallel_cuda_manual_seed(self._seed & 0x7FFFFFFF)
 
@@ -175,6 +184,9 @@ class UnicronMegatronStrategy(UnicronStrategy):
         else:
             self._enter_grid(self.engine.world)
             self.engine.run(InitialState(self.fabric, self.model_shard))
+            path, session.resume = session.resume, None
+            if path is not None:
+                join_state.resume(trainer, path)
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -293,12 +305,40 @@ class UnicronMegatronStrategy(UnicronStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Empty: a shard is of no use to others."""
+        """Empty: see `save_checkpoint`."""
         return {}
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Megatron's optimizer exists then. What `setup` gets from peers or a newer checkpoint has the last word."""
+        return self._restores_late
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """A folder in Megatron's format, written by all (`unicron_lightning.megatron.checkpoint`)."""
+        if self._gather.interrupted():
+            logger.warning("checkpoint_left_out path=%s reason=interrupted, and it needs all workers", filepath)
+            return
+        path = str(Path(str(filepath)).absolute())
+        with self.engine.activity.during("checkpoint"):
+            self.engine.run(SaveCheckpoint(self.fabric, self.model_shard, path, checkpoint))
+        self._tell_checkpoint(checkpoint, path)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Lightning's part; the model's is read in `load_model_state_dict`, when there is one."""
+        path = str(Path(str(checkpoint_path)).absolute())
+        rest = checkpoint.rest(path)
+        self._resumes = path
+        return rest
 
     @override
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        """See `lightning_module_state_dict`."""
+        """Model and optimizer of what `load_checkpoint` was asked for, if anything; joiners come here, too."""
+        path, self._resumes = self._resumes, None
+        if path is not None and self._shard_model is not None:
+            self.engine.run(LoadCheckpoint(self.fabric, self._shard_model, path, int(checkpoint["global_step"])))
 
     @override
     def process_dataloader(self, dataloader: object) -> object:

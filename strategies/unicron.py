@@ -360,9 +360,13 @@ class UnicronStrategy(CollectingStrategy):
                     write()
                 return
             engine.run(LeaderAction("save_checkpoint", write))
+        self._tell_checkpoint(checkpoint, str(Path(str(filepath)).absolute()))
+
+    def _tell_checkpoint(self, checkpoint: dict[str, Any], path: str) -> None:
+        """Where the task can go on if nobody survives."""
+        engine = self.engine
         if engine.control is not None and "optimizer_states" in checkpoint:  # from all: the first may die right now
             step = int(checkpoint["global_step"])
-            path = str(Path(str(filepath)).absolute())
             engine.control.send(wire.CheckpointSaved(worker=engine.control.worker, path=path, step=step))
 
     @override

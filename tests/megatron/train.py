@@ -29,6 +29,7 @@ shim.install()
 torch.set_num_threads(1)
 
 import lightning.pytorch as pl  # noqa: E402
+from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
 from megatron.core.distributed import DistributedDataParallelConfig  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
@@ -46,6 +47,8 @@ SETTINGS: dict[str, Any] = {
     "finish": False,
     "full": 0,  # workers of the whole world
     "slow": 0.0,  # seconds that a step takes longer while the world is smaller
+    "save_every": 0,  # steps; into FOLDER/checkpoints
+    "resume": None,  # path of a checkpoint
     "toy": {},
     "ddp": {},
     "optimizer": {},
@@ -138,7 +141,7 @@ class Watch(pl.Callback):
         self._module = module
 
     def _point(self, name: str, *where: Any) -> None:
-        if name in ("call", "reduce", "reduced", "gate", "commit", "committed"):
+        if name in ("call", "reduce", "reduced", "gate", "commit", "committed", "checkpoint"):
             self._module.faults.point(name, where[0])
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, module: Any, optimizer: Any) -> None:
@@ -190,6 +193,10 @@ def main() -> None:
         pipeline_model_parallel_size=settings["pp"],
         ddp=DistributedDataParallelConfig(**{"grad_reduce_in_fp32": options.bf16, **settings["ddp"]}),
     )
+    every = settings["save_every"]
+    saves = (
+        [ModelCheckpoint(folder / "checkpoints", "{step}", every_n_train_steps=every, save_top_k=-1)] if every else []
+    )
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator="cpu",
@@ -199,14 +206,14 @@ def main() -> None:
         max_steps=-1 if settings["finish"] else settings["steps"],
         max_epochs=-1,
         logger=False,
-        enable_checkpointing=False,
+        enable_checkpointing=bool(saves),
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
-        callbacks=[Watch(folder, settings, note)],
+        callbacks=[Watch(folder, settings, note), *saves],
     )
     data = DataLoader(toy.Text(options.length, limit=4096), batch_size=MICRO_BATCH, drop_last=True)
-    trainer.fit(Model(settings, faults), data)
+    trainer.fit(Model(settings, faults), data, ckpt_path=settings["resume"])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,73 @@
+"""Checkpoints of the Megatron strategy: operations of all members, so that they get through failures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from unicron_lightning.megatron import checkpoint
+from unicron_lightning.megatron.fabric import GridFabric, run_released
+from unicron_lightning.megatron.model import ShardModel
+from unicron_lightning.worker.communicator import gather_bytes
+from unicron_lightning.worker.engine import Engine, Report
+from unicron_lightning.worker.operations import Indivisible
+
+
+class SaveCheckpoint(Indivisible):
+    """All active workers write their parts; done anew as a whole if one dies meanwhile.
+
+    Args:
+        fabric: tells this worker's place; spares have no part.
+        model: its shard.
+        path: of the checkpoint's folder.
+        rest: Lightning's part.
+    """
+
+    name = "save_checkpoint"
+
+    def __init__(self, fabric: GridFabric, model: ShardModel, path: str, rest: dict[str, Any]) -> None:
+        self._fabric = fabric
+        self._model = model
+        self._path = path
+        self._rest = rest
+
+    def plan(self, reports: Sequence[Report | None], rank: int) -> None:
+        """Everyone does the same."""
+
+    def attempt(self, engine: Engine) -> bytes:
+        if self._fabric.channels is not None:
+            engine.fault("checkpoint", engine.step)
+            chunks, optimizer = [self._model.ddp], self._model.optimizer
+            run_released(lambda: checkpoint.save(self._path, chunks, optimizer, self._rest))
+        gather_bytes(engine.communicator, b"", engine.tag(self.name))
+        return b""
+
+
+class LoadCheckpoint(Indivisible):
+    """All active workers read their parts of a checkpoint, whatever layout wrote it; spares get theirs from them later.
+
+    Args:
+        fabric: tells this worker's place, and is told what it has.
+        model: its shard.
+        path: of the checkpoint's folder.
+        step: optimizer steps done in it.
+    """
+
+    name = "load_checkpoint"
+
+    def __init__(self, fabric: GridFabric, model: ShardModel, path: str, step: int) -> None:
+        self._fabric = fabric
+        self._model = model
+        self._path = path
+        self._step = step
+
+    def plan(self, reports: Sequence[Report | None], rank: int) -> None:
+        """Everyone does the same."""
+
+    def attempt(self, engine: Engine) -> bytes:
+        if self._fabric.channels is not None:
+            run_released(lambda: checkpoint.load(self._path, [self._model.ddp], self._model.optimizer))
+        gather_bytes(engine.communicator, b"", engine.tag(self.name))
+        if self._fabric.channels is not None:
+            self._fabric.at = self._step
+        return b""

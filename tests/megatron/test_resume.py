@@ -1,0 +1,67 @@
+"""Checkpoints of the strategy: written through a death, and taken up in another layout: so TP and PP change."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faults.cluster import Cluster
+
+pytest.importorskip("megatron.core.package_info")
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
+
+SCRIPT = Path(__file__).with_name("train.py")
+STEPS = 6
+
+
+def train(folder: Path, agents: int, **settings: Any) -> dict[int, dict[str, Any]]:
+    """Runs a task to its end; its steps as rank 0 noted them."""
+    folder.mkdir()
+    schedule = settings.pop("schedule", [])
+    replica = settings["tp"] * settings["pp"]
+    nodes = f"{replica}:{replica * settings['dp']}"
+    cluster = Cluster(folder, script=SCRIPT, agents=agents, nodes=nodes, schedule=schedule, settings=settings)
+    with cluster:
+        ended = lambda: all(agent.poll() is not None for agent in cluster.agents.values())  # noqa: E731
+        cluster.watch(ended, "the agents' end", 240, stalled=240)
+        cluster.wait_end()
+    lines = [json.loads(line) for path in folder.glob("notes-*.jsonl") for line in path.read_text().splitlines()]
+    return {line["step"]: line for line in lines if line["what"] == "step" and line["rank"] == 0}
+
+
+def test_a_change_of_layout_goes_through_a_checkpoint(tmp_path: Path) -> None:
+    died = {"point": "checkpoint", "replica": 1, "shard": 0}
+    first = train(
+        tmp_path / "first",
+        2,
+        tp=1,
+        pp=1,
+        dp=2,
+        accumulation=2,
+        steps=STEPS,
+        save_every=3,
+        schedule=[died],
+        finish=False,
+    )
+    assert (tmp_path / "first" / "struck-0").exists()
+    saved = sorted(path.name for path in (tmp_path / "first" / "checkpoints").iterdir())
+    assert saved == ["step=3.ckpt", "step=6.ckpt"]
+    path = str(tmp_path / "first" / "checkpoints" / "step=3.ckpt")
+    second = train(tmp_path / "second", 2, tp=1, pp=2, dp=1, accumulation=4, steps=STEPS, resume=path)
+    assert sorted(second) == list(range(3, STEPS))
+    for step, line in second.items():
+        assert line["norm"] == pytest.approx(first[step]["norm"], rel=1e-5)
+        assert line["loss"] == pytest.approx(first[step]["loss"], rel=1e-5)
+
+
+def test_a_task_without_survivors_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
+    died = {"point": "forward", "replica": 0, "shard": 0}
+    steps = train(
+        tmp_path / "task", 1, tp=1, pp=1, dp=1, accumulation=2, steps=3, save_every=1, schedule=[died], finish=False
+    )
+    notes = [json.loads(line) for path in (tmp_path / "task").glob("notes-*") for line in path.read_text().splitlines()]
+    assert len([note for note in notes if note["what"] == "start"]) == 2
+    assert sorted(note["step"] for note in notes if note["what"] == "step") == [0, 1, 2] == sorted(steps)
