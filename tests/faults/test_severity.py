@@ -26,7 +26,8 @@ def failing(folder: Path, *limits: str, agents: int, faults: Sequence[str] = (),
     """A cluster of workers that the faults strike, and a coordinator that loses patience soon."""
     cluster = Cluster(folder, agents=agents, settings={"faults": list(faults), **settings})
     cluster.state_dir.mkdir()
-    own = ["coordinator.exit_when_idle=true", "coordinator.allow_injection=true"]
+    # Its limits would be lost if it ended before slow agents come, and they started one of theirs.
+    own = ["coordinator.exit_when_idle=true", "coordinator.startup_linger=300", "coordinator.allow_injection=true"]
     with Coordinator(cluster.state_dir, *limits, *own, port=cluster.port), cluster:
         yield cluster
 
