@@ -7,12 +7,17 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 from unicron_lightning import wire
 from unicron_lightning.agent.supervisor import Supervisor
 from unicron_lightning.stacks import capture
 
 logger = logging.getLogger(__name__)
+
+
+_SAMPLE_SECONDS: Final = 0.5
+"""Some time slices of a machine on which ten processes want each CPU."""
 
 
 class Inspector:
@@ -47,8 +52,10 @@ class Inspector:
             return
         stacks = await capture(self._folder, process.pid, process.pidfd)
         logger.warning("worker_hangs worker=%s cause=%s\n%s", order.worker, order.cause, stacks)
-        if self._supervisor.find(order.worker) is None or (order.if_it_runs and not stacks):
-            return  # its end is told already, or it cannot run
+        if order.if_it_runs and (not stacks or await waits_for_cpu(process.pid)):
+            return  # a machine that is too busy to let it answer is no hang
+        if self._supervisor.find(order.worker) is None:
+            return  # its end is told already
         report = wire.ErrorReport(
             worker=order.worker,
             kind="task_hang",
@@ -59,3 +66,20 @@ class Inspector:
             details={**order.details, "stacks": stacks},
         )
         self._send(report)
+
+
+async def waits_for_cpu(pid: int) -> bool:
+    """Whether a process's main thread, of late, has waited for a CPU for longer than it has had one."""
+    before = _ran_and_waited(pid)
+    await asyncio.sleep(_SAMPLE_SECONDS)
+    after = _ran_and_waited(pid)
+    return before is not None and after is not None and after[1] - before[1] > after[0] - before[0]
+
+
+def _ran_and_waited(pid: int) -> tuple[int, int] | None:
+    """Of the main thread, in ns; None if the kernel does not tell."""
+    try:
+        ran, waited, _ = Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()
+    except (OSError, ValueError):
+        return None
+    return int(ran), int(waited)
