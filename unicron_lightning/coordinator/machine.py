@@ -106,8 +106,9 @@ class Machine:
             case ev.TimerFired():
                 self._timer(turn, event.key)
         self._replay_pending(turn)
-        for task in turn.concerned.values():
-            self._review(turn, task)
+        while turn.concerned:
+            self._review(turn, turn.concerned.pop(next(iter(turn.concerned))))
+            self._replay_pending(turn)  # of a task that has ended by it
         while turn.cordoned:
             turn.cordoned = False
             for task in list(self._cluster.tasks.values()):
