@@ -33,12 +33,12 @@ BIT_BY_BIT = 2
 MOST_DIFFERENCE = 1e-5
 
 
-def strike(cluster: Cluster, replicas: int, random_: random.Random) -> tuple[str, int, float]:
+def strike(cluster: Cluster, workers: int, replicas: int, random_: random.Random) -> tuple[str, int, float]:
     """One kind of fault in a whole world; returns it, the number of deaths, and the seconds to the next step."""
 
     def whole() -> list[Note] | None:
         world = cluster.world()
-        return world if world and all(note["replicas"] == replicas for note in world) else None
+        return world if len(world) == workers and all(note["replicas"] == replicas for note in world) else None
 
     world = cluster.watch(whole, "a whole world", 600, STALLED_SECONDS)
     time.sleep(random_.uniform(0.0, 0.3))
@@ -48,7 +48,10 @@ def strike(cluster: Cluster, replicas: int, random_: random.Random) -> tuple[str
         "worker": [],
         "two of a replica": [n for n in world if n["replica"] == first["replica"] and n is not first],
         "two of different replicas": [n for n in world if _survives(first, n)],
-        "second in recovery": [n for n in world if _survives(first, n)],
+        # Of two replicas the one that goes on is soon the only one with the newest state.
+        "second in recovery": [
+            n for n in world if n is not first and (replicas > 2 or n["replica"] == first["replica"])
+        ],
     }[kind]
     victims = [first, *(random_.sample(others, 1) if others else [])]
     started = time.time()
@@ -60,7 +63,7 @@ def strike(cluster: Cluster, replicas: int, random_: random.Random) -> tuple[str
 
     def stepped() -> list[Note]:
         return [
-            n for n in cluster.newest_steps() if n["at"] > started and n["pid"] not in dead and n["world"] < len(world)
+            n for n in cluster.newest_steps() if n["at"] > started and n["pid"] not in dead and n["world"] < workers
         ]
 
     after = cluster.watch(stepped, "the next step", 300, STALLED_SECONDS)
@@ -108,7 +111,7 @@ def main() -> None:
         with Cluster(folder, script=SCRIPT, agents=workers + 1, nodes=nodes, settings=settings) as cluster:
             faults = 0
             while faults < arguments.faults:
-                kind, deaths, seconds = strike(cluster, model["dp"], random_)
+                kind, deaths, seconds = strike(cluster, workers, model["dp"], random_)
                 faults += deaths
                 times[kind].append(seconds)
                 print(f"{faults} faults: {kind}, next step after {1e3 * seconds:.0f} ms", flush=True)

@@ -31,6 +31,14 @@ SCHEDULES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
             die("commit", 1, 0),
         ],
     ),
+    "tensor": (
+        {"tp": 2, "toy": {"sequence_parallel": True, "bf16": True}, "ddp": {"overlap_grad_reduce": True}},
+        [
+            die("forward", 1, 1, micro_batch=1),
+            die("reduce", 0, 0),
+            die("commit", 1, 0),
+        ],
+    ),
 }
 
 

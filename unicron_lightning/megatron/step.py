@@ -149,7 +149,12 @@ class ReplicaStep(Generic[_Sums]):
                 raise CommunicatorAborted("the replica's connections were cut")
 
     def _gate(self, engine: Engine) -> None:
-        """Until here a worker that leaves the step keeps its partners from nothing; from here on it cuts them off."""
+        """Until here a worker that leaves the step keeps its partners from nothing; from here on it cuts them off.
+
+        A replica of one worker has nobody to wait for.
+        """
+        if self._fabric.shape.shards == 1:
+            return
         if self._fabric.phase == "reducing":
             self._fabric.phase = "finalizing"
         communicator = engine.communicator
