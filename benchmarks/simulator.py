@@ -131,14 +131,14 @@ def first(nodes: Nodes, name: str, after: float, **fields: Any) -> float:
 
 def step_times(nodes: Nodes, worlds: dict[str, int]) -> dict[str, float]:
     """Of each task at those sizes, over some seconds."""
-    nodes.wait_worlds(worlds, PATIENCE)
-    time.sleep(STEADY)
-    until = time.time()
-    times = {}
-    for task in worlds:
-        ends = [line["at"] for line in nodes.steps(task) if until - STEADY < line["at"] <= until]
-        times[task] = (ends[-1] - ends[0]) / (len(ends) - 1)
-    return times
+    while True:
+        nodes.wait_worlds(worlds, PATIENCE)
+        time.sleep(STEADY)
+        until = time.time()
+        steps = {task: [s for s in nodes.steps(task) if until - STEADY < s["at"] <= until] for task in worlds}
+        # A resize may be followed by a move, as the plan chooses places for itself.
+        if all(step["world"] == size for task, size in worlds.items() for step in steps[task]):
+            return {task: (found[-1]["at"] - found[0]["at"]) / (len(found) - 1) for task, found in steps.items()}
 
 
 def planned_changes(nodes: Nodes) -> tuple[dict[str, dict[int, float]], float, float]:

@@ -325,7 +325,8 @@ class Machine:
             case "recovery":
                 severity.overdue(task, turn)
             case "watch" | "start" | "stacks":
-                hangs.timer(task, turn, key.kind, agent)
+                if not hangs.timer(task, turn, key.kind, agent):
+                    return
             case "join":
                 task.join_timer = False
                 task.join_due = True

@@ -25,5 +25,5 @@ def tell(turn: Turn) -> None:
         if of_incident or event.name in _ALSO:
             notice = wire.Notice(name=event.name, at=turn.now, incident=event.incident, fields=event.fields)
             for agent_id in concerned(task):
-                if agent_id in task.agents:
-                    turn.send(task.agents[agent_id], notice)
+                if (agent := task.agents.get(agent_id)) is not None:
+                    turn.send(agent, notice)

@@ -45,12 +45,19 @@ def doing(task: Task, turn: Turn, agent: Agent, message: wire.Doing) -> None:
         _judge(task, turn, watch)
 
 
-def timer(task: Task, turn: Turn, kind: str, agent: Agent | None) -> None:
-    """A time is up: to look at the members again (``watch``), to start, or to tell of stacks."""
+def timer(task: Task, turn: Turn, kind: str, agent: Agent | None) -> bool:
+    """A time is up: to look at the members again (``watch``), to start, or to tell of stacks.
+
+    Returns:
+        Whether anything can follow from it: a thousand workers that have started in time are no reason to look.
+    """
+    if kind == "start" and (agent is None or all(worker.built for worker in task.workers_of(agent.id))):
+        return False
     if kind == "watch":
         _watch_due(task, turn)
     elif agent is not None:
         (_start_due if kind == "start" else _stacks_due)(task, turn, agent)
+    return True
 
 
 def restore(task: Task, turn: Turn) -> None:

@@ -132,11 +132,13 @@ class SimAgent:
         """The coordinator says something."""
         if not self.alive:
             return
+        if type(message) is wire.Epoch:
+            self.training.epoch_for(self, message)
+            return
+        if type(message) is wire.Go:
+            self.training.go(message)
+            return
         match message:
-            case wire.Epoch():
-                self.training.epoch_for(self, message)
-            case wire.Go():
-                self.training.go(message)
             case wire.Grant():
                 self._grant(message)
             case wire.Welcome() if message.worker == self.worker:

@@ -93,12 +93,14 @@ class Shell:
             self._handle(ev.Together(received=tuple(said)) if len(said) > 1 else said[0])
 
     def _handle(self, event: ev.Input) -> None:
+        peers = self._peers
         for action in self.machine.handle(event, self.time):
+            if type(action) is ev.Send:  # nearly all are, and of these many are notices, of which nothing follows
+                peer = peers.get(action.conn)
+                if peer is not None and type(action.message) is not wire.Notice:
+                    peer.receive(action.message)
+                continue
             match action:
-                case ev.Send(conn=conn, message=message):
-                    peer = self._peers.get(conn)
-                    if peer is not None:
-                        peer.receive(message)
                 case ev.Emit():
                     self._seen(action)
                 case ev.SetTimer(key=key, seconds=seconds):
