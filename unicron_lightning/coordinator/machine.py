@@ -324,9 +324,8 @@ class Machine:
                 severity.comm_error_due(task, turn)
             case "recovery":
                 severity.overdue(task, turn)
-            case "watch" | "start" | "stacks":
-                if not hangs.timer(task, turn, key.kind, agent):
-                    return
+            case "watch" | "start" | "stacks" if not hangs.timer(task, turn, key.kind, agent):
+                return
             case "join":
                 task.join_timer = False
                 task.join_due = True
