@@ -7,6 +7,7 @@ model is built, the connections are dummies: construction needs ranks and sizes,
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -45,6 +46,8 @@ def build_world(shape: Shape, shard: int, device: torch.device) -> None:
     def provide(ranks: tuple[int, ...], rank: int) -> Any:
         return FakeProcessGroup._create_internal(rank, len(ranks))
 
+    if device.type == "cuda":  # torch's own dummies serve all devices; its module registers them
+        importlib.import_module("torch.testing._internal.distributed.fake_pg")
     _initialize(grid, dist.HashStore(), provide, "fake" if device.type == "cuda" else BACKEND)
 
 
