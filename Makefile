@@ -13,7 +13,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 FAULTS ?= 200
 PYTEST_ARGS ?=
-COMPUTING := $(addprefix tests/,planner planning coordinator worker data simulate inject)
+COMPUTING := $(addprefix tests/,planner planning coordinator data simulate inject detection)
 NONE_PICKED = $(if $(PYTEST_ARGS),|| test $$? = 5)
 
 VENV := .venv
