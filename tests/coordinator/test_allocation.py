@@ -150,6 +150,26 @@ def test_a_task_that_lost_all_it_had_does_not_drive_out_one_that_runs(plain: boo
     assert {task.name: task.runs for task in question.tasks} == {"a": False, "b": True}
 
 
+def test_a_task_that_is_resized_leaves_the_places_that_the_plan_takes_from_it() -> None:
+    """And not those of its newest agents first: it would leave twice."""
+    world = World()
+    agents = crowd(world, 5, a=(1, 3), b=(1, 2))
+    first = members(world, "a")[0]
+    newest = agents["a"][int(first[1:])]
+    newest.die()
+    newest.rendezvous()
+    settle(world, agents)
+    assert members(world, "a")[0] == first and world.task("a").slots[-1] == newest.name
+    before = world.names("a").count("epoch_published")
+    world.do(ev.Resize(task="a", nodes=2))
+    settle(world, agents)
+    exclusive(world)
+    assert len(members(world, "a")) == 2
+    assert world.names("a").count("epoch_published") == before + 1, "it leaves once, and nobody has to come"
+    kept = {name for name, task in world.machine.lasting.assigned.items() if task == "a"}
+    assert kept == {f"{node}/0" for node in members(world, "a")}
+
+
 def test_a_task_that_ends_leaves_its_places_to_the_others() -> None:
     world = World()
     agents = crowd(world, 4, a=(1, 4), b=(1, 4))

@@ -102,9 +102,13 @@ def leaving(task: Task, turn: Turn) -> set[str]:
     """Agents that hold a slot and are not to: on drained nodes, and the newest of more than `Task.limit` others.
 
     There are more when the task is to shrink, or a node is undrained before it has left and another has its slot
-    already.
+    already. Those at places that the plan gives the task stay: if they are too many, the plan says which.
     """
-    return set(task.slots) - set(_undrained(task, turn)[: task.limit])
+    assigned = turn.lasting.assigned
+    staying = _undrained(task, turn)
+    planned = {agent_id for agent_id in staying if assigned.get(task.agents[agent_id].place or "") == task.id}
+    others = [agent_id for agent_id in staying if agent_id not in planned]
+    return set(task.slots) - planned - set(others[: max(0, task.limit - len(planned))])
 
 
 def _undrained(task: Task, turn: Turn) -> list[str]:
