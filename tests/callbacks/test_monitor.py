@@ -62,10 +62,9 @@ def test_another_strategy_is_refused(train: Callable[..., Any]):
 
 
 @pytest.mark.faults
-def test_who_becomes_the_first_worker_goes_on_telling(tmp_path: Path, rows: Logged, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("faults.cluster.SCRIPT", SCRIPT)
+def test_who_becomes_the_first_worker_goes_on_telling(tmp_path: Path, rows: Logged) -> None:
     shape = {"nodes": 2, "full": 2, "pace": 0.02, "slow": 0.04}
-    with Cluster(tmp_path, agents=2, nodes="1:2", settings=shape) as cluster:
+    with Cluster(tmp_path, agents=2, nodes="1:2", settings=shape, script=SCRIPT) as cluster:
         first = next(line for line in cluster.wait_world(2) if line["rank"] == 0)
         kill(first["pid"])
         cluster.watch(lambda: [row for row in rows() if "unicron/sub_healthy_s" in row], "the bill in the log", 60)
