@@ -24,6 +24,7 @@ from unicron_lightning.worker.communicator import (
     SoloCommunicator,
     broadcast_bytes,
     gather_bytes,
+    gather_rows,
 )
 from unicron_lightning.worker.gloo import GlooCommunicator, wait_buried
 
@@ -80,6 +81,16 @@ def test_collectives(server: dist.TCPStore, world: int) -> None:
 
     total = float(sum(range(1, world + 1)))
     assert in_threads(server, world, body) == [([total] * 5, [[1, 1], [1, 1]])] * world
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_rows(server: dist.TCPStore, world: int) -> None:
+    def body(communicator: Communicator) -> Any:
+        return gather_rows(communicator, [communicator.rank, 0.5]).tolist()
+
+    rows = [[float(rank), 0.5] for rank in range(world)]
+    assert in_threads(server, world, body) == [rows] * world
+    assert gather_rows(SoloCommunicator(), [3.0, 4.0]).tolist() == [[3.0, 4.0]]
 
 
 def test_bytes(server: dist.TCPStore) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 
@@ -209,12 +210,14 @@ def test_who_has_waited_long_for_others_is_not_overdue_when_they_have_come(worke
     assert worker.overdue[-1].phase == "compute", "its own time counts as ever"
 
 
-def test_the_cpu_that_others_have_had_since_the_step_began_is_left_out() -> None:
+def test_the_cpu_that_others_have_had_since_the_step_began_is_left_out(tmp_path: Path) -> None:
     class Schedule:
         """As in /proc: the second number is the time spent waiting for a CPU, in ns; here nine tenths of all time."""
 
-        def read_text(self) -> str:
-            return f"0 {int(0.9e9 * worker.now)} 0"
+        def __fspath__(self) -> str:
+            path = tmp_path / "schedstat"
+            path.write_text(f"0 {int(0.9e9 * worker.now)} 0")
+            return str(path)
 
     worker = Worker()
     worker.monitor = Monitor("w", worker.activity)

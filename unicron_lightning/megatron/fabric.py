@@ -304,6 +304,9 @@ class GridCommunicator:
     def all_reduce(self, tensor: Tensor) -> Handle:
         return self._base.all_reduce(tensor)
 
+    def all_gather(self, received: Tensor, sent: Tensor) -> Handle:
+        return self._base.all_gather(received, sent)
+
     def broadcast(self, tensor: Tensor, root: int) -> Handle:
         return self._base.broadcast(tensor, root)
 

@@ -24,7 +24,7 @@ import torch
 from unicron_lightning.megatron.fabric import GridFabric, run_released
 from unicron_lightning.megatron.model import ForwardStep, ShardModel
 from unicron_lightning.megatron.shares import CallPlan, CallReport, plan_calls
-from unicron_lightning.worker.communicator import CommunicatorAborted
+from unicron_lightning.worker.communicator import CommunicatorAborted, gather_rows
 from unicron_lightning.worker.engine import Engine, Report
 from unicron_lightning.worker.step import Sums
 
@@ -176,10 +176,9 @@ class ReplicaStep(Generic[_Sums]):
         pending = engine.control is not None and engine.control.newer_than(engine.world.epoch) is not None
         speaks = place.rank == place.layout.replicas[0].members[0]
         norm = self._model.grad_norm if speaks else 0.0
-        ballot = torch.tensor([float(pending), norm, *totals], dtype=torch.float64)
         engine.fault("commit", engine.step)
-        communicator.wait(communicator.all_reduce(ballot))
-        votes, self.grad_norm, *sums = ballot.tolist()
+        ballots = gather_rows(communicator, [float(pending), norm, *totals])
+        votes, self.grad_norm, *sums = ballots.sum(0).tolist()
         leave = int(votes) == engine.world.size or engine.world.hold
         return (engine.world.epoch if leave else 0), sums
 

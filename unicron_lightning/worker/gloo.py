@@ -87,6 +87,9 @@ class GlooCommunicator:
     def all_reduce(self, tensor: Tensor) -> Handle:
         return self._start(lambda group: group.allreduce([tensor]))
 
+    def all_gather(self, received: Tensor, sent: Tensor) -> Handle:
+        return self._start(lambda group: group._allgather_base(received.view(-1), sent.view(-1)))
+
     def broadcast(self, tensor: Tensor, root: int) -> Handle:
         return self._start(lambda group: group.broadcast(tensor, root))
 

@@ -52,6 +52,9 @@ class NcclCommunicator:
             return self._cpu.all_reduce(tensor)
         return self._track(self._live().allreduce([tensor]))  # type: ignore[attr-defined]
 
+    def all_gather(self, received: Tensor, sent: Tensor) -> Handle:
+        return self._cpu.all_gather(received, sent)
+
     def broadcast(self, tensor: Tensor, root: int) -> Handle:
         if tensor.device.type != "cuda":
             return self._cpu.broadcast(tensor, root)

@@ -4,7 +4,7 @@ Protocol (docs/protocol.md):
 
 1. Each rank runs its share of the step's micro-batches; gradients accumulate in local buckets without communication.
 2. During the backward of its last micro-batch it launches the all-reduces on *copies* of the buckets.
-3. When all are complete, the **commit**: one small all-reduce, in which the ranks sum what else the step has given
+3. When all are complete, the **commit**: one small all-gather, by which the ranks sum what else the step has given
    (loss, logged values) and count who has seen a pending epoch; if all have, all switch at the end of the step. Nobody
    steps the optimizer before it, so whoever has its result knows that every rank has every reduction.
 4. After a failure the survivors keep local buckets and completed reductions, and plan the rest (`ledger.plan_step`).
@@ -23,7 +23,7 @@ import torch
 
 from unicron_lightning.worker.balance import Balance
 from unicron_lightning.worker.buckets import Bucket, GradientBuckets
-from unicron_lightning.worker.communicator import CommunicatorAborted, Handle
+from unicron_lightning.worker.communicator import CommunicatorAborted, Handle, gather_rows
 from unicron_lightning.worker.engine import Engine, Report
 from unicron_lightning.worker.ledger import StepPlan, StepReport, plan_step
 
@@ -116,12 +116,10 @@ class GradientStep:
         self._await_reductions(engine)
         engine.fault("reduced", engine.step)
         engine.activity.enter("commit")
-        times = [] if self._balance is None else self._times(engine)
-        leave, sums = self._commit(engine, [*self._sums.totals(), *times])
-        totals, times = sums[: len(sums) - len(times)], sums[len(sums) - len(times) :]
+        leave, times, totals = self._commit(engine, self._sums.totals())
         if self._sums.read(totals):
             self._sums.settle(engine)
-            leave, _ = self._commit(engine, ())
+            leave, _, _ = self._commit(engine, ())
         if self._balance is not None:
             self._balance.take(times)
         engine.switch_from = leave
@@ -213,19 +211,15 @@ class GradientStep:
             self._reduced.add(index)
             del self._in_flight[index]
 
-    def _times(self, engine: Engine) -> list[float]:
-        """Each rank's seconds for a micro-batch, of which this one knows its own: summed, everyone knows all."""
-        times, activity = [0.0] * engine.world.size, engine.activity
-        if activity.micro_batches:
-            times[engine.world.rank] = activity.busy() / activity.micro_batches
-        return times
-
-    def _commit(self, engine: Engine, totals: Sequence[float]) -> tuple[int, list[float]]:
-        """The epoch that all members agree to leave (0: none), and the sums of ``totals`` over the ranks."""
+    def _commit(self, engine: Engine, totals: Sequence[float]) -> tuple[int, list[float], list[float]]:
+        """The epoch that all members agree to leave (0: none), each rank's seconds for a micro-batch (0: not known),
+        and the sums of ``totals`` over the ranks.
+        """
+        activity = engine.activity
         pending = engine.control is not None and engine.control.newer_than(engine.world.epoch) is not None
-        ballot = torch.tensor([float(pending), *totals], dtype=torch.float64)
+        busy = activity.busy() / activity.micro_batches if activity.micro_batches else 0.0
         engine.fault("commit", engine.step)
-        engine.communicator.wait(engine.communicator.all_reduce(ballot))
-        votes, *sums = ballot.tolist()
+        ballots = gather_rows(engine.communicator, [float(pending), busy, *totals])
+        votes, _, *sums = ballots.sum(0).tolist()
         leave = int(votes) == engine.world.size or engine.world.hold
-        return (engine.world.epoch if leave else 0), sums
+        return (engine.world.epoch if leave else 0), ballots[:, 1].tolist(), sums

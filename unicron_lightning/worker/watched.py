@@ -25,6 +25,9 @@ class WatchedCommunicator:
     def all_reduce(self, tensor: Tensor) -> Handle:
         return self._communicator.all_reduce(tensor)
 
+    def all_gather(self, received: Tensor, sent: Tensor) -> Handle:
+        return self._communicator.all_gather(received, sent)
+
     def broadcast(self, tensor: Tensor, root: int) -> Handle:
         return self._communicator.broadcast(tensor, root)
 
