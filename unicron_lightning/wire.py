@@ -28,6 +28,11 @@ from unicron_lightning.healthwire import ErrorReport as ErrorReport
 from unicron_lightning.healthwire import GpuReading as GpuReading
 from unicron_lightning.healthwire import NodeReading as NodeReading
 from unicron_lightning.message import Message as Message
+from unicron_lightning.pairwire import PairConnect as PairConnect
+from unicron_lightning.pairwire import PairEnd as PairEnd
+from unicron_lightning.pairwire import PairResult as PairResult
+from unicron_lightning.pairwire import PairServe as PairServe
+from unicron_lightning.pairwire import PairServing as PairServing
 from unicron_lightning.watchwire import Ask as Ask
 from unicron_lightning.watchwire import Doing as Doing
 from unicron_lightning.watchwire import Inspect as Inspect
@@ -370,8 +375,12 @@ Forwarded = Union[
 ]
 FromWorker = Union[Forwarded, Heartbeat]
 ToWorker = Union[Welcome, Epoch, Go, LookupReply, TaskOver, Notice, FaultNoted, Inject, Ask]
-FromAgent = Union[Beat, NodeReading, Register, RendezvousBegin, LocalWorld, StoreUsed, WorkerDied, Bye, Forwarded]
-ToAgent = Union[Beat, Barred, Registered, Refused, Grant, Ranks, Stop, Fence, Inspect, ToWorker]
+FromPair = Union[PairServing, PairResult]
+ToPair = Union[PairServe, PairConnect, PairEnd]
+FromAgent = Union[
+    Beat, NodeReading, Register, RendezvousBegin, LocalWorld, StoreUsed, WorkerDied, Bye, FromPair, Forwarded
+]
+ToAgent = Union[Beat, Barred, Registered, Refused, Grant, Ranks, Stop, Fence, Inspect, ToPair, ToWorker]
 
 encode = msgspec.json.Encoder().encode
 decode_from_worker = msgspec.json.Decoder(FromWorker).decode

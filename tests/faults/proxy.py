@@ -39,6 +39,10 @@ class Proxy:
         for end in (*self._ends, *self._unserved, self._listener):
             end.close()
 
+    def retarget(self, target: int) -> None:
+        """From now on connect to another port."""
+        self._target = target
+
     def reset(self) -> None:
         """Break all connections at once; new ones are served."""
         self._break = True

@@ -24,6 +24,7 @@ from unicron_lightning import environ, wire
 from unicron_lightning.agent.calling import call
 from unicron_lightning.agent.deaths import Deaths
 from unicron_lightning.agent.embedded import EmbeddedCoordinator
+from unicron_lightning.agent.exchange import Exchanges
 from unicron_lightning.agent.gate import Gate
 from unicron_lightning.agent.health import HealthWatch
 from unicron_lightning.agent.injection import AgentFaults
@@ -70,6 +71,7 @@ class Agent:
         self._embedded = EmbeddedCoordinator(options)
         self._supervisor = Supervisor(options.agent, self._on_found, self._on_exit)
         self._inspector = Inspector(self._scratch.path, self._supervisor, self._send)
+        self._exchanges = Exchanges(options.host, options.token, self._send)
         self._local = LocalServer(
             self.socket_path,
             LocalHooks(accept=self._accept, received=self._from_worker, left=self._roster.leaves),
@@ -185,6 +187,7 @@ class Agent:
             await asyncio.gather(ticking, keeping_up, return_exceptions=True)
             self._gate.close()
             self._inspector.close()
+            await self._exchanges.close()
             self._supervisor.close()
             self._deaths.close()
             await self._loop.run_in_executor(None, self._health.close)
@@ -307,6 +310,8 @@ class Agent:
                 self._faults.take(message)
             case wire.Inspect():
                 self._inspector.begin(message)
+            case wire.PairServe() | wire.PairConnect() | wire.PairEnd():
+                self._exchanges.take(message)
 
     def _fence(self, fence: wire.Fence) -> None:
         if not fence.worker.startswith(f"{self._options.agent}/"):

@@ -26,6 +26,7 @@ _REPEATABLE: Final = (
     wire.ErrorReport,
     wire.StoreUsed,
     wire.FaultDue,
+    wire.PairResult,
     wire.Bye,
 )
 

@@ -31,7 +31,7 @@ class RoundStore:
     """
 
     def __init__(self, host: str, timeout: timedelta = timedelta(seconds=300)) -> None:
-        listener = _listen(host)
+        listener = listen(host)
         port = int(listener.getsockname()[1])
         # The store takes the descriptor over and closes it with the server.
         self._store: dist.TCPStore | None = dist.TCPStore(
@@ -68,7 +68,7 @@ def _plain(address: Any) -> tuple[str, int]:
     return str(address.ip).removeprefix("::ffff:"), int(address.port)
 
 
-def _listen(host: str) -> socket.socket:
+def listen(host: str) -> socket.socket:
     """Listen on a free port of ``host``, or of all addresses if it is none of this machine's own (NAT)."""
     with contextlib.suppress(OSError):
         family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
@@ -80,7 +80,7 @@ def _listen(host: str) -> socket.socket:
             listener.close()
             raise
         return listener
-    logger.warning("store_listens_everywhere host=%s reason='not an address of this machine'", host)
+    logger.warning("listens_everywhere host=%s reason='not an address of this machine'", host)
     listener = socket.socket()
     listener.bind(("", 0))
     listener.listen(_BACKLOG)

@@ -47,5 +47,5 @@ def take(task: Task, turn: Turn, agent: Agent, reading: wire.NodeReading) -> Non
     if before != agent.unhealthy:
         turn.places_changed = True
         turn.decisions.setdefault(task.id, [])  # the task is to be looked at
-        turn.send(agent, wire.Barred(reason=agent.unhealthy))
+        turn.send(agent, wire.Barred(reason=agent.barred))
         turn.save(task)

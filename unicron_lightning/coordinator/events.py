@@ -15,6 +15,7 @@ import msgspec
 from unicron_lightning import wire
 from unicron_lightning.coordinator.question import Question
 from unicron_lightning.detection.health import HealthLimits
+from unicron_lightning.detection.pairs import PairLimits
 from unicron_lightning.detection.patterns import Pattern
 from unicron_lightning.detection.silence import SilenceLimits
 from unicron_lightning.faults.fault import Fault
@@ -32,6 +33,7 @@ class TimerKey(NamedTuple):
 
 _SILENCE = SilenceLimits(beat=0.5, least=1.2, most=4.5)
 _HEALTH = HealthLimits()
+_PAIRS = PairLimits()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,7 @@ class Limits:
     worker_timeout: float = 10.0
     silence: SilenceLimits = _SILENCE
     health: HealthLimits = _HEALTH
+    pairs: PairLimits = _PAIRS
     flapping_cuts: int = 3
     flapping_window: float = 300.0
     warm_standby: bool = False

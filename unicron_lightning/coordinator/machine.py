@@ -17,6 +17,8 @@ from unicron_lightning.coordinator import (
     membership,
     nodes,
     notices,
+    orders,
+    pairing,
     registration,
     slots,
     standby,
@@ -58,8 +60,7 @@ class Machine:
     @property
     def drained(self) -> list[str]:
         """The nodes, or agents, that are to have no workers: by an operator's order, or cordoned."""
-        lasting = self._cluster.lasting
-        return [*lasting.drained, *(node for node in lasting.cordoned if node not in lasting.drained)]
+        return orders.drained(self._cluster.lasting)
 
     @property
     def lasting(self) -> Lasting:
@@ -138,6 +139,7 @@ class Machine:
             registration.restore(task, turn)
             severity.restore(task)
             hangs.restore(task, turn)
+            pairing.restore(task)
             self._review(turn, task)
         nodes.restore(cluster, turn)
         if self.limits.exit_when_idle:
@@ -228,6 +230,8 @@ class Machine:
                 workers.worker_died(task, turn, agent, message)
             case wire.ErrorReport() | wire.NodeReading():
                 admission.told(task, turn, agent, message)
+            case wire.PairServing() | wire.PairResult():
+                pairing.told(task, turn, agent, message)
             case wire.WorkerHello():
                 workers.hello(task, turn, agent, message)
             case wire.Doing():
@@ -267,22 +271,9 @@ class Machine:
                 self._review(turn, task)
 
     def _drain(self, turn: Turn, event: ev.Drain) -> None:
-        lasting = self._cluster.lasting
-        if event.drained and event.node not in lasting.drained:
-            lasting.drained.append(event.node)
-        elif not event.drained and event.node in self.drained:
-            lasting.drained = [node for node in lasting.drained if node != event.node]
-            lasting.cordoned.pop(event.node, None)
-            for task in self._cluster.tasks.values():
-                severity.lift(task, turn, event.node)
-        else:
-            return
-        name = "node_drains" if event.drained else "node_undrained"
-        turn.actions.append(ev.Emit(name=name, task=None, incident=None, fields={"node": event.node}))
-        turn.save_lasting()
-        turn.places_changed = True
-        for task in list(self._cluster.tasks.values()):
-            self._review(turn, task)
+        if orders.drain(self._cluster, turn, event):
+            for task in list(self._cluster.tasks.values()):
+                self._review(turn, task)
 
     def _resize(self, turn: Turn, event: ev.Resize) -> None:
         task = self._cluster.tasks[event.task]
@@ -316,6 +307,8 @@ class Machine:
                 registration.lost_due(task, turn, agent)
             case "missing" if agent is not None:
                 registration.missing_due(task, turn, agent)
+            case "pair" if agent is not None:
+                pairing.due(task, turn, agent)
             case "restore" if task.restoring:
                 registration.restore_due(task, turn)
             case "rebuild" if task.rebuilding:
@@ -339,6 +332,7 @@ class Machine:
         """Do what is due for the task now."""
         again = True
         while again:
+            pairing.review(task, turn)
             slots.review_slots(task, turn)
             membership.review_members(task, turn)
             standby.review_standbys(task, turn)

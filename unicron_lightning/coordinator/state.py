@@ -14,6 +14,7 @@ import msgspec
 from unicron_lightning import wire
 from unicron_lightning.coordinator.incident import Accounts
 from unicron_lightning.coordinator.measured import Lifetimes, Measured
+from unicron_lightning.coordinator.paired import Paired
 from unicron_lightning.coordinator.severity.record import Record
 from unicron_lightning.coordinator.watch.record import Watch
 from unicron_lightning.jobs import Job
@@ -59,7 +60,9 @@ class Agent(msgspec.Struct, kw_only=True):
     problems: list[str] = []
     """What is wrong with its node, by `detection.health.Problem.check`."""
     unhealthy: str = ""
-    """Why it gets no slot; "" if nothing keeps it from one."""
+    """What is wrong with its node such that it gets no slot; "" if nothing is."""
+    paired: Paired = msgspec.field(default_factory=Paired)
+    """Its exchanges of data with others."""
     cuts: list[float] = []
     """time.time() of its newest broken connections that it came back from in time."""
     round: int = 0
@@ -90,6 +93,11 @@ class Agent(msgspec.Struct, kw_only=True):
     def all_warm(self) -> bool:
         """Whether all its workers are warm and can be welcomed now."""
         return self.warm and not self.gone and len(self.hellos) == self.local_world and self.conn is not None
+
+    @property
+    def barred(self) -> str:
+        """Why it gets no slot; "" if nothing is known that keeps it from one."""
+        return "; ".join(filter(None, (self.unhealthy, self.paired.reason)))
 
     @property
     def place(self) -> str | None:

@@ -124,5 +124,5 @@ def _agent(task: Task, agent: Agent) -> dict[str, Any]:
         "round": agent.round,
         "slot": "granted" if agent.id in task.slots else standing,
         "place": agent.place,
-        "unhealthy": agent.unhealthy,
+        "unhealthy": agent.barred,
     }

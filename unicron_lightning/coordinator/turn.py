@@ -78,7 +78,9 @@ class Turn:
 
     def startable(self, waiting: Iterable[Agent]) -> list[Agent]:
         """Those of waiting agents that may have workers: nobody else has any at their places, or is to."""
-        well = (agent for agent in waiting if not (agent.unhealthy or self.drains(agent)))
+        check = self.limits.pairs.check
+        known = (agent for agent in waiting if agent.paired.passed or not check)
+        well = (agent for agent in known if not (agent.unhealthy or self.drains(agent)))
         ready = [agent for agent in well if is_assigned(self._cluster, agent)]
         taken = occupants(self._cluster) if any(agent.place is not None for agent in ready) else {}
         return [agent for agent in ready if agent.place not in taken]

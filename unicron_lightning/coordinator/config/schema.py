@@ -7,12 +7,11 @@ Not frozen: to Hydra a frozen schema is one whose values cannot be overridden.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
+from unicron_lightning.coordinator.config.checks import check_above_one, check_not_negative, check_positive
+from unicron_lightning.coordinator.config.health import HealthConfig
 from unicron_lightning.coordinator.events import Limits
-from unicron_lightning.coordinator.severity.errors import SEVERITY
-from unicron_lightning.detection.health import HealthLimits
 from unicron_lightning.detection.patterns import Pattern
 from unicron_lightning.detection.silence import SilenceLimits
 from unicron_lightning.errors import ConfigError
@@ -46,8 +45,8 @@ class ProcessConfig:
             raise ConfigError(f"coordinator.port={self.port}: expected 0..65535")
         if not self.host:
             raise ConfigError("coordinator.host is empty: expected an address or a host name")
-        _check_positive("coordinator", max_message_bytes=self.max_message_bytes)
-        _check_not_negative("coordinator", idle_linger=self.idle_linger, startup_linger=self.startup_linger)
+        check_positive("coordinator", max_message_bytes=self.max_message_bytes)
+        check_not_negative("coordinator", idle_linger=self.idle_linger, startup_linger=self.startup_linger)
 
 
 @dataclass(kw_only=True)
@@ -113,9 +112,9 @@ class PlannerConfig:
     """The same when it starts on other slots from a checkpoint, or for the first time."""
 
     def __post_init__(self) -> None:
-        _check_positive("planner", node_mtbf_hours=self.node_mtbf_hours, worker_mtbf_hours=self.worker_mtbf_hours)
-        _check_positive("planner", shrink_seconds=self.shrink_seconds, grow_seconds=self.grow_seconds)
-        _check_positive("planner", restart_seconds=self.restart_seconds, cold_seconds=self.cold_seconds)
+        check_positive("planner", node_mtbf_hours=self.node_mtbf_hours, worker_mtbf_hours=self.worker_mtbf_hours)
+        check_positive("planner", shrink_seconds=self.shrink_seconds, grow_seconds=self.grow_seconds)
+        check_positive("planner", restart_seconds=self.restart_seconds, cold_seconds=self.cold_seconds)
 
 
 @dataclass(kw_only=True)
@@ -172,7 +171,7 @@ class DetectionConfig:
     """...if that goes on for so long."""
 
     def __post_init__(self) -> None:
-        _check_positive(
+        check_positive(
             "detection",
             timeout=self.timeout,
             heartbeat=self.heartbeat,
@@ -189,9 +188,9 @@ class DetectionConfig:
             mute_time=self.mute_time,
             collective_time=self.collective_time,
         )
-        _check_above_one("detection", hang_factor=self.hang_factor, degraded_factor=self.degraded_factor)
-        _check_above_one("detection", straggler_factor=self.straggler_factor)
-        _check_not_negative(
+        check_above_one("detection", hang_factor=self.hang_factor, degraded_factor=self.degraded_factor)
+        check_above_one("detection", straggler_factor=self.straggler_factor)
+        check_not_negative(
             "detection",
             reconnect_grace=self.reconnect_grace,
             restart_grace=self.restart_grace,
@@ -241,64 +240,7 @@ class SeverityConfig:
     """The same for lives from a checkpoint none of which got further than those before."""
 
     def __post_init__(self) -> None:
-        _check_positive("severity", **vars(self))
-
-
-@dataclass(kw_only=True)
-class PatternConfig:
-    """One of ``health.patterns``."""
-
-    pattern: str = ""
-    """A regular expression of Python, searched in ``TYPE: message`` of an exception."""
-    kind: str = ""
-    """One of the kinds of errors, which has a severity: docs/severity.md."""
-
-
-@dataclass(kw_only=True)
-class HealthConfig:
-    """Group ``health``: what counts as which error, and what is wrong with a node. See docs/detection.md."""
-
-    patterns: list[PatternConfig] = field(default_factory=list)
-    """Which errors are of which kind, before the built-in table is asked."""
-    nan_loss: str = "tell"
-    """What is done when the loss is NaN or infinite: ``tell``, or ``stop`` the task."""
-    flapping_cuts: int = 3
-    """An agent whose connection broke and was renewed so often within the window has a flapping link."""
-    flapping_window: float = 300.0
-    """Seconds."""
-    disk_free: float = 0.1
-    """GiB: with less in the folder for temporary files or where its agent runs a node gets no workers."""
-    memory_free: float = 2.0
-    """Percent of memory: the same."""
-    memory_pressure: float = 50.0
-    """Percent of ten seconds in which everything waited for memory: told."""
-    gpu_temperature: float = 90.0
-    """Degrees Celsius: told."""
-    nvlink_errors: int = 1
-    """Recoveries of a GPU's links since its agent began: the node is cordoned."""
-
-    def limits(self) -> HealthLimits:
-        """What a node is judged by."""
-        return HealthLimits(
-            disk_free=self.disk_free,
-            memory_free=self.memory_free,
-            memory_pressure=self.memory_pressure,
-            gpu_temperature=self.gpu_temperature,
-            nvlink_errors=self.nvlink_errors,
-        )
-
-    def __post_init__(self) -> None:
-        for row in self.patterns:
-            if row.kind not in SEVERITY or not row.pattern:
-                raise ConfigError(
-                    f"health.patterns: {row.pattern!r} of kind {row.kind!r}: expected a pattern and "
-                    f"one of {', '.join(SEVERITY)}"
-                )
-            Pattern(pattern=row.pattern, kind=row.kind)
-        _check_not_negative("health", **vars(self.limits()))
-        _check_positive("health", flapping_cuts=self.flapping_cuts, flapping_window=self.flapping_window)
-        if self.nan_loss not in ("tell", "stop"):
-            raise ConfigError(f"health.nan_loss={self.nan_loss}: expected tell or stop")
+        check_positive("severity", **vars(self))
 
 
 @dataclass(kw_only=True)
@@ -311,7 +253,7 @@ class StoreConfig:
     """Events of the log that are kept at a start; older ones are deleted."""
 
     def __post_init__(self) -> None:
-        _check_positive("store", events_kept=self.events_kept)
+        check_positive("store", events_kept=self.events_kept)
 
 
 @dataclass(kw_only=True)
@@ -337,6 +279,7 @@ class CoordinatorConfig:
             worker_timeout=self.detection.worker_timeout,
             silence=self.detection.silence(),
             health=self.health.limits(),
+            pairs=self.health.pairs(),
             flapping_cuts=self.health.flapping_cuts,
             flapping_window=self.health.flapping_window,
             recovery_time=self.detection.recovery_time,
@@ -362,21 +305,3 @@ class CoordinatorConfig:
             ConfigError: one of them is wrong.
         """
         return [task.job(name) for name, task in self.tasks.items()]
-
-
-def _check_positive(group: str, **values: float) -> None:
-    for name, value in values.items():
-        if not (math.isfinite(value) and value > 0):
-            raise ConfigError(f"{group}.{name}={value}: expected a number > 0")
-
-
-def _check_not_negative(group: str, **values: float) -> None:
-    for name, value in values.items():
-        if not (math.isfinite(value) and value >= 0):
-            raise ConfigError(f"{group}.{name}={value}: expected a number >= 0")
-
-
-def _check_above_one(group: str, **values: float) -> None:
-    for name, value in values.items():
-        if not (math.isfinite(value) and value > 1):
-            raise ConfigError(f"{group}.{name}={value}: expected a number > 1")

@@ -90,6 +90,12 @@ KINDS: Final = (
         severity="SEV3",
         seen="disk or memory nearly full; a GPU that is hot or slowed down",
     ),
+    ErrorKind(
+        name="link_degraded",
+        method="",
+        severity="SEV3",
+        seen="the exchange of data before a node's admission fails, or is slow",
+    ),
     ErrorKind(name="silent", method="", severity="SEV2", seen="no heartbeat of a worker for `worker_timeout`"),
     ErrorKind(name="recovery_stuck", method="", severity="SEV2", seen="no report for an epoch, or no entry, in time"),
     ErrorKind(name="keeps_failing", method="", severity="SEV2", seen="SEV3 again and again without a finished step"),
@@ -98,7 +104,7 @@ KINDS: Final = (
 SEVERITY: Final[dict[str, Severity]] = {kind.name: kind.severity for kind in KINDS}
 """Severity by name of the kind."""
 
-TOLD_ONLY: Final = ("link_flapping", "nan_loss", "node_degraded")
+TOLD_ONLY: Final = ("link_flapping", "link_degraded", "nan_loss", "node_degraded")
 """Kinds that end nothing: they are logged, and nobody is disturbed."""
 
 

@@ -1,0 +1,116 @@
+"""A node whose data do not get through is kept out, with the reason in the event log, until they do; real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+from pathlib import Path
+from types import TracebackType
+
+import aiohttp
+import msgspec
+import pytest
+from aiohttp import web
+from coordinator.shell import Coordinator
+from faults.cluster import Cluster, until
+from faults.proxy import Proxy
+
+from unicron_lightning import wire
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(240)]
+
+TOY = Path(__file__).parents[1] / "agent" / "toy_worker.py"
+OPTIONS = ("health.pair_check=true", "health.pair_time=1", "health.pair_retry=1", "health.pair_size=0.5")
+
+
+class Detour:
+    """Between an agent and the coordinator: has the agent's exchanges go through a proxy, all else unchanged."""
+
+    def __init__(self, target: int, proxy: Proxy) -> None:
+        self._url = f"http://127.0.0.1:{target}/v1/agent"
+        self._proxy = proxy
+        self._loop = asyncio.new_event_loop()
+        self._ready = threading.Event()
+        self._stop = asyncio.Event()
+        self._thread = threading.Thread(target=lambda: self._loop.run_until_complete(self._run()), name="detour")
+        self.exchanges = 0
+        self.open = False
+        """Whether agents get through at all."""
+        self.port = 0
+
+    def __enter__(self) -> Detour:
+        self._thread.start()
+        assert self._ready.wait(20)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+        self._loop.close()
+
+    async def _run(self) -> None:
+        app = web.Application()
+        app.router.add_get("/v1/agent", self._serve)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        self.port = runner.addresses[0][1]
+        self._ready.set()
+        await self._stop.wait()
+        await runner.cleanup()
+
+    async def _serve(self, request: web.Request) -> web.WebSocketResponse:
+        while not self.open and not self._stop.is_set():
+            await asyncio.sleep(0.02)
+        near = web.WebSocketResponse(compress=False)
+        await near.prepare(request)
+        async with aiohttp.ClientSession() as http, http.ws_connect(self._url) as far:
+            there = asyncio.create_task(self._pass(near, far))
+            await self._pass(far, near)
+            await near.close()
+            await there
+        return near
+
+    async def _pass(self, source: object, sink: object) -> None:
+        async for frame in source:  # type: ignore[attr-defined]
+            text = frame.data
+            if '"pair_connect"' in text:
+                order = wire.decode_to_agent(text)
+                assert isinstance(order, wire.PairConnect)
+                self.exchanges += 1
+                self._proxy.retarget(order.port)
+                text = wire.encode(msgspec.structs.replace(order, port=self._proxy.port)).decode()
+            await sink.send_str(text)  # type: ignore[attr-defined]
+        await sink.close()  # type: ignore[attr-defined]
+
+
+def test_a_node_is_kept_out_while_its_data_do_not_get_through(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, agents=1, nodes="1:2", script=TOY)
+    cluster.state_dir.mkdir()
+    coordinator = Coordinator(cluster.state_dir, *OPTIONS, "coordinator.exit_when_idle=true", port=cluster.port)
+    with coordinator, Proxy(1) as proxy, Detour(cluster.port, proxy) as detour, cluster:
+        cluster.start("n1", detour.port)
+        until("the coordinator", cluster.coordinator)
+        until("the first node's slot", lambda: cluster.events("slot_granted"))
+        proxy.cut = detour.open = True
+        (told,) = until("the report", lambda: cluster.events("error_reported"))
+        assert (told["kind"], told["severity"], told["node"]) == ("link_degraded", "SEV3", "n1")
+        assert re.match("the exchange of data failed with n0: .*connected.* within 1 s", told["cause"])
+        (partner,) = told["details"]["partners"]
+        assert partner["partner_saw"] == "nobody has connected"
+        until("two more tries", lambda: detour.exchanges >= 3)
+        assert [event["node"] for event in cluster.events("slot_granted")] == ["n0"]
+        assert "node_barred" in (tmp_path / "agent-n1.log").read_text()
+        proxy.cut = False
+        until("its slot", lambda: len(cluster.events("slot_granted")) == 2)
+        (checked,) = cluster.events("pair_checked")
+        assert (checked["node"], checked["partner_node"]) == ("n1", "n0")
+        assert checked["sent"] > 12.5e6 and checked["received"] > 12.5e6
+        assert len(cluster.events("error_reported")) == 1
+        assert cluster.events("node_well_again")[0]["checks"] == ["exchange"]
+        assert not cluster.events("worker_died"), "who trained was left alone"
+        until("a world of two", lambda: [e for e in cluster.events("epoch_published") if len(e["members"]) == 2])
+        cluster.finish()
