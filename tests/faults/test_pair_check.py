@@ -35,8 +35,7 @@ class Detour:
         self._stop = asyncio.Event()
         self._thread = threading.Thread(target=lambda: self._loop.run_until_complete(self._run()), name="detour")
         self.exchanges = 0
-        self.open = False
-        """Whether agents get through at all."""
+        self._opened = asyncio.Event()
         self.port = 0
 
     def __enter__(self) -> Detour:
@@ -47,9 +46,14 @@ class Detour:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.open()
         self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join()
         self._loop.close()
+
+    def open(self) -> None:
+        """From now on agents get through; those that have come wait until then."""
+        self._loop.call_soon_threadsafe(self._opened.set)
 
     async def _run(self) -> None:
         app = web.Application()
@@ -63,8 +67,7 @@ class Detour:
         await runner.cleanup()
 
     async def _serve(self, request: web.Request) -> web.WebSocketResponse:
-        while not self.open and not self._stop.is_set():
-            await asyncio.sleep(0.02)
+        await self._opened.wait()
         near = web.WebSocketResponse(compress=False)
         await near.prepare(request)
         async with aiohttp.ClientSession() as http, http.ws_connect(self._url) as far:
@@ -95,7 +98,8 @@ def test_a_node_is_kept_out_while_its_data_do_not_get_through(tmp_path: Path) ->
         cluster.start("n1", detour.port)
         until("the coordinator", cluster.coordinator)
         until("the first node's slot", lambda: cluster.events("slot_granted"))
-        proxy.cut = detour.open = True
+        proxy.cut = True
+        detour.open()
         (told,) = until("the report", lambda: cluster.events("error_reported"))
         assert (told["kind"], told["severity"], told["node"]) == ("link_degraded", "SEV3", "n1")
         assert re.match("the exchange of data failed with n0: .*connected.* within 1 s", told["cause"])
