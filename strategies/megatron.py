@@ -30,7 +30,9 @@ from unicron_lightning.data.seeding import preserved
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.megatron import checkpoint
 from unicron_lightning.megatron.fabric import GridFabric
+from unicron_lightning.megatron.keeper import check_redundancy
 from unicron_lightning.megatron.layout import Shape
+from unicron_lightning.megatron.mirror import Redundancy
 from unicron_lightning.megatron.model import ShardModel, sequence_length
 from unicron_lightning.megatron.start import InitialState, transfer
 from unicron_lightning.megatron.step import ReplicaStep
@@ -68,6 +70,8 @@ class UnicronMegatronStrategy(UnicronStrategy):
         ddp: of Megatron's data parallelism.
         sequence_length: of what pipeline stages exchange; the model's ``max_sequence_length`` if not given.
         num_micro_batches: M of a global batch, instead of accumulate_grad_batches x replicas.
+        redundancy: of the shards of the distributed optimizer (``ddp.use_distributed_optimizer``), which is one copy
+            of each if not given.
 
     Raises:
         ConfigError: for what it can't do exactly; see `megatron_checks`.
@@ -83,6 +87,7 @@ class UnicronMegatronStrategy(UnicronStrategy):
         ddp: DistributedDataParallelConfig | None = None,
         sequence_length: int | None = None,
         num_micro_batches: int | None = None,
+        redundancy: Redundancy | None = None,
     ) -> None:
         super().__init__(num_micro_batches=num_micro_batches)
         for name, size in (
@@ -93,6 +98,7 @@ class UnicronMegatronStrategy(UnicronStrategy):
                 raise ConfigError(f"{name}={size!r}: expected 1 or more")
         self._tensor, self._pipeline = tensor_model_parallel_size, pipeline_model_parallel_size
         self._ddp = ddp if ddp is not None else DistributedDataParallelConfig()
+        self._redundancy = check_redundancy(redundancy, distributed=self._ddp.use_distributed_optimizer)
         self._sequence_length = sequence_length
         self._fabric: GridFabric | None = None
         self._resumes: str | None = None
@@ -160,7 +166,7 @@ class UnicronMegatronStrategy(UnicronStrategy):
     @override
     def _open_session(self, shape: StepShape) -> tuple[Session, bool]:
         grid = Shape(tensor=self._tensor, pipeline=self._pipeline, replicas=shape.devices)
-        self._fabric = GridFabric(grid)
+        self._fabric = GridFabric(grid, mirrors=self._redundancy is not None)
         capacity = grid.replicas * grid.shards
         session, is_new = Session.of_process(self.root_device, capacity, self._on_world, self._fabric)
         self._fabric.begin(session.control, joins=session.is_joiner)
@@ -184,6 +190,7 @@ class UnicronMegatronStrategy(UnicronStrategy):
         else:
             self._enter_grid(self.engine.world)
             self.engine.run(InitialState(self.fabric, self.model_shard))
+            self._founded()
             path, session.resume = session.resume, None
             if path is not None:
                 join_state.resume(trainer, path)
@@ -205,7 +212,9 @@ class UnicronMegatronStrategy(UnicronStrategy):
             micro_batches=shape.accumulation,
             sequence_length=self._sequence_length or sequence_length(model),
             groups=current_groups(),
+            redundancy=self._redundancy,
         )
+        self.fabric.built = True
         optimizer = MegatronOptimizer(lambda: self.model_shard.optimizer, self._update)
         made = [] if scheduler is None else [scheduler(optimizer)]
         self.optimizers = [optimizer]
@@ -214,10 +223,15 @@ class UnicronMegatronStrategy(UnicronStrategy):
     @override
     def _join(self, trainer: pl.Trainer) -> dict[str, Any]:
         state = super()._join(trainer)
+        self._founded()
         optimizer = self.optimizers[0]
         assert isinstance(optimizer, MegatronOptimizer)
         optimizer.set_rates(state["rates"])
         return state
+
+    def _founded(self) -> None:
+        if self.model_shard.keeper is not None:
+            self.model_shard.keeper.founded = True
 
     @override
     def _donate(self, trainer: pl.Trainer) -> bytes:
@@ -250,6 +264,9 @@ class UnicronMegatronStrategy(UnicronStrategy):
             model.adopt(enter_world(channels, self.root_device))
         self.engine.check()
         transfer(fabric, model)
+        place = fabric.place
+        if model.keeper is not None and place is not None and place.built and world.epoch > 0:
+            model.keeper.enter(self.engine, channels, place.layout.newest)
 
     @override
     def boundary(self, trainer: pl.Trainer) -> None:
@@ -295,10 +312,11 @@ class UnicronMegatronStrategy(UnicronStrategy):
         return closure_loss
 
     def _update(self) -> None:
-        """After the commit: nobody else is needed any more."""
-        fabric = self.fabric
+        """After the commit: nobody else is needed any more. The distributed optimizer has done its part before."""
+        fabric, model = self.fabric, self.model_shard
         if fabric.phase == "ready":
-            self.model_shard.update()
+            if model.keeper is None:
+                model.update()
             fabric.stepped()
 
     # ---- checkpoints, end
@@ -324,6 +342,8 @@ class UnicronMegatronStrategy(UnicronStrategy):
         with self.engine.activity.during("checkpoint"):
             self.engine.run(SaveCheckpoint(self.fabric, self.model_shard, path, checkpoint))
         self._tell_checkpoint(checkpoint, path)
+        if self.model_shard.keeper is not None:
+            self.model_shard.keeper.saved = int(checkpoint["global_step"])
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -354,5 +374,7 @@ class UnicronMegatronStrategy(UnicronStrategy):
     @override
     def teardown(self) -> None:
         super().teardown()
+        if self._shard_model is not None and self._shard_model.keeper is not None:
+            self._shard_model.keeper.close()
         if self._fabric is not None:
             leave_world()

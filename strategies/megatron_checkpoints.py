@@ -67,6 +67,8 @@ class LoadCheckpoint(Indivisible):
     def attempt(self, engine: Engine) -> bytes:
         if self._fabric.channels is not None:
             run_released(lambda: checkpoint.load(self._path, [self._model.ddp], self._model.optimizer))
+            if self._model.keeper is not None:
+                self._model.keeper.replace(self._step)
         gather_bytes(engine.communicator, b"", engine.tag(self.name))
         if self._fabric.channels is not None:
             self._fabric.at = self._step

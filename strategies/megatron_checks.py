@@ -74,15 +74,21 @@ def check_megatron_config(config: Any, ddp: Any, optimizer: Any) -> None:
         (config, "calculate_per_token_loss", False),
         (ddp, "average_in_collective", False),
         (ddp, "use_megatron_fsdp", False),
-        (ddp, "use_distributed_optimizer", False),
+        (ddp, "overlap_param_gather", False),
         (ddp, "num_distributed_optimizer_instances", 1),
         (optimizer, "fp16", False),
         (optimizer, "loss_scale", None),
-        (optimizer, "use_distributed_optimizer", False),
+        (optimizer, "use_distributed_optimizer", ddp.use_distributed_optimizer),
+        (optimizer, "overlap_param_gather_with_optimizer_step", False),
         (optimizer, "log_num_zeros_in_grad", False),
         (optimizer, "use_precision_aware_optimizer", False),
         (optimizer, "optimizer_cpu_offload", False),
     ]
+    if ddp.use_distributed_optimizer and not optimizer.use_distributed_optimizer:
+        raise ConfigError(
+            "DistributedDataParallelConfig(use_distributed_optimizer=True) with "
+            "OptimizerConfig(use_distributed_optimizer=False): expected both or neither"
+        )
     for owner, field, value in wanted:
         found = getattr(owner, field, value)
         if found != value and not (found is None or found is False):

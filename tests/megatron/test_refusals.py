@@ -14,6 +14,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.megatron.mirror import Redundancy
 from unicron_lightning.strategies.megatron import UnicronMegatronStrategy
 from unicron_lightning.strategies.megatron_checks import check_megatron_config, check_megatron_loader
 from unicron_lightning.strategies.megatron_optimizer import split_configuration
@@ -34,7 +35,14 @@ class Config:
         ({"num_moe_experts": 8}, {}, {}, r"num_moe_experts=8"),
         ({"fp8": "hybrid"}, {}, {}, r"fp8='hybrid'"),
         ({}, {"average_in_collective": True}, {}, r"DistributedDataParallelConfig\(average_in_collective=True\)"),
-        ({}, {"use_distributed_optimizer": True}, {}, r"use_distributed_optimizer=True"),
+        ({}, {"use_distributed_optimizer": True}, {}, r"use_distributed_optimizer=False.*expected both"),
+        ({}, {}, {"use_distributed_optimizer": True}, r"use_distributed_optimizer=True.*expected False"),
+        (
+            {},
+            {"use_distributed_optimizer": True, "overlap_param_gather": True, "overlap_grad_reduce": True},
+            {"use_distributed_optimizer": True},
+            r"overlap_param_gather=True",
+        ),
         ({}, {}, {"fp16": True}, r"OptimizerConfig\(fp16=True\)"),
     ],
 )
@@ -53,6 +61,16 @@ def test_what_is_supported_passes() -> None:
 def test_sizes() -> None:
     with pytest.raises(ConfigError, match="tensor_model_parallel_size=0"):
         UnicronMegatronStrategy(tensor_model_parallel_size=0)
+
+
+def test_redundancy() -> None:
+    shards = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    UnicronMegatronStrategy(ddp=shards)
+    UnicronMegatronStrategy(ddp=shards, redundancy=Redundancy(copies=2, overlap=False))
+    with pytest.raises(ConfigError, match=r"overlap=True.*expected overlap=False and every=1"):
+        UnicronMegatronStrategy(ddp=shards, redundancy=Redundancy())
+    with pytest.raises(ConfigError, match=r"expected ddp=.*use_distributed_optimizer=True"):
+        UnicronMegatronStrategy(redundancy=Redundancy(overlap=False))
 
 
 def test_loaders() -> None:

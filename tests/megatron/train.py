@@ -2,7 +2,8 @@
 
 In FOLDER/settings.json: see `SETTINGS`. In FOLDER/schedule.json a list of faults, carried out one after the other, each
 in a whole world by the worker that is at the place: {"replica", "shard", "point"}, and "micro_batch" (counted among
-those that the worker runs in the step) where the point is "forward"; with "at_once" in whatever world there is.
+those that the worker runs in the step) where the point is "forward"; not before "from_step"; with "at_once" in whatever
+world there is.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ SETTINGS: dict[str, Any] = {
     "toy": {},
     "ddp": {},
     "optimizer": {},
+    "redundancy": None,  # of the distributed optimizer's shards
 }
 
 
@@ -69,9 +71,11 @@ class Faults:
         fabric = self.strategy.fabric
         due = (number for number in range(len(self._schedule)) if not self._struck(number).exists())
         number = next(due, None)
-        if number is None or step < 1:
+        if number is None:
             return
         fault, place = self._schedule[number], fabric.place
+        if step < fault.get("from_step", 1):
+            return
         here = {"replica": place.replica, "shard": fabric.shard, "point": point}
         whole = len(place.layout.replicas) == fabric.shape.replicas
         if not (here.items() <= fault.items() and fault.get("micro_batch", 0) == micro_batch):
@@ -141,7 +145,7 @@ class Watch(pl.Callback):
         self._module = module
 
     def _point(self, name: str, *where: Any) -> None:
-        if name in ("call", "reduce", "reduced", "gate", "commit", "committed", "checkpoint"):
+        if name in ("call", "reduce", "reduced", "gate", "commit", "committed", "checkpoint", "updated", "kept"):
             self._module.faults.point(name, where[0])
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, module: Any, optimizer: Any) -> None:
@@ -186,12 +190,14 @@ def main() -> None:
     faults = Faults(folder, note)
     pl.seed_everything(SEED, verbose=False)
     options = toy.Toy(**settings["toy"])
+    from unicron_lightning.megatron.mirror import Redundancy
     from unicron_lightning.strategies.megatron import UnicronMegatronStrategy
 
     strategy = UnicronMegatronStrategy(
         tensor_model_parallel_size=settings["tp"],
         pipeline_model_parallel_size=settings["pp"],
         ddp=DistributedDataParallelConfig(**{"grad_reduce_in_fp32": options.bf16, **settings["ddp"]}),
+        redundancy=None if settings["redundancy"] is None else Redundancy(**settings["redundancy"]),
     )
     every = settings["save_every"]
     saves = (

@@ -14,7 +14,8 @@ from typing import Any
 import torch.distributed as dist
 
 from unicron_lightning.megatron.layout import Shape
-from unicron_lightning.worker.gloo import GlooGroup
+from unicron_lightning.worker.communicator import SoloCommunicator
+from unicron_lightning.worker.gloo import GlooCommunicator, GlooGroup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,17 +76,26 @@ class Channels:
         store: a client used by nobody else, with a prefix fresh to this epoch.
         host: address of this machine that peers can reach.
         carried: those within the replica that go on, by shards; not to be closed here.
+        mirrors: whether copies of optimizer shards will be exchanged.
 
     The constructor blocks until all peers are there.
 
     Attributes:
         inner: within the replica, by shards.
         outer: across replicas, by ranks.
+        exchange: among the workers of this shard, in the order of replicas, for tensors in host memory; None without
+            mirrors.
         inner_accelerated, outer_accelerated: NCCL's groups of the same sets, made by `world.enter_world`.
     """
 
     def __init__(
-        self, grid: Grid, store: dist.Store, host: str, carried: Mapping[tuple[int, ...], GlooGroup] | None
+        self,
+        grid: Grid,
+        store: dist.Store,
+        host: str,
+        carried: Mapping[tuple[int, ...], GlooGroup] | None,
+        *,
+        mirrors: bool = False,
     ) -> None:
         self.grid = grid
         self.store = store
@@ -93,6 +103,7 @@ class Channels:
         self.outer: dict[tuple[int, ...], GlooGroup] = {}
         self.inner_accelerated: list[Any] = []
         self.outer_accelerated: list[Any] = []
+        self.exchange: GlooCommunicator | SoloCommunicator | None = None
         self.adopted = carried is not None
         try:
             # In the same order everywhere, and each kind of set divides the grid: no two wait for each other.
@@ -104,6 +115,11 @@ class Channels:
                 if grid.replicas > 1 and ranks not in self.outer:
                     name = "outer/" + "-".join(map(str, ranks))
                     self.outer[ranks] = self._open(name, ranks.index(grid.rank), len(ranks), host)
+            if mirrors and grid.replicas == 1:
+                self.exchange = SoloCommunicator()
+            elif mirrors:
+                beside = dist.PrefixStore(f"mirrors/{grid.shard}", store)
+                self.exchange = GlooCommunicator(beside, grid.place, grid.replicas, host)
         except (RuntimeError, OSError):
             self.close()
             raise
@@ -129,6 +145,8 @@ class Channels:
         """Releases whoever waits for other replicas."""
         for group in list(self.outer.values()):
             group.cut()
+        if self.exchange is not None:
+            self.exchange.abort("the connections between replicas were cut")
         for accelerated in self.outer_accelerated:
             accelerated.abort()
 
@@ -137,6 +155,8 @@ class Channels:
         for group in self.outer.values():
             group.close([])
         self.outer = {}
+        if self.exchange is not None:
+            self.exchange.close()
         if not self.adopted:
             for group in self.inner.values():
                 group.close([])

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -53,12 +53,14 @@ class Place:
         rank: in the epoch.
         layout: of all members.
         workers: identities of its replica's workers; empty for a spare.
+        built: whether all members have their parts of the model.
     """
 
     epoch: int
     rank: int
     layout: Layout
     workers: frozenset[str]
+    built: bool = True
 
     @property
     def replica(self) -> int | None:
@@ -71,16 +73,20 @@ class GridFabric:
 
     Args:
         shape: declared.
+        mirrors: whether replicas exchange copies of optimizer shards.
 
     Attributes:
         phase, at: told by the step; see `Word`.
+        built: told by the strategy; see `Word`.
         intact: whether nobody has cut this replica's connections.
         place: the newest one settled.
         channels: those of the newest epoch entered; None for spares.
     """
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, *, mirrors: bool = False) -> None:
         self.shape = shape
+        self._mirrors = mirrors
+        self.built = False
         self.phase: Phase = "idle"
         self.at: int | None = 0
         self.shard: int | None = None
@@ -122,21 +128,26 @@ class GridFabric:
         if not quiet:
             self.cut()
         return Word(
-            shard=self.shard, replica=self._entered, intact=self.intact, at=self.at, ready=self.phase == "ready"
+            shard=self.shard,
+            replica=self._entered,
+            intact=self.intact,
+            at=self.at,
+            ready=self.phase == "ready",
+            built=self.built,
         ).plain()
 
     def settle(self, epoch: wire.Epoch, abouts: Sequence[Report]) -> None:
         """Leaves the process if there is no way on without a checkpoint: its agent starts it anew."""
         rank = next(i for i, member in enumerate(epoch.members) if member.worker == self._worker)
+        words = [Word.from_plain(about) for about in abouts]
         try:
-            layout = plan_layout(epoch.number, [Word.from_plain(about) for about in abouts], self.shape)
+            layout = plan_layout(epoch.number, words, self.shape)
         except StateLost as error:
-            logger.error("state_lost reason=%s", error)
-            logging.shutdown()
-            os._exit(EXIT_EXPELLED)
+            start_anew(str(error))
         own = layout.place(rank)
         workers = () if own is None else (epoch.members[r].worker for r in layout.replicas[own].members)
-        self.place = Place(epoch=epoch.number, rank=rank, layout=layout, workers=frozenset(workers))
+        built = all(word.built for word in words)
+        self.place = Place(epoch=epoch.number, rank=rank, layout=layout, workers=frozenset(workers), built=built)
         self.shard, self._store = layout.shards[rank], epoch.store
 
     def abort(self, epoch: wire.Epoch) -> None:
@@ -253,7 +264,7 @@ class GridFabric:
 
     def _alone(self) -> Channels:
         grid = Grid(shape=self.shape, replicas=1, place=0, shard=0)
-        return Channels(grid, dist.HashStore(), "127.0.0.1", None)
+        return Channels(grid, dist.HashStore(), "127.0.0.1", None, mirrors=self._mirrors)
 
     def _tell(self, place: Place) -> None:
         """Leaves word for those that will be started in this worker's place, or in any."""
@@ -280,7 +291,7 @@ class GridFabric:
             shard=place.layout.shards[place.rank],
         )
         store = dist.PrefixStore(f"unicron/{task}/{epoch.number}/grid", client)
-        return Channels(grid, store, host, self._inner if replica.carried else None)
+        return Channels(grid, store, host, self._inner if replica.carried else None, mirrors=self._mirrors)
 
 
 def _record_of(worker: str) -> str:
@@ -322,6 +333,13 @@ class GridCommunicator:
         self._base.close()
         if self.channels is not None:
             self.channels.close()
+
+
+def start_anew(reason: str) -> NoReturn:
+    """Ends this process, as all do whose state is lost: its agent starts another, from the newest checkpoint."""
+    logger.error("state_lost reason=%s", reason)
+    logging.shutdown()
+    os._exit(EXIT_EXPELLED)
 
 
 def run_released(work: Callable[[], Any]) -> Any:

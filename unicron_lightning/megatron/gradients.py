@@ -29,17 +29,22 @@ class MainGradients:
 
     def __init__(self, ddp: Any, replicas: int) -> None:
         self._ddp = ddp
-        self._groups: list[Any] = [*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups]
+        self._replicas = replicas
         self._overlap = bool(ddp.ddp_config.overlap_grad_reduce)
-        self._copies: list[list[Tensor] | None] = [None] * len(self._groups)
-        self._copied: set[int] = set()
-        self._launched: set[int] = set()
         self._state: _State = "local"
         self._armed = False
         self._failure: str | None = None
+        self.rebind()
+
+    def rebind(self) -> None:
+        """Takes up the buckets that Megatron's data parallelism now has; `recover` comes before it gets others."""
+        self._groups: list[Any] = [*self._ddp.bucket_groups, *self._ddp.expert_parallel_bucket_groups]
+        self._copies: list[list[Tensor] | None] = [None] * len(self._groups)
+        self._copied: set[int] = set()
+        self._launched: set[int] = set()
         for place, group in enumerate(self._groups):
             for bucket in group.buckets:
-                bucket.gradient_scaling_factor = 1.0 / replicas
+                bucket.gradient_scaling_factor = 1.0 / self._replicas
             group.start_grad_sync = self._starter(place, group.start_grad_sync)
 
     def begin(self) -> None:

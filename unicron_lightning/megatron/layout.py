@@ -53,6 +53,7 @@ class Word:
         intact: whether its connections within the replica work.
         at: optimizer steps in its parameters; None if they are no state at all.
         ready: whether it has all of the next step but the update itself.
+        built: whether it has its part of the model, and so takes part in what is exchanged about it.
     """
 
     shard: int | None = None
@@ -60,6 +61,7 @@ class Word:
     intact: bool = False
     at: int | None = None
     ready: bool = False
+    built: bool = False
 
     def plain(self) -> dict[str, Any]:
         """As JSON."""

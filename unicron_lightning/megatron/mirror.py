@@ -104,7 +104,7 @@ class Mirror:
     def __init__(self, optimizer: ShardedOptimizer, redundancy: Redundancy, node: str = "") -> None:
         self._optimizer = optimizer
         self._redundancy = redundancy
-        self._node = node
+        self.node = node
         self._stored: list[Stored] = []
         self._layout = 0
         self._steps: dict[int, float] = {}
@@ -174,6 +174,15 @@ class Mirror:
         slots = self._ring.slots if self._ring is not None else []
         return sum(tensor.numel() * tensor.element_size() for slot in slots for tensor in (slot.own, *slot.kept))
 
+    def pause(self) -> None:
+        """The group is no more; what is stored stays."""
+        self._end_transfer("the group has changed")
+
+    def forget(self, above: int) -> None:
+        """Drops what is stored of later versions than ``above``; nothing may be under way."""
+        with self._lock:
+            self._stored = [stored for stored in self._stored if stored.holding.version <= above]
+
     def close(self) -> None:
         """Ends the thread and forgets all copies."""
         self._end_transfer("closed")
@@ -190,7 +199,7 @@ class Mirror:
         Args:
             exchange: of the new group, in its order; it takes the place of the old one.
         """
-        self._end_transfer("the group has changed")
+        self.pause()
         with self._lock:
             holdings = tuple(stored.holding for stored in self._stored)
         self._surveyed = self._gather(exchange, holdings)
@@ -242,7 +251,7 @@ class Mirror:
             steps=self._steps,
             pieces=self._optimizer.pieces,
             groups={**self._groups, **self._optimizer.groups},
-            node=self._node,
+            node=self.node,
         )
         told = gather_bytes(exchange, msgspec.json.encode(mine), "optimizer shards")
         return [msgspec.json.decode(report, type=Report) for report in told]

@@ -15,7 +15,10 @@ from torch import Tensor, nn
 
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.megatron.gradients import MainGradients
+from unicron_lightning.megatron.keeper import ShardKeeper
+from unicron_lightning.megatron.mirror import Redundancy
 from unicron_lightning.megatron.references import replace_groups, stale_groups
+from unicron_lightning.megatron.sharded import ShardedOptimizer, parameter_groups
 from unicron_lightning.megatron.world import Groups
 from unicron_lightning.worker import codec
 
@@ -34,10 +37,12 @@ class ShardModel:
         micro_batches: of a declared replica's share.
         sequence_length: of what pipeline stages exchange.
         groups: the groups that it was built with, by role.
+        redundancy: of the optimizer's shards; None if each replica has the whole state (no distributed optimizer).
 
     Attributes:
         micro_batch_size: of what pipeline stages exchange, in samples.
         grad_norm: of the last finalized gradients, before clipping.
+        keeper: of the optimizer's shards, if there are any.
     """
 
     def __init__(
@@ -50,6 +55,7 @@ class ShardModel:
         micro_batches: int,
         sequence_length: int,
         groups: Groups,
+        redundancy: Redundancy | None = None,
     ) -> None:
         self.module = module
         self.config: Any = get_model_config(module)
@@ -59,6 +65,11 @@ class ShardModel:
         self.config.finalize_model_grads_func = None  # called by us, after the gate
         self.config.no_sync_func = None
         self.gradients = MainGradients(self.ddp, replicas)
+        self.keeper: ShardKeeper | None = None
+        if redundancy is not None:
+            known = parameter_groups([self.ddp], optimizer_config)
+            optimizer = ShardedOptimizer([self.ddp], self.optimizer, known)
+            self.keeper = ShardKeeper(optimizer, self.gradients, redundancy)
         self.grad_norm = 0.0
         self._share = micro_batches
         self._sequence_length = sequence_length
@@ -115,7 +126,10 @@ class ShardModel:
         self.grad_norm = float(self.optimizer.get_grad_norm())
 
     def update(self) -> None:
-        """Clips, and steps the optimizer: without communication, as Megatron's own ``step`` does after the norm."""
+        """Clips, and steps the optimizer, as Megatron's own ``step`` does after the norm.
+
+        Without communication; but with the distributed optimizer replicas gather the parameters.
+        """
         for optimizer in self.optimizer.chained_optimizers:
             parameters = [] if optimizer.is_stub_optimizer else optimizer.get_parameters()
             if parameters and optimizer.config.clip_grad > 0.0:
@@ -147,7 +161,9 @@ class ShardModel:
         self.optimizer.reload_model_params()
 
     def state(self) -> bytes:
-        """Parameters, buffers and optimizer of this shard."""
+        """Parameters, buffers and optimizer of this shard; only buffers if the rest comes from the keeper."""
+        if self.keeper is not None:
+            return codec.encode({"tensors": [*self.module.buffers()]})
         tensors = [*self.module.parameters(), *self.module.buffers()]
         return codec.encode({"tensors": tensors, "optimizer": self.optimizer.state_dict()})
 
@@ -155,10 +171,12 @@ class ShardModel:
         """Sets what `state` gave on another worker of this shard."""
         state = codec.decode(data)
         with torch.no_grad():
-            own = [*self.module.parameters(), *self.module.buffers()]
+            parameters = [] if self.keeper is not None else self.module.parameters()
+            own = [*parameters, *self.module.buffers()]
             for tensor, value in zip(own, state["tensors"], strict=True):
                 tensor.copy_(value)
-        self.optimizer.load_state_dict(state["optimizer"])
+        if self.keeper is None:
+            self.optimizer.load_state_dict(state["optimizer"])
 
     def _roots(self) -> list[object]:
         return [self.ddp, self.optimizer, self.config]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.optimizer import _get_param_groups
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
@@ -38,23 +39,39 @@ HOLDERS_OF_BUFFERS: Final = (
 """Attributes of a DistributedOptimizer by which the old layout's memory would outlive it."""
 
 
+def parameter_groups(chunks: Sequence[Any], config: Any) -> dict[int, int]:
+    """Parameter to its place in the optimizer's ``param_groups``, of all of a stage, whoever has a piece of them.
+
+    To be called in the groups that the optimizer is built in: megatron-core aligns the places over the world.
+
+    Args:
+        chunks: as for `ShardedOptimizer`.
+        config: megatron-core's `OptimizerConfig`.
+    """
+    numbers = {p: number for number, p in enumerate(p for chunk in chunks for p in chunk.module.parameters())}
+    groups = enumerate(_get_param_groups(list(chunks), config, None))
+    return {numbers[parameter]: place for place, group in groups for parameter in group["params"]}
+
+
 class ShardedOptimizer:
     """A rank's model chunks with their distributed optimizer.
 
     Args:
         chunks: the `DistributedDataParallel` modules that `get_megatron_optimizer` was given.
         optimizer: what it returned.
+        groups: `parameter_groups`; without, those are known of which this rank has a piece.
 
     Raises:
         ConfigError: the optimizer is of a kind that cannot be taken apart here.
     """
 
-    def __init__(self, chunks: Sequence[Any], optimizer: Any) -> None:
+    def __init__(self, chunks: Sequence[Any], optimizer: Any, groups: Mapping[int, int] | None = None) -> None:
         self._chunks = tuple(chunks)
         self._optimizer = _only(optimizer)
         _check_supported(self._chunks, self._optimizer)
         self._parameters: list[nn.Parameter] = [p for chunk in self._chunks for p in chunk.module.parameters()]
         self._numbers = {parameter: number for number, parameter in enumerate(self._parameters)}
+        self._known_groups = dict(groups or {})
         _materialise(self._optimizer)
 
     @property
@@ -76,9 +93,9 @@ class ShardedOptimizer:
 
     @property
     def groups(self) -> dict[int, int]:
-        """Parameter to its place in the optimizer's ``param_groups``, of those that this rank has a piece of."""
+        """Parameter to its place in the optimizer's ``param_groups``, as far as this rank knows."""
         found = self._optimizer.model_param_group_index_map
-        return {self._numbers[parameter]: index for parameter, (index, _) in found.items()}
+        return {**self._known_groups, **{self._numbers[parameter]: index for parameter, (index, _) in found.items()}}
 
     @property
     def steps(self) -> float:

@@ -33,8 +33,13 @@ class InitialState(Indivisible):
         """Everyone does the same."""
 
     def attempt(self, engine: Engine) -> bytes:
-        if self._fabric.channels is not None:
+        channels, keeper = self._fabric.channels, self._model.keeper
+        if channels is not None and keeper is not None:
+            keeper.found(engine, channels)
+        if channels is not None:
             run_released(self._model.unify)
+        if channels is not None and keeper is not None:
+            keeper.keep(0)
         gather_bytes(engine.communicator, b"", engine.tag(self.name))
         return b""
 

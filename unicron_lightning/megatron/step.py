@@ -6,7 +6,8 @@
    its partners have come this far. Before it nobody waits within a replica for anything but calls.
 4. **Finalization** within each replica: tied embeddings, sequence-parallel norms, the norm of the gradients.
 5. **Commit.** As in `worker.step`: loss and logged values are summed, and pending joins counted. After it comes the
-   update, which needs nobody.
+   update, which needs nobody. With the distributed optimizer the update comes before the commit, and so do the copies
+   of it (`keeper`): a step that is committed has nothing left to lose.
 
 After a failure whole replicas keep their sums, the lost micro-batches are dealt out (`shares`), and the step goes on
 from 1. Spares take part in gate and commit, so that they know what is logged and where the task is.
@@ -100,7 +101,10 @@ class ReplicaStep(Generic[_Sums]):
         if active:
             run_released(self._model.finalize)
             self._arrive()
+            self._update_shard(engine)
             fabric.phase = "ready"
+        else:
+            fabric.phase = "idle"  # it may have been ready in an attempt of which nothing is left
         leave, totals = self._commit(engine)
         engine.switch_from = leave
         engine.fault("committed", engine.step)
@@ -140,6 +144,18 @@ class ReplicaStep(Generic[_Sums]):
         if self._device.type == "cuda":
             engine.check()
         engine.fault("reduced", engine.step)
+
+    def _update_shard(self, engine: Engine) -> None:
+        """With the distributed optimizer: the update, and the copies of it."""
+        keeper, done = self._model.keeper, self._fabric.at
+        if keeper is None:
+            return
+        assert done is not None
+        run_released(self._model.update)
+        self._arrive()
+        engine.fault("updated", engine.step)
+        keeper.keep(done + 1)
+        engine.fault("kept", engine.step)
 
     def _arrive(self) -> None:
         """On an accelerator what was started has ended now; ended by an abort, it looks like completed."""
