@@ -19,6 +19,9 @@ import aiohttp
 
 from unicron_lightning import wire
 
+NO_STORE = wire.Address(host="0.0.0.0", port=1)
+"""Nobody listens there, and nothing follows from that: it has never been reached."""
+
 
 class Coordinator:
     """``python -m unicron_lightning.coordinator`` on a free port."""
@@ -84,6 +87,7 @@ class SocketAgent:
         self.name = name
         self.nodes = nodes
         self.socket = socket_
+        self.store: wire.Address | None = None
 
     @property
     def worker(self) -> str:
@@ -114,7 +118,7 @@ class SocketAgent:
             "round": 1,
             "waiting": True,
             "granted": False,
-            "store": wire.Address(host="127.0.0.1", port=1),
+            "store": self.store or NO_STORE,
             "local_world": None,
             "workers": [],
             "epoch": 0,

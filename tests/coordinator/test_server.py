@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -87,6 +88,17 @@ async def test_a_broken_connection_is_noticed_at_once(coordinator):
             begin = time.monotonic()
         assert (await a.hear(wire.Epoch)).kind == "fail"
         assert 0.2 < time.monotonic() - begin < 0.9
+
+
+async def test_a_dead_process_is_not_given_the_time_to_come_back(tmp_path):
+    listener = socket.create_server(("127.0.0.1", 0))
+    with Coordinator(tmp_path / "state", "detection.reconnect_grace=60") as coordinator:
+        async with connected(coordinator.url, "a", nodes=(2, 2)) as (a,):
+            async with connected(coordinator.url, "b", nodes=(2, 2)) as (b,):
+                b.store = wire.Address(host="127.0.0.1", port=listener.getsockname()[1])
+                await train([a, b])
+                listener.close()
+            assert (await a.hear(wire.Epoch)).kind == "fail"
 
 
 async def test_a_silent_cut_is_noticed_by_missing_pongs(tmp_path):

@@ -35,6 +35,7 @@ from unicron_lightning.coordinator.config import CoordinatorConfig, default_stat
 from unicron_lightning.coordinator.liveness import ANSWER, Liveness
 from unicron_lightning.coordinator.machine import Machine
 from unicron_lightning.coordinator.planning import Knowledge, Planning
+from unicron_lightning.coordinator.presence import Presence
 from unicron_lightning.coordinator.question import Question
 from unicron_lightning.coordinator.session import Session
 from unicron_lightning.coordinator.startup import inputs_at_start
@@ -85,6 +86,7 @@ class Server:
         self.machine = Machine(config.limits(), self.store.load())
         self._sessions: dict[int, Session] = {}
         self._liveness = Liveness(config.detection.silence(), lambda conn: self._sessions[conn].abort())
+        self._presence = Presence()
         self._conn_ids = itertools.count(1)
         self._planning = Planning()
         self._timers: dict[ev.TimerKey, asyncio.TimerHandle] = {}
@@ -130,6 +132,7 @@ class Server:
             for session in list(self._sessions.values()):
                 await session.close(WSCloseCode.GOING_AWAY, "the coordinator ends")
             await runner.cleanup()
+            await self._presence.close()
             await loop.run_in_executor(None, self._planning.close)
             self.store.close()
             logger.info("coordinator_ended port=%d", self.port)
@@ -222,6 +225,12 @@ class Server:
         if timer is not None:
             timer.cancel()
 
+    def _gone(self, place: tuple[str, str] | None) -> None:
+        """An agent whose connection has ended is known to be dead: it need not be given the time to come back."""
+        for key in [key for key in self._timers if key.kind == "lost" and (key.task, key.agent) == place]:
+            self._cancel(key)
+            self._fire(key)
+
     # ---- connections -----------------------------------------------------------------------------------------
 
     async def _serve_agent(self, request: web.Request) -> web.StreamResponse:
@@ -232,6 +241,8 @@ class Server:
                 self._sessions[conn].send(ANSWER)
                 return
             self._liveness.heard(conn)
+            if isinstance(message, wire.Register | wire.RendezvousBegin):
+                self._presence.told(conn, message.store)
             self._take(ev.Received(conn=conn, message=message))
 
         return await self._serve(request, take)
@@ -261,6 +272,8 @@ class Server:
             await self._read(conn, socket_, take)
         finally:
             del self._sessions[conn]
+            place = self.machine.cluster.conns.get(conn)
+            self._presence.ended(conn, lambda: self._gone(place))
             self._take(ev.Disconnected(conn=conn, silent=self._liveness.forget(conn)))
             await session.stop()
         return socket_
