@@ -93,5 +93,7 @@ def test_a_warm_worker_outlives_the_coordinator_but_not_its_agent(tmp_path: Path
         workers = until("it starts its worker, to be warm", lambda: psutil.Process(agent.pid).children())
         agent.kill()
         until("that ends with its agent", lambda: not any(lives(worker.pid) for worker in workers))
+        number = len(cluster.events("agent_registered"))
         cluster.replace(before[1]["node"])
+        until("the new agent", lambda: len(cluster.events("agent_registered")) > number)  # else the end may be first
         cluster.finish(120)
