@@ -63,7 +63,7 @@ class Session:
         if environ.under_agent():
             own = environ.read()
             self._stacks = StackFile(Path(own.agent_socket).parent)
-            self.monitor = Monitor(own.worker, activity)
+            self.monitor = Monitor(own.worker, activity, on_cpu=device.type == "cpu")
             self.control = Control(own.agent_socket, own.worker, own.local_rank, self._on_failure, self.monitor)
             self.control.hello(capacity)
             welcome = self.control.wait_welcome()

@@ -93,7 +93,7 @@ class Worker:
         self.told: list[wire.Doing] = []
         self.next_look = 0.0
         self.starved = 0.0
-        self.monitor._waited_for_cpu = lambda: self.starved  # type: ignore[method-assign]
+        self.monitor._scheduled = lambda: (0.0, self.starved)  # type: ignore[method-assign]
         self.steps = 0
         self.activity.epoch = 1
 
@@ -227,6 +227,26 @@ def test_the_cpu_that_others_have_had_since_the_step_began_is_left_out(tmp_path:
     assert worker.told == []
     worker.enter("compute", 4.0)
     assert worker.overdue
+
+
+def test_who_computes_all_the_time_is_slow_and_not_hung(tmp_path: Path) -> None:
+    class Schedule:
+        """As in /proc: the first number is the time spent on a CPU, in ns; here four fifths of all time."""
+
+        def __fspath__(self) -> str:
+            path = tmp_path / "schedstat"
+            path.write_text(f"{int(0.8e9 * worker.now)} 0 0")
+            return str(path)
+
+    for on_cpu in (True, False):
+        worker = Worker()
+        worker.monitor = Monitor("w", worker.activity, on_cpu=on_cpu)
+        worker.monitor._schedule = Schedule()  # type: ignore[assignment]
+        worker.train(50)
+        worker.enter("compute", 1.0)
+        assert bool(worker.overdue) is not on_cpu, "an accelerator is waited for by spinning"
+        worker.enter("compute", 4.0)
+        assert worker.overdue, "it may be an endless loop all the same"
 
 
 def test_the_first_step_of_a_world_may_take_longer(worker: Worker) -> None:

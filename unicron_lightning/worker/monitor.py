@@ -3,7 +3,8 @@
 A step is overdue when its core phases have taken longer than the statistics allow (about 3x the average), another
 phase when it has shown no sign of life for its time. Left out is the time in which the whole process stood still (this
 thread woke late: a stalled machine, a collection of garbage, a stop signal) or the training thread waited for a CPU
-(the kernel tells): neither is a hang. A hang of one rank makes all of them overdue; who it is, the coordinator finds.
+(the kernel tells): neither is a hang. Nor is it one to compute: that is given `BUSY` times the limit. A hang of one
+rank makes all of them overdue; who it is, the coordinator finds.
 
 Costs nothing on the training thread; here 20 microseconds, or 300 on a busy machine, where each look begins with cold
 caches: hence `TICK_SECONDS`, which a hang is noticed later by at most.
@@ -22,6 +23,8 @@ from unicron_lightning.worker.statistics import StepStatistics, Summary
 logger = logging.getLogger(__name__)
 
 TICK_SECONDS: Final = 0.1
+BUSY: Final = 3.0
+"""Who has computed on the CPU for most of the time is slow (caches and memory are shared), and fails so much later."""
 AGAIN_SECONDS: Final = 1.0
 """Who is overdue says so again, as a coordinator that was away has not heard."""
 _LATE_SECONDS: Final = 0.05
@@ -34,9 +37,10 @@ class Monitor:
     Args:
         worker: this worker's identity.
         activity: what the training thread does.
+        on_cpu: whether the training thread computes itself: else it may spin in a wait for an accelerator.
     """
 
-    def __init__(self, worker: str, activity: Activity) -> None:
+    def __init__(self, worker: str, activity: Activity, *, on_cpu: bool = True) -> None:
         self.activity = activity
         self.statistics = StepStatistics()
         self._worker = worker
@@ -46,7 +50,9 @@ class Monitor:
         """The step that the next two are about."""
         self._excused = 0.0
         """Seconds of it in which the process has not run."""
-        self._starved: float | None = None
+        self._on_cpu = on_cpu
+        self._before: tuple[float, float] | None = None
+        """What the kernel said of the thread when the step was first seen."""
         self._told: wire.Doing | None = None
         self._told_at = 0.0
 
@@ -90,8 +96,8 @@ class Monitor:
         """What the training thread does; ``late``: for how long until now the process has not run."""
         now, moment, step = self.activity.clock(), self.activity.now, self.activity.step
         if step != self._step:
-            self._step, self._excused, self._starved = step, 0.0, None
-            self._waited_for_cpu()  # from now on
+            self._step, self._excused, self._before = step, 0.0, None
+            self._scheduled()  # from now on
         self._excused += min(late, now - self.activity.began)
         limit, seconds = self._limit(moment), now - moment.since
         if moment.phase in CORE:
@@ -99,7 +105,10 @@ class Monitor:
             if not moment.waiting:
                 seconds -= moment.waited  # whom this rank has waited for, and no more, is not overdue itself
             if limit is not None and seconds > 0.5 * limit:
-                seconds -= self._excused + self._waited_for_cpu()
+                ran, waited = self._scheduled()
+                seconds -= self._excused + waited
+                if self._on_cpu and moment.phase == "compute" and ran > 0.5 * seconds:
+                    limit *= BUSY
         return wire.Doing(
             worker=self._worker,
             epoch=self.activity.epoch,
@@ -137,16 +146,16 @@ class Monitor:
         self._told = None
         return doing if told is not None else None
 
-    def _waited_for_cpu(self) -> float:
-        """Seconds that the training thread was ready to run and did not, since this step was first seen."""
+    def _scheduled(self) -> tuple[float, float]:
+        """Seconds that the training thread has run, and has waited for a CPU, since this step was first seen."""
         try:
             file = os.open(self._schedule, os.O_RDONLY)  # a third of what `Path.read_text` costs
             try:
-                waited = int(os.read(file, 100).split()[1]) / 1e9
+                ran, waited = (int(field) / 1e9 for field in os.read(file, 100).split()[:2])
             finally:
                 os.close(file)
-        except (OSError, ValueError, IndexError):  # kernels without it
-            return 0.0
-        if self._starved is None:
-            self._starved = waited
-        return waited - self._starved
+        except (OSError, ValueError):  # kernels without it
+            return 0.0, 0.0
+        if self._before is None:
+            self._before = ran, waited
+        return ran - self._before[0], waited - self._before[1]
