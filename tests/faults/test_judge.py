@@ -10,8 +10,8 @@ from faults.judge import check_no_work_twice, check_samples
 EXPECTED = [{"step": 0, "data_epoch": 0, "ids": [[0, 1], [2, 3]]}]
 
 
-def step(pid: int, *ids: list[int], life: int = 1, at: float = 10.0) -> dict[str, Any]:
-    return {"what": "step", "pid": pid, "step": 0, "life": life, "at": at, "ids": list(ids)}
+def step(pid: int, *ids: list[int], life: int = 1, at: float = 10.0, epoch: int = 1) -> dict[str, Any]:
+    return {"what": "step", "pid": pid, "step": 0, "life": life, "epoch": epoch, "at": at, "ids": list(ids)}
 
 
 def computed(pid: int, ids: list[int], life: int = 1, at: float = 1.0) -> dict[str, Any]:
@@ -28,6 +28,15 @@ def test_a_dead_worker_s_part_that_was_reduced() -> None:
 
 def test_a_step_repeated_in_a_new_life() -> None:
     check_samples([step(1, [0, 1], [2, 3]), step(3, [0, 1], [2, 3], life=2)], EXPECTED)
+
+
+def test_a_worker_that_died_with_the_result_of_a_step() -> None:
+    again = step(2, [0, 1], [2, 3], epoch=2)
+    check_samples([step(1, [0, 1]), again], EXPECTED)
+    with pytest.raises(AssertionError, match="more than once"):
+        check_samples([step(1, [0, 1]), again, {"what": "end", "pid": 1}], EXPECTED)
+    with pytest.raises(AssertionError, match="more than once"):
+        check_samples([step(1, [0, 1]), {**step(1, epoch=2), "step": 1}, again], EXPECTED)
 
 
 @pytest.mark.parametrize(
