@@ -24,7 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from faults.cluster import Cluster, Note, kill, until
-from faults.megatron import MODEL, SCRIPT, differences, finals
+from faults.megatron import MODEL, SCRIPT, ZERO1, differences, finals
 
 KINDS = {"worker": 6, "two of a replica": 2, "two of different replicas": 2, "second in recovery": 2}
 STALLED_SECONDS = 120.0
@@ -98,8 +98,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     for name, size in (("tp", 1), ("pp", 2), ("dp", 2)):
         parser.add_argument(f"--{name}", type=int, default=size)
+    parser.add_argument("--zero1", action="store_true", help="with the distributed optimizer, and without clipping")
     arguments = parser.parse_args()
     model = {**MODEL, "tp": arguments.tp, "pp": arguments.pp, "dp": arguments.dp, "toy": {"dropout": 0.1}}
+    if arguments.zero1:
+        model |= ZERO1
     shards = model["tp"] * model["pp"]
     workers = shards * model["dp"]
     random_ = random.Random(arguments.seed)

@@ -12,6 +12,14 @@ SCRIPT = Path(__file__).parents[1] / "megatron" / "train.py"
 MODEL: dict[str, Any] = {"tp": 1, "pp": 1, "dp": 2, "accumulation": 2, "toy": {}, "ddp": {}, "optimizer": {}}
 """What the reference has to know."""
 
+ZERO1: dict[str, Any] = {
+    "ddp": {"use_distributed_optimizer": True},
+    # A norm is summed shard by shard, so it is rounded in another way in another world; without clipping nothing of it
+    # gets into the parameters.
+    "optimizer": {"use_distributed_optimizer": True, "clip_grad": 0.0},
+}
+"""What differs with the distributed optimizer."""
+
 
 def finals(folder: Path) -> tuple[int, list[Path]]:
     """The last step, the same of all workers, and what they have kept of it."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from faults.cluster import Cluster, until
-from faults.megatron import MODEL, SCRIPT, differences, finals, notes
+from faults.megatron import MODEL, SCRIPT, ZERO1, differences, finals, notes
 
 pytest.importorskip("megatron.core.package_info")
 
@@ -22,13 +22,6 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(700)]
 def die(point: str, replica: int, shard: int, **where: Any) -> dict[str, Any]:
     return {"point": point, "replica": replica, "shard": shard, **where}
 
-
-ZERO1: dict[str, Any] = {
-    "ddp": {"use_distributed_optimizer": True},
-    # A norm is summed shard by shard, so it is rounded in another way in another world; without clipping nothing of it
-    # gets into the parameters.
-    "optimizer": {"use_distributed_optimizer": True, "clip_grad": 0.0},
-}
 
 SCHEDULES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "pipeline": (
