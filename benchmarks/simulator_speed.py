@@ -1,9 +1,12 @@
-"""How long the simulator takes, and how much memory: one policy on one trace, at three sizes.
+"""How long the simulator takes, and how much memory: one policy on one trace, at several sizes.
 
     python benchmarks/simulator_speed.py [--policy unicron] [--only SIZE ...] [--cell N]
 
-Each size runs in a process of its own. CPU seconds and wall seconds are those of the simulation, imports and numba's
-compiled code loaded before; memory is the process's peak, imports included.
+Each size runs in a process of its own: 128 workers with six tasks for 56 days; 16,384 with one for Llama 3's 54 days,
+half of the faults with repairs; the preset ``experiment=llama3``, 16,384 workers and 1,024 spare ones; 100,000 workers
+with 256 tasks for 30 days. Every node is a place of its own, unless ``--cell`` says else. CPU seconds and wall seconds
+are those of the simulation, imports and numba's compiled code loaded before; memory is the process's peak, imports
+included.
 """
 
 from __future__ import annotations
@@ -15,10 +18,12 @@ import resource
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from unicron_lightning.planner.performance.sublinear import SublinearModel
+from unicron_lightning.simulate.cases import composed
 from unicron_lightning.simulate.costs import Costs
 from unicron_lightning.simulate.run import POLICIES, simulate
 from unicron_lightning.simulate.trace import Cluster, Fault, Trace
@@ -37,6 +42,8 @@ class Size:
     days: float
     often: float = 1.0
     cell: int = 1
+    preset: tuple[str, ...] = ()
+    """In place of all this: settings, as on the command line; ``cell`` counts."""
 
     @property
     def faults(self) -> int:
@@ -47,7 +54,8 @@ class Size:
 SIZES = {
     "128x6": Size(nodes=16, tasks=6, days=56, often=20.0),
     "16384x1": Size(nodes=2048, tasks=1, days=54),
-    "100000x256": Size(nodes=12_500, tasks=256, days=30, cell=10),
+    "llama3": Size(nodes=2176, tasks=1, days=54, preset=("experiment=llama3",)),
+    "100000x256": Size(nodes=12_500, tasks=256, days=30),
 }
 COSTS = Costs(
     system="any",
@@ -103,10 +111,16 @@ def warm_up(policy: str) -> None:
 def measure(policy: str, size: Size) -> dict[str, Any]:
     """In this process."""
     warm_up(policy)
-    cluster = Cluster(num_nodes=size.nodes, workers_per_node=NODE_WORKERS, cell=size.cell)
-    tasks, trace = tasks_of(size), trace_of(size)
+    if size.preset:
+        settings = replace(composed((*size.preset, f"cluster.cell={size.cell}")), policy=policy)
+        _, _, trace = settings.scene()
+        run = settings.run
+    else:
+        cluster = Cluster(num_nodes=size.nodes, workers_per_node=NODE_WORKERS, cell=size.cell)
+        tasks, trace = tasks_of(size), trace_of(size)
+        run = partial(simulate, policy, cluster, tasks, trace, COSTS)
     cpu, wall = time.process_time(), time.perf_counter()
-    result = simulate(policy, cluster, tasks, trace, COSTS)
+    result = run()
     return {
         "faults": len(trace.faults),
         "cell": size.cell,
@@ -123,14 +137,12 @@ def main() -> None:
     parser.add_argument("--policy", choices=POLICIES, default="unicron")
     parser.add_argument("--only", nargs="*", choices=tuple(SIZES), default=list(SIZES))
     parser.add_argument("--cell", type=int, help="nodes that are given out together, in place of the size's own")
-    parser.add_argument(
-        "--here", action="store_true", help="in this process; the others are started so"
-    )
+    parser.add_argument("--here", action="store_true", help="in this process; the others are started so")
     arguments = parser.parse_args()
     for name in arguments.only:
         size = SIZES[name]
         if arguments.cell is not None:
-            size = Size(nodes=size.nodes, tasks=size.tasks, days=size.days, often=size.often, cell=arguments.cell)
+            size = replace(size, cell=arguments.cell)
         if arguments.here:
             print(json.dumps(measure(arguments.policy, size)))
             continue

@@ -74,13 +74,20 @@ def stepped(task: Task, turn: Turn, at: float) -> None:
     accounts.level = task.measured.pace.level
 
 
-def review(task: Task, turn: Turn) -> None:
-    """After a turn: close what has healed, and note what may have changed without a word in the task's log."""
+def review(tasks: Iterable[Task], turn: Turn) -> None:
+    """After a turn: close what has healed, and note what may have changed without a word in a task's log."""
+    given_out = sum(turn.lasting.allocation.values())
+    for task in tasks:
+        if task.store_used and not task.elastic:
+            _review_plain(task, turn)
+        if task.accounts.open:
+            _close_healed(task, turn)
+        else:
+            task.accounts.places = given_out
+
+
+def _close_healed(task: Task, turn: Turn) -> None:
     accounts, lasting = task.accounts, turn.lasting
-    if task.store_used and not task.elastic:
-        _review_plain(task, turn)
-    if not accounts.open:
-        accounts.places = sum(lasting.allocation.values())
     # What has settled counts once it has stepped, and what is to go does not count any more.
     slots = min(accounts.level.slots, task.measured.pace.level.slots if task.elastic else accounts.level.slots)
     for incident in list(accounts.open):

@@ -21,7 +21,7 @@ import msgspec
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.assignment import assign
 from unicron_lightning.coordinator.membership import pause
-from unicron_lightning.coordinator.places import NOBODY, Place, competing_tasks, usable_places
+from unicron_lightning.coordinator.places import NOBODY, Places, competing_tasks, several_compete, usable_places, users
 from unicron_lightning.coordinator.question import Competitor, Question
 from unicron_lightning.coordinator.state import Agent, Cluster, Task
 from unicron_lightning.coordinator.turn import Turn
@@ -29,7 +29,7 @@ from unicron_lightning.coordinator.turn import Turn
 
 def review_allocation(cluster: Cluster, turn: Turn) -> None:
     """Ask for a plan if what it follows from has changed; for a task alone, make it."""
-    places, tasks = usable_places(cluster), competing_tasks(cluster)
+    places, tasks = usable_places(cluster, turn.daemons), competing_tasks(cluster)
     key = _key(places, tasks)
     lasting = cluster.lasting
     if any(task.rebuilding for task in tasks):
@@ -61,7 +61,7 @@ def gather(cluster: Cluster, turn: Turn, agent: Agent, is_new: bool) -> None:
     the first of them, and again for the next.
     """
     turn.places_changed = True
-    if is_new and agent.place is not None and len(competing_tasks(cluster)) > 1:
+    if is_new and agent.place is not None and several_compete(cluster):
         agent.fresh = True
         if not cluster.gathering:
             cluster.gathering = True
@@ -79,7 +79,7 @@ def gathered(cluster: Cluster, turn: Turn) -> None:
 
 def take_plan(cluster: Cluster, turn: Turn, event: ev.Planned) -> None:
     """Put the answer to the newest question in force; an older one's is dropped."""
-    places, tasks = usable_places(cluster), competing_tasks(cluster)
+    places, tasks = usable_places(cluster, turn.daemons), competing_tasks(cluster)
     if event.key == cluster.asked == _key(places, tasks):
         about = {"waf": event.waf, "milliseconds": event.milliseconds, "foreseen": event.foreseen}
         _put_in_force(cluster, turn, event.key, places, event.allocation, about)
@@ -87,11 +87,11 @@ def take_plan(cluster: Cluster, turn: Turn, event: ev.Planned) -> None:
 
 
 def _put_in_force(
-    cluster: Cluster, turn: Turn, key: str, places: list[Place], wanted: Mapping[str, int], about: Mapping[str, object]
+    cluster: Cluster, turn: Turn, key: str, places: Places, wanted: Mapping[str, int], about: Mapping[str, object]
 ) -> None:
     lasting = cluster.lasting
     before = dict(lasting.assigned)
-    nobody = {place.name: NOBODY for place in places}
+    nobody = dict.fromkeys((place.name for place in places), NOBODY)
     lasting.assigned = {**nobody, **assign(places, wanted, before)}
     lasting.planned = key
     cluster.asked = None
@@ -106,22 +106,25 @@ def _put_in_force(
             pause(task, turn)
 
 
-def _keep_standing(cluster: Cluster, turn: Turn, places: list[Place]) -> None:
+def _keep_standing(cluster: Cluster, turn: Turn, places: Places) -> None:
     """Until the answer comes: places that are gone, and those of tasks that are gone, are nobody's."""
-    usable = {place.name: (NOBODY, *place.tasks) for place in places}
+    usable = users(places)
     lasting = cluster.lasting
-    standing = {name: task for name, task in lasting.assigned.items() if task in usable.get(name, ())}
+    standing = {
+        name: task
+        for name, task in lasting.assigned.items()
+        if name in usable and (task == NOBODY or task in usable[name])
+    }
     if standing != lasting.assigned:
         lasting.assigned = standing
         turn.save_lasting()
 
 
-def _question(cluster: Cluster, key: str, places: list[Place], tasks: list[Task]) -> Question:
+def _question(cluster: Cluster, key: str, places: Places, tasks: list[Task]) -> Question:
     """Only usable places may be assigned: `_keep_standing`."""
     lasting = cluster.lasting
     standing = Counter(lasting.assigned.values())
-    on_node = Counter(place.node for place in places)
-    kinds = _kinds(places)
+    on_node = Counter([place.node for place in places])
     return Question(
         key=key,
         num_places=len(places),
@@ -131,7 +134,7 @@ def _question(cluster: Cluster, key: str, places: list[Place], tasks: list[Task]
                 name=task.id,
                 weight=task.weight,
                 min_places=task.min_nodes,
-                max_places=_most(task, kinds, len(places)),
+                max_places=_most(task, places),
                 runs=bool(task.slots) and (bool(task.established) or (task.formed and not task.elastic)),
                 before=max(lasting.allocation.get(task.id, 0), standing[task.id]),
                 left=standing[task.id],
@@ -146,24 +149,13 @@ def _alone(task: Task, num_places: int) -> int:
     return min(task.limit, num_places) if task.formed or num_places >= task.min_nodes else 0
 
 
-def _kinds(places: list[Place]) -> list[tuple[tuple[str, ...], list[str]]]:
-    """Which tasks can use which places. Nearly all places are alike, and `usable_places` gives those one tuple."""
-    kinds: dict[int, tuple[tuple[str, ...], list[str]]] = {}
-    for place in places:
-        kinds.setdefault(id(place.tasks), (place.tasks, []))[1].append(place.name)
-    return sorted(kinds.values())
-
-
-def _most(task: Task, kinds: list[tuple[tuple[str, ...], list[str]]], num_places: int) -> int:
+def _most(task: Task, places: Places) -> int:
     """Most places that the task can use now."""
-    able = sum(len(names) for tasks, names in kinds if task.id in tasks)
-    return task.limit if able == num_places else min(task.limit, able)
+    able = sum(len(names) for tasks, names in places.kinds if task.id in tasks)
+    return task.limit if able == len(places) else min(task.limit, able)
 
 
-def _key(places: list[Place], tasks: list[Task]) -> str:
+def _key(places: Places, tasks: list[Task]) -> str:
     """Names all that a plan is made anew for."""
-    terms = (
-        _kinds(places),
-        [(task.id, task.weight, task.min_nodes, task.limit) for task in tasks],
-    )
-    return hashlib.blake2b(msgspec.json.encode(terms), digest_size=16).hexdigest()
+    terms = msgspec.json.encode([(task.id, task.weight, task.min_nodes, task.limit) for task in tasks])
+    return hashlib.blake2b(places.digest + terms, digest_size=16).hexdigest()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 
-from unicron_lightning.coordinator.places import Place
+from unicron_lightning.coordinator.places import Place, users
 
 
 def assign(places: Sequence[Place], wanted: Mapping[str, int], before: Mapping[str, str]) -> dict[str, str]:
@@ -26,10 +26,14 @@ def assign(places: Sequence[Place], wanted: Mapping[str, int], before: Mapping[s
         The task of each place that has one. The same whatever the order of the arguments.
     """
     by_name = {place.name: place for place in sorted(places, key=lambda place: place.name)}
-    result = _keep(by_name, wanted, before)
+    able = users(by_name.values())
+    result = _keep(by_name, able, wanted, before)
+    have = Counter(result.values())  # chains of moves leave the others as many as they had
     for task in sorted(wanted):
-        missing = wanted[task] - sum(1 for other in result.values() if other == task)
-        for name in _nearest_free(by_name, result, before, task)[: max(0, missing)]:
+        missing = wanted[task] - have[task]
+        if missing <= 0:
+            continue
+        for name in _nearest_free(by_name, able, result, before, task)[:missing]:
             result[name] = task
             missing -= 1
         while missing > 0 and (moves := _chain(by_name, result, task)) is not None:
@@ -38,12 +42,19 @@ def assign(places: Sequence[Place], wanted: Mapping[str, int], before: Mapping[s
     return result
 
 
-def _keep(places: Mapping[str, Place], wanted: Mapping[str, int], before: Mapping[str, str]) -> dict[str, str]:
+def _keep(
+    places: Mapping[str, Place],
+    able: Mapping[str, frozenset[str]],
+    wanted: Mapping[str, int],
+    before: Mapping[str, str],
+) -> dict[str, str]:
     """What stays with its task: of too many places those on nodes where the task has most, so that it stays close."""
-    known = [name for name in places if before.get(name) in places[name].tasks]
-    count = Counter((before[name], places[name].node) for name in known)
+    known = [name for name in places if before.get(name) in able[name]]
+    have = Counter(before[name] for name in known)
     left = Counter(wanted)
-    result: dict[str, str] = {}
+    result = {name: before[name] for name in known if have[before[name]] <= left[before[name]]}
+    known = [name for name in known if have[before[name]] > left[before[name]]]
+    count = Counter((before[name], places[name].node) for name in known)
     for name in sorted(known, key=lambda name: (-count[before[name], places[name].node], name)):
         if left[before[name]] > 0:
             left[before[name]] -= 1
@@ -52,17 +63,21 @@ def _keep(places: Mapping[str, Place], wanted: Mapping[str, int], before: Mappin
 
 
 def _nearest_free(
-    places: Mapping[str, Place], result: Mapping[str, str], before: Mapping[str, str], task: str
+    places: Mapping[str, Place],
+    able: Mapping[str, frozenset[str]],
+    result: Mapping[str, str],
+    before: Mapping[str, str],
+    task: str,
 ) -> list[str]:
     """Free places that the task can use, best first: where it ran, near its others, where much is free."""
     own = Counter(places[name].node for name, other in result.items() if other == task)
     free = [place for name, place in places.items() if name not in result]
-    room = Counter(place.node for place in free)
+    room = Counter([place.node for place in free])
 
     def rank(place: Place) -> tuple[bool, int, int, str]:
         return before.get(place.name) != task, -own[place.node], -room[place.node], place.name
 
-    return [place.name for place in sorted(free, key=rank) if task in place.tasks]
+    return [place.name for place in sorted((place for place in free if task in able[place.name]), key=rank)]
 
 
 def _chain(places: Mapping[str, Place], result: Mapping[str, str], task: str) -> dict[str, str] | None:

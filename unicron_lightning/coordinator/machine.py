@@ -27,7 +27,7 @@ from unicron_lightning.coordinator import (
 )
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.allocation import gather, gathered, review_allocation, take_plan
-from unicron_lightning.coordinator.places import competing_tasks
+from unicron_lightning.coordinator.places import DaemonPlaces, competing_tasks
 from unicron_lightning.coordinator.severity import apply as severity
 from unicron_lightning.coordinator.state import Agent, Cluster, Lasting, Pending, Task
 from unicron_lightning.coordinator.turn import Turn
@@ -46,6 +46,7 @@ class Machine:
     def __init__(self, limits: ev.Limits, cluster: Cluster | None = None) -> None:
         self.limits = limits
         self._cluster = Cluster() if cluster is None else cluster
+        self._told, self._daemons = nodes.Told(), DaemonPlaces()
 
     @property
     def tasks(self) -> dict[str, Task]:
@@ -81,7 +82,7 @@ class Machine:
         Returns:
             Actions to carry out in order. `ev.Save`, `ev.Forget` and `ev.Emit` are to be made durable before any other.
         """
-        turn = Turn(now=now, limits=self.limits, cluster=self._cluster)
+        turn = Turn(now=now, limits=self.limits, cluster=self._cluster, daemons=self._daemons)
         match event:
             case ev.Started():
                 self._start(turn, event)
@@ -152,7 +153,7 @@ class Machine:
             self._node_said(turn, event)
 
     def _received(self, turn: Turn, conn: int, message: wire.FromAgent) -> None:
-        waiting = self._cluster.pending_of(conn)
+        waiting = self._cluster.pending_of(conn) if self._cluster.pending else None
         if waiting is not None:
             waiting.messages.append(message)
         elif isinstance(message, wire.Register):
@@ -206,6 +207,8 @@ class Machine:
 
     def _from_agent(self, turn: Turn, task: Task, agent: Agent, message: wire.FromAgent) -> None:
         match message:
+            case wire.WorkerReady():  # first, as thousands come at once
+                workers.said(task, turn, agent, message)
             case wire.Register() | wire.Beat():
                 raise AssertionError("handled by the caller")
             case wire.Bye():
@@ -343,15 +346,13 @@ class Machine:
             turn.actions.append(ev.Forget(task=task.id))
 
     def _review_places(self, turn: Turn) -> None:
-        """Have the tasks that share places planned anew, and do what is due for them: one may have made way for
-        another.
-        """
+        """Have tasks that share places planned anew, and do what is due: one may have made way for another."""
         for task in nodes.review_ended(self._cluster, turn):
             self._review(turn, task)
         review_allocation(self._cluster, turn)
         for task in competing_tasks(self._cluster):
             self._review(turn, task)
-        nodes.review(self._cluster, turn)
+        nodes.review(self._cluster, turn, self._told)
 
     def _keep_books(self, turn: Turn) -> None:
         """Measure and account for what has happened. Nothing is decided by it."""
@@ -359,8 +360,7 @@ class Machine:
             measuring.take(task, turn, logged)
             accounting.take(task, turn, logged)
         if turn.actions:
-            for task in self._cluster.tasks.values():
-                accounting.review(task, turn)
+            accounting.review(self._cluster.tasks.values(), turn)
         notices.tell(turn)
 
     def _replay_pending(self, turn: Turn) -> None:

@@ -30,10 +30,10 @@ def review_members(task: Task, turn: Turn) -> None:
     if task.epoch is None:
         _form(task, turn)
         return
-    live = task.live_members()
-    missing = [worker for worker in needed(task) if worker not in task.workers]
+    live, wanted = task.live_members(), needed(task)
+    missing = [worker for worker in wanted if worker not in task.workers]
     died = [worker for worker in missing if worker not in task.finished]
-    if not live and not any(worker in task.workers for worker in needed(task)):
+    if not live and len(missing) == len(wanted):
         _nobody_left(task, turn)
     elif died or not live or (missing and not task.settled):
         # With nobody left to go on without them, those that were to leave go on themselves.
@@ -210,16 +210,20 @@ def _resize(task: Task, turn: Turn) -> None:
     """What is planned for the next step boundary: a leave or a join, if one is due."""
     if task.finishing:
         return
-    away = leaving(task, turn)
-    for agent_id in sorted(away - {member.agent for member in task.members()}):
-        _dismiss(task, turn, agent_id)
-    usable = min(task.workers[member.worker].capacity for member in task.live_members())
-    staying = _within(usable, [member for member in task.members() if member.agent not in away])
-    enough = len({member.agent for member in staying}) >= task.min_nodes or len(staying) >= usable
-    if len(staying) < len(task.members()) and enough:
+    members, away = task.members(), leaving(task, turn)
+    staying = members
+    if away:
+        staying = [member for member in members if member.agent not in away]
+        for agent_id in sorted(away - {member.agent for member in members}):
+            _dismiss(task, turn, agent_id)
+    usable = min([task.workers[member.worker].capacity for member in task.live_members()])
+    staying = _within(usable, staying)
+    if len(staying) < len(members) and (
+        len(staying) >= usable or len({member.agent for member in staying}) >= task.min_nodes
+    ):
         task.incident = None
         _publish(task, turn, "leave", staying)
-    else:
+    elif len(task.workers) > len(members):  # all members live, so that there are candidates
         _admit(task, turn, away, task.capacity() - len(staying))
 
 

@@ -15,7 +15,7 @@ from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator import jobs
 from unicron_lightning.coordinator.membership import finish
-from unicron_lightning.coordinator.state import Cluster, Node, Task
+from unicron_lightning.coordinator.state import Cluster, Lasting, Node, Task
 from unicron_lightning.coordinator.turn import Turn
 from unicron_lightning.jobs import Job
 from unicron_lightning.nodewire import Launch, NodeHello, NodeReport, NodeRun, NodeTask
@@ -94,10 +94,29 @@ def restore(cluster: Cluster, turn: Turn) -> None:
         turn.timer("node_lost", turn.limits.restart_grace, agent=node.label)
 
 
-def review(cluster: Cluster, turn: Turn) -> None:
+class Told:
+    """What all daemons have heard of, so that not each is looked at where nothing has changed."""
+
+    def __init__(self) -> None:
+        self._assigned: dict[str, str] | None = None
+        self._jobs: dict[str, Job] = {}
+
+    def have(self, lasting: Lasting) -> bool:
+        """Whether all daemons that were there have been told of everything."""
+        return self._assigned == lasting.assigned and self._jobs == lasting.jobs
+
+    def are(self, cluster: Cluster) -> None:
+        """All have been told; but those with agents that are ending will be told when these have."""
+        ending = any(launch.ending for node in cluster.nodes.values() for launch in node.launches)
+        self._assigned = None if ending else dict(cluster.lasting.assigned)
+        self._jobs = dict(cluster.lasting.jobs)
+
+
+def review(cluster: Cluster, turn: Turn, told: Told) -> None:
     """Tell each daemon what it is to run, if that has changed. Idempotent."""
+    have = told.have(cluster.lasting)
     for node in cluster.nodes.values():
-        if not node.untold and _is_told(cluster, node):
+        if not node.untold and (have or _is_told(cluster, node)):
             continue
         launches = _wanted(cluster, node)
         if launches == node.launches and not node.untold:
@@ -106,6 +125,8 @@ def review(cluster: Cluster, turn: Turn) -> None:
         if node.conn is not None:
             node.untold = False
             turn.actions.append(ev.Send(conn=node.conn, message=NodeRun(launches=launches)))
+    if not have:
+        told.are(cluster)
 
 
 def review_ended(cluster: Cluster, turn: Turn) -> list[Task]:
@@ -114,12 +135,18 @@ def review_ended(cluster: Cluster, turn: Turn) -> list[Task]:
     It gave up (its restarts are used, or its options are refused); or it ended well while the coordinator was away, so
     that its agent could not say so.
     """
-    ended = []
-    for job in list(cluster.lasting.jobs.values()):
-        task = cluster.tasks.get(job.name)
-        if task is None or task.agents or task.over is not None:
-            continue
-        of_job = [(node, each) for node in cluster.nodes.values() for each in node.tasks if _is_of(each, job)]
+    ended: list[Task] = []
+    alone = [job for job in cluster.lasting.jobs.values() if job.name in cluster.tasks]
+    alone = [job for job in alone if not cluster.tasks[job.name].agents and cluster.tasks[job.name].over is None]
+    if not alone:
+        return ended
+    run: dict[tuple[str, float], list[tuple[Node, NodeTask]]] = {}
+    for node in cluster.nodes.values():
+        for each in node.tasks:
+            run.setdefault((each.job.name, each.job.submitted_at), []).append((node, each))
+    for job in alone:
+        task = cluster.tasks[job.name]
+        of_job = run.get((job.name, job.submitted_at), [])
         failed = [(node, each) for node, each in of_job if each.pid is None and (each.code or 0) > 0]
         done = failed or [(node, each) for node, each in of_job if each.pid is None and each.code == 0]
         if done and all(each.pid is None for _, each in of_job):
@@ -199,10 +226,6 @@ def _wanted(cluster: Cluster, node: Node) -> list[Launch]:
 def _succeeded(cluster: Cluster, job: Job) -> bool:
     result = jobs.result_of(cluster.lasting, job.name)
     return result is not None and result.submitted_at == job.submitted_at and result.state == "succeeded"
-
-
-def _is_of(each: NodeTask, job: Job) -> bool:
-    return (each.job.name, each.job.submitted_at) == (job.name, job.submitted_at)
 
 
 def _key(each: NodeTask | Launch) -> tuple[str, float, str]:

@@ -7,11 +7,14 @@ which no plan gives away.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Collection, Iterator
+from functools import cached_property
 from typing import Final
 
 import msgspec
 
-from unicron_lightning.coordinator.state import Agent, Cluster, Task
+from unicron_lightning.coordinator.state import Agent, Cluster, Node, Task
 
 NOBODY: Final = ""
 """Stands for a task where the plan leaves a place unused."""
@@ -31,48 +34,116 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     tasks: tuple[str, ...]
 
 
-def usable_places(cluster: Cluster) -> list[Place]:
+class Places(list[Place]):
+    """Places by name, not to be changed, and what follows from them; nearly all are alike."""
+
+    @cached_property
+    def kinds(self) -> list[tuple[tuple[str, ...], list[str]]]:
+        """Which tasks can use which places. `usable_places` gives places that are alike one tuple."""
+        kinds: dict[int, tuple[tuple[str, ...], list[str]]] = {}
+        for place in self:
+            kinds.setdefault(id(place.tasks), (place.tasks, []))[1].append(place.name)
+        return sorted(kinds.values())
+
+    @cached_property
+    def digest(self) -> bytes:
+        """The kinds as JSON."""
+        return msgspec.json.encode(self.kinds)
+
+
+class DaemonPlaces:
+    """The places of nodes that have a daemon, for all jobs. There may be thousands: made anew only if they change."""
+
+    def __init__(self) -> None:
+        self._of: tuple[list[Node], frozenset[str], frozenset[str]] | None = None
+        self.nodes: dict[str, str] = {}
+        """By place."""
+        self.places = Places()
+
+    def look(self, nodes: list[Node], jobs: frozenset[str], out: frozenset[str]) -> None:
+        """Take note of the nodes that there are, of the jobs, and of nodes that are not to be used."""
+        of = (nodes, jobs, out)
+        if of != self._of:
+            self._of = of
+            used = (node for node in nodes if node.label not in out)
+            self.nodes = {f"{node.label}/{slot}": node.label for node in used for slot in node.slots}
+            tasks = tuple(sorted(jobs))
+            self.places = Places(Place(name=name, node=self.nodes[name], tasks=tasks) for name in sorted(self.nodes))
+
+
+def usable_places(cluster: Cluster, daemons: DaemonPlaces | None = None) -> Places:
     """Places that tasks may use now, by name: those of agents that are there or may come back, undrained.
 
     An agent that has gone takes its task's claim with it, and the place if no other task has an agent there. Every job
     can use the slots of nodes that have a daemon: it starts the agents where they are wanted.
+
+    Args:
+        cluster: everything.
+        daemons: what is remembered from the last time.
     """
-    nodes: dict[str, str] = {}
-    tasks: dict[str, frozenset[str]] = {}
+    daemons = DaemonPlaces() if daemons is None else daemons
     jobs = frozenset(job for job in cluster.lasting.jobs if job in cluster.tasks)
-    for node in cluster.nodes.values():
-        if node.label not in cluster.lasting.drained and node.label not in cluster.lasting.cordoned:
-            for place in node.places:
-                nodes[place] = node.label
-                tasks[place] = jobs
+    out = frozenset((*cluster.lasting.drained, *cluster.lasting.cordoned))
+    daemons.look(list(cluster.nodes.values()), jobs, out)
+    others: dict[str, tuple[str, frozenset[str]]] = {}
+    """Node and tasks of places that others can use, too."""
     for task in cluster.tasks.values():
         if task.over is not None:
             continue
+        is_job = task.id in jobs
         for agent in task.agents.values():
-            place_ = agent.place
-            if place_ is not None and task.id not in tasks.get(place_, ()) and _counts(cluster, task, agent):
-                nodes[place_] = agent.node
-                tasks[place_] = tasks.get(place_, frozenset()) | {task.id}
-    in_order = {able: tuple(sorted(able)) for able in set(tasks.values())}
-    return [Place(name=name, node=nodes[name], tasks=in_order[tasks[name]]) for name in sorted(nodes)]
+            place = agent.place
+            if place is not None and not (is_job and place in daemons.nodes) and _counts(cluster, task, agent):
+                able = others[place][1] if place in others else jobs if place in daemons.nodes else frozenset()
+                others[place] = agent.node, able | {task.id}
+    if not others:
+        return daemons.places
+    in_order = {able: tuple(sorted(able)) for able in {able for _, able in others.values()}}
+    if daemons.places:
+        in_order[jobs] = daemons.places[0].tasks  # one tuple for those that are alike
+    found = {place.name: place for place in daemons.places}
+    found |= {name: Place(name=name, node=node, tasks=in_order[able]) for name, (node, able) in others.items()}
+    return Places(found[name] for name in sorted(found))
+
+
+def users(places: Collection[Place]) -> dict[str, frozenset[str]]:
+    """By place, who can use it. Places that are alike share one set, which is quicker to ask than their tuple."""
+    sets: dict[int, frozenset[str]] = {}
+    by_place = {}
+    for place in places:
+        able = sets.get(id(place.tasks))
+        if able is None:
+            able = sets[id(place.tasks)] = frozenset(place.tasks)
+        by_place[place.name] = able
+    return by_place
 
 
 def competing_tasks(cluster: Cluster) -> list[Task]:
     """Tasks that have agents at places, or could have, by id."""
-    jobs = cluster.lasting.jobs if cluster.nodes else {}
-    tasks = (task for task in cluster.tasks.values() if task.over is None)
-    competing = (t for t in tasks if t.id in jobs or any(a.place is not None for a in t.agents.values()))
-    return sorted(competing, key=lambda task: task.id)
+    return sorted(_competing(cluster), key=lambda task: task.id)
 
 
-def occupants(cluster: Cluster) -> dict[str, tuple[Task, Agent]]:
-    """By place, whose agent has workers there, or may have: it has not come back to wait since its slot was granted."""
+def several_compete(cluster: Cluster) -> bool:
+    """Whether there is more than one of the `competing_tasks`."""
+    return len(list(itertools.islice(_competing(cluster), 2))) > 1
+
+
+def occupants(cluster: Cluster, nodes: Collection[str]) -> dict[str, tuple[Task, Agent]]:
+    """By place of some nodes, whose agent has workers there, or may have: it has not come back to wait since its slot
+    was granted.
+    """
+    there = ((task, a) for task in cluster.tasks.values() for a in task.agents.values() if a.node in nodes)
     return {
         agent.place: (task, agent)
-        for task in cluster.tasks.values()
-        for agent in task.agents.values()
-        if agent.place is not None and (agent.stopping or agent.id in task.slots)
+        for task, agent in there
+        if (agent.stopping or agent.id in task.slots) and agent.place is not None
     }
+
+
+def _competing(cluster: Cluster) -> Iterator[Task]:
+    jobs = cluster.lasting.jobs if cluster.nodes else {}
+    tasks = (task for task in cluster.tasks.values() if task.over is None)
+    return (t for t in tasks if t.id in jobs or any(a.place is not None for a in t.agents.values()))
 
 
 def is_elsewhere(cluster: Cluster, agent: Agent) -> bool:

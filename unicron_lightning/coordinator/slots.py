@@ -104,11 +104,18 @@ def leaving(task: Task, turn: Turn) -> set[str]:
     There are more when the task is to shrink, or a node is undrained before it has left and another has its slot
     already. Those at places that the plan gives the task stay: if they are too many, the plan says which.
     """
-    assigned = turn.lasting.assigned
-    staying = _undrained(task, turn)
-    planned = {agent_id for agent_id in staying if assigned.get(task.agents[agent_id].place or "") == task.id}
-    others = [agent_id for agent_id in staying if agent_id not in planned]
-    return set(task.slots) - planned - set(others[: max(0, task.limit - len(planned))])
+    assigned, out = turn.lasting.assigned, turn.out_of_use()
+    away: set[str] = set()
+    others: list[str] = []
+    for agent_id in task.slots:
+        agent = task.agents[agent_id]
+        owner = None if agent.slot is None else assigned.get(f"{agent.node}/{agent.slot}")
+        if owner not in (None, task.id) or agent.node in out or agent_id in out:
+            away.add(agent_id)
+        elif owner is None:
+            others.append(agent_id)
+    planned = len(task.slots) - len(away) - len(others)
+    return away.union(others[max(0, task.limit - planned) :])
 
 
 def _undrained(task: Task, turn: Turn) -> list[str]:
@@ -208,8 +215,9 @@ def _grant(task: Task, turn: Turn, agents: list[Agent]) -> None:
 
 def _review_ranks(task: Task, turn: Turn) -> None:
     granted = [task.agents[agent_id] for agent_id in task.slots]
-    unknown = {agent.batch for agent in granted if agent.local_world is None}
-    for agent in granted:
-        if not agent.ranked and agent.batch not in unknown:
+    unranked = [agent for agent in granted if not agent.ranked]
+    unknown = {agent.batch for agent in granted if agent.local_world is None} if unranked else set()
+    for agent in unranked:
+        if agent.batch not in unknown:
             agent.ranked = True
             send_ranks(task, turn, agent)

@@ -34,13 +34,12 @@ def review_standbys(task: Task, turn: Turn) -> None:
         return
     if _pass_on(task, turn):
         review_slots(task, turn)
-    for agent_id in list(task.slots):
-        agent = task.agents[agent_id]
-        if agent.hellos:
-            hellos, agent.hellos = agent.hellos, {}
-            for hello in hellos.values():
-                workers.hello(task, turn, agent, hello)
-    for agent in list(task.agents.values()):
+    granted = [task.agents[agent_id] for agent_id in task.slots]
+    for agent in [agent for agent in granted if agent.hellos]:
+        hellos, agent.hellos = agent.hellos, {}
+        for hello in hellos.values():
+            workers.hello(task, turn, agent, hello)
+    for agent in [agent for agent in task.agents.values() if agent.warm or agent.waiting]:
         if agent.warm and not _may_be_warm(task, turn, agent):
             _cool(task, turn, agent)
         elif agent.waiting and task.formed and not task.finishing and _may_be_warm(task, turn, agent):

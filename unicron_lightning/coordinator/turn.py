@@ -8,19 +8,21 @@ from typing import Any
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
-from unicron_lightning.coordinator.places import is_assigned, is_drained, is_elsewhere, occupants
+from unicron_lightning.coordinator.places import DaemonPlaces, is_assigned, is_drained, is_elsewhere, occupants
 from unicron_lightning.coordinator.severity.rules import Decision
 from unicron_lightning.coordinator.state import Agent, Cluster, Task
 
 
 class Turn:
-    """What the rules write to. ``now`` is time.time() as told by the shell, ``cluster`` what holds for all tasks.
+    """What the rules write to. ``now`` is time.time() as told by the shell, ``cluster`` what holds for all tasks,
+    ``daemons`` what is remembered of places.
 
     ``places_changed`` is set when what the plan follows from may have changed, or a place may have become free.
     """
 
-    def __init__(self, *, now: float, limits: ev.Limits, cluster: Cluster) -> None:
+    def __init__(self, *, now: float, limits: ev.Limits, cluster: Cluster, daemons: DaemonPlaces) -> None:
         self.now = now
+        self.daemons = daemons
         self.limits = limits
         self.lasting = cluster.lasting
         self.places_changed = False
@@ -46,6 +48,10 @@ class Turn:
             return True
         return agent.slot is not None and is_elsewhere(self._cluster, agent)
 
+    def out_of_use(self) -> frozenset[str]:
+        """Nodes, and agents by their ids, that are to have no workers: drained or cordoned."""
+        return frozenset((*self.lasting.drained, *self.lasting.cordoned))
+
     def undrained(self, agents: Iterable[Agent]) -> list[Agent]:
         """Those that may have workers, as far as drains and the plan go."""
         lasting = self.lasting
@@ -61,12 +67,17 @@ class Turn:
     def spared(self, task: Task, nodes: Collection[str]) -> frozenset[str]:
         """Those nodes without which the task, and each that has agents there, has agents enough for its minimum."""
         needed: set[str] = set()
+        out = self.out_of_use()
         for other in self._cluster.tasks.values():
             if other.over is None:
-                there = {agent.node for agent in other.agents.values()}
-                usable = Counter(a.node for a in other.agents.values() if not is_drained(self._cluster, a))
+                there = Counter([agent.node for agent in other.agents.values()])
+                concerned = nodes if other is task else there.keys() & nodes
+                if not concerned:
+                    continue
+                usable = there
+                if out:
+                    usable = Counter(a.node for a in other.agents.values() if a.node not in out and a.id not in out)
                 enough = usable.total() - other.min_nodes
-                concerned = nodes if other is task else there.intersection(nodes)
                 needed.update(node for node in concerned if usable[node] > enough)
         return frozenset(nodes) - needed
 
@@ -82,12 +93,13 @@ class Turn:
         known = (agent for agent in waiting if agent.paired.passed or not check)
         well = (agent for agent in known if not (agent.unhealthy or self.drains(agent)))
         ready = [agent for agent in well if is_assigned(self._cluster, agent)]
-        taken = occupants(self._cluster) if any(agent.place is not None for agent in ready) else {}
+        nodes = {agent.node for agent in ready if agent.place is not None}
+        taken = occupants(self._cluster, nodes) if nodes else {}
         return [agent for agent in ready if agent.place not in taken]
 
     def occupant(self, agent: Agent) -> tuple[Task, Agent] | None:
         """Whose agent has workers at the place of one that has none, or may have."""
-        return None if agent.place is None else occupants(self._cluster).get(agent.place)
+        return None if agent.place is None else occupants(self._cluster, (agent.node,)).get(agent.place)
 
     def why_without_workers(self, agent: Agent) -> str:
         """For messages: why the agent is to have no workers any more."""

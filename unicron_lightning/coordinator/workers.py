@@ -197,14 +197,16 @@ def finished(task: Task, turn: Turn, worker: Worker, *, how: str) -> None:
 def changes_nothing(task: Task, message: wire.FromAgent) -> bool:
     """Whether nothing can be due because of it: a thousand workers say such things all the time, or all at once."""
     match message:
+        case wire.WorkerReady():
+            # The first report of a planned epoch has begun its time; the last one settles it.
+            if message.epoch != task.number or task.severity.awaited != "reports":
+                return False
+            others = (task.workers.get(member.worker) for member in reversed(task.members()))
+            return any(other is not None and other.ready != task.number for other in others)
         case wire.Progress() | wire.Lookup() | wire.FaultDue() | wire.Doing() | wire.NodeReading():
             return True
         case wire.WorkerEvent():
             return message.name != "entered_epoch"
-        case wire.WorkerReady() if message.epoch == task.number and task.severity.awaited == "reports":
-            # The first report of a planned epoch has begun its time; the last one settles it.
-            others = (task.workers.get(member.worker) for member in reversed(task.members()))
-            return any(other is not None and other.ready != task.number for other in others)
     return False
 
 

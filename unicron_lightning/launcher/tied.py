@@ -15,12 +15,17 @@ from typing import Final
 _PR_SET_PDEATHSIG: Final = 1
 
 
-def main() -> None:
-    """Tie this process to its parent, then be the module."""
-    parent, module = int(sys.argv[1]), sys.argv[2]
+def tie_to(parent: int) -> None:
+    """Have the kernel end this process with its parent; end it now if that is gone already."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:  # it died before the call had effect
         sys.exit(1)
+
+
+def main() -> None:
+    """Tie this process to its parent, then be the module."""
+    parent, module = int(sys.argv[1]), sys.argv[2]
+    tie_to(parent)
     sys.argv[:] = [module, *sys.argv[3:]]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

@@ -23,12 +23,15 @@ longer in a larger world is not modelled.
 
 from __future__ import annotations
 
+import bisect
 import enum
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
+
+from unicron_lightning.planner import medians
 
 NEWEST: Final = 64
 """Transitions of a task and kind that count, by default."""
@@ -124,12 +127,15 @@ class TransitionTime:
 
     def observed(self, seconds: Sequence[float]) -> TransitionTime:
         """What is known after durations were measured, this being what was known before."""
-        if not seconds:
+        return self.observed_logs(sorted(math.log(value) for value in seconds))
+
+    def observed_logs(self, logs: Sequence[float]) -> TransitionTime:
+        """The same from the durations' logarithms, in ascending order: as quick for thousands as for a few."""
+        if not logs:
             return self
-        logs = [math.log(value) for value in seconds]
-        median = statistics.median(logs)
+        median = medians.median(logs)
         # The spread of a single value is unknown, not zero.
-        spread = _MAD_TO_DEVIATION * statistics.median(abs(log - median) for log in logs)
+        spread = _MAD_TO_DEVIATION * medians.median_deviation(logs, median)
         num_before, num = self.num_transitions, len(logs)
         log_median = (num_before * math.log(self.median_seconds) + num * median) / (num_before + num)
         variance = self.log_deviation**2
@@ -169,20 +175,29 @@ class TransitionTimes:
             of_task = self._seconds[transition.kind].setdefault(transition.task, [])
             of_task.append(transition.seconds)
             del of_task[:-newest]
+        self._logs = {
+            kind: sorted(math.log(value) for seconds in tasks.values() for value in seconds)
+            for kind, tasks in self._seconds.items()
+        }
+        """Of all tasks, in ascending order."""
 
     def of_kind(self, task: str, kind: TransitionKind) -> TransitionTime:
         """What is known of one kind of transition of a task, whether or not any was measured."""
-        tasks = self._seconds[kind]
-        others = [value for other, seconds in tasks.items() if other != task for value in seconds]
+        own = sorted(math.log(value) for value in self._seconds[kind].get(task, []))
+        others = self._logs[kind]
+        if own:
+            others = others.copy()
+            for log in own:
+                del others[bisect.bisect_left(others, log)]
         prior = self._priors[kind]
-        pooled = prior.observed(others)
+        pooled = prior.observed_logs(others)
         # However much is known of the others, of this task it says no more than the prior's weight.
         towards = TransitionTime(
             median_seconds=pooled.median_seconds,
             log_deviation=pooled.log_deviation,
             num_transitions=prior.num_transitions,
         )
-        return towards.observed(tasks.get(task, []))
+        return towards.observed_logs(own)
 
     def expected_seconds(self, task: str) -> float:
         """D_transition of a task as one number: its kinds in the proportions in which they were measured.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -29,6 +28,7 @@ from unicron_lightning.simulate.cases import (
     swings,
 )
 from unicron_lightning.simulate.pictures import Curve, curves_picture, losses_picture, sweep_picture, tornado_picture
+from unicron_lightning.simulate.pool import processes
 from unicron_lightning.simulate.rows import Row, summary, with_ratio
 from unicron_lightning.simulate.tables import as_markdown
 
@@ -354,7 +354,7 @@ def main(arguments: list[str] | None = None) -> None:
     chosen = [each for each in EXPERIMENTS if not options.only or each.name in options.only]
     cases = [(experiment, case) for experiment in chosen for case in experiment.cases(options.seeds)]
     found: dict[str, list[Curve]] = {experiment.name: [] for experiment in chosen}
-    with ProcessPoolExecutor(options.processes) as pool:
+    with processes(options.processes) as pool:
         # Neighbours share their settings, and so what is remembered of them.
         results = pool.map(run, [case for _, case in cases], chunksize=5)
         shown = track(results, "simulating", len(cases), console=Console(stderr=True))

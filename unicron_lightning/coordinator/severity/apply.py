@@ -157,7 +157,10 @@ def concerned(task: Task) -> bool:
 
 def feed(task: Task, turn: Turn, seen: Seen) -> None:
     """Tell the workflow; what it decides is carried out at the end of the turn."""
-    decisions = handle(task.severity, seen, turn.limits, _view(task, turn), turn.now)
+    # Who is there matters only where an error is decided on: else a thousand members would be listed for every step.
+    idle = isinstance(seen, Progress | Named) or (isinstance(seen, Settled) and not task.severity.unjudged)
+    view = View() if idle else _view(task, turn)
+    decisions = handle(task.severity, seen, turn.limits, view, turn.now)
     turn.decisions.setdefault(task.id, []).extend(decisions)
 
 

@@ -93,8 +93,8 @@ def handle(record: Record, seen: Seen, limits: Limits, view: View, now: float) -
         case Settled():
             decisions = _judge(record, seen.step, limits, view, now)
             record.base = record.step
-            joined = {w: Joined(node=node, step=record.step) for w, node in seen.members.items()}
-            record.joined = {worker: record.joined.get(worker, new) for worker, new in joined.items()}
+            before, step = record.joined, record.step
+            record.joined = {w: before.get(w) or Joined(node=n, step=step) for w, n in seen.members.items()}
             return decisions
         case NewLife():
             return _new_life(record, limits, view, now)

@@ -80,10 +80,10 @@ class System:
         self.trainings = {task.name: Training(self, task) for task in tasks}
         self.shell = Shell(self.clock, self._limits, self._plan, self._seen)
         self.daemons = [SimDaemon(self, place) for place in range(cluster.num_places)]
-        for daemon in self.daemons:
-            daemon.start()
         for task in tasks:
             self._expect(task)
+        for daemon in self.daemons:  # after the tasks, so that the first plan is one for all of them
+            daemon.start()
         for fault in trace.faults:
             self.clock.at(micros(fault.at), partial(self._fault, fault), order.FAULT)
 
