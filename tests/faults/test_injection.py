@@ -96,7 +96,7 @@ def test_a_callback_strikes_once_whoever_takes_a_dead_ones_place(tmp_path: Path)
         "raise connection_failed rank=0 step=6 phase=reduced",
         "kill coordinator step=7",
         "slow x2 rank=0 from_step=8 steps=2",
-        "kill rank=all step=13",
+        "kill rank=all step=13 phase=reduced",  # where they have just met: both are there
     ]
     settings = {"nodes": 2, "full": 2, "pace": 0.05, "slow": 0.15, "epochs": 2, "keep": -1, "faults": faults}
     with Cluster(tmp_path, agents=2, nodes="2:2", settings=settings) as cluster:
