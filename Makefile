@@ -14,6 +14,8 @@ SHELL := bash
 FAULTS ?= 200
 PYTEST_ARGS ?=
 COMPUTING := $(addprefix tests/,planner planning coordinator data simulate inject detection)
+# These start processes and mostly wait for imports, without a limit of time that a busy machine could break.
+STARTING := tests/strategies
 NONE_PICKED = $(if $(PYTEST_ARGS),|| test $$? = 5)
 
 VENV := .venv
@@ -43,11 +45,13 @@ setup: $(READY)
 demo: $(READY)
 	@$(BIN)/python -m unicron_lightning.demo
 
-# Tests that compute first, on all cores; then those with processes, signals and time limits, one after another.
+# Tests that compute first, on all cores, and those that start processes and wait, two at a time; then those with signals
+# and limits of time, one after another.
 # Where PYTEST_ARGS picks tests, a half may have none: pytest's status 5.
 test: $(READY)
 	@$(BIN)/python -m pytest -m "not chaos" -n auto $(COMPUTING) $(PYTEST_ARGS) $(NONE_PICKED)
-	@$(BIN)/python -m pytest -m "not chaos" $(COMPUTING:%=--ignore=%) $(PYTEST_ARGS) $(NONE_PICKED)
+	@$(BIN)/python -m pytest -m "not chaos" -n 2 --dist loadscope $(STARTING) $(PYTEST_ARGS) $(NONE_PICKED)
+	@$(BIN)/python -m pytest -m "not chaos" $(patsubst %,--ignore=%,$(COMPUTING) $(STARTING)) $(PYTEST_ARGS) $(NONE_PICKED)
 
 chaos: $(READY)
 	@$(BIN)/python benchmarks/chaos.py --faults $(FAULTS)
