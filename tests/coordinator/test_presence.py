@@ -47,14 +47,15 @@ def test_an_answer_in_the_middle_of_a_death_is_asked_again() -> None:
 
 def test_only_a_dead_process_is_told() -> None:
     listener, address = listening()
-    dead_listener, dead = listening()
-    dead_listener.close()
+    dying_listener, dying = listening()
 
     async def run() -> list[int]:
         watched, gone = Presence(), list[int]()
         watched.told(1, address)
-        watched.told(2, dead)
+        watched.told(2, dying)
         watched.told(3, None)
+        await done(watched)
+        dying_listener.close()
         for conn in (1, 2, 3, 4):
             watched.ended(conn, partial(gone.append, conn))
         await done(watched)
@@ -65,9 +66,11 @@ def test_only_a_dead_process_is_told() -> None:
         assert asyncio.run(run()) == [2]
 
 
-def test_elsewhere_a_refusal_counts_only_where_a_connection_has_succeeded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(presence, "_HERE", frozenset())
-    monkeypatch.setattr(presence, "FIRST_LOOK_SECONDS", 0.0)
+@pytest.mark.parametrize("here", [True, False])
+def test_a_refusal_counts_only_where_a_connection_has_succeeded(monkeypatch: pytest.MonkeyPatch, here: bool) -> None:
+    if not here:
+        monkeypatch.setattr(presence, "_HERE", frozenset())
+        monkeypatch.setattr(presence, "FIRST_LOOK_SECONDS", 0.01)
     listener, address = listening()
     dead_listener, dead = listening()
     dead_listener.close()

@@ -97,6 +97,9 @@ async def test_a_dead_process_is_not_given_the_time_to_come_back(tmp_path):
             async with connected(coordinator.url, "b", nodes=(2, 2)) as (b,):
                 b.store = wire.Address(host="127.0.0.1", port=listener.getsockname()[1])
                 await train([a, b])
+                connection, _ = await asyncio.to_thread(listener.accept)  # it has been tried
+                connection.close()
+                assert await get(f"{coordinator.url}/healthz")
                 listener.close()
             assert (await a.hear(wire.Epoch)).kind == "fail"
 

@@ -292,3 +292,10 @@ def test_a_task_that_fails_at_a_step_for_good_is_stopped(nodes) -> None:
     for node in nodes:
         strike(story, "fail", node)
     assert story.all[-1].action == "stop"
+
+
+def test_a_lost_agent_that_is_back_before_it_is_judged_is_welcome() -> None:
+    story = Story()
+    decisions = story.fail("b", "lost_connection") + story.settle(10, without="b")
+    assert "cordon" not in [decision.action for decision in decisions], decisions
+    assert "isolate" in [decision.action for decision in decisions]

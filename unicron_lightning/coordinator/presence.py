@@ -2,8 +2,8 @@
 
 Each agent's process has a TCPStore open. When the agent's own connection ends, the coordinator tries to connect there;
 a refusal is evidence enough to act at once, anything else (it answers, nothing comes back) leaves the agent its moment
-to come back (`detection.reconnect_grace`). As a firewall may refuse as well, a refusal counts only on this machine and
-where a connection has succeeded before.
+to come back (`detection.reconnect_grace`). As a firewall may refuse as well, a refusal counts only where a connection
+has succeeded before.
 """
 
 from __future__ import annotations
@@ -73,10 +73,7 @@ class Presence:
         if address is None:
             return
         self._told[conn] = address
-        if address.host in _HERE:
-            self._reached.add(conn)
-        else:
-            self._start(self._reach(conn, address))
+        self._start(self._reach(conn, address))
 
     def ended(self, conn: int, gone: Callable[[], None]) -> None:
         """The connection has ended; ``gone`` is called if the process is found to have, too."""
@@ -104,7 +101,8 @@ class Presence:
         task.add_done_callback(self._tasks.discard)
 
     async def _reach(self, conn: int, address: wire.Address) -> None:
-        await asyncio.sleep(FIRST_LOOK_SECONDS)
+        if address.host not in _HERE:  # a thousand agents start at a time
+            await asyncio.sleep(FIRST_LOOK_SECONDS)
         if self._told.get(conn) is address and await _answers(address) and self._told.get(conn) is address:
             self._reached.add(conn)
 

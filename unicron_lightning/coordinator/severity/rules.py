@@ -79,8 +79,9 @@ class Case:
 
     @property
     def gone(self) -> bool:
-        """Whether the agent is gone already."""
-        return self.error is not None and self.error.agent not in self.view.agents
+        """Whether the agent is gone already, or was: a lost one may be back before it is judged, and is welcome."""
+        error = self.error
+        return error is not None and (error.kind == "lost_connection" or error.agent not in self.view.agents)
 
 
 @dataclass(frozen=True, kw_only=True)
