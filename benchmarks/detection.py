@@ -41,6 +41,8 @@ FAULTS = ("kill", "exception", "agent", "cut", "hang")
 VICTIM = 2
 WHOLE_STEPS = 12
 """Steps of a whole world between faults: what is learned of step times is learned again."""
+LEARN_SECONDS = 32.0
+"""A new connection is given `detection.most_silence`, less with each beat: 60 of them tell what is usual."""
 START_SECONDS, HEAL_SECONDS, DETECT_SECONDS = 120.0, 90.0, 60.0
 
 
@@ -141,6 +143,8 @@ def once(run: Watched, fault: str, generator: random.Random, since: float) -> Fi
     slot = str(VICTIM) if fault == "cut" else str(generator.randrange(WORKERS))
     if run.system == "unicron":
         run.news()
+    if fault == "cut":
+        time.sleep(LEARN_SECONDS)
     step = typical_step(run.events, pids)
     time.sleep(generator.uniform(0.0, step))
     at = strike(run, fault, slot, pids[slot])
