@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,12 @@ def used(pid: int) -> float:
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_no_process_is_left(how: signal.Signals, tmp_path: Path) -> None:
     with (tmp_path / "output").open("wb") as output:
-        command = subprocess.Popen([*COMMAND, "--docs", str(tmp_path)], stderr=output, start_new_session=True)
+        command = subprocess.Popen(
+            [*COMMAND, "--docs", str(tmp_path)],
+            stderr=output,
+            start_new_session=True,
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
+        )
     try:
         deadline = time.monotonic() + 60
         while len(busy := [pid for pid in children(command.pid) if used(pid) > 20]) < 2:
