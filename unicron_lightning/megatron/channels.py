@@ -14,8 +14,9 @@ from typing import Any
 import torch.distributed as dist
 
 from unicron_lightning.megatron.layout import Shape
+from unicron_lightning.megatron.peers import PeerGroup
 from unicron_lightning.worker.communicator import SoloCommunicator
-from unicron_lightning.worker.gloo import GlooCommunicator, GlooGroup
+from unicron_lightning.worker.gloo import GlooCommunicator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,14 +94,14 @@ class Channels:
         grid: Grid,
         store: dist.Store,
         host: str,
-        carried: Mapping[tuple[int, ...], GlooGroup] | None,
+        carried: Mapping[tuple[int, ...], PeerGroup] | None,
         *,
         mirrors: bool = False,
     ) -> None:
         self.grid = grid
         self.store = store
-        self.inner: dict[tuple[int, ...], GlooGroup] = dict(carried or {})
-        self.outer: dict[tuple[int, ...], GlooGroup] = {}
+        self.inner: dict[tuple[int, ...], PeerGroup] = dict(carried or {})
+        self.outer: dict[tuple[int, ...], PeerGroup] = {}
         self.inner_accelerated: list[Any] = []
         self.outer_accelerated: list[Any] = []
         self.exchange: GlooCommunicator | SoloCommunicator | None = None
@@ -124,16 +125,14 @@ class Channels:
             self.close()
             raise
 
-    def backend(self, ranks: tuple[int, ...]) -> dist.ProcessGroupGloo:
-        """The connection of a set of ranks that this worker is one of.
+    def group(self, ranks: tuple[int, ...]) -> PeerGroup:
+        """The connections of a set of ranks that this worker is one of.
 
         Raises:
             KeyError: Megatron has a group that `Grid` does not know.
         """
         shards = self.shards(ranks)
-        group = self.outer[ranks] if shards is None else self.inner[shards]
-        assert group.backend is not None, "the connection was closed"
-        return group.backend
+        return self.outer[ranks] if shards is None else self.inner[shards]
 
     def shards(self, ranks: tuple[int, ...]) -> tuple[int, ...] | None:
         """The shards of a set of ranks of this replica; None if it has others."""
@@ -153,13 +152,13 @@ class Channels:
     def close(self) -> None:
         """Lets go of all but what was carried, or adopted meanwhile."""
         for group in self.outer.values():
-            group.close([])
+            group.close()
         self.outer = {}
         if self.exchange is not None:
             self.exchange.close()
         if not self.adopted:
             for group in self.inner.values():
-                group.close([])
+                group.close()
 
-    def _open(self, name: str, rank: int, world: int, host: str) -> GlooGroup:
-        return GlooGroup(dist.PrefixStore(name, self.store), rank, world, host)
+    def _open(self, name: str, rank: int, world: int, host: str) -> PeerGroup:
+        return PeerGroup(dist.PrefixStore(name, self.store), rank, world, host)

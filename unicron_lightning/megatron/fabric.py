@@ -28,12 +28,12 @@ from torch import Tensor
 from unicron_lightning import wire
 from unicron_lightning.megatron.channels import Channels, Grid
 from unicron_lightning.megatron.layout import Layout, Shape, StateLost, Word, plan_layout
+from unicron_lightning.megatron.peers import PeerGroup
 from unicron_lightning.worker.communicator import Communicator, CommunicatorAborted, Handle
 from unicron_lightning.worker.connect import STORE_TIMEOUT, connector
 from unicron_lightning.worker.connecting import Connect
 from unicron_lightning.worker.control import EXIT_EXPELLED, Control
 from unicron_lightning.worker.engine import Report
-from unicron_lightning.worker.gloo import GlooGroup
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class GridFabric:
         self._worker = ""
         self._lock = threading.Lock()
         self.intact = False
-        self._inner: dict[tuple[int, ...], GlooGroup] = {}
+        self._inner: dict[tuple[int, ...], PeerGroup] = {}
         self._partners: frozenset[str] = frozenset()
         self._entered: str | None = None
 
@@ -249,7 +249,7 @@ class GridFabric:
             if channels is not None:
                 channels.adopted = True
         for group in left:
-            group.close([])
+            group.close()
         self.channels = channels
         self._tell(place)
         self._entered = None if place.replica is None else place.layout.replicas[place.replica].name
@@ -260,7 +260,7 @@ class GridFabric:
         with self._lock:
             groups, self._inner = list(self._inner.values()), {}
         for group in groups:
-            group.close([])
+            group.close()
 
     def _alone(self) -> Channels:
         grid = Grid(shape=self.shape, replicas=1, place=0, shard=0)

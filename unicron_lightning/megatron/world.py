@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import FakeProcessGroup
 
 from unicron_lightning.megatron.channels import Channels, Grid
 from unicron_lightning.megatron.layout import Shape
+from unicron_lightning.megatron.peers import ProcessGroup
 from unicron_lightning.worker.gloo import OPERATION_TIMEOUT
 
 BACKEND: Final = "unicron"
@@ -60,10 +61,11 @@ def enter_world(channels: Channels, device: torch.device) -> Groups:
     grid = channels.grid
     alone = dist.HashStore()
 
-    def provide(ranks: tuple[int, ...], _: int) -> Any:
+    def provide(ranks: tuple[int, ...], rank: int) -> Any:
         if len(ranks) == 1:
             return dist.ProcessGroupGloo(dist.PrefixStore(str(ranks), alone), 0, 1, timeout=OPERATION_TIMEOUT)
-        return channels.backend(ranks)
+        group = channels.group(ranks)
+        return group.backend if device.type == "cuda" else ProcessGroup(group, rank, len(ranks))
 
     backend = f"cpu:{BACKEND},cuda:nccl" if device.type == "cuda" else BACKEND
     _initialize(grid, channels.store, provide, backend)

@@ -13,8 +13,9 @@ import ctypes
 import os
 import socket
 import threading
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Final
+from typing import Final, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
@@ -24,6 +25,15 @@ from unicron_lightning.worker.communicator import Gate, Handle
 OPERATION_TIMEOUT: Final = timedelta(seconds=300)
 """Bounds a buried group's life. A wait that outlasts it (a peer's very slow step) costs a new communicator, no work."""
 BURIED_POLL_SECONDS: Final = 0.05
+
+
+class Ending(Protocol):
+    """What gloo may not have given back yet, such as a `Handle`."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it has."""
+        ...
 
 
 class GlooGroup:
@@ -48,15 +58,21 @@ class GlooGroup:
         options._timeout = timeout
         options._threads = 2
         self.backend: dist.ProcessGroupGloo | None = dist.ProcessGroupGloo(store, rank, world, options)
-        self._sockets = _connected(_inet_sockets() - before, store, rank, world)
+        self._sockets, self._descriptors = _connected(_inet_sockets() - before, store, rank, world)
+        self.was_cut = False
 
     def cut(self) -> None:
         """Shuts the connections down: what waits in them, here and at the peers, fails. From any thread."""
+        self.was_cut = True
         for connection in self._sockets:
             with contextlib.suppress(OSError):  # the peer was faster
                 connection.shutdown(socket.SHUT_RDWR)
 
-    def close(self, handles: list[Handle]) -> None:
+    def disconnected(self) -> bool:
+        """Whether gloo has closed all its connections, as it does soon after a cut: it writes to no tensor any more."""
+        return not any(_target(descriptor) == target for descriptor, target in self._descriptors)
+
+    def close(self, handles: Sequence[Ending] = ()) -> None:
         """Cuts, and lets go of the group when ``handles`` have ended."""
         backend, self.backend = self.backend, None
         if backend is None:
@@ -65,7 +81,7 @@ class GlooGroup:
         for connection in self._sockets:
             connection.close()
         # The destructor joins gloo's threads, which may be stuck: never on the training thread.
-        _GRAVEYARD.bury(backend, handles)
+        _GRAVEYARD.bury(backend, list(handles))
 
 
 class GlooCommunicator:
@@ -135,23 +151,30 @@ def _inet_sockets() -> set[tuple[int, str]]:
     """File descriptors of this process's sockets with their inodes (a closed descriptor may be given out again)."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{name}")
-        except OSError:
-            continue
+        target = _target(int(name))
         if target.startswith("socket:["):
             found.add((int(name), target))
     return found
 
 
-def _connected(new: set[tuple[int, str]], store: dist.Store, rank: int, world: int) -> list[socket.socket]:
-    """Duplicates of the group's own connections among the new sockets.
+def _target(descriptor: int) -> str:
+    """What a file descriptor of this process stands for; empty if it is closed."""
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:
+        return ""
+
+
+def _connected(
+    new: set[tuple[int, str]], store: dist.Store, rank: int, world: int
+) -> tuple[list[socket.socket], list[tuple[int, str]]]:
+    """Duplicates of the group's own connections among the new sockets, and which of those they are.
 
     Another thread may have opened sockets meanwhile, so the group's are told by ports: one end of each of gloo's
     connections is a port on which a member listens. The listening ports are exchanged through the store.
     """
     candidates, listening = [], []
-    for descriptor, _ in sorted(new):
+    for descriptor, target in sorted(new):
         try:
             duplicate = socket.socket(fileno=os.dup(descriptor))
         except OSError:
@@ -162,20 +185,21 @@ def _connected(new: set[tuple[int, str]], store: dist.Store, rank: int, world: i
             listening.append(duplicate.getsockname()[1])
             duplicate.close()
         else:
-            candidates.append(duplicate)
+            candidates.append((duplicate, (descriptor, target)))
     store.set(f"ports/{rank}", ",".join(map(str, listening)))
     ports = {int(p) for r in range(world) for p in store.get(f"ports/{r}").decode().split(",") if p}
-    own = []
-    for duplicate in candidates:
+    own, descriptors = [], []
+    for duplicate, original in candidates:
         try:
             ends = {duplicate.getsockname()[1], duplicate.getpeername()[1]}
         except OSError:
             ends = set()
         if ends & ports:
             own.append(duplicate)
+            descriptors.append(original)
         else:
             duplicate.close()
-    return own
+    return own, descriptors
 
 
 class _Graveyard:
@@ -183,10 +207,10 @@ class _Graveyard:
 
     def __init__(self) -> None:
         self._lock = threading.Condition()
-        self._buried: list[tuple[dist.ProcessGroupGloo, list[Handle]]] = []
+        self._buried: list[tuple[dist.ProcessGroupGloo, Sequence[Ending]]] = []
         self._thread: threading.Thread | None = None
 
-    def bury(self, group: dist.ProcessGroupGloo, handles: list[Handle]) -> None:
+    def bury(self, group: dist.ProcessGroupGloo, handles: Sequence[Ending]) -> None:
         with self._lock:
             self._buried.append((group, handles))
             if self._thread is None:

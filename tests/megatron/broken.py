@@ -1,0 +1,77 @@
+"""Scenario: a peer dies when a part of what it sends has come."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from unicron_lightning.megatron.peers import PeerGroup, ProcessGroup
+from unicron_lightning.worker.gloo import wait_buried
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ELEMENTS = 100_000_000
+CUT_AFTER = 0.3
+SECONDS = 20
+
+
+def killed_while_sending(rank: int, world: int, folder: Path, operation: str) -> Any:
+    """Rank 0 sends, rank 1 kills it in the middle and cuts the group."""
+    group = PeerGroup(dist.FileStore(str(folder / "store"), world), rank, world, "127.0.0.1")
+    process_group = ProcessGroup(group, rank, world)
+    tensor = torch.full((ELEMENTS,), 1.0 - rank)
+    if rank == 0:
+        (folder / "pid").write_text(str(os.getpid()))
+        start(process_group, operation, tensor, rank).wait()
+        time.sleep(SECONDS)
+        return None
+    sender = int(await_file(folder / "pid"))
+    threading.Thread(target=kill_amid, args=(sender, tensor)).start()
+    cut = threading.Timer(CUT_AFTER, group.cut)
+    cut.start()
+    began = time.monotonic()
+    try:
+        start(process_group, operation, tensor, rank).wait()
+    except dist.DistNetworkError as error:
+        reason = str(error)
+    except RuntimeError as error:
+        reason = f"gloo: {error}"
+    else:
+        reason = "completed"
+    seconds, arrived = time.monotonic() - began, float(tensor.mean())
+    time.sleep(CUT_AFTER)
+    result = {"seconds": seconds, "reason": reason, "arrived": arrived, "later": float(tensor.mean())}
+    del process_group
+    began = time.monotonic()
+    group.close()
+    return {**result, "closing": time.monotonic() - began, "buried": not wait_buried(0.0)}
+
+
+def start(group: ProcessGroup, operation: str, tensor: torch.Tensor, rank: int) -> Any:
+    """The sender's or the receiver's part."""
+    if operation == "broadcast":
+        return group.broadcast([tensor], dist.BroadcastOptions())
+    return group.recv([tensor], 0, 0) if rank else group.send([tensor], 1, 0)
+
+
+def kill_amid(pid: int, tensor: torch.Tensor) -> None:
+    """Kills the sender as soon as the first element has come."""
+    while tensor[0] == 0:
+        time.sleep(0)
+    os.kill(pid, signal.SIGKILL)
+
+
+def await_file(path: Path) -> str:
+    """Its text."""
+    deadline = time.monotonic() + SECONDS
+    while not (path.exists() and path.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return path.read_text()

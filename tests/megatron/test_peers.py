@@ -1,0 +1,24 @@
+"""Waits in Megatron's groups end when the group is cut, also where gloo has forgotten them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from megatron.conftest import Worlds
+
+pytestmark = pytest.mark.faults
+
+
+@pytest.mark.parametrize("operation", ["broadcast", "message"])
+def test_a_sender_that_dies_amid_its_message(worlds: Worlds, tmp_path: Path, operation: str) -> None:
+    _, found = worlds.run("broken:killed_while_sending", 2, tmp_path, killed=(0,), operation=operation)
+    assert 0 < found["arrived"] < 1, "the sender died before or after its message"
+    assert found["reason"] == "the group's connections were cut"
+    assert found["seconds"] < 5
+    assert found["later"] == found["arrived"], "written to after the wait was over"
+    assert found["closing"] < 1
