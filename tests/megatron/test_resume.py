@@ -45,6 +45,8 @@ def test_a_change_of_layout_goes_through_a_checkpoint(tmp_path: Path) -> None:
         save_every=3,
         schedule=[died],
         finish=False,
+        full=2,
+        slow=2.0,  # the second worker is there before the first checkpoint
     )
     assert (tmp_path / "first" / "struck-0").exists()
     saved = sorted(path.name for path in (tmp_path / "first" / "checkpoints").iterdir())
@@ -58,10 +60,13 @@ def test_a_change_of_layout_goes_through_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_task_without_survivors_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
-    died = {"point": "forward", "replica": 0, "shard": 0}
+    died = {"point": "forward", "replica": 0, "shard": 0, "from_step": 2}
     steps = train(
         tmp_path / "task", 1, tp=1, pp=1, dp=1, accumulation=2, steps=3, save_every=1, schedule=[died], finish=False
     )
     notes = [json.loads(line) for path in (tmp_path / "task").glob("notes-*") for line in path.read_text().splitlines()]
     assert len([note for note in notes if note["what"] == "start"]) == 2
-    assert sorted(note["step"] for note in notes if note["what"] == "step") == [0, 1, 2] == sorted(steps)
+    done = sorted(note["step"] for note in notes if note["what"] == "step")
+    # That of step 1 was written just before the death: word of it may not have got out.
+    assert done in ([0, 1, 2], [0, 1, 1, 2])
+    assert sorted(steps) == [0, 1, 2]
