@@ -32,7 +32,8 @@ from unicron_lightning.megatron import toy  # noqa: E402
 MICRO_BATCH = 4
 SHARE = 4
 """Micro-batches of a replica's step."""
-OPTIONS = toy.Toy(layers=4, hidden=128, heads=4, length=64)
+SETTINGS: dict[str, int] = json.loads((Path(sys.argv[1]) / "settings.json").read_text())
+OPTIONS = toy.Toy(layers=SETTINGS["layers"], hidden=SETTINGS["hidden"], heads=4, length=64)
 ADAM = OptimizerConfig(optimizer="adam", lr=1e-3, clip_grad=1.0)
 WARM_UP = 2
 """Steps at a segment's start that do not count."""
@@ -125,18 +126,17 @@ class Turns(pl.Callback):
 def main() -> None:
     """The worker; its argument is the folder with the settings, where the times go."""
     folder = Path(sys.argv[1])
-    settings = json.loads((folder / "settings.json").read_text())
     torch.set_num_threads(1)
-    parallel = {"tensor_model_parallel_size": settings["tp"], "pipeline_model_parallel_size": settings["pp"]}
-    turns = Turns(settings["steps"], settings["dp"], parallel)
+    parallel = {"tensor_model_parallel_size": SETTINGS["tp"], "pipeline_model_parallel_size": SETTINGS["pp"]}
+    turns = Turns(SETTINGS["steps"], SETTINGS["dp"], parallel)
     strategy = UnicronMegatronStrategy(**parallel)
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator="cpu",
-        num_nodes=settings["workers"],
+        num_nodes=SETTINGS["workers"],
         devices=1,
         accumulate_grad_batches=SHARE,
-        max_steps=settings["steps"] * settings["pairs"],
+        max_steps=SETTINGS["steps"] * SETTINGS["pairs"],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -145,7 +145,7 @@ def main() -> None:
     )
     trainer.fit(Gpt(parallel), DataLoader(toy.Text(OPTIONS.length), batch_size=MICRO_BATCH, drop_last=True))
     if strategy.is_global_zero:
-        tokens = settings["dp"] * SHARE * MICRO_BATCH * OPTIONS.length
+        tokens = SETTINGS["dp"] * SHARE * MICRO_BATCH * OPTIONS.length
         (folder / "times.json").write_text(json.dumps([tokens, turns.ours, turns.plain]))
 
 

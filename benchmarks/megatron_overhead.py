@@ -1,6 +1,6 @@
 """What the strategy costs a Megatron model where nothing fails: tokens per second against a plain megatron-core loop.
 
-    python benchmarks/megatron_overhead.py [--tp 1] [--pp 2] [--dp 2] [--pairs 10] [--steps 10]
+    python benchmarks/megatron_overhead.py [--tp 1] [--pp 2] [--dp 2] [--pairs 10] [--steps 10] [--layers 4] [--hidden 128]
 
 The same processes do both by turns: some steps of `Trainer.fit` under ``unicron_megatron``, then as many of the loop
 that Megatron's examples have, over a second model of the same sizes and the same process groups. So whatever else the
@@ -21,12 +21,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from faults.cluster import Cluster, until
 
 JOB = Path(__file__).resolve().parent / "job_megatron.py"
+SIZES = (("tp", 1), ("pp", 2), ("dp", 2), ("pairs", 10), ("steps", 10), ("layers", 4), ("hidden", 128))
 
 
 def main() -> None:
     """Run the workers, print the figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in (("tp", 1), ("pp", 2), ("dp", 2), ("pairs", 10), ("steps", 10)):
+    for name, value in SIZES:
         parser.add_argument(f"--{name}", type=int, default=value)
     arguments = vars(parser.parse_args())
     workers = arguments["tp"] * arguments["pp"] * arguments["dp"]
