@@ -1,6 +1,6 @@
 """What the strategy costs a Megatron model where nothing fails: tokens per second against a plain megatron-core loop.
 
-    python benchmarks/megatron_overhead.py [--tp 1] [--pp 2] [--dp 2] [--pairs 10] [--steps 10] [--layers 4] [--hidden 128]
+    python benchmarks/megatron_overhead.py [--tp 1] [--pp 2] [--dp 2] [--pairs 10] [--steps 10] [--layers 4] ...
 
 The same processes do both by turns: some steps of `Trainer.fit` under ``unicron_megatron``, then as many of the loop
 that Megatron's examples have, over a second model of the same sizes and the same process groups. So whatever else the

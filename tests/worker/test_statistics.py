@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 
@@ -83,13 +84,20 @@ def test_a_task_that_is_slower_for_a_while_is_degraded_until_it_is_not() -> None
 # ---- the monitor, with a clock of our own
 
 
+def monitor(worker: Worker, *, on_cpu: bool = True) -> Monitor:
+    """One on a machine that has nothing else to do, whatever this one has."""
+    made = Monitor("w", worker.activity, on_cpu=on_cpu)
+    made._load = os.devnull
+    return made
+
+
 class Worker:
     """A training thread and a monitor that looks at it, both in simulated time."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self.activity = Activity(lambda: self.now)
-        self.monitor = Monitor("w", self.activity)
+        self.monitor = monitor(self)
         self.told: list[wire.Doing] = []
         self.next_look = 0.0
         self.starved = 0.0
@@ -220,7 +228,7 @@ def test_the_cpu_that_others_have_had_since_the_step_began_is_left_out(tmp_path:
             return str(path)
 
     worker = Worker()
-    worker.monitor = Monitor("w", worker.activity)
+    worker.monitor = monitor(worker)
     worker.monitor._schedule = Schedule()  # type: ignore[assignment]
     worker.train(50)
     worker.enter("compute", 2.0)
@@ -240,13 +248,29 @@ def test_who_computes_all_the_time_is_slow_and_not_hung(tmp_path: Path) -> None:
 
     for on_cpu in (True, False):
         worker = Worker()
-        worker.monitor = Monitor("w", worker.activity, on_cpu=on_cpu)
+        worker.monitor = monitor(worker, on_cpu=on_cpu)
         worker.monitor._schedule = Schedule()  # type: ignore[assignment]
         worker.train(50)
         worker.enter("compute", 1.0)
         assert bool(worker.overdue) is not on_cpu, "an accelerator is waited for by spinning"
         worker.enter("compute", 4.0)
         assert worker.overdue, "it may be an endless loop all the same"
+
+
+@pytest.mark.parametrize("load", ["{} 0 0 1/300 1", "0 0 0 {}/300 1"])
+def test_on_a_crowded_machine_a_hang_is_noticed_later(worker: Worker, tmp_path: Path, load: str) -> None:
+    path, processors = tmp_path / "loadavg", os.cpu_count() or 1
+    worker.monitor._load = str(path)
+    worker.train(50)
+    for threads, overdue in ((2 * processors + 1, False), (processors, True)):
+        path.write_text(load.format(threads))
+        worker.enter("compute", 0.5)
+        assert bool(worker.overdue) is overdue
+    path.write_text(load.format(2 * processors + 1))
+    worker.train(50)
+    told = len(worker.overdue)
+    worker.enter("compute", 4.0)
+    assert len(worker.overdue) > told, "it may be a hang all the same"
 
 
 def test_the_first_step_of_a_world_may_take_longer(worker: Worker) -> None:

@@ -3,8 +3,9 @@
 A step is overdue when its core phases have taken longer than the statistics allow (about 3x the average), another
 phase when it has shown no sign of life for its time. Left out is the time in which the whole process stood still (this
 thread woke late: a stalled machine, a collection of garbage, a stop signal) or the training thread waited for a CPU
-(the kernel tells): neither is a hang. Nor is it one to compute: that is given `BUSY` times the limit. A hang of one
-rank makes all of them overdue; who it is, the coordinator finds.
+(the kernel tells): neither is a hang. Nor is it one to compute, or to stand on a machine with far more to do than
+CPUs, where a thread waits for the interpreter's lock while its holder waits for a CPU: that is given `BUSY` times the
+limit. A hang of one rank makes all of them overdue; who it is, the coordinator finds.
 
 Costs nothing on the training thread; here 20 microseconds, or 300 on a busy machine, where each look begins with cold
 caches: hence `TICK_SECONDS`, which a hang is noticed later by at most.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 from typing import Final
 
 from unicron_lightning import wire
@@ -27,6 +29,8 @@ BUSY: Final = 3.0
 """Who has computed on the CPU for most of the time is slow (caches and memory are shared), and fails so much later."""
 AGAIN_SECONDS: Final = 1.0
 """Who is overdue says so again, as a coordinator that was away has not heard."""
+CROWDED: Final = 2.0
+"""Threads that run or would, for each CPU, from which a machine is crowded."""
 _LATE_SECONDS: Final = 0.05
 """Waking later than this means that the process could not run; the interpreter's lock alone costs less."""
 
@@ -45,6 +49,7 @@ class Monitor:
         self.statistics = StepStatistics()
         self._worker = worker
         self._schedule = f"/proc/self/task/{activity.thread}/schedstat"
+        self._load = "/proc/loadavg"
         self._due: float | None = None
         self._step = 0
         """The step that the next two are about."""
@@ -107,7 +112,8 @@ class Monitor:
             if limit is not None and seconds > 0.5 * limit:
                 ran, waited = self._scheduled()
                 seconds -= self._excused + waited
-                if self._on_cpu and moment.phase == "compute" and ran > 0.5 * seconds:
+                computes = self._on_cpu and moment.phase == "compute" and ran > 0.5 * seconds
+                if computes or (seconds > limit and self._crowded()):
                     limit *= BUSY
         return wire.Doing(
             worker=self._worker,
@@ -159,3 +165,12 @@ class Monitor:
         if self._before is None:
             self._before = ran, waited
         return ran - self._before[0], waited - self._before[1]
+
+    def _crowded(self) -> bool:
+        """Whether the machine has far more to do than CPUs, now or over the last minute."""
+        try:
+            minute, _, _, running, *_ = Path(self._load).read_text().split()
+            runnable = max(float(minute), float(running.partition("/")[0]))
+        except (OSError, ValueError):  # another kernel
+            return False
+        return runnable > CROWDED * (os.cpu_count() or 1)
