@@ -22,8 +22,8 @@ CUT_AFTER = 0.3
 SECONDS = 20
 
 
-def killed_while_sending(rank: int, world: int, folder: Path, operation: str) -> Any:
-    """Rank 0 sends, rank 1 kills it in the middle and cuts the group."""
+def killed_while_sending(rank: int, world: int, folder: Path, operation: str, cuts: bool) -> Any:
+    """Rank 0 sends, rank 1 kills it in the middle, and may cut the group."""
     group = PeerGroup(dist.FileStore(str(folder / "store"), world), rank, world, "127.0.0.1")
     process_group = ProcessGroup(group, rank, world)
     tensor = torch.full((ELEMENTS,), 1.0 - rank)
@@ -34,8 +34,8 @@ def killed_while_sending(rank: int, world: int, folder: Path, operation: str) ->
         return None
     sender = int(await_file(folder / "pid"))
     threading.Thread(target=kill_amid, args=(sender, tensor)).start()
-    cut = threading.Timer(CUT_AFTER, group.cut)
-    cut.start()
+    if cuts:
+        threading.Timer(CUT_AFTER, group.cut).start()
     began = time.monotonic()
     try:
         start(process_group, operation, tensor, rank).wait()

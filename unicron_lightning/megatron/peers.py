@@ -2,8 +2,8 @@
 
 gloo forgets a receive of which a part has come when its connection breaks: the wait for it ends with gloo's own
 time-out, minutes later. Megatron waits in the library, not at our gate (`worker.communicator`); so `torch.distributed`
-is given groups whose waits look up now and then, and end once the group has been cut and gloo has closed its
-connections. From then on nothing is written into the tensors any more. With CUDA groups are aborted by NCCL, and this
+is given groups whose waits look up now and then, and end once gloo has closed all connections, as it does soon after a
+cut. From then on nothing is written into the tensors any more. With CUDA groups are aborted by NCCL, and this
 is not used.
 """
 
@@ -67,14 +67,19 @@ class PeerGroup(GlooGroup):
         self._messages.put(wait)
         return future
 
-    def check_cut(self) -> None:
-        """Raises when there is nothing to wait for any more.
+    def look_up(self, gone: bool) -> bool:
+        """Whether gloo has closed all connections.
+
+        Args:
+            gone: whether it had at the look before: what had come has been made use of since.
 
         Raises:
-            DistNetworkError: the group was cut, and gloo has closed its connections.
+            DistNetworkError: there is nothing to wait for any more.
         """
-        if self.was_cut and self.disconnected():
-            raise dist.DistNetworkError("the group's connections were cut")
+        now = self.disconnected()
+        if now and (gone or self.was_cut):
+            raise dist.DistNetworkError("the group's connections are closed")
+        return now
 
     def close(self, handles: Sequence[Ending] = ()) -> None:
         """Cuts, and lets go of the group when its collectives, too, have ended."""
@@ -108,20 +113,21 @@ class Collective:
         self._group = group
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """As torch's, but ends when the group is cut.
+        """As torch's, but ends when there is nobody left to wait for.
 
         Raises:
-            RuntimeError: it has failed, or the group was cut.
+            RuntimeError: it has failed, or the connections are closed.
         """
         if timeout is not None:
             return self._work.wait(timeout)
+        gone = False
         while True:
             try:
                 return self._work.wait(LOOK_UP)
             except RuntimeError:
                 if self._work.is_completed():
                     return self._work.wait()  # what it has to say
-                self._group.check_cut()
+                gone = self._group.look_up(gone)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
@@ -136,20 +142,21 @@ class Message:
         self._ended: Future[bool] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """As torch's, but ends when the group is cut.
+        """As torch's, but ends when there is nobody left to wait for.
 
         Raises:
-            RuntimeError: it has failed, or the group was cut.
+            RuntimeError: it has failed, or the connections are closed.
         """
         if timeout is not None:
             return self._work.wait(timeout)
         if self._ended is None:
             self._ended = self._group.wait_aside(self._work)
+        gone = False
         while True:
             try:
                 return self._ended.result(LOOK_UP.total_seconds())
             except FutureTimeoutError:
-                self._group.check_cut()
+                gone = self._group.look_up(gone)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
