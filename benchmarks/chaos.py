@@ -7,6 +7,11 @@ worker is stopped and so falls silent. At the end the run must have used every s
 that a survivor had finished, left no process, and its parameters must be those of a run without failures.
 
     python benchmarks/chaos.py --faults 200 --seed 1
+
+Each strike is printed as a line of JSON: sentences of docs/faults.md, how many workers there must be, and for a killed
+agent when the next one is started. The lines of a run are repeated by
+
+    python benchmarks/chaos.py --replay strikes.jsonl
 """
 
 from __future__ import annotations
@@ -19,12 +24,23 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Final
+
+import msgspec
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from faults.cluster import SETTINGS, Cluster, kill, lives
+from faults.cluster import SETTINGS, Cluster, Note, kill, lives, until
 from faults.judge import Reference, check_exact
+
+from unicron_lightning.cli.client import fetch
+from unicron_lightning.errors import UnicronError
+from unicron_lightning.faults.fault import Fault
+from unicron_lightning.faults.language import text
+from unicron_lightning.faults.script import Faults
 
 AGENTS = 4
 SHAPE = {"nodes": AGENTS, "full": AGENTS, "pace": 0.02, "slow": 0.04}
@@ -37,10 +53,59 @@ WEIGHTS = {
     "worker and coordinator": 2,
     "stop": 2,
 }
-COUNTS = {"two workers": 2, "second in recovery": 2, "worker and coordinator": 2}
-"""Faults that a kind stands for, where it is not one."""
 STALLED_SECONDS = 30.0
 """No finished step for so long is a hang."""
+DEAD_SECONDS: Final = 5.0
+"""How long what was told to end may take; a busy machine's agents are slow."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strike:
+    """Faults that strike together, once the world is large enough.
+
+    Attributes:
+        kind: of `WEIGHTS`; for the table only.
+        world: so many workers there must be, those on the nodes that are named among them.
+        faults: sentences; ``after=`` counts from then on.
+        back: seconds after the last of them until a killed agent is replaced.
+    """
+
+    kind: str
+    world: int
+    faults: list[str]
+    back: float = 0.0
+
+    @property
+    def nodes(self) -> set[str]:
+        """Those whose workers or agents are struck."""
+        return {fault.node for fault in Faults(self.faults) if fault.node is not None}
+
+
+def draw(kind: str, nodes: Sequence[str], chance: random.Random) -> list[str]:
+    """What a kind of strike does to the first of the nodes, as sentences."""
+    one, other, *_ = nodes
+    start = chance.uniform(0.001, 0.3)
+
+    def when(later: float = 0.0) -> float:
+        return round(start + later, 3)
+
+    match kind:
+        case "worker":
+            faults = Faults().kill(node=one, after=when())
+        case "two workers":
+            faults = Faults().kill(node=one, after=when()).kill(node=other, after=when())
+        case "second in recovery":
+            faults = Faults().kill(node=one, after=when()).kill(node=other, after=when(chance.uniform(0.0, 0.06)))
+        case "agent":
+            faults = Faults().kill_agent(node=one, after=when())
+        case "coordinator":
+            faults = Faults().kill_coordinator(after=when())
+        case "worker and coordinator":
+            later = chance.choice([0.0, 0.02, 0.2])
+            faults = Faults().kill_coordinator(after=when()).kill(node=one, after=when(later))
+        case _:
+            faults = Faults().stop(node=one, after=when())
+    return faults.texts
 
 
 class Chaos:
@@ -48,34 +113,59 @@ class Chaos:
 
     Args:
         cluster: of `AGENTS` agents.
-        seed: decides kinds, victims and moments.
     """
 
-    def __init__(self, cluster: Cluster, seed: int) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        self.random = random.Random(seed)
         self.recoveries: dict[str, list[float]] = defaultdict(list)
         self.counts: dict[str, int] = defaultdict(int)
         self.faults = 0
 
-    def strike(self) -> None:
-        """One kind of fault, once the world is large enough; returns when steps are finished without the victims."""
-        kind = self.random.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
-        least = AGENTS if self.random.random() < 0.5 else AGENTS - 1
-        self.cluster.watch(lambda: len(self._alive()) >= least, f"a world of {least}", 120, STALLED_SECONDS)
-        time.sleep(self.random.uniform(0.0, 0.3))
-        # A join may have settled meanwhile, whose world has not finished a step yet.
-        world = self.cluster.watch(self._alive, "a whole world", 60, STALLED_SECONDS)
-        self.random.shuffle(world)
-        started = time.time()
-        victims = world[:2] if kind in ("two workers", "second in recovery") else world[:1]
-        struck = getattr(self, "_" + kind.replace(" ", "_"))(victims)
-        self.counts[kind] += 1
-        self.faults += COUNTS.get(kind, 1)
-        if struck:
-            self._measure(kind, started, [line["pid"] for line in victims])
+    def drawn(self, faults: int, seed: int) -> Iterator[Strike]:
+        """Random strikes upon whoever is there, until they have so many faults.
 
-    def _alive(self) -> list[dict[str, int]]:
+        Args:
+            faults: how many at least.
+            seed: decides kinds, victims and moments; who is there also depends on how fast what came before has healed.
+        """
+        chance = random.Random(seed)
+        while self.faults < faults:
+            kind = chance.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+            least = AGENTS if chance.random() < 0.5 else AGENTS - 1
+            nodes = sorted(str(line["node"]) for line in self._wait(least))
+            chance.shuffle(nodes)
+            back = round(chance.uniform(0.0, 1.0), 3) if kind == "agent" else 0.0
+            yield Strike(kind=kind, world=least, faults=draw(kind, nodes, chance), back=back)
+
+    def strike(self, strike: Strike) -> None:
+        """Once the world is large enough; returns when steps are finished without the victims."""
+        victims = {str(line["node"]): line for line in self._wait(strike.world, strike.nodes)}
+        began = time.monotonic()
+        struck = 0.0
+        for fault in Faults(strike.faults):
+            time.sleep(max(0.0, began + (fault.after or 0.0) - time.monotonic()))
+            struck = struck or time.time()
+            self._carry_out(fault, victims)
+        self.counts[strike.kind] += 1
+        self.faults += len(strike.faults)
+        for fault in Faults(strike.faults):
+            if fault.kind == "kill agent" and fault.node is not None:
+                time.sleep(strike.back)
+                self.cluster.replace(fault.node)
+        if strike.nodes:
+            self._measure(strike.kind, struck, [victims[node]["pid"] for node in strike.nodes])
+
+    def _wait(self, least: int, nodes: Collection[str] = ()) -> list[Note]:
+        """Wait for a world of so many workers, those on the nodes among them; its workers' newest steps."""
+
+        def there() -> list[Note]:
+            world = self._alive()
+            fits = len(world) >= least and set(nodes) <= {line["node"] for line in world}
+            return world if fits else []
+
+        return list(self.cluster.watch(there, f"a world of {least} with {sorted(nodes)}", 120, STALLED_SECONDS))
+
+    def _alive(self) -> list[Note]:
         """The newest world's workers, each with its newest step, if all of them live and have their agents."""
         world = self.cluster.world()
         return world if all(lives(line["pid"]) for line in world) and len(world) == _size(world) else []
@@ -93,40 +183,26 @@ class Chaos:
         at = self.cluster.watch(healed, f"recovery from {kind}", 60, STALLED_SECONDS)
         self.recoveries[kind].append(1e3 * (at - started))
 
-    # ---- kinds: each returns whether the world changes
-
-    def _worker(self, victims: list[dict[str, int]]) -> bool:
-        return kill(victims[0]["pid"])
-
-    def _two_workers(self, victims: list[dict[str, int]]) -> bool:
-        struck = [kill(line["pid"]) for line in victims]
-        return any(struck)
-
-    def _second_in_recovery(self, victims: list[dict[str, int]]) -> bool:
-        first = kill(victims[0]["pid"])
-        time.sleep(self.random.uniform(0.0, 0.06))
-        return kill(victims[1]["pid"]) or first
-
-    def _agent(self, victims: list[dict[str, int]]) -> bool:
-        node = str(victims[0]["node"])
-        self.cluster.agents[node].kill()
-        time.sleep(self.random.uniform(0.0, 1.0))
-        self.cluster.replace(node)
-        return True
-
-    def _coordinator(self, victims: list[dict[str, int]]) -> bool:
-        pid = self.cluster.coordinator()
-        if pid is not None:
-            kill(pid)
-        return False
-
-    def _worker_and_coordinator(self, victims: list[dict[str, int]]) -> bool:
-        self._coordinator(victims)
-        time.sleep(self.random.choice([0.0, 0.02, 0.2]))
-        return kill(victims[0]["pid"])
-
-    def _stop(self, victims: list[dict[str, int]]) -> bool:
-        return kill(victims[0]["pid"], signal.SIGSTOP)
+    def _carry_out(self, fault: Fault, victims: dict[str, Note]) -> None:
+        """By order of the coordinator, as `unicron inject` does it; from outside where there is none at the moment."""
+        coordinator, place = self.cluster.coordinator(), f"127.0.0.1:{self.cluster.port}"
+        body = {"fault": text(replace(fault, after=None))}
+        try:
+            fetch(place, f"/v1/tasks/{self.cluster.task}/inject", method="POST", body=body)
+            ordered = True
+        except UnicronError:  # it is away, or the victim's agent has not found the new one yet
+            ordered = False
+        if fault.kind == "kill coordinator":
+            if coordinator is not None and ordered:
+                until("the coordinator's end", lambda: not lives(coordinator), DEAD_SECONDS)
+            elif coordinator is not None:
+                kill(coordinator, fault.signal)
+        elif not ordered:
+            assert fault.node is not None
+            if fault.kind == "kill agent":
+                kill(self.cluster.agents[fault.node].pid, fault.signal)
+            else:
+                kill(victims[fault.node]["pid"], fault.signal if fault.kind == "kill" else signal.SIGSTOP)
 
 
 def _size(world: list[dict[str, int]]) -> int:
@@ -148,15 +224,19 @@ def table(chaos: Chaos) -> str:
     return "\n".join(lines)
 
 
-def run(faults: int, seed: int, folder: Path) -> None:
+def run(faults: int, seed: int, replayed: Path | None, folder: Path) -> None:
     """The whole run; raises AssertionError for whatever does not hold."""
+    lines = [] if replayed is None else replayed.read_bytes().splitlines()
+    repeated = [msgspec.json.decode(line, type=Strike) for line in lines if line.startswith(b"{")]
     started = time.monotonic()
     (run_folder := folder / "run").mkdir()
-    with Cluster(run_folder, agents=AGENTS, nodes=f"1:{AGENTS}", conf="worker_timeout=3", settings=SHAPE) as cluster:
-        chaos = Chaos(cluster, seed)
+    conf = "worker_timeout=3,allow_injection=true"
+    with Cluster(run_folder, agents=AGENTS, nodes=f"1:{AGENTS}", conf=conf, settings=SHAPE) as cluster:
+        chaos = Chaos(cluster)
         cluster.wait_world(AGENTS, seconds=90)
-        while chaos.faults < faults:
-            chaos.strike()
+        for strike in repeated or chaos.drawn(faults, seed):
+            print(msgspec.json.encode(asdict(strike)).decode(), flush=True)
+            chaos.strike(strike)
             if sum(chaos.counts.values()) % 10 == 0:
                 minutes = (time.monotonic() - started) / 60
                 step = max(line["step"] for line in cluster.world())
@@ -171,7 +251,8 @@ def run(faults: int, seed: int, folder: Path) -> None:
     worst = check_exact(run_folder, reference, workers=AGENTS)
     print(table(chaos))
     print(
-        f"{chaos.faults} faults in {len(reference.steps(epochs))} steps, seed {seed}: all healed, no orphans, no hangs"
+        f"{chaos.faults} faults in {len(reference.steps(epochs))} steps, {replayed or f'seed {seed}'}: all healed, "
+        "no orphans, no hangs"
     )
     print("samples lost: 0, used twice: 0, micro-batches of survivors recomputed: 0")
     print(", ".join(f"{kind} differ by {value:.1e}" for kind, value in worst.items()) + " (float64)")
@@ -182,14 +263,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=200, help="until so many have struck (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of kinds, victims and moments (default: %(default)s)")
+    parser.add_argument("--replay", type=Path, help="what an earlier run has printed: strikes like that run")
     parser.add_argument("--keep", type=Path, help="folder for logs and notes (default: a temporary one)")
     arguments = parser.parse_args()
     if arguments.keep is not None:
         arguments.keep.mkdir(parents=True)
-        run(arguments.faults, arguments.seed, arguments.keep)
+        run(arguments.faults, arguments.seed, arguments.replay, arguments.keep)
         return
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-        run(arguments.faults, arguments.seed, Path(folder))
+        run(arguments.faults, arguments.seed, arguments.replay, Path(folder))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing_extensions import override
 from unicron_lightning.callbacks.strategy import engine_of
 from unicron_lightning.faults.fault import Fault
 from unicron_lightning.faults.script import Faults
+from unicron_lightning.faults.watch import SCRIPT
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.injector import Injector
 
@@ -42,3 +43,8 @@ class FaultInjection(Callback):
         self._engine = engine
         for place, (fault, words) in enumerate(zip(self.faults, self.faults.texts, strict=True)):
             Injector.of(engine).add(f"{place}: {words}", fault, self.seed)
+
+    def point(self, name: str) -> None:
+        """The script passes a point of its own: what says ``point=NAME`` strikes here. Before a fit nothing does."""
+        if self._engine is not None:
+            self._engine.fault(SCRIPT, name)

@@ -9,7 +9,7 @@ import pytest
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
 from unicron_lightning import environ, wire
-from unicron_lightning.agent import options
+from unicron_lightning.agent import embedded, options
 from unicron_lightning.agent.outbox import RESEND_SECONDS, Outbox
 from unicron_lightning.agent.roster import Roster
 from unicron_lightning.errors import AgentUnavailable, ConfigError
@@ -88,6 +88,7 @@ def test_wrong_endpoint_is_quoted(text: str) -> None:
         {"worker_timeout": "0"},
         {"worker_timeout": "inf"},
         {"embedded": "maybe"},
+        {"pair_check": "perhaps"},
         {"nods": "x"},
         {"token_file": "/nonexistent/token"},
     ],
@@ -96,6 +97,20 @@ def test_wrong_conf_is_quoted(conf: dict[str, str]) -> None:
     (key, value), *_ = conf.items()
     with pytest.raises(ConfigError, match=f"--rdzv-conf {key}={value}"):
         options.from_parameters(parameters(**conf))
+
+
+@pytest.mark.parametrize("key", ["allow_injection", "pair_check"])
+@pytest.mark.parametrize("value", [None, "true"])
+def test_what_the_coordinator_it_starts_is_told(
+    key: str, value: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr(embedded.subprocess, "Popen", lambda command, **_: commands.append(command))
+    conf = {} if value is None else {key: value}
+    embedded._spawn(options.from_parameters(parameters(**conf)), tmp_path / "log")
+    (words,) = commands
+    said = {name.rpartition(".")[2]: given for name, _, given in (word.partition("=") for word in words)}
+    assert said[key] == (value or "false")
 
 
 def test_c10d_keys_are_tolerated() -> None:

@@ -111,7 +111,7 @@ class Cluster:
         agents: how many to start at once.
         nodes: of ``--nnodes``.
         per_node: of ``--nproc-per-node``.
-        schedule: faults that the workers carry out themselves; see `train`.
+        schedule: groups of faults, as sentences of the language, that the workers carry out themselves; see `train`.
         conf: further ``--rdzv-conf``.
         task: its name.
         beside: another task's cluster, whose coordinator it shares and whose block it is used within.
@@ -216,16 +216,19 @@ class Cluster:
             seconds: for the agents.
             linger: let the coordinator end by itself, as it does some seconds later, instead of telling it to.
         """
-        self.watch(lambda: all(agent.poll() is not None for agent in self.agents.values()), "the agents' end", seconds)
+        self.watch(self._ended, "the agents' end", seconds, stalled=90)  # after the last step they only end
         codes = {node: agent.returncode for node, agent in self.agents.items()}
         assert set(codes.values()) == {0}, f"exit statuses {codes}"
         if self._beside is not None:
             return
         if not linger and (pid := self.coordinator()) is not None:
             kill(pid, signal.SIGTERM)
-        until("the coordinator's end", lambda: self.coordinator() is None, 15)
-        until(f"the end of orphans: {self.processes()}", lambda: not self.processes(), 5)
+        until("the coordinator's end", lambda: self.coordinator() is None, 60)
+        until(f"the end of orphans: {self.processes()}", lambda: not self.processes(), 30)
         self.check_left_nothing()
+
+    def _ended(self) -> bool:
+        return all(agent.poll() is not None for agent in self.agents.values())
 
     def watch(self, condition: Callable[[], Any], what: str, seconds: float, stalled: float = 30.0) -> Any:
         """Wait for a condition; fail if no step is finished anywhere for ``stalled`` seconds before it holds."""

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 from faults.cluster import Cluster, Note
 from faults.judge import Reference, check_exact
-from faults.test_other_faults import fault, group
+from faults.test_other_faults import group
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(400)]
 
 
 def test_workers_that_hang_are_named_killed_and_replaced(tmp_path: Path, reference: Reference) -> None:
     schedule = [
-        group(fault("training_step", rank=1, signal="HANG"), settled=12),
-        group(fault("training_step", rank=2, signal="HANG", holds_interpreter=True), settled=16),
+        group("hang rank=1 point=training_step", settled=12),
+        group("hang gil rank=2 point=training_step", settled=16),
     ]
     with Cluster(tmp_path, schedule=schedule) as cluster:
         cluster.finish(180)
@@ -27,7 +27,7 @@ def test_workers_that_hang_are_named_killed_and_replaced(tmp_path: Path, referen
         for line, report in zip(hung, reports, strict=True):
             print(f"hung; reported after {report['happened_at'] - line['at']:.2f} s: {report['cause']}")
             assert (report["rank"], report["node"]) == (line["rank"], line["node"])
-            assert "stuck_on_purpose" in report["details"]["stacks"], report
+            assert "strikes.py" in report["details"]["stacks"], report
             assert "unicron-control" in report["details"]["stacks"] or "control.py" in report["details"]["stacks"]
         assert reports[0]["phase"] == "compute"
         assert reports[0]["details"]["waiting"] in (1, 2), "one that waits is enough; the other's word may come later"
@@ -37,7 +37,7 @@ def test_workers_that_hang_are_named_killed_and_replaced(tmp_path: Path, referen
 
 
 def test_a_slow_rank_is_shown_and_gets_fewer_micro_batches(tmp_path: Path, reference: Reference) -> None:
-    schedule = [group(fault("micro_batch", rank=0, place=0), settled=40)]
+    schedule = [group("kill rank=0 micro_batch=0", settled=40)]
     settings = {"lag": {"n1": 0.08}, "pace": 0.02, "rebalance": True}
     with Cluster(tmp_path, schedule=schedule, settings=settings) as cluster:
 

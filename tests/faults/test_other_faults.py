@@ -12,15 +12,10 @@ import pytest
 from faults.cluster import Cluster, Note, kill, until
 from faults.judge import Reference, check_exact
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(420)]
 
 
-def fault(point: str, **where: Any) -> dict[str, Any]:
-    """What a worker does to itself, and to others, at a point."""
-    return {"point": point, **where}
-
-
-def group(*faults: dict[str, Any], world: int = 3, **when: Any) -> dict[str, Any]:
+def group(*faults: str, world: int = 3, **when: Any) -> dict[str, Any]:
     """Faults that strike together, in a world of this size."""
     return {"world": world, "faults": list(faults), **when}
 
@@ -28,54 +23,58 @@ def group(*faults: dict[str, Any], world: int = 3, **when: Any) -> dict[str, Any
 def test_kills_in_the_first_and_the_last_step(tmp_path: Path, reference: Reference) -> None:
     last = len(reference.steps(3)) - 1
     schedule = [
-        group(fault("micro_batch", rank=0, place=0), world=2, step=0),
-        group(fault("micro_batch", rank=1, place=0), fault("committed", rank=0), world=3, step=last),
+        group("kill rank=0 step=0 micro_batch=0", world=2, step=0),
+        group(f"kill rank=1 step={last} micro_batch=0", f"kill rank=0 step={last} phase=committed", step=last),
     ]
     slow = {"epochs": 3, "slow": 0.2, "pace": 0.05}
     with Cluster(tmp_path, nodes="2:3", schedule=schedule, settings=slow) as cluster:
-        cluster.wait_end(120)
-        assert [line["where"][0] for line in cluster.notes("fault")] == [0, last, last]
+        cluster.wait_end(300)
+        assert [line["step"] for line in cluster.notes("fault")] == [0, last, last]
         assert len(cluster.notes("end")) == 1
         check_exact(tmp_path, reference, workers=1)
 
 
 LAST_STEP = {
-    "commit": [fault("commit", rank=0, targets=["coordinator"]), fault("checkpoint_write", rank=0)],
-    "optimizer": [fault("optimizer_stepped", rank=1), fault("evaluated", rank=0)],
-    "end": [fault("validation_step", rank=1), fault("fit_end", rank=0, targets=["coordinator"])],
+    "commit": [
+        "kill coordinator rank=0 step={last} phase=commit",
+        "kill rank=0 step={last} phase=commit",
+        "kill rank=0 point=checkpoint_write",
+    ],
+    "optimizer": ["kill rank=1 point=optimizer_stepped", "kill rank=0 phase=evaluated"],
+    "end": ["kill rank=1 point=validation_step", "kill coordinator rank=0 point=fit_end", "kill rank=0 point=fit_end"],
 }
 
 
 @pytest.mark.parametrize("name", LAST_STEP)
 def test_two_of_three_die_after_the_last_micro_batch(name: str, tmp_path: Path, reference: Reference) -> None:
     last = len(reference.steps(2)) - 1
-    schedule = [group(*LAST_STEP[name], step=last)]
+    schedule = [group(*(words.format(last=last) for words in LAST_STEP[name]), step=last)]
     settings = {"epochs": 2, "pace": 0.05, "slow": 0.2, "keep": -1}
     with Cluster(tmp_path, schedule=schedule, settings=settings) as cluster:
-        cluster.wait_end(120)
-        assert len(cluster.notes("fault")) == 2
+        cluster.wait_end(300)
+        assert len(cluster.notes("fault")) == len(LAST_STEP[name])
         check_exact(tmp_path, reference, workers=1)
 
 
 def test_agents_die_with_their_workers_and_are_replaced(tmp_path: Path, reference: Reference) -> None:
     schedule = [
-        group(fault("micro_batch", rank=0, place=0, targets=["agent"])),
-        group(fault("launched", rank=1, place=1, targets=["agent"])),
-        group(fault("training_step", rank=2, targets=["agent"]), fault("training_step", rank=0)),
+        group("kill agent rank=0 micro_batch=0"),
+        group("kill agent rank=1 bucket=1"),
+        group("kill agent rank=2 point=training_step", "kill rank=0 point=training_step"),
     ]
     with Cluster(tmp_path, schedule=schedule) as cluster:
         for number in range(len(schedule)):
-            struck = cluster.watch(lambda n=number: cluster.notes("fault", group=n), f"fault {number}", 60)[0]
-            dead = next(line for line in [struck, *cluster.notes("fault", group=number)] if line["targets"])
+            about = {"group": number, "kind": "kill agent"}
+            dead = cluster.watch(lambda a=about: cluster.notes("fault", **a), f"fault {number}", 60)[0]
             _wait_step_without(cluster, dead)
             cluster.replace(dead["node"])
-        cluster.finish(120)
+        cluster.finish(300)
         assert len(cluster.events("agent_lost")) == len(schedule)
         check_exact(tmp_path, reference, workers=3)
 
 
 def test_coordinator_dies_while_nothing_else_happens(tmp_path: Path, reference: Reference) -> None:
-    with Cluster(tmp_path, schedule=[group(fault("micro_batch", rank=1, place=0))]) as cluster:
+    with Cluster(tmp_path, schedule=[group("kill rank=1 micro_batch=0")]) as cluster:
         cluster.wait_world(3)
         cluster.watch(lambda: len(cluster.notes("fault")), "the worker's fault", 60)
         cluster.wait_world(3, after=time.time())
@@ -89,39 +88,34 @@ def test_coordinator_dies_while_nothing_else_happens(tmp_path: Path, reference: 
         victim = cluster.world()[0]
         kill(victim["pid"])
         _wait_step_without(cluster, {**victim, "at": time.time()})
-        cluster.finish(120)
+        cluster.finish(300)
         check_exact(tmp_path, reference, workers=3)
 
 
 def test_coordinator_dies_in_a_recovery(tmp_path: Path, reference: Reference) -> None:
     schedule = [
-        group(fault("micro_batch", rank=1, place=0, targets=["coordinator"])),
+        group("kill coordinator rank=1 micro_batch=0", "kill rank=1 micro_batch=0"),
+        group("kill rank=2 micro_batch=0", "kill coordinator rank=0 phase=exchange"),
+        group("kill rank=0 micro_batch=0", "kill coordinator rank=0 phase=connect"),
         group(
-            fault("micro_batch", rank=2, place=0),
-            fault("exchange", rank=0, targets=["coordinator"], signal="NONE"),
-        ),
-        group(
-            fault("micro_batch", rank=0, place=0),
-            fault("connect", rank=0, targets=["coordinator"], signal="NONE"),
-        ),
-        group(
-            fault("micro_batch", rank=1, place=0),
-            fault("join", rank=-1, joiner=True, targets=["coordinator"]),
+            "kill rank=1 micro_batch=0",
+            "kill coordinator rank=-1 joiner=yes phase=join",
+            "kill rank=-1 joiner=yes phase=join",
         ),
     ]
     with Cluster(tmp_path, schedule=schedule) as cluster:
-        cluster.finish(180)
-        assert len(cluster.notes("fault")) == 7
+        cluster.finish(300)
+        assert len(cluster.notes("fault")) == 9
         check_exact(tmp_path, reference, workers=3)
 
 
 def test_stopped_workers_are_declared_silent_killed_and_rejoin(tmp_path: Path, reference: Reference) -> None:
     schedule = [
-        group(fault("micro_batch", rank=0, place=0, signal="STOP")),
-        group(fault("launched", rank=1, place=1, signal="STOP")),
+        group("stop rank=0 micro_batch=0"),
+        group("stop rank=1 bucket=1"),
     ]
     with Cluster(tmp_path, schedule=schedule, conf="worker_timeout=2") as cluster:
-        cluster.finish(180)
+        cluster.finish(300)
         stopped = cluster.notes("fault")
         assert len(stopped) == 2
         silent = [event for event in cluster.events("worker_died") if event["cause"] == "silent"]
@@ -134,21 +128,19 @@ def test_stopped_workers_are_declared_silent_killed_and_rejoin(tmp_path: Path, r
 
 def test_down_to_one_survivor_and_back_up(tmp_path: Path, reference: Reference) -> None:
     schedule = [
-        group(fault("micro_batch", rank=0, place=0), fault("reduced", rank=1)),
-        group(fault("launched", rank=0, place=2), fault("launched", rank=2, place=2)),
+        group("kill rank=0 micro_batch=0", "kill rank=1 phase=reduced"),
+        group("kill rank=0 bucket=2", "kill rank=2 bucket=2"),
     ]
     with Cluster(tmp_path, schedule=schedule) as cluster:
-        cluster.finish(150)
+        cluster.finish(300)
         assert {line["world"] for line in cluster.notes("step")} >= {1, 3}
         check_exact(tmp_path, reference, workers=3)
 
 
 def test_a_task_that_nobody_survives_goes_on_from_its_last_checkpoint(tmp_path: Path, reference: Reference) -> None:
-    schedule = [
-        group(*(fault("micro_batch", rank=rank, place=0) for rank in range(3)), world=3, step=25),
-    ]
+    schedule = [group(*(f"kill rank={rank} step=25 micro_batch=0" for rank in range(3)), step=25)]
     with Cluster(tmp_path, schedule=schedule, settings={"pace": 0.05, "epochs": 5, "keep": -1}) as cluster:
-        cluster.wait_end(150, linger=True)
+        cluster.wait_end(300, linger=True)
         assert len(cluster.notes("fault")) == 3
         (restart,) = cluster.events("task_restarts")
         assert restart["step"] == 20 and restart["path"].startswith(str(tmp_path / "checkpoints")), restart
@@ -162,20 +154,20 @@ def test_a_task_that_nobody_survives_goes_on_from_its_last_checkpoint(tmp_path: 
 def test_agents_with_two_workers(tmp_path: Path, reference_for: Callable[..., Reference]) -> None:
     shape = {"devices": 2, "nodes": 2, "full": 4}
     schedule = [
-        group(fault("micro_batch", rank=0, place=0), world=4),
-        group(fault("launched", rank=3, place=0), world=4),
+        group("kill rank=0 micro_batch=0", world=4),
+        group("kill rank=3 bucket=0", world=4),
     ]
     reference = reference_for(20, **shape)
     with Cluster(tmp_path, agents=2, nodes="1:2", per_node=2, schedule=schedule, settings=shape) as cluster:
-        cluster.finish(180)
+        cluster.finish(300)
         assert len(cluster.notes("fault")) == 2
         check_exact(tmp_path, reference, workers=4)
 
 
 def test_training_is_held_below_the_minimum(tmp_path: Path, reference: Reference) -> None:
-    schedule = [group(fault("micro_batch", rank=0, place=0), fault("micro_batch", rank=1, place=0))]
+    schedule = [group("kill rank=0 micro_batch=0", "kill rank=1 micro_batch=0")]
     with Cluster(tmp_path, nodes="2:3", schedule=schedule) as cluster:
-        cluster.finish(150)
+        cluster.finish(300)
         alone = {line["step"] for line in cluster.notes("step", world=1)}
         assert len(alone) <= 1, f"only the step in progress may be finished by one of two: {alone}"
         assert any(event["hold"] for event in cluster.events("epoch_published"))

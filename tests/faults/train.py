@@ -5,13 +5,13 @@ batches in a world of one. What it notes goes to a file of JSON lines per proces
 SIGKILL loses nothing. The pace is set by sleeping: slow while workers are missing, so that they come back within few
 steps. It computes in float64, where rounding can't hide a sample counted wrongly, unless the settings say otherwise.
 
-The schedule is a list of groups of faults in FOLDER/schedule.json. A group is armed at the start of a step in which
-all earlier groups are done and the world has the group's size; each of its faults then strikes where it fits, once.
+The schedule is a list of groups of faults in FOLDER/schedule.json, each fault a sentence of docs/faults.md. A group is
+armed at the start of a step in which all earlier groups are done and the world has the group's size; each of its faults
+then strikes where it fits, once.
 """
 
 from __future__ import annotations
 
-import ctypes
 import io
 import json
 import os
@@ -32,8 +32,6 @@ SAMPLES = 222
 """Nine full steps of 24 and one of six: the last step of an epoch is smaller."""
 BATCH = 4
 VALIDATION_BATCHES = 5
-STEP_POINTS = ("micro_batch", "launched", "reduced", "commit", "committed")
-"""Points of a step, which is the first thing that they tell."""
 FLOPS_PER_STEP = 1e9
 """As told; the number is made up."""
 SETTLED_STEPS = 3
@@ -68,52 +66,56 @@ class Notes:
         os.write(self._file, line.encode() + b"\n")
 
 
-def stuck_on_purpose(holds_interpreter: bool) -> None:
-    """Never comes back; if it holds the interpreter's lock no other Python thread runs either."""
-    if holds_interpreter:
-        ctypes.PyDLL(None).usleep(ctypes.c_uint(4_000_000_000))
-    while True:
-        time.sleep(1)
+class Schedule:
+    """Has the sentences of the schedule strike by the product's own injector, group after group.
 
-
-class Faults:
-    """Carries out the schedule."""
+    Two things are not the language's. A sentence knows nothing of others, so the groups, which strike one after the
+    other in a world that has healed, are armed here. And what has struck is known to a folder instead of the
+    coordinator: in many tests that is dead when the next fault is due.
+    """
 
     def __init__(self, folder: Path, node: str, notes: Notes) -> None:
         path = folder / "schedule.json"
         self.groups: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
         self._done = folder / "done"
         self._armed = folder / "armed"
-        self._node = node
         self._notes = notes
-        self._left = list(range(len(self.groups)))
-        self._world: Any = None
+        self._heard = 0
+        self._injector: Any = None
         self.engine: Any = None
+
+    def hear(self, engine: Any) -> None:
+        """The points are those of this engine; to be called before anybody else listens to them."""
+        from unicron_lightning.worker.injector import Injector
+
+        self.engine, self._injector = engine, Injector(engine, self._claim)
 
     def step_begins(self, step: int, settled_steps: int) -> None:
         world = self.engine.world
-        while self._left and self._is_done(self._left[0]):
-            self._left.pop(0)
-        if not self._left:
+        number = next((number for number in range(len(self.groups)) if not self._is_done(number)), None)
+        if number is None:
             return
-        number = self._left[0]
         group = self.groups[number]
         if "step" in group:
-            due = step == group["step"] and world.size >= group.get("world", 1)
+            due = step == group["step"] and world.size >= group["world"]
         else:
             due = world.size == group["world"] and settled_steps >= group.get("settled", SETTLED_STEPS)
-        if due:
+        if due and world.epoch > self._struck_in(number - 1):
             self._mark(self._armed, f"{number}")
 
     def point(self, name: str, *where: Any) -> None:
-        for number in self._left:
-            if not (self._armed / f"{number}").exists():
-                return
-            if name in STEP_POINTS and self.groups[number].get("step", where[0]) != where[0]:
-                continue  # a faster rank has armed it in the next step already
-            for place, fault in enumerate(self.groups[number]["faults"]):
-                if fault["point"] == name and self._fits(fault, where) and self._mark(self._done, f"{number}-{place}"):
-                    self._strike(number, fault, name, where)
+        """A point of the engine."""
+        from unicron_lightning.faults.language import parse
+
+        while self._heard < len(self.groups) and (self._armed / f"{self._heard}").exists():
+            for place, words in enumerate(self.groups[self._heard]["faults"]):
+                self._injector.add(f"{self._heard}-{place}", parse(words))
+            self._heard += 1
+        self._injector(name, *where)
+
+    def script(self, name: str) -> None:
+        """A point of this script's own."""
+        self.point("script", name)
 
     def all_done(self) -> bool:
         return all(self._is_done(number) for number in range(len(self.groups)))
@@ -121,37 +123,37 @@ class Faults:
     def _is_done(self, number: int) -> bool:
         return all((self._done / f"{number}-{place}").exists() for place in range(len(self.groups[number]["faults"])))
 
-    def _fits(self, fault: dict[str, Any], where: tuple[Any, ...]) -> bool:
-        world = self.engine.world
-        rank = fault.get("rank", world.rank)
-        return (
-            (rank if rank >= 0 else world.size + rank) == world.rank
-            and fault.get("node", self._node) == self._node
-            and fault.get("joiner", False) in (False, not self.engine.has_state)
-            and ("place" not in fault or (len(where) > 1 and fault["place"] == where[1]))
-        )
+    def _struck_in(self, number: int) -> int:
+        """The newest world in which a fault of this group has struck: a rank that is late may still be there."""
+        epochs = [int(path.read_text() or sys.maxsize) for path in self._done.glob(f"{number}-*")]
+        return max(epochs, default=-1)
 
-    def _strike(self, number: int, fault: dict[str, Any], point: str, where: tuple[Any, ...]) -> None:
-        time.sleep(fault.get("delay", 0))
-        world, kind = self.engine.world, fault.get("signal", "KILL")
-        about = {"rank": world.rank, "world": world.size, "epoch": world.epoch, "where": where}
-        self._notes.write("fault", group=number, point=point, signal=kind, targets=fault.get("targets", []), **about)
-        for target in fault.get("targets", []):
-            if target == "agent":
-                os.kill(os.getppid(), signal.SIGKILL)
-            if target == "coordinator":
-                os.kill(json.loads(Path(os.environ["COORDINATOR_FILE"]).read_text())["pid"], signal.SIGKILL)
-        if kind == "HANG":
-            stuck_on_purpose(fault.get("holds_interpreter", False))
-        elif kind != "NONE":
-            os.kill(os.getpid(), getattr(signal, f"SIG{kind}"))
+    def _claim(self, key: str, fault: Any, point: Any) -> bool:
+        """In the coordinator's place: notes the fault, and does what a worker cannot do to itself."""
+        from unicron_lightning.faults.language import text
+
+        world, group = self.engine.world, int(key.partition("-")[0])
+        if not self._mark(self._done, key, f"{world.epoch}"):
+            return False
+        about = {"rank": point.rank, "world": world.size, "epoch": world.epoch, "step": point.step}
+        self._notes.write("fault", group=group, fault=text(fault), kind=fault.kind, **about)
+        match fault.kind:
+            case "kill agent":
+                os.kill(os.getppid(), fault.signal)
+                os.kill(os.getpid(), signal.SIGKILL)  # it dies with its agent, and must not get any further
+            case "kill coordinator":
+                os.kill(json.loads(Path(os.environ["COORDINATOR_FILE"]).read_text())["pid"], fault.signal)
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+        return True
 
     @staticmethod
-    def _mark(folder: Path, name: str) -> bool:
+    def _mark(folder: Path, name: str, words: str = "") -> bool:
         """Whether this call made the mark."""
         folder.mkdir(exist_ok=True)
         try:
-            os.close(os.open(folder / name, os.O_CREAT | os.O_EXCL))
+            with (folder / name).open("x") as file:
+                file.write(words)
         except FileExistsError:
             return False
         return True
@@ -160,9 +162,9 @@ class Faults:
 class TwoHalves(TorchCheckpointIO):
     """Writes a checkpoint in two halves, with a place to die between them."""
 
-    def __init__(self, faults: Faults) -> None:
+    def __init__(self, schedule: Schedule) -> None:
         super().__init__()
-        self._faults = faults
+        self._schedule = schedule
 
     def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
         buffer = io.BytesIO()
@@ -172,31 +174,29 @@ class TwoHalves(TorchCheckpointIO):
         with Path(path).open("wb") as file:
             file.write(data[: len(data) // 2])
             file.flush()
-            self._faults.point("checkpoint_write")
+            self._schedule.script("checkpoint_write")
             file.write(data[len(data) // 2 :])
 
 
 class Model(pl.LightningModule):
     """Dropout, batch norm, logged values, Adam, a schedule per step."""
 
-    def __init__(self, notes: Notes, faults: Faults, full: int, pace: float, slow: float) -> None:
+    def __init__(self, notes: Notes, schedule: Schedule, full: int, pace: float, slow: float) -> None:
         super().__init__()
         self.net = torch.nn.Sequential(
             *(torch.nn.Linear(8, 32, bias=False), torch.nn.BatchNorm1d(32), torch.nn.Tanh(), torch.nn.Dropout(0.1)),
             *(torch.nn.Linear(32, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)),
         )
-        self.notes, self.faults, self.full, self.pace, self.slow = notes, faults, full, pace, slow
+        self.notes, self.schedule, self.full, self.pace, self.slow = notes, schedule, full, pace, slow
         self.last_ids: list[int] = []
-        self.place = 0
         self.flops_per_step = FLOPS_PER_STEP
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y, ids = batch
         self.last_ids = ids.tolist()
-        missing = self.faults.engine.world.size < self.full
+        missing = self.schedule.engine.world.size < self.full
         time.sleep(self.slow if missing else self.pace)
-        self.faults.point("training_step", batch_idx, self.place)
-        self.place += 1
+        self.schedule.script("training_step")
         loss = torch.nn.functional.mse_loss(self.net(x), y)
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
         self.log("samples", float(len(ids)), on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)
@@ -204,7 +204,7 @@ class Model(pl.LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         x, y, _ = batch
-        self.faults.point("validation_step", 0, batch_idx)
+        self.schedule.script("validation_step")
         self.log("val", torch.nn.functional.mse_loss(self.net(x), y), sync_dist=True)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
@@ -213,11 +213,11 @@ class Model(pl.LightningModule):
 
         def then_point() -> Any:
             result = closure()
-            self.faults.point("optimizer_step")
+            self.schedule.script("optimizer_step")
             return result
 
         super().optimizer_step(*args[:3], optimizer_closure=then_point)
-        self.faults.point("optimizer_stepped")
+        self.schedule.script("optimizer_stepped")
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.parameters(), lr=1e-2, eps=1e-3)
@@ -233,8 +233,8 @@ def decay(step: int) -> float:
 class Watch(pl.Callback):
     """Notes each finished step; ends the run where all agree that there is no more to do."""
 
-    def __init__(self, folder: Path, notes: Notes, faults: Faults, full: int, alone: bool) -> None:
-        self._folder, self._notes, self._faults = folder, notes, faults
+    def __init__(self, folder: Path, notes: Notes, schedule: Schedule, full: int, alone: bool) -> None:
+        self._folder, self._notes, self._schedule = folder, notes, schedule
         self._full, self._alone = full, alone
         self._computed: list[list[int]] = []
         self._epoch = 0
@@ -242,18 +242,19 @@ class Watch(pl.Callback):
 
     def _point(self, module: Model, name: str, *where: Any) -> None:
         if name == "micro_batch":
-            world = self._faults.engine.world
+            world = self._schedule.engine.world
             self._computed.append(module.last_ids)
             place = {"step": where[0], "place": where[1], "rank": world.rank, "world": world.size}
             self._notes.write("computed", **place, life=self._life(), ids=module.last_ids)
-        self._faults.point(name, *where)
+        self._schedule.point(name, *where)
 
     def _life(self) -> int:
-        control = self._faults.engine.control
+        control = self._schedule.engine.control
         return 1 if control is None else int(control.welcome.life)
 
     def setup(self, trainer: pl.Trainer, module: Any, stage: str) -> None:
-        engine = self._faults.engine = trainer.strategy.engine  # type: ignore[attr-defined]
+        engine = trainer.strategy.engine  # type: ignore[attr-defined]
+        self._schedule.hear(engine)
         engine.fault = lambda *point: self._point(module, *point)
         self._notes.write("begin", joiner=not engine.has_state, life=self._life())
 
@@ -262,15 +263,14 @@ class Watch(pl.Callback):
             self._keep(trainer, module, self._folder / f"epochs-{trainer.current_epoch}.npz")
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
-        world = self._faults.engine.world
+        world = self._schedule.engine.world
         self._computed = []
-        module.place = 0
         self._since = self._since + 1 if world.epoch == self._epoch else 0
         self._epoch = world.epoch
-        self._faults.step_begins(trainer.global_step, self._since)
+        self._schedule.step_begins(trainer.global_step, self._since)
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        world = self._faults.engine.world
+        world = self._schedule.engine.world
         about = {"rank": world.rank, "world": world.size, "epoch": world.epoch, "life": self._life()}
         losses = {"loss": float(outputs["loss"]), "logged": float(trainer.callback_metrics["loss_step"])}
         place = {"step": trainer.global_step - 1, "data_epoch": trainer.current_epoch}
@@ -282,14 +282,14 @@ class Watch(pl.Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
         if self._alone or self._full == 0 or trainer.max_epochs != -1:
             return
-        world = self._faults.engine.world
-        enough = world.size == self._full and self._faults.all_done() and (self._folder / "finish").exists()
+        world = self._schedule.engine.world
+        enough = world.size == self._full and self._schedule.all_done() and (self._folder / "finish").exists()
         trainer.should_stop = bool(trainer.strategy.broadcast(enough, 0))
 
     def on_fit_end(self, trainer: pl.Trainer, module: Any) -> None:
         name = f"epochs-{trainer.current_epoch}.npz" if self._alone else f"final-{os.getpid()}.npz"
         self._keep(trainer, module, self._folder / name)
-        self._faults.point("fit_end")
+        self._schedule.script("fit_end")
         self._notes.write("end", step=trainer.global_step, data_epoch=trainer.current_epoch, life=self._life())
 
     @staticmethod
@@ -309,12 +309,12 @@ def main() -> None:
     torch.set_default_dtype(getattr(torch, settings["dtype"]))
     notes = Notes(folder, node)
     notes.write("start", round=int(os.environ.get("UNICRON_ROUND", "0")))
-    faults = Faults(folder, node, notes)
+    schedule = Schedule(folder, node, notes)
     pl.seed_everything(5, verbose=False)
     full = settings["full"]
     lag = settings["lag"].get(node, 0.0)
     pace, slow = (0.0, 0.0) if alone else (settings["pace"] + lag, settings["slow"] + lag)
-    module = Model(notes, faults, full, pace, slow)
+    module = Model(notes, schedule, full, pace, slow)
     checkpoints = ModelCheckpoint(folder / "checkpoints", save_last=True, monitor="val", save_top_k=settings["keep"])
     trainer = pl.Trainer(
         strategy=pl_strategy(settings["rebalance"]),
@@ -329,8 +329,8 @@ def main() -> None:
         enable_model_summary=False,
         num_sanity_val_steps=0,
         default_root_dir=folder,
-        plugins=[TwoHalves(faults)],
-        callbacks=[Watch(folder, notes, faults, full, alone), *injection(settings), checkpoints],
+        plugins=[TwoHalves(schedule)],
+        callbacks=[Watch(folder, notes, schedule, full, alone), *injection(settings), checkpoints],
     )
     training = DataLoader(Numbered(SAMPLES), batch_size=BATCH, shuffle=True)
     validation = DataLoader(Numbered(VALIDATION_BATCHES * BATCH), batch_size=BATCH)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.faults.examples import EXAMPLES
-from unicron_lightning.faults.fault import KINDS, LASTING, PHASES, Fault
+from unicron_lightning.faults.fault import HANGS, KINDS, LASTING, PHASES, Fault
 from unicron_lightning.faults.language import parse, text
 from unicron_lightning.faults.script import Faults
 
@@ -32,6 +32,7 @@ FORMS = {
     "corrupt gradient task=gpt step=0": Fault(kind="corrupt gradient", task="gpt", step=0),
     "kill joiner=yes phase=join": Fault(kind="kill", joiner=True, phase="join"),
     "kill step=4 bucket=2": Fault(kind="kill", step=4, bucket=2),
+    "hang gil point=half_written world=4": Fault(kind="hang", argument="gil", point="half_written", world=4),
 }
 
 
@@ -75,7 +76,7 @@ def test_other_ways_to_say_it(words: str, same: str) -> None:
         ("drop", "drop network"),
         ("kill SIGNOTHING", "expected a signal"),
         ("kill 9", "expected a signal"),
-        ("hang loop", "expected sleep or spin"),
+        ("hang loop", "expected one of sleep, spin, gil"),
         ("hang sleep spin", "'spin': expected key=value"),
         ("raise", "expected a kind of error"),
         ("raise lost_connection", "one of connection_failed, illegal_memory_access"),
@@ -108,6 +109,9 @@ def test_other_ways_to_say_it(words: str, same: str) -> None:
         ("kill phase=commit micro_batch=1", "expected phase=forward or micro_batch"),
         ("kill bucket=1 micro_batch=1", "expected it alone"),
         ("slow x2 phase=commit", "it begins with a forward"),
+        ("slow x2 point=mine", "expected no point="),
+        ("kill point=mine phase=commit", "expected it without phase= and bucket="),
+        ("kill world=0", "world=0: expected a whole number >= 1"),
         ("kill node='b", "No closing quotation"),
     ],
 )
@@ -135,7 +139,7 @@ NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\0", exclude_ca
 WHOLE = st.integers(0, 1 << 40)
 ARGUMENTS = {
     "kill": optional(st.sampled_from(["SIGTERM", "SIGSEGV"])),
-    "hang": optional(st.sampled_from(["sleep", "spin"])),
+    "hang": optional(st.sampled_from(HANGS)),
     "raise": st.sampled_from(sorted(EXAMPLES)),
     "exit": st.integers(0, 255),
     "slow": st.floats(min_value=1, max_value=1e6, exclude_min=True),
@@ -157,6 +161,8 @@ FAULTS = (
                 "micro_batch": WHOLE,
                 "bucket": WHOLE,
                 "phase": st.sampled_from(PHASES),
+                "point": NAMES,
+                "world": st.integers(1, 100_000),
                 "after": NUMBERS,
                 "rate": NUMBERS,
                 "times": st.integers(1, 1000),
@@ -204,11 +210,11 @@ def test_the_python_form_says_the_same() -> None:
         .drop_network(3, node="rack 1=a")
         .corrupt_gradient(task="gpt", step=0)
     )
-    assert script.texts == [*FORMS][1:-2]
+    assert script.texts == [*FORMS][1:-3]
     assert Faults(script.texts) == script
     assert hash(Faults(script.texts)) == hash(script)
     assert script[:2].texts == [*FORMS][1:3]
-    assert script[0] in script and len(script) == len(FORMS) - 3
+    assert script[0] in script and len(script) == len(FORMS) - 4
     assert "kill rank=1" in repr(script)
     with pytest.raises(ConfigError, match="expected a factor above 1"):
         Faults().slow(1)

@@ -90,6 +90,18 @@ def test_an_order_that_cannot_be_carried_out_is_refused(words: str, reason: str)
     assert refused is not None and reason in refused and words in refused
 
 
+def test_an_order_for_an_agent_that_is_away_is_refused_instead_of_lost() -> None:
+    world, (a, _, c) = three()
+    world.start()
+    for agent in (a, c):
+        agent.register()
+    for words in ("kill rank=1", "kill agent node=node-b"):
+        refused = injection.refusal(world.task(), ev.Inject(task="t", fault=parse(words), draw=0.0))
+        assert refused is not None and "1 on node-b, whose agent is away, 2 on node-c" in refused
+    order(world, "kill rank=2")
+    assert c.last(wire.Inject).worker == "c/0#1"
+
+
 def due(agent: Any, claim: str, most: int | None = 1, fault: str = "kill", key: str = "0: kill") -> wire.FaultNoted:
     """The answer to what a worker says is due."""
     worker = f"{agent.name}/0#1"

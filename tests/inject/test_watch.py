@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from dataclasses import replace
 from random import Random
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from unicron_lightning import wire
 from unicron_lightning.detection.exceptions import describe
 from unicron_lightning.faults.examples import EXAMPLES
+from unicron_lightning.faults.fault import HANGS
 from unicron_lightning.faults.language import parse
 from unicron_lightning.faults.watch import Point, Watch
 from unicron_lightning.worker import strikes
@@ -56,6 +58,12 @@ def watch(words: str, choice: float = 0.5) -> Watch:
         ("corrupt gradient", {}, True),
         ("kill joiner=yes", {}, False),
         ("kill joiner=yes", {"has_state": False}, True),
+        ("kill world=3", {}, True),
+        ("kill world=3", {"nodes": ("a", "b")}, False),
+        ("kill point=mine", {}, False),
+        ("kill point=mine", {"phase": "script", "name": "other"}, False),
+        ("kill point=mine", {"phase": "script", "name": "mine"}, True),
+        ("kill point=mine micro_batch=1", {"phase": "script", "name": "mine"}, False),
         ("kill after=2s", {}, False),
         ("kill after=2s", {"at": 2.0}, True),
     ],
@@ -155,6 +163,54 @@ def test_it_raises_at_the_point_once_and_as_it_was_noted() -> None:
     assert asked.fields == {"rank": 0, "step": 1, "phase": "micro_batch", "index": 1}
     step(engine, 1)  # the step is done again: it has struck
     assert control.asked == [asked]
+
+
+def test_a_point_of_the_script_s_own() -> None:
+    control = FakeControl(True)
+    engine = engine_of(control)
+    Injector.of(engine).add("k", parse("raise connection_failed step=1 point=mine micro_batch=1"))
+    step(engine, 0)
+    engine.step = 1
+    for place in range(2):
+        engine.fault("forward", 1, place, None)
+        engine.fault("script", "other")
+        if place == 0:
+            engine.fault("script", "mine")
+    with pytest.raises(RuntimeError, match="Connection closed") as raised:
+        engine.fault("script", "mine")
+    assert not isinstance(raised.value, CommunicatorAborted), "it is no operation of the engine's"
+    assert control.asked[0].fields == {"rank": 0, "step": 1, "phase": "mine", "index": 1}
+
+
+def test_another_may_be_asked_instead_of_the_coordinator() -> None:
+    engine, asked = engine_of(None), []
+    injector = Injector(engine, lambda key, fault, point: bool(asked.append((key, fault.kind, point.phase))))
+    injector.add("k", parse("kill agent phase=commit"))
+    for _ in range(2):
+        injector("commit", 0)
+    assert asked == [("k", "kill agent", "commit")], "what may not strike is not asked for again"
+
+
+@pytest.mark.parametrize("how", HANGS)
+def test_a_hang_lasts_as_long_as_it_says_and_gil_stops_the_other_threads(how: str) -> None:
+    ticks, over = [], threading.Event()
+
+    def tick() -> None:
+        while not over.wait(0.001):
+            ticks.append(time.monotonic())
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    try:
+        began = time.monotonic()
+        strikes.hang(how, 0.3)
+        ended = time.monotonic()
+    finally:
+        over.set()
+        thread.join()
+    assert ended - began >= 0.3
+    inside = [at for at in ticks if began + 0.05 < at < ended - 0.05]
+    assert bool(inside) == (how != "gil")
 
 
 @pytest.mark.parametrize("answer", [False, None])

@@ -130,6 +130,7 @@ def _spawn(options: AgentOptions, log: Path) -> subprocess.Popen[bytes]:
         f"store.state_dir={options.state_dir}",
         "coordinator.exit_when_idle=true",
         f"coordinator.allow_injection={str(options.allow_injection).lower()}",
+        f"health.pair_check={str(options.pair_check).lower()}",
     ]
     with log.open("ab") as output:
         return subprocess.Popen(

@@ -39,6 +39,7 @@ CONF_KEYS: Final = {
     "timeout": "seconds to wait in the rendezvous while the coordinator is away (torchrun's default 900)",
     "embedded": "start a coordinator if the endpoint names this machine and nothing listens (default true)",
     "allow_injection": "whether the embedded coordinator lets `unicron inject` break tasks (default false)",
+    "pair_check": "whether that coordinator lets a node in only after an exchange of data with another (default false)",
     "state_dir": "state folder of the embedded coordinator (default: UNICRON_STATE_DIR, else a temporary one)",
 }
 _C10D_KEYS: Final = frozenset(
@@ -69,6 +70,8 @@ class AgentOptions:
     """This agent's address for sockets of other nodes' workers."""
     allow_injection: bool = False
     """Whether a coordinator that this agent starts lets tasks be broken on purpose."""
+    pair_check: bool = False
+    """Whether such a coordinator has nodes exchange data before they get workers."""
     worker_timeout: float | None = None
     """None: as the coordinator says."""
     stop_timeout: float = 10.0
@@ -119,6 +122,7 @@ def from_parameters(parameters: RendezvousParameters) -> AgentOptions:
         token=token,
         host=DEFAULT_HOST if loopback else own_address(parameters.local_addr, host, port),
         allow_injection=_flag(conf, "allow_injection", default=False),
+        pair_check=_flag(conf, "pair_check", default=False),
         worker_timeout=_seconds(conf, "worker_timeout", 10.0) if "worker_timeout" in conf else None,
         stop_timeout=_seconds(conf, "stop_timeout", 10.0),
         connect_timeout=_seconds(conf, "connect_timeout", 30.0),

@@ -33,25 +33,33 @@ def refusal(task: Task, order: ev.Inject) -> str | None:
     if fault.joiner:
         return f"{text(fault)!r}: nobody knows joiners before they join; expected no joiner="
     if not targets(task, order):
-        members = [f"{rank} on {member.node}" for rank, member in enumerate(task.members())]
+        members = [
+            f"{rank} on {member.node}{'' if _reached(task, member.agent) else ', whose agent is away'}"
+            for rank, member in enumerate(task.members())
+        ]
         return f"{text(fault)!r} strikes nobody; the task's ranks are: {', '.join(members) or 'none yet'}"
     return None
 
 
 def targets(task: Task, order: ev.Inject) -> list[str]:
-    """Whom an order strikes: workers, agents, or the coordinator."""
+    """Whom an order strikes: workers, agents, or the coordinator; nobody whose agent is away and would never hear."""
     fault = order.fault
     if fault.kind == "kill coordinator" and not fault.waits:
         return [COORDINATOR]
     members, live = task.members(), {member.worker for member in task.live_members()}
     alone = replace(fault, task=None) if fault.kind != "kill coordinator" else Fault(kind="kill", rank=fault.rank)
     struck = [members[rank] for rank in alone.victims([m.node for m in members], order.draw)] if members else []
+    struck = [member for member in struck if _reached(task, member.agent)]
     if fault.kind in ("kill agent", "drop network") and not fault.waits:
         if not members and fault.rank is None:  # nobody trains yet, or the script is a plain one
-            there = [agent.id for agent in task.agents.values() if fault.node in (None, agent.node)]
-            return there[:1]
+            there = [agent for agent in task.agents.values() if fault.node in (None, agent.node)]
+            return [agent.id for agent in there if _reached(task, agent.id)][:1]
         return list(dict.fromkeys(member.agent for member in struck))
     return [member.worker for member in struck if member.worker in live]
+
+
+def _reached(task: Task, agent: str) -> bool:
+    return agent in task.agents and task.agents[agent].conn is not None
 
 
 def order(task: Task, turn: Turn, event: ev.Inject) -> None:

@@ -41,7 +41,7 @@ Phase = Literal[
 ]
 PHASES: Final[tuple[Phase, ...]] = get_args(Phase)
 """Points of a worker's program at which a fault can strike; docs/faults.md says where each is."""
-HANGS: Final = ("sleep", "spin")
+HANGS: Final = ("sleep", "spin", "gil")
 LASTING: Final = ("stop", "hang", "slow", "drop network")
 """Kinds that have a duration."""
 OF_AGENT: Final = ("kill", "kill agent", "stop", "drop network")
@@ -57,8 +57,8 @@ class Fault:
 
     Attributes:
         kind: what happens.
-        argument: of a kill the signal's name, of a hang ``sleep`` or ``spin``, of a raise the kind of error, of an exit
-            the status, of a slow-down the factor; None for the kind's default, or where there is none.
+        argument: of a kill the signal's name, of a hang one of `HANGS`, of a raise the kind of error, of an exit the
+            status, of a slow-down the factor; None for the kind's default, or where there is none.
         duration: seconds that it lasts (`LASTING`); None: until somebody ends it.
         steps: of a slow-down: optimizer steps that it lasts; None: no limit.
         task: only in this task.
@@ -71,6 +71,8 @@ class Fault:
         micro_batch: with this one of those that the worker computes in a step, from 0.
         bucket: when the reduction of this bucket of gradients has been launched, from 0.
         phase: at this point; None: wherever the rest fits first.
+        point: when the script passes this point of its own; with ``micro_batch``: while it computes that one.
+        world: only while so many workers train together.
         after: seconds from the start of the injection; not before.
         rate: expected strikes per hour, as a Poisson process; None: as soon as the rest fits.
         times: how often at most; None: once, or with a rate without limit.
@@ -93,6 +95,8 @@ class Fault:
     micro_batch: int | None = None
     bucket: int | None = None
     phase: Phase | None = None
+    point: str | None = None
+    world: int | None = None
     after: float | None = None
     rate: float | None = None
     times: int | None = None
@@ -119,7 +123,7 @@ class Fault:
     @property
     def waits(self) -> bool:
         """Whether it strikes at a certain point of a worker's program, and not at once."""
-        points = (self.step, self.from_step, self.micro_batch, self.bucket, self.phase)
+        points = (self.step, self.from_step, self.micro_batch, self.bucket, self.phase, self.point, self.world)
         return self.joiner or any(point is not None for point in points)
 
     def victims(self, nodes: Sequence[str], draw: float) -> list[int]:
@@ -150,7 +154,7 @@ class Fault:
                 raise ConfigError(f"{name}: expected a signal, e.g. SIGTERM, or nothing for SIGKILL")
         elif self.kind == "hang":
             if given not in HANGS:
-                raise ConfigError(f"{name}: expected {' or '.join(HANGS)}")
+                raise ConfigError(f"{name}: expected one of {', '.join(HANGS)}")
         elif self.kind == "raise":
             if given not in EXAMPLES:
                 raise ConfigError(f"{name}: expected a kind of error, one of {', '.join(EXAMPLES)}")
@@ -167,7 +171,7 @@ class Fault:
         for name, seconds in (("for", self.duration), ("after", self.after), ("rate", self.rate)):
             if seconds is not None and not (math.isfinite(seconds) and seconds > 0):
                 raise ConfigError(f"{name}={seconds}: expected a number > 0")
-        for name, count in (("steps", self.steps), ("times", self.times)):
+        for name, count in (("steps", self.steps), ("times", self.times), ("world", self.world)):
             if count is not None and count < 1:
                 raise ConfigError(f"{name}={count}: expected a whole number >= 1")
         places = ("step", "from_step", "micro_batch", "bucket")
@@ -193,5 +197,9 @@ class Fault:
             raise ConfigError(f"micro_batch= with phase={self.phase}: expected phase=forward or micro_batch")
         if self.bucket is not None and (self.phase not in (None, "launched") or self.micro_batch is not None):
             raise ConfigError(f"bucket={self.bucket}: expected it alone, or with phase=launched")
+        if self.point is not None and (self.phase is not None or self.bucket is not None):
+            raise ConfigError(f"point={self.point}: expected it without phase= and bucket=")
+        if self.kind in IN_BACKWARD and self.point is not None:
+            raise ConfigError(f"{self.kind} with point={self.point}: it begins with a forward; expected no point=")
         if self.kind in IN_BACKWARD and (self.phase not in (None, "forward") or self.bucket is not None):
             raise ConfigError(f"{self.kind} with phase={self.phase}: it begins with a forward; expected no other phase")

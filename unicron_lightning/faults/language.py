@@ -173,6 +173,8 @@ _READERS: Final[dict[str, Callable[[str, str], Any]]] = {
     "micro_batch": _read_whole,
     "bucket": _read_whole,
     "phase": _read_name,
+    "point": _read_name,
+    "world": _read_whole,
     "after": _read_duration,
     "rate": _read_rate,
     "mtbf": _read_mtbf,

@@ -25,6 +25,8 @@ class Place(TypedDict, total=False):
     micro_batch: int
     bucket: int
     phase: Phase
+    point: str
+    world: int
     after: float
     rate: float
     times: int
@@ -65,7 +67,7 @@ class Faults(Sequence[Fault]):
         return self._with("stop", place, duration=seconds)
 
     def hang(self, how: str | None = None, seconds: float | None = None, **place: Unpack[Place]) -> Faults:
-        """A worker's main thread goes on no further: it sleeps, or spins."""
+        """A worker's main thread goes on no further: it sleeps, spins, or holds the interpreter's lock (``gil``)."""
         return self._with("hang", place, how, seconds)
 
     def raise_error(self, error: str, **place: Unpack[Place]) -> Faults:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from random import Random
+from typing import Final
 
 from unicron_lightning.faults.arrivals import Hazard
 from unicron_lightning.faults.fault import IN_BACKWARD, SECONDS_PER_HOUR, Fault
+
+SCRIPT: Final = "script"
+"""The phase of a point of the script's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,8 +18,10 @@ class Point:
     """Where a worker is.
 
     Attributes:
-        phase: one of `fault.PHASES`.
-        index: of the micro-batch among those that it computes in the step, or of the bucket; None at other points.
+        phase: one of `fault.PHASES`, or `SCRIPT`.
+        name: of a point of the script's own; None at others.
+        index: of the micro-batch among those that it computes in the step, or of the bucket; None at other points. At
+            one of the script's own that of the micro-batch that began last.
         step: optimizer steps finished when the present one began.
         rank: its global rank.
         nodes: the node of each member of its world, by rank.
@@ -24,6 +30,7 @@ class Point:
     """
 
     phase: str
+    name: str | None = None
     index: int | None
     step: int
     rank: int
@@ -72,6 +79,8 @@ class Watch:
         return (
             self._phase in (None, point.phase)
             and self._index in (None, point.index)
+            and fault.point in (None, point.name)
+            and fault.world in (None, len(point.nodes))
             and fault.step in (None, point.step)
             and (fault.from_step is None or point.step >= fault.from_step)
             and not (fault.joiner and point.has_state)
@@ -92,6 +101,8 @@ def _phase_of(fault: Fault) -> tuple[str | None, int | None]:
     """The phase and the index at which it strikes; None: any."""
     if fault.kind in IN_BACKWARD:
         return "forward", fault.micro_batch
+    if fault.point is not None:
+        return SCRIPT, fault.micro_batch
     if fault.bucket is not None:
         return "launched", fault.bucket
     if fault.micro_batch is not None:

@@ -19,7 +19,7 @@ from unicron_lightning.errors import ConfigError
 from unicron_lightning.faults.arrivals import draw
 from unicron_lightning.faults.fault import Fault
 from unicron_lightning.faults.language import parse, text
-from unicron_lightning.faults.watch import Point, Watch
+from unicron_lightning.faults.watch import SCRIPT, Point, Watch
 from unicron_lightning.worker import strikes
 from unicron_lightning.worker.engine import Engine
 
@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 
 NOTED_SECONDS: Final = 30.0
 """How long a fault waits to be noted: the coordinator may be away. One that nobody would know of does not strike."""
-_OUTSIDE: Final = "validation"
-"""The phase that is no part of an operation."""
+_OUTSIDE: Final = ("validation", SCRIPT)
+"""Phases that are no part of an operation."""
 
 
 class Injector:
@@ -36,10 +36,13 @@ class Injector:
 
     Args:
         engine: whose points it hears of.
+        claim: asked before each strike whether it may happen, with the fault's key; does what a worker cannot do to
+            itself. Default: the coordinator by way of the agent.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, claim: Callable[[str, Fault, Point], bool] | None = None) -> None:
         self._engine = engine
+        self._claim = claim or self._noted
         self._others: Callable[..., None] = engine.fault
         self._watches: list[tuple[str, Watch]] = []
         self._struck: dict[str, int] = {}
@@ -103,8 +106,11 @@ class Injector:
             index, self._forwards = self._forwards, self._forwards + 1
         elif phase in ("micro_batch", "launched"):
             index = where[1]
+        elif phase == SCRIPT and self._forwards:
+            index = self._forwards - 1
         return Point(
             phase=phase,
+            name=where[0] if phase == SCRIPT else None,
             index=index,
             step=self._engine.step,
             rank=world.rank,
@@ -117,7 +123,7 @@ class Injector:
         fault = watch.fault
         if fault.rank == "all":
             key = f"{key} at rank {point.rank}"
-        if not self._noted(key, fault, point):
+        if not self._claim(key, fault, point):
             watch.over = True
             return
         watch.struck += 1
@@ -129,7 +135,7 @@ class Injector:
             case "hang":
                 strikes.hang(str(fault.argument or "sleep"), fault.duration)
             case "raise":
-                inside = point.phase != _OUTSIDE and self._engine.control is not None
+                inside = point.phase not in _OUTSIDE and self._engine.control is not None
                 raise strikes.error(str(fault.argument), inside)
             case "exit":
                 strikes.leave(int(fault.argument or 0))
@@ -167,7 +173,12 @@ class Injector:
                 key=key,
                 most=fault.most,
                 fault=text(replace(fault, task=None)),
-                fields={"rank": point.rank, "step": point.step, "phase": point.phase, "index": point.index},
+                fields={
+                    "rank": point.rank,
+                    "step": point.step,
+                    "phase": point.name or point.phase,
+                    "index": point.index,
+                },
             ),
             NOTED_SECONDS,
         )

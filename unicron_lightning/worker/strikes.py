@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import math
 import os
 import time
 from importlib import import_module
@@ -14,14 +16,20 @@ from unicron_lightning.faults.examples import EXAMPLES, Example
 from unicron_lightning.worker.communicator import CommunicatorAborted
 
 _NAP_SECONDS = 0.05
+_HOLD_SECONDS = 4000
+"""What usleep takes at most, in a whole number of microseconds, is a little more."""
 
 
 def hang(how: str, seconds: float | None) -> None:
-    """Does not return for so long (None: ever): sleeps, or spins. Other threads go on."""
-    end = None if seconds is None else time.monotonic() + seconds
-    while end is None or time.monotonic() < end:
+    """Does not return for so long (None: ever): sleeps, spins, or (``gil``) sleeps with the interpreter's lock, so that
+    no other thread goes on either, but for a moment at a signal.
+    """
+    end = math.inf if seconds is None else time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
         if how == "sleep":
-            time.sleep(_NAP_SECONDS)
+            time.sleep(min(_NAP_SECONDS, left))
+        elif how == "gil":
+            ctypes.PyDLL(None).usleep(ctypes.c_uint(int(1e6 * min(_HOLD_SECONDS, left))))
 
 
 def leave(status: int) -> None:

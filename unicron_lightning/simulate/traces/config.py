@@ -107,7 +107,7 @@ class SourceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceConfig:
-    """A trace: generated, or read from a CSV file of one's own events."""
+    """A trace: generated, or read from a CSV file of one's own events, or said in sentences."""
 
     name: str
     """For tables and pictures."""
@@ -117,6 +117,8 @@ class TraceConfig:
     """What fails, by names of one's own. Each has random numbers of its own: to change one changes no other."""
     csv: str | None = None
     """A file with the columns of `unicron_lightning.simulate.traces.table`; added to what the sources make."""
+    faults: list[str] = field(default_factory=list)
+    """Sentences of docs/faults.md, see `unicron_lightning.simulate.traces.sentences`; added too."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.days) and self.days > 0):

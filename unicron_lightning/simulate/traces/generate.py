@@ -23,6 +23,7 @@ from unicron_lightning.coordinator.severity.errors import SEVERITY
 from unicron_lightning.simulate.trace import Cluster, Fault, Trace, order
 from unicron_lightning.simulate.traces.arrivals import HOUR, arrivals
 from unicron_lightning.simulate.traces.config import RepairConfig, SourceConfig, TraceConfig
+from unicron_lightning.simulate.traces.sentences import replay
 from unicron_lightning.simulate.traces.table import read_table
 
 DAY = 24 * HOUR
@@ -51,7 +52,7 @@ def generate(config: TraceConfig, cluster: Cluster, seed: int, folder: Path = Pa
         folder: where a relative `TraceConfig.csv` begins.
 
     Raises:
-        ConfigError: the file of one's own events can't be read or contradicts the cluster.
+        ConfigError: the file of one's own events can't be read or contradicts the cluster, or a sentence is wrong.
     """
     seconds = config.days * DAY
     drawn: list[_Drawn] = []
@@ -62,6 +63,7 @@ def generate(config: TraceConfig, cluster: Cluster, seed: int, folder: Path = Pa
     faults = list(_where_nodes_are_up(drawn, cluster))
     if config.csv is not None:
         faults += read_table(folder / config.csv, cluster)
+    faults += replay(config.faults, cluster, seconds, seed)
     return Trace.of(config.name, seconds, faults)
 
 

@@ -1,0 +1,81 @@
+"""Faults as sentences of docs/faults.md, on the simulator's clock: what `unicron inject` would have strike, and when.
+
+The simulator counts nodes from 0 and knows no ranks, as who has which changes with every policy; it knows no points of
+a program either. A sentence that says more than what, on which node and when is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from random import Random
+from typing import Final
+
+from unicron_lightning.coordinator.severity.errors import SEVERITY
+from unicron_lightning.errors import ConfigError
+from unicron_lightning.faults import fault as words
+from unicron_lightning.faults.arrivals import arrivals, draw
+from unicron_lightning.faults.language import parse, text
+from unicron_lightning.simulate.trace import Cluster, Fault
+
+SEEN_AS: Final[dict[words.Kind, str]] = {
+    "kill": "exited_abnormally",
+    "exit": "exited_abnormally",
+    "stop": "silent",
+    "hang": "task_hang",
+    "kill agent": "lost_connection",
+    "drop network": "lost_connection",
+}
+"""The kind of error as which a fault is known; ``raise`` names its own."""
+
+
+def replay(sentences: Sequence[str], cluster: Cluster, seconds: float, seed: int) -> Iterator[Fault]:
+    """What the sentences have strike.
+
+    Args:
+        sentences: in any order; their places and the seed decide what is drawn.
+        cluster: whose nodes are struck; one that is not named is drawn, as is the worker on it.
+        seconds: how long the trace is: a rate has no end.
+        seed: of those that have none of their own.
+
+    Raises:
+        ConfigError: no sentence, or one of which the simulator knows nothing, quoted.
+    """
+    for place, sentence in enumerate(sentences):
+        fault = parse(sentence)
+        kind, node = _kind(fault), _node(fault, cluster)
+        random = draw(fault, place, "where", seed=seed)
+        for at in arrivals(fault, place, seed=seed):
+            if at >= seconds:
+                break
+            yield _strike(fault, kind, node, round(at, 6), cluster, random)
+
+
+def _strike(fault: words.Fault, kind: str, node: int | None, at: float, cluster: Cluster, random: Random) -> Fault:
+    drawn, worker = random.randrange(cluster.num_nodes), random.randrange(cluster.workers_per_node)
+    whole = SEVERITY[kind] == "SEV1"
+    return Fault(
+        at=at,
+        kind=kind,
+        node=drawn if node is None else node,
+        worker=None if whole else worker,
+        repair=fault.duration or 0.0 if fault.kind == "drop network" else 0.0,
+    )
+
+
+def _kind(fault: words.Fault) -> str:
+    kind = str(fault.argument) if fault.kind == "raise" else SEEN_AS.get(fault.kind)
+    if kind is None:
+        raise ConfigError(f"{text(fault)!r}: the simulator knows {', '.join(SEEN_AS)} and raise")
+    if fault.waits or fault.rank is not None or fault.task is not None:
+        raise ConfigError(f"{text(fault)!r}: the simulator knows no tasks, ranks and points; expected node= and times")
+    if fault.kind in ("stop", "hang") and fault.duration is not None:
+        raise ConfigError(f"{text(fault)!r}: in the simulator it lasts until the worker is restarted; expected no for=")
+    return kind
+
+
+def _node(fault: words.Fault, cluster: Cluster) -> int | None:
+    if fault.node is None:
+        return None
+    if not (fault.node.isdecimal() and int(fault.node) < cluster.num_nodes):
+        raise ConfigError(f"{text(fault)!r}: node={fault.node}: expected a number from 0 to {cluster.num_nodes - 1}")
+    return int(fault.node)
