@@ -9,7 +9,8 @@ from __future__ import annotations
 import base64
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -51,6 +52,15 @@ class Collectives:
         self.inside: str | None = None
         self.scope = ""
         self.interrupted: Callable[[], bool] = lambda: False
+
+    @contextmanager
+    def refused(self, step: str) -> Iterator[None]:
+        """Inside, the named step runs."""
+        self.inside = step
+        try:
+            yield
+        finally:
+            self.inside = None
 
     def gather(self, name: str, payload: Callable[[int], bytes]) -> list[bytes]:
         """Each rank's payload in rank order; ``payload`` is called with this worker's rank.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 from torch.utils.data import DataLoader
 
-from unicron_lightning.data.loader import EvaluationLoader, TrainingLoader
+from unicron_lightning.data.loader import EvaluationLoader, PassLoader, TrainingLoader
 from unicron_lightning.data.order import DataOrder, StepShape, check_loader
 from unicron_lightning.errors import ConfigError
 
@@ -26,7 +26,7 @@ class Loaders:
 
     def __init__(self, strategy: UnicronStrategy) -> None:
         self._strategy = strategy
-        self._made: list[TrainingLoader | EvaluationLoader] = []
+        self._made: list[TrainingLoader | EvaluationLoader | PassLoader] = []
 
     def wrap(self, trainer: pl.Trainer, loader: object, shape: StepShape, seed: int) -> object:
         """What the loop of the trainer's present stage iterates over instead of ``loader``.
@@ -50,6 +50,17 @@ class Loaders:
             made = EvaluationLoader(loader, shape.devices, seed, self._begin_pass, self._start_batch)
         self._made.append(made)
         return made
+
+    def keep(self, loader: PassLoader) -> PassLoader:
+        """Ends the worker processes of one that was made elsewhere, too."""
+        self._made.append(loader)
+        return loader
+
+    def end_passes(self) -> None:
+        """A validation is over: worker processes end that are not persistent."""
+        for loader in self._made:
+            if isinstance(loader, PassLoader):
+                loader.end()
 
     def close(self) -> None:
         """The run is over."""

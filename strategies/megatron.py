@@ -50,6 +50,7 @@ from unicron_lightning.strategies.megatron_checks import (
 )
 from unicron_lightning.strategies.megatron_lightning import keep_to_itself
 from unicron_lightning.strategies.megatron_optimizer import MegatronOptimizer, split_configuration
+from unicron_lightning.strategies.megatron_validation import pass_loader, run_validation
 from unicron_lightning.strategies.recording import RecordingResults
 from unicron_lightning.strategies.reporting import told_flops
 from unicron_lightning.strategies.session import Session
@@ -182,6 +183,7 @@ class UnicronMegatronStrategy(UnicronStrategy):
             self.engine.control.flops_per_step = told_flops(module)
         self._gather.interrupted = lambda: trainer.state.status == TrainerStatus.INTERRUPTED
         trainer.fit_loop.epoch_loop._results = RecordingResults(True)
+        trainer.fit_loop.epoch_loop.val_loop._results = RecordingResults(False)
         keep_to_itself(trainer)
         ParallelStrategy.setup(self, trainer)
         session.fits += 1
@@ -248,8 +250,11 @@ class UnicronMegatronStrategy(UnicronStrategy):
         if world.epoch > 0:
             self._enter_grid(world)
 
+    @torch.enable_grad()
     def _enter_grid(self, world: World) -> None:
         """Makes the epoch's connections those of Megatron, and gets this shard's state where it is needed.
+
+        With gradients even in a validation: Megatron hangs its hooks on the graph.
 
         Raises:
             CommunicatorAborted, EpochChanged: a member failed.
@@ -290,12 +295,8 @@ class UnicronMegatronStrategy(UnicronStrategy):
         operation = ReplicaStep(
             batch.micro_batches, model, fabric, runner.forward, lambda done: runner.sums(self._layout, done)
         )
-        self._gather.inside = "training_step"
-        try:
-            with preserved():
-                self.engine.run(operation)
-        finally:
-            self._gather.inside = None
+        with self._gather.refused("training_step"), preserved():
+            self.engine.run(operation)
         assert operation.sums is not None
         self._grad_norm = operation.grad_norm
         loss, calls, _ = operation.sums.finish()
@@ -318,6 +319,19 @@ class UnicronMegatronStrategy(UnicronStrategy):
             if model.keeper is None:
                 model.update()
             fabric.stepped()
+
+    # ---- validation
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> None:
+        """A global batch of the pass, forward only."""
+        assert self._trainer is not None
+        with self._gather.refused("validation_step"), preserved():
+            run_validation(self, self._trainer, *args)
+
+    @override
+    def on_validation_end(self) -> None:
+        self._loaders.end_passes()
 
     # ---- checkpoints, end
 
@@ -362,12 +376,9 @@ class UnicronMegatronStrategy(UnicronStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        assert self._trainer is not None
+        assert self._trainer is not None and self._shape is not None
         if not self._trainer.training:
-            raise ConfigError(
-                "the unicron_megatron strategy does not run validation: pass no val_dataloaders to trainer.fit, or "
-                "Trainer(limit_val_batches=0)"
-            )
+            return self._loaders.keep(pass_loader(self, self._trainer, dataloader, self._shape))
         self.model_shard.micro_batch_size = check_megatron_loader(dataloader)
         return super().process_dataloader(dataloader)
 

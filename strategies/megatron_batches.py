@@ -43,13 +43,10 @@ class StageBatches:
 
     def forward(self, micro_batch: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """See `megatron.model.ForwardStep`."""
-        strategy, module = self._strategy, self._strategy.lightning_module
+        module = self._strategy.lightning_module
         assert module is not None
-        batch = module._on_before_batch_transfer(self._batch.fetch(micro_batch), dataloader_idx=0)
-        data = strategy.batch_to_device(batch, dataloader_idx=0)
-        tensor, stage = strategy.coordinate
         place = (_FORWARD, self._batch.epoch, self._batch.step, micro_batch)
-        seed_micro_batch(strategy.seed, place, tensor, stage, strategy.root_device)
+        data = stage_batch(self._strategy, self._batch, micro_batch, place)
         results = self._trainer.fit_loop.epoch_loop._results
         assert isinstance(results, RecordingResults)
         with results.recording(data) as calls:
@@ -71,14 +68,33 @@ class StageBatches:
         return output, loss
 
     def sums(self, layout: Layout, micro_batches: Sequence[int]) -> StepSums:
-        """What else the step sums: told by one worker of each replica, the first of the last stage."""
+        """What else the step sums: told by one worker of each replica."""
         assert self._strategy.lightning_module is not None
         sums = StepSums(layout, NormStatistics(self._strategy.lightning_module), _AllUsed())
-        tensor, stage = self._strategy.coordinate
-        if tensor == 0 and stage == self._strategy.fabric.shape.pipeline - 1:
+        if self._strategy.fabric.tells:
             for micro_batch in micro_batches:
                 sums.add(*self._done[micro_batch])
         return sums
+
+
+def stage_batch(
+    strategy: UnicronMegatronStrategy, batch: GlobalBatch, number: int, place: tuple[int, ...], loader: int = 0
+) -> Any:
+    """A micro-batch on this worker's device, with the random state for computing it set.
+
+    Args:
+        strategy: whose device, seed and place in the grid.
+        batch: where the samples are.
+        number: of the micro-batch.
+        place: what the random state depends on.
+        loader: Lightning's index of the data loader.
+    """
+    module = strategy.lightning_module
+    assert module is not None
+    data = module._on_before_batch_transfer(batch.fetch(number), dataloader_idx=loader)
+    data = strategy.batch_to_device(data, dataloader_idx=loader)
+    seed_micro_batch(strategy.seed, place, *strategy.coordinate, strategy.root_device)
+    return data
 
 
 class _AllUsed:

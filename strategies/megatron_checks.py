@@ -122,3 +122,22 @@ def check_megatron_loader(loader: object) -> int:
             "smaller, which pipeline stages cannot exchange: use DataLoader(drop_last=True)"
         )
     return size
+
+
+def check_validation_loader(loader: object) -> DataLoader[Any]:
+    """Refuses batches of unknown size; the last one of a pass may be smaller.
+
+    Returns:
+        The loader.
+
+    Raises:
+        ConfigError: saying what to do.
+    """
+    check_loader(loader)
+    assert isinstance(loader, DataLoader)
+    if loader.batch_sampler is None:
+        raise ConfigError(
+            "the validation DataLoader has no batch_size; pipeline stages have to know the size of what they exchange: "
+            "use DataLoader(batch_size=...)"
+        )
+    return loader

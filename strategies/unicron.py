@@ -293,12 +293,8 @@ class UnicronStrategy(CollectingStrategy):
         sums = StepSums(self._layout, norms, gradients)
         runner = MicroBatches(self, trainer, module, shape, self._seed, batch, len(args) > 1, sums, norms)
         operation = GradientStep(batch.micro_batches, gradients, sums, runner.run, self._balance)
-        self._gather.inside = "training_step"
-        try:
-            with preserved():
-                self.engine.run(operation)
-        finally:
-            self._gather.inside = None
+        with self._gather.refused("training_step"), preserved():
+            self.engine.run(operation)
         loss, calls, self._used = sums.finish()
         norms.commit(len(batch.micro_batches))
         self._reports.finished(self.engine, operation, loss)

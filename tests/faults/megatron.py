@@ -12,6 +12,9 @@ SCRIPT = Path(__file__).parents[1] / "megatron" / "train.py"
 MODEL: dict[str, Any] = {"tp": 1, "pp": 1, "dp": 2, "accumulation": 2, "toy": {}, "ddp": {}, "optimizer": {}}
 """What the reference has to know."""
 
+VALIDATED = 22
+"""Samples."""
+
 ZERO1: dict[str, Any] = {
     "ddp": {"use_distributed_optimizer": True},
     # A norm is summed shard by shard, so it is rounded in another way in another world; without clipping nothing of it

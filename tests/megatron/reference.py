@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MICRO_BATCH = 2
+VALIDATED = 22
+"""Samples."""
 
 
 def run(rank: int, world: int, folder: Path, *, settings: dict[str, Any], steps: list[int]) -> list[float]:
@@ -43,10 +45,9 @@ def run(rank: int, world: int, folder: Path, *, settings: dict[str, Any], steps:
     optimizer = get_megatron_optimizer(optimizer_config, [ddp])
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
-    if ddp_config.overlap_grad_reduce:
-        config.no_sync_func = ddp.no_sync
+    config.no_sync_func = ddp.no_sync if ddp_config.overlap_grad_reduce else None
     data = toy.Text(options.length, limit=4096)
-    replicas, norms = settings["dp"], []
+    norms = []
     tensor = parallel_state.get_tensor_model_parallel_rank()
     stage = parallel_state.get_pipeline_model_parallel_rank()
 
@@ -60,7 +61,7 @@ def run(rank: int, world: int, folder: Path, *, settings: dict[str, Any], steps:
         optimizer.zero_grad()
         get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=_batches(data, step, settings["accumulation"], replicas),
+            data_iterator=_batches(data, step, settings["accumulation"], settings["dp"]),
             model=[ddp],
             num_microbatches=settings["accumulation"],
             seq_length=options.length,
@@ -70,11 +71,43 @@ def run(rank: int, world: int, folder: Path, *, settings: dict[str, Any], steps:
         norms.append(float(optimizer.step()[1]))
         for group in optimizer.param_groups:
             group["lr"] *= 0.99
+        if settings.get("validate") and (step + 1 in steps or (step + 1) % settings["validate"] == 0):
+            validation(ddp, module, options, folder / f"validation-{rank}-{step + 1}")
         if step + 1 in steps and parallel_state.get_data_parallel_rank() == 0:
-            state = {name: value.detach().float() for name, value in module.named_parameters()}
-            torch.save(state, folder / f"plain-{step + 1}-{tensor + settings['tp'] * stage}.pt")
+            _keep(module, folder / f"plain-{step + 1}-{tensor + settings['tp'] * stage}.pt")
     dist.destroy_process_group()
     return norms
+
+
+def _keep(module: torch.nn.Module, path: Path) -> None:
+    torch.save({name: value.detach().float() for name, value in module.named_parameters()}, path)
+
+
+def validation(ddp: Any, module: Any, options: toy.Toy, path: Path) -> None:
+    """Writes the mean loss of the samples that train.py validates with, taken one by one; on the last stage."""
+    data, losses = toy.Text(options.length, limit=VALIDATED), []
+
+    def forward_step(batches: Any, model: Any) -> Any:
+        def judge(output: Any) -> Any:
+            losses.append(float(toy.loss(output)))
+            return torch.zeros(1), {}
+
+        return toy.forward(model, next(batches)), judge
+
+    module.eval()
+    with torch.no_grad():
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=(default_collate([sample]) for sample in data),
+            model=[ddp],
+            num_microbatches=len(data),
+            seq_length=options.length,
+            micro_batch_size=1,
+            forward_only=True,
+        )
+    module.train()
+    if losses:
+        path.write_text(str(sum(losses) / len(data)))
 
 
 def _batches(data: toy.Text, step: int, share: int, replicas: int) -> Iterator[tuple[Any, dict[str, torch.Tensor]]]:

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 from faults.cluster import Cluster, until
-from faults.megatron import MODEL, SCRIPT, ZERO1, differences, finals, notes
+from faults.healing import check, check_validation, healed
+from faults.megatron import MODEL, SCRIPT, ZERO1
 
 pytest.importorskip("megatron.core.package_info")
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(700)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(850)]
 
 
 def die(point: str, replica: int, shard: int, **where: Any) -> dict[str, Any]:
@@ -25,11 +26,13 @@ def die(point: str, replica: int, shard: int, **where: Any) -> dict[str, Any]:
 
 SCHEDULES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "pipeline": (
-        {"pp": 2, "toy": {"dropout": 0.1}},
+        {"pp": 2, "toy": {"dropout": 0.1}, "validate": 2},
         [
             die("forward", 0, 0, micro_batch=1),  # the first worker of all
+            die("validate", 1, 0, micro_batch=3),  # in the second global batch; its partner has the third one's results
             die("gate", 1, 1),  # the last stage
             die("commit", 1, 0),
+            die("committed", 0, 0, breaks=True),  # its partner is in the next call, and waits for it
         ],
     ),
     "tensor": (
@@ -56,7 +59,7 @@ def test_kills_heal_bit_by_bit(name: str, tmp_path: Path, worlds: Any) -> None:
     model = {**MODEL, **different}
     settings = {**model, "steps": 6, "finish": True, "full": 4, "slow": 0.05}
     with Cluster(tmp_path, script=SCRIPT, agents=5, nodes="3:4", schedule=schedule, settings=settings) as cluster:
-        cluster.watch(lambda: healed(cluster, tmp_path, len(schedule)), "all faults, and their ends", 500, 200)
+        cluster.watch(lambda: healed(cluster, tmp_path, len(schedule)), "all faults, and their ends", 600, 200)
         (tmp_path / "finish").touch()
         until("the agents' end", lambda: all(agent.poll() is not None for agent in cluster.agents.values()), 150)
         cluster.wait_end()
@@ -64,6 +67,8 @@ def test_kills_heal_bit_by_bit(name: str, tmp_path: Path, worlds: Any) -> None:
         fault["point"] for fault in schedule
     ]
     check(tmp_path, model, worlds)
+    if "validate" in model:
+        check_validation(tmp_path)
 
 
 def test_shards_without_copies_are_lost_with_their_owner(tmp_path: Path, worlds: Any) -> None:
@@ -76,23 +81,3 @@ def test_shards_without_copies_are_lost_with_their_owner(tmp_path: Path, worlds:
     log = "".join(path.read_text() for path in tmp_path.glob("agent-*.log"))
     assert re.search(r"state_lost .*copies=0.* \d+ of 58432 elements of version 5 are lost.* steps lost: 1\n", log)
     check(tmp_path, model, worlds)
-
-
-def healed(cluster: Cluster, folder: Path, number: int) -> bool:
-    """Whether all faults have struck, and the newest step of the newest world was one of all replicas."""
-    struck = all((folder / f"struck-{fault}").exists() for fault in range(number))
-    world = cluster.world() if struck else []
-    last = max((note["at"] for note in cluster.notes("fault")), default=0.0)
-    return bool(world) and all(note["replicas"] == 2 and note["at"] > last for note in world)
-
-
-def check(folder: Path, model: dict[str, Any], worlds: Any) -> None:
-    """Every worker's parameters, and each step's norm, are those of a plain Megatron loop."""
-    step, paths = finals(folder)
-    world = model["tp"] * model["pp"] * model["dp"]
-    assert len(paths) == world
-    norms = worlds.run("reference:run", world, folder / "plain", settings=model, steps=[step])[0]
-    logged = {note["step"]: note["norm"] for note in notes(folder, "step")}
-    close = 1e-5 if model["optimizer"] else 0.0
-    assert [logged[number] for number in range(step)] == pytest.approx(norms, rel=close, abs=0.0)
-    assert set(differences(paths, folder / "plain").values()) == {0.0}

@@ -16,7 +16,11 @@ from megatron.core.optimizer import OptimizerConfig
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.megatron.mirror import Redundancy
 from unicron_lightning.strategies.megatron import UnicronMegatronStrategy
-from unicron_lightning.strategies.megatron_checks import check_megatron_config, check_megatron_loader
+from unicron_lightning.strategies.megatron_checks import (
+    check_megatron_config,
+    check_megatron_loader,
+    check_validation_loader,
+)
 from unicron_lightning.strategies.megatron_optimizer import split_configuration
 
 
@@ -80,6 +84,9 @@ def test_loaders() -> None:
     with pytest.raises(ConfigError, match="has no batch_size"):
         check_megatron_loader(DataLoader(data, batch_size=None))
     assert check_megatron_loader(DataLoader(data, batch_size=2, drop_last=True)) == 2
+    with pytest.raises(ConfigError, match="validation DataLoader has no batch_size"):
+        check_validation_loader(DataLoader(data, batch_size=None))
+    assert len(check_validation_loader(DataLoader(data, batch_size=2))) == 3
 
 
 def test_optimizers() -> None:

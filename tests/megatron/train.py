@@ -2,8 +2,8 @@
 
 In FOLDER/settings.json: see `SETTINGS`. In FOLDER/schedule.json a list of faults, carried out one after the other, each
 in a whole world by the worker that is at the place: {"replica", "shard", "point"}, and "micro_batch" (counted among
-those that the worker runs in the step) where the point is "forward"; not before "from_step"; with "at_once" in whatever
-world there is.
+those that the worker runs in the step, or the validation) where the point is "forward" or "validate"; not before
+"from_step"; with "at_once" in whatever world there is. With "breaks" connections break there, and nobody dies.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ from megatron.core.optimizer import OptimizerConfig  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
 from unicron_lightning.megatron import toy  # noqa: E402
+from unicron_lightning.worker.communicator import CommunicatorAborted  # noqa: E402
 
 MICRO_BATCH = 2
+VALIDATION = {"samples": 22, "batch": 3}  # two global batches, and the last batch is smaller
 SEED = 1234
 SETTINGS: dict[str, Any] = {
     "tp": 1,
@@ -50,6 +52,7 @@ SETTINGS: dict[str, Any] = {
     "slow": 0.0,  # seconds that a step takes longer while the world is smaller
     "save_every": 0,  # steps; into FOLDER/checkpoints
     "resume": None,  # path of a checkpoint
+    "validate": 0,  # steps between validations, each with a checkpoint if it is the best one
     "toy": {},
     "ddp": {},
     "optimizer": {},
@@ -85,6 +88,8 @@ class Faults:
         if (whole and later) or fault.get("at_once"):
             self._note("fault", number=number, point=point, step=step, replica=place.replica, shard=fabric.shard)
             self._struck(number).write_text(str(step))
+            if fault.get("breaks"):
+                raise CommunicatorAborted("a connection breaks on purpose")
             os.kill(os.getpid(), signal.SIGKILL)
 
     def _struck(self, number: int) -> Path:
@@ -98,6 +103,7 @@ class Model(pl.LightningModule):
         self.faults = faults
         self.toy = toy.Toy(**settings["toy"])
         self.count = (0, 0)
+        self.judged = 0
 
     def configure_model(self) -> None:
         config = toy.config(
@@ -118,6 +124,19 @@ class Model(pl.LightningModule):
         loss = toy.loss(output)
         self.log("loss", loss, on_step=True)
         return loss
+
+    def on_validation_start(self) -> None:
+        self.judged = 0
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        if not self.trainer.sanity_checking:
+            self.faults.point("validate", self.trainer.global_step, micro_batch=self.judged)
+        self.judged += 1
+        return toy.forward(self.model, batch)
+
+    def validation_loss(self, output: Any, batch: Any) -> None:
+        self.log("val_loss", toy.loss(output))
+        self.log("samples", float(len(output)), reduce_fx="sum")
 
     def configure_optimizers(self) -> Any:
         config = OptimizerConfig(
@@ -167,6 +186,12 @@ class Watch(pl.Callback):
             ask = bool(strategy.broadcast(whole and (self._folder / "finish").exists(), 0))
             trainer.should_stop = trainer.should_stop or ask
 
+    def on_validation_end(self, trainer: pl.Trainer, module: Any) -> None:
+        values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        strategy: Any = trainer.strategy
+        where = {"step": trainer.global_step, "sanity": trainer.sanity_checking, "shard": strategy.fabric.shard}
+        self._note("validated", **where, ran=module.judged, **values)
+
     def on_fit_end(self, trainer: pl.Trainer, module: Any) -> None:
         strategy: Any = trainer.strategy
         place, shard = strategy.fabric.place, strategy.fabric.shard
@@ -203,6 +228,9 @@ def main() -> None:
     saves = (
         [ModelCheckpoint(folder / "checkpoints", "{step}", every_n_train_steps=every, save_top_k=-1)] if every else []
     )
+    validate = settings["validate"]
+    if validate:
+        saves.append(ModelCheckpoint(folder / "best", "{step}", monitor="val_loss", save_top_k=1))
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator="cpu",
@@ -215,11 +243,15 @@ def main() -> None:
         enable_checkpointing=bool(saves),
         enable_progress_bar=False,
         enable_model_summary=False,
-        num_sanity_val_steps=0,
+        num_sanity_val_steps=1 if validate else 0,
+        val_check_interval=validate * settings["accumulation"] if validate else None,
+        check_val_every_n_epoch=None if validate else 1,
         callbacks=[Watch(folder, settings, note), *saves],
     )
     data = DataLoader(toy.Text(options.length, limit=4096), batch_size=MICRO_BATCH, drop_last=True)
-    trainer.fit(Model(settings, faults), data, ckpt_path=settings["resume"])
+    judged = toy.Text(options.length, limit=VALIDATION["samples"])
+    loader = DataLoader(judged, batch_size=VALIDATION["batch"]) if settings["validate"] else None
+    trainer.fit(Model(settings, faults), data, loader, ckpt_path=settings["resume"])
 
 
 if __name__ == "__main__":

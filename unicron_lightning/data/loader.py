@@ -191,3 +191,76 @@ class EvaluationLoader:
 
     def _ahead(self, start: Place) -> Iterator[Place]:
         return (place for number in self._planned if (place := (self.epoch, number, 0)) >= start)
+
+
+class PassLoader:
+    """Yields an evaluation pass in global batches, for workers that hold the model together.
+
+    Args:
+        loader: the user's.
+        shape: of training steps; a global batch here has as many of the loader's batches, the last one fewer.
+        seed: of augmentation.
+        most: at most so many batches for each of the shape's devices; None: all.
+        limit: a further limit of that kind, asked when a pass begins; `math.inf` for none.
+        epoch: the present one, for shuffled data.
+        share: the batches of a global batch that fall to this worker in the present world, in order.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        shape: StepShape,
+        seed: int,
+        most: int | None,
+        limit: Callable[[], float],
+        epoch: Callable[[], int],
+        share: Callable[[range], list[int]],
+    ) -> None:
+        self.dataset = loader.dataset
+        self.sampler = loader.sampler
+        self.batch_sampler = loader.batch_sampler
+        self.num_workers = loader.num_workers
+        self._shape = shape
+        self._order = DataOrder(loader, StepShape(devices=1, accumulation=1), seed)
+        self._whole = self._order.num_micro_batches
+        if most is not None:
+            self._whole = min(self._whole, most * shape.devices)
+        self._num_batches = self._whole
+        self._limit = limit
+        self._epoch = epoch
+        self._share = share
+        self._fetcher = Fetcher(loader, self._order, seed, self._ahead)
+
+    def __len__(self) -> int:
+        return math.ceil(self._whole / self._shape.micro_batches)
+
+    def __iter__(self) -> Iterator[GlobalBatch]:
+        self._fetcher.end_epoch()
+        epoch = self._epoch()
+        self._num_batches = int(min(self._whole, self._limit() * self._shape.devices))
+        for place, numbers in enumerate(self._parts()):
+            yield GlobalBatch(
+                epoch,
+                place,
+                numbers,
+                lambda number: self._fetcher.get((epoch, number, 0)),
+                lambda number: len(self._order.indices(epoch, number, 0)),
+            )
+
+    def end(self) -> None:
+        """The pass is over."""
+        self._fetcher.end_epoch()
+
+    def close(self) -> None:
+        """Ends the loader's worker processes."""
+        self._fetcher.close()
+
+    def _parts(self) -> Iterator[range]:
+        size = self._shape.micro_batches
+        for first in range(0, self._num_batches, size):
+            yield range(first, min(first + size, self._num_batches))
+
+    def _ahead(self, start: Place) -> Iterator[Place]:
+        epoch, first, _ = start
+        for numbers in self._parts():
+            yield from ((epoch, number, 0) for number in self._share(numbers) if number >= first)

@@ -4,9 +4,9 @@ The rules that keep replicas that are whole from being interrupted, and those th
 
 * A failure cuts all connections between replicas, and those of a broken replica. Those of a whole one stay, and its
   workers finish the call of the schedule that they are in.
-* A worker that leaves an epoch while its partners may wait for it cuts the connections of its replica: when it has not
-  come to the end of its calls, and from the gate of the step until it has everything of it but the update. In between,
-  and after, nobody waits for it (`worker.step`, docs/megatron.md).
+* A worker that leaves an epoch while its partners may wait for it cuts the connections of its replica: always but
+  between the end of its calls and the gate of the step, where nobody waits for it. A partner that has committed may be
+  in its next call already, and of an evaluation's calls the first stage is done before the last (docs/megatron.md).
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class GridFabric:
 
     def about(self, epoch: wire.Epoch) -> Report:
         """See the module's rules; between steps nobody has begun anything that a planned change interrupts."""
-        quiet = self.phase in ("reducing", "ready") or epoch.kind in wire.PLANNED
+        quiet = self.phase == "reducing" or epoch.kind in wire.PLANNED
         if not quiet:
             self.cut()
         return Word(
@@ -222,6 +222,22 @@ class GridFabric:
             self._control.send(wire.Record(key=_record_of(self._worker), value=""))
             logging.shutdown()
             os._exit(EXIT_EXPELLED)
+
+    @property
+    def tells(self) -> bool:
+        """Whether it is this worker, the first of the last stage, that tells what its replica's micro-batches gave."""
+        return self.shape.coordinate(self.own_shard) == (0, self.shape.pipeline - 1)
+
+    def arrive(self, device: torch.device) -> None:
+        """On an accelerator what was started has ended after this; ended by an abort, it looks like completed.
+
+        Raises:
+            CommunicatorAborted: the replica's connections were cut.
+        """
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+            if not self.intact:
+                raise CommunicatorAborted("the replica's connections were cut")
 
     def stepped(self) -> None:
         """The update is done."""

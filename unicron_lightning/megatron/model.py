@@ -76,6 +76,11 @@ class ShardModel:
         self.micro_batch_size = 1
         self._groups = groups
 
+    @property
+    def device(self) -> torch.device:
+        """Of the parameters."""
+        return next(self.module.parameters()).device
+
     # ---- a step
 
     def begin(self) -> None:
@@ -106,17 +111,32 @@ class ShardModel:
         with self.gradients.calling(last=last) as no_sync:
             self.config.no_sync_func = no_sync
             try:
-                get_forward_backward_func()(
-                    forward_step_func=step,
-                    data_iterator=iter(micro_batches),
-                    model=[self.ddp],
-                    num_microbatches=len(micro_batches),
-                    seq_length=self._sequence_length,
-                    micro_batch_size=self.micro_batch_size,
-                    forward_only=False,
-                )
+                self._schedule(micro_batches, step, self.micro_batch_size, forward_only=False)
             finally:
                 self.config.no_sync_func = None
+
+    def evaluate(self, batches: Sequence[int], forward: ForwardStep, size: int) -> None:
+        """Forward of some batches, each of ``size`` samples, by Megatron's schedule; without gradients."""
+
+        def step(numbers: Any, _: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+            output, loss = forward(next(numbers))
+            return output, lambda result: (loss(result), {})
+
+        with torch.no_grad():
+            self._schedule(batches, step, size, forward_only=True)
+
+    def _schedule(
+        self, numbers: Sequence[int], step: Callable[[Any, Any], Any], size: int, *, forward_only: bool
+    ) -> None:
+        get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iter(numbers),
+            model=[self.ddp],
+            num_microbatches=len(numbers),
+            seq_length=self._sequence_length,
+            micro_batch_size=size,
+            forward_only=forward_only,
+        )
 
     def finalize(self) -> None:
         """What Megatron does to the reduced gradients within a replica, and their norm: all but the update."""

@@ -25,7 +25,7 @@ import torch
 from unicron_lightning.megatron.fabric import GridFabric, run_released
 from unicron_lightning.megatron.model import ForwardStep, ShardModel
 from unicron_lightning.megatron.shares import CallPlan, CallReport, plan_calls
-from unicron_lightning.worker.communicator import CommunicatorAborted, gather_rows
+from unicron_lightning.worker.communicator import gather_rows
 from unicron_lightning.worker.engine import Engine, Report
 from unicron_lightning.worker.step import Sums
 
@@ -67,7 +67,7 @@ class ReplicaStep(Generic[_Sums]):
         self._make_sums = sums
         self._calls: list[tuple[int, ...]] = []
         self._began = 0
-        self._device = next(model.module.parameters()).device
+        self._device = model.device
         self._plan: CallPlan | None = None
         self._attempts = 0
         self._engine: Engine | None = None
@@ -100,7 +100,7 @@ class ReplicaStep(Generic[_Sums]):
         self._gate(engine)
         if active:
             run_released(self._model.finalize)
-            self._arrive()
+            fabric.arrive(self._device)
             self._update_shard(engine)
             fabric.phase = "ready"
         else:
@@ -134,13 +134,13 @@ class ReplicaStep(Generic[_Sums]):
                     run_released(partial(model.call, call, self._forward, last=False))
             else:
                 run_released(partial(model.call, call, self._forward, last=len(plan.calls) == 1))
-            self._arrive()
+            fabric.arrive(self._device)
             self._calls.append(call)
         fabric.phase = "reducing"
         engine.check()
         engine.fault("reduce", engine.step)
         run_released(model.gradients.reduce)
-        self._arrive()
+        fabric.arrive(self._device)
         if self._device.type == "cuda":
             engine.check()
         engine.fault("reduced", engine.step)
@@ -152,17 +152,10 @@ class ReplicaStep(Generic[_Sums]):
             return
         assert done is not None
         run_released(self._model.update)
-        self._arrive()
+        self._fabric.arrive(self._device)
         engine.fault("updated", engine.step)
         keeper.keep(done + 1)
         engine.fault("kept", engine.step)
-
-    def _arrive(self) -> None:
-        """On an accelerator what was started has ended now; ended by an abort, it looks like completed."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
-            if not self._fabric.intact:
-                raise CommunicatorAborted("the replica's connections were cut")
 
     def _gate(self, engine: Engine) -> None:
         """Until here a worker that leaves the step keeps its partners from nothing; from here on it cuts them off.

@@ -1,0 +1,136 @@
+"""Validation of a Megatron model: global batches of the pass, run by all replicas together, logged the same everywhere.
+
+One item of Lightning's validation loop is a global batch, as in training, and one operation of all members. What its
+batches log is told by one worker of each replica, reduced in the order of batches, and logged by everyone: so it does
+not depend on who ran what.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any, Final
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from unicron_lightning.data.loader import GlobalBatch, PassLoader
+from unicron_lightning.data.order import StepShape
+from unicron_lightning.errors import ConfigError
+from unicron_lightning.megatron.evaluation import ReplicaEvaluation
+from unicron_lightning.strategies.megatron_batches import stage_batch
+from unicron_lightning.strategies.megatron_checks import check_validation_loader
+from unicron_lightning.strategies.recording import LogCall, RecordingResults, merge_calls
+from unicron_lightning.worker import codec
+from unicron_lightning.worker.operations import unpack_parts
+
+if TYPE_CHECKING:
+    from unicron_lightning.strategies.megatron import UnicronMegatronStrategy
+
+_VALIDATION: Final = 2
+"""Tells the random state apart from that of training, at the same place."""
+
+
+def pass_loader(strategy: UnicronMegatronStrategy, trainer: pl.Trainer, loader: object, shape: StepShape) -> PassLoader:
+    """What the validation loop iterates over.
+
+    Raises:
+        ConfigError: for loaders whose batches cannot be dealt out.
+    """
+    most = trainer.limit_val_batches
+    return PassLoader(
+        check_validation_loader(loader),
+        shape,
+        strategy.seed,
+        most if isinstance(most, int) else None,
+        lambda: trainer.num_sanity_val_steps if trainer.sanity_checking else math.inf,
+        lambda: trainer.current_epoch,
+        strategy.share,
+    )
+
+
+def run_validation(strategy: UnicronMegatronStrategy, trainer: pl.Trainer, batch: object, *where: int) -> None:
+    """Runs a global batch and logs what it gives.
+
+    Args:
+        strategy: whose module and place it is run with.
+        trainer: whose results the module logs to.
+        batch: where the samples are.
+        where: the other arguments of ``validation_step``: Lightning's batch index, and that of the loader.
+    """
+    if not isinstance(batch, GlobalBatch):
+        raise ConfigError(
+            f"a validation batch is a {type(batch).__qualname__} of several loaders; the unicron_megatron strategy "
+            'runs them one after another: give a list of DataLoaders, or CombinedLoader(..., mode="sequential")'
+        )
+    engine = strategy.engine
+    engine.activity.enter("validation")
+    runner = _StageValidation(strategy, trainer, batch, where)
+    operation = ReplicaEvaluation(
+        batch.micro_batches, batch.count, strategy.model_shard, strategy.fabric, runner.forward, runner.results
+    )
+    runner.log(unpack_parts(engine.run(operation)))
+
+
+class _StageValidation:
+    """One global batch on this worker's stage; arguments as of `run_validation`."""
+
+    def __init__(
+        self, strategy: UnicronMegatronStrategy, trainer: pl.Trainer, batch: GlobalBatch, where: tuple[int, ...]
+    ) -> None:
+        self._strategy = strategy
+        self._trainer = trainer
+        self._batch = batch
+        self._where = where
+        self._loader = where[1] if len(where) > 1 else 0
+        self._calls: dict[int, list[LogCall]] = {}
+        results = trainer.fit_loop.epoch_loop.val_loop._results
+        assert isinstance(results, RecordingResults)
+        self._results = results
+
+    def forward(self, number: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """See `megatron.model.ForwardStep`."""
+        strategy, module = self._strategy, self._strategy.lightning_module
+        assert module is not None
+        engine = strategy.engine
+        engine.activity.enter("validation", number)
+        engine.fault("validation", engine.step)
+        place = (_VALIDATION, self._batch.epoch, self._loader, number)
+        data = stage_batch(strategy, self._batch, number, place, self._loader)
+        with self._results.recording(data) as calls:
+            output = module.validation_step(data, *self._where)
+        if not isinstance(output, Tensor):
+            raise ConfigError(
+                f"validation_step returned {output!r}; under unicron_megatron it returns the output of the stage for "
+                "one batch, a tensor, and validation_loss(output, batch) logs what is made of it on the last stage"
+            )
+        self._calls[number] = calls
+        judge: Any = getattr(module, "validation_loss", None)
+
+        def loss(result: Tensor) -> Tensor:
+            if judge is not None:
+                with self._results.recording(data) as more:
+                    judge(result, data)
+                self._calls[number] = [*calls, *more]
+            return torch.zeros((), device=result.device)  # the schedule wants one, and writes into it
+
+        return output, loss
+
+    def results(self, numbers: Collection[int]) -> bytes:
+        """What some batches have logged."""
+        return codec.encode({number: [call.plain() for call in self._calls[number]] for number in numbers})
+
+    def log(self, parts: list[bytes]) -> None:
+        """Logs what all batches have logged, reduced over them."""
+        module, connector = self._strategy.lightning_module, self._trainer._logger_connector
+        assert module is not None
+        told: dict[int, list[Any]] = {}
+        for part in parts:
+            told.update(codec.decode(part))
+        assert sorted(told) == list(self._batch.micro_batches), "each batch counts once"
+        calls = [LogCall.from_plain(call) for number in sorted(told) for call in told[number]]
+        # As after the first value that a step logs: where none was, a later one would be taken for the pass's first.
+        connector._current_fx = "validation_step"
+        for call in merge_calls(calls):
+            self._results.replay(call, module, self._strategy.root_device)

@@ -1,0 +1,19 @@
+"""What is left of a validation when a worker has died; the rest is tried with real processes in test_faults."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("megatron.core.package_info")
+
+from unicron_lightning.megatron.evaluation import plan_evaluation
+
+
+def test_what_nobody_present_has_is_dealt_out_again() -> None:
+    nothing = [None] * 4
+    assert plan_evaluation(range(8), nothing, 0, 2) == [0, 2, 4, 6]
+    assert plan_evaluation(range(8), nothing, 1, 2) == [1, 3, 5, 7]
+    assert plan_evaluation(range(8), nothing, None, 2) == []
+    told = [{"finished": []}, {"finished": [1, 3]}, None]
+    assert plan_evaluation(range(4, 8), told, 0, 1) == [4, 5, 6, 7]
+    assert plan_evaluation(range(8), told, 0, 1) == [0, 2, 4, 5, 6, 7]

@@ -1,0 +1,102 @@
+"""Some batches of a validation pass, run by a grid of replicas: the operation that gets through failures.
+
+1. **Calls.** Each replica runs its share forward by Megatron's schedule, batches of one size in a call. What they gave
+   is kept by one worker of it (`GridFabric.tells`), call by call.
+2. **Exchange.** All members, spares too, learn what every batch gave.
+
+After a failure the batches that nobody present has the results of are dealt out again. Whoever leaves before the
+exchange is over cuts its replica's connections, as the first stage is done while the last one still computes: so nobody
+waits for one that has left, and a replica that is whole may have to run its share again. Nothing is counted twice, as
+each batch's results are taken from one worker; and no parameter or gradient is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from itertools import groupby
+
+from unicron_lightning.megatron.fabric import GridFabric, run_released
+from unicron_lightning.megatron.model import ForwardStep, ShardModel
+from unicron_lightning.worker.communicator import gather_bytes
+from unicron_lightning.worker.engine import Engine, Report
+from unicron_lightning.worker.ledger import share
+from unicron_lightning.worker.operations import pack_parts
+
+
+class ReplicaEvaluation:
+    """The operation. Its result is `pack_parts` of what each member has to tell.
+
+    Args:
+        batches: all of them, by number.
+        size: samples of a batch, by number.
+        model: this worker's shard.
+        fabric: tells its place, and is told how far it is.
+        forward: of one batch; the loss is of no use to the schedule.
+        results: what some batches gave, by their numbers, as bytes.
+    """
+
+    name = "evaluation"
+
+    def __init__(
+        self,
+        batches: Sequence[int],
+        size: Callable[[int], int],
+        model: ShardModel,
+        fabric: GridFabric,
+        forward: ForwardStep,
+        results: Callable[[Collection[int]], bytes],
+    ) -> None:
+        self._batches = list(batches)
+        self._size = size
+        self._model = model
+        self._fabric = fabric
+        self._forward = forward
+        self._results = results
+        self._finished: set[int] = set()
+        self._calls: list[list[int]] = []
+
+    def plan(self, reports: Sequence[Report | None], rank: int) -> None:
+        place = self._fabric.place
+        assert place is not None
+        own = plan_evaluation(self._batches, reports, place.replica, len(place.layout.replicas))
+        self._calls = [list(call) for _, call in groupby(own, self._size)]
+
+    def attempt(self, engine: Engine) -> bytes:
+        fabric = self._fabric
+        for call in self._calls:
+            fabric.phase = "calls"
+            run_released(partial(self._model.evaluate, call, self._forward, self._size(call[0])))
+            fabric.arrive(self._model.device)
+            if fabric.tells:
+                self._finished.update(call)
+        engine.fault("evaluated", engine.step)
+        told = self._results(sorted(self._finished))
+        parts = gather_bytes(engine.communicator, told, engine.tag(self.name))
+        fabric.phase = "idle"
+        return pack_parts(parts)
+
+    def suspend(self) -> None:
+        pass
+
+    def report(self) -> Report:
+        return {"finished": sorted(self._finished)}
+
+    def adopt(self, result: bytes) -> None:
+        self._fabric.phase = "idle"
+
+
+def plan_evaluation(
+    batches: Sequence[int], reports: Sequence[Report | None], place: int | None, replicas: int
+) -> list[int]:
+    """The batches that a replica is to run: its share of those that nobody present has the results of.
+
+    Args:
+        batches: all.
+        reports: of the members; None of one that has not begun.
+        place: of the replica; None of a spare.
+        replicas: how many there are.
+    """
+    finished = {number for report in reports if report is not None for number in report["finished"]}
+    left = [number for number in batches if number not in finished]
+    return [] if place is None else share(left, place, replicas)
