@@ -2,10 +2,12 @@
 
 The model of tests/megatron/train.py in TP x PP x DP workers, each with an agent of its own, and one agent more whose
 warm worker takes a lost one's place. SIGKILL of a worker, of two of one replica, of two of different replicas, or of
-another one while a failure is healed; at random moments, in a whole world. Never are all holders of a shard killed
-together: no way leads on from that without a checkpoint.
+another one while a failure is healed; at random moments, in a whole world. Each role in the model is struck in turn:
+rank 0, a worker of the first and of the last stage, and one that has a tensor-parallel peer before it. Never are all
+holders of a shard killed together: no way leads on from that without a checkpoint.
 
     python benchmarks/megatron_chaos.py --faults 50 --seed 1 --tp 1 --pp 2
+    python benchmarks/megatron_chaos.py --faults 12 --tp 2 --pp 2          # eight workers
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +37,32 @@ BIT_BY_BIT = 2
 MOST_DIFFERENCE = 1e-5
 
 
-def strike(cluster: Cluster, workers: int, replicas: int, random_: random.Random) -> tuple[str, int, float]:
-    """One kind of fault in a whole world; returns it, the number of deaths, and the seconds to the next step."""
+@dataclass(frozen=True, kw_only=True)
+class Strike:
+    """One fault: its kind, the roles of those who died, how many they were, and the seconds to the next step."""
+
+    kind: str
+    roles: list[str]
+    deaths: int
+    seconds: float
+
+
+def roles_of(worker: Note, model: dict[str, Any]) -> list[str]:
+    """What a worker is in its replica and in the world, as far as there are others that are not."""
+    tensor, stage = worker["shard"] % model["tp"], worker["shard"] // model["tp"]
+    found = {
+        "rank 0": worker["rank"] == 0,
+        "first stage": model["pp"] > 1 and stage == 0,
+        "last stage": model["pp"] > 1 and stage == model["pp"] - 1,
+        "TP peer": tensor > 0,
+    }
+    return [role for role, has in found.items() if has]
+
+
+def strike(cluster: Cluster, model: dict[str, Any], role: str | None, random_: random.Random) -> Strike:
+    """One kind of fault in a whole world, on a worker of some role, or on any."""
+    replicas = model["dp"]
+    workers = model["tp"] * model["pp"] * replicas
 
     def whole() -> list[Note] | None:
         world = cluster.world()
@@ -43,7 +71,7 @@ def strike(cluster: Cluster, workers: int, replicas: int, random_: random.Random
     world = cluster.watch(whole, "a whole world", 600, STALLED_SECONDS)
     time.sleep(random_.uniform(0.0, 0.3))
     kind = random_.choices(list(KINDS), list(KINDS.values()))[0]
-    first = random_.choice(world)
+    first = random_.choice([note for note in world if role is None or role in roles_of(note, model)])
     others = {
         "worker": [],
         "two of a replica": [n for n in world if n["replica"] == first["replica"] and n is not first],
@@ -67,7 +95,8 @@ def strike(cluster: Cluster, workers: int, replicas: int, random_: random.Random
         ]
 
     after = cluster.watch(stepped, "the next step", 300, STALLED_SECONDS)
-    return kind, len(victims), min(note["at"] for note in after) - started
+    roles = [role for victim in victims for role in roles_of(victim, model)]
+    return Strike(kind=kind, roles=roles, deaths=len(victims), seconds=min(note["at"] for note in after) - started)
 
 
 def _survives(first: Note, second: Note) -> bool:
@@ -105,33 +134,50 @@ def main() -> None:
         model |= ZERO1
     shards = model["tp"] * model["pp"]
     workers = shards * model["dp"]
-    random_ = random.Random(arguments.seed)
-    times: dict[str, list[float]] = {kind: [] for kind in KINDS}
     with tempfile.TemporaryDirectory(prefix="megatron-chaos-") as name:
         folder = Path(name)
         settings = {**model, "steps": 6, "finish": True, "full": workers, "slow": 0.05}
         nodes = f"{shards}:{workers}"
         with Cluster(folder, script=SCRIPT, agents=workers + 1, nodes=nodes, settings=settings) as cluster:
-            faults = 0
-            while faults < arguments.faults:
-                kind, deaths, seconds = strike(cluster, workers, model["dp"], random_)
-                faults += deaths
-                times[kind].append(seconds)
-                print(f"{faults} faults: {kind}, next step after {1e3 * seconds:.0f} ms", flush=True)
+            strikes = strike_all(cluster, model, arguments.faults, random.Random(arguments.seed))
             (folder / "finish").touch()
             until("the agents' end", lambda: all(agent.poll() is not None for agent in cluster.agents.values()), 600)
+            lives = 1 + [event["name"] for event in cluster.events()].count("task_restarts")
             cluster.wait_end()
         step, paths = finals(folder)
         found = differences(paths, plain(folder / "plain", model, step))
-    worst = max(found.values())
-    print(f"{faults} faults in {step} steps; largest difference of a parameter from the plain loop: {worst:.1e}")
-    for kind, seconds_ in times.items():
-        if seconds_:
-            print(
-                f"{kind}: {len(seconds_)} times, to the next step {1e3 * statistics.median(seconds_):.0f} ms (median)"
-            )
+    report(strikes, step, max(found.values()))
+    assert lives == 1, f"{lives} lives: nobody was left with some shard's state"
     assert len(found) == workers
-    assert worst <= (0.0 if model["dp"] == BIT_BY_BIT else MOST_DIFFERENCE)
+    assert max(found.values()) <= (0.0 if model["dp"] == BIT_BY_BIT else MOST_DIFFERENCE)
+
+
+def strike_all(cluster: Cluster, model: dict[str, Any], faults: int, random_: random.Random) -> list[Strike]:
+    """Until so many workers have died, each role in turn."""
+    every = [{"shard": shard, "rank": shard} for shard in range(model["tp"] * model["pp"])]
+    roles = [*sorted({role for worker in every for role in roles_of(worker, model)}), None]
+    strikes: list[Strike] = []
+    deaths = 0
+    while deaths < faults:
+        done = strike(cluster, model, roles[len(strikes) % len(roles)], random_)
+        strikes.append(done)
+        deaths += done.deaths
+        about = f"{done.kind} ({', '.join(done.roles)})"
+        print(f"{deaths} faults: {about}, next step after {1e3 * done.seconds:.0f} ms", flush=True)
+    return strikes
+
+
+def report(strikes: list[Strike], step: int, worst: float) -> None:
+    """The figures."""
+    deaths = sum(done.deaths for done in strikes)
+    print(f"{deaths} faults in {step} steps; largest difference of a parameter from the plain loop: {worst:.1e}")
+    for kind in KINDS:
+        seconds = [done.seconds for done in strikes if done.kind == kind]
+        if seconds:
+            middle, most = 1e3 * statistics.median(seconds), 1e3 * max(seconds)
+            print(f"{kind}: {len(seconds)} times, to the next step {middle:.0f} ms (median), {most:.0f} ms (longest)")
+    counts = Counter(role for done in strikes for role in done.roles)
+    print("struck: " + ", ".join(f"{role} {number} times" for role, number in sorted(counts.items())))
 
 
 if __name__ == "__main__":

@@ -167,7 +167,7 @@ class UnicronMegatronStrategy(UnicronStrategy):
     @override
     def _open_session(self, shape: StepShape) -> tuple[Session, bool]:
         grid = Shape(tensor=self._tensor, pipeline=self._pipeline, replicas=shape.devices)
-        self._fabric = GridFabric(grid, mirrors=self._redundancy is not None)
+        self._fabric = GridFabric(grid, copies=None if self._redundancy is None else self._redundancy.copies)
         capacity = grid.replicas * grid.shards
         session, is_new = Session.of_process(self.root_device, capacity, self._on_world, self._fabric)
         self._fabric.begin(session.control, joins=session.is_joiner)

@@ -65,7 +65,7 @@ class Session:
             self._stacks = StackFile(Path(own.agent_socket).parent)
             self.monitor = Monitor(own.worker, activity, on_cpu=device.type == "cpu")
             self.control = Control(own.agent_socket, own.worker, own.local_rank, self._on_failure, self.monitor)
-            self.control.hello(capacity)
+            self.control.hello(capacity, None if fabric is None else fabric.granularity)
             welcome = self.control.wait_welcome()
             if welcome.founder:
                 welcome = self._wait_founded(self.control)

@@ -33,6 +33,7 @@ from unicron_lightning.pairwire import PairEnd as PairEnd
 from unicron_lightning.pairwire import PairResult as PairResult
 from unicron_lightning.pairwire import PairServe as PairServe
 from unicron_lightning.pairwire import PairServing as PairServing
+from unicron_lightning.replicawire import Replicas as Replicas
 from unicron_lightning.watchwire import Ask as Ask
 from unicron_lightning.watchwire import Doing as Doing
 from unicron_lightning.watchwire import Inspect as Inspect
@@ -78,6 +79,8 @@ class WorkerHello(Message, frozen=True, kw_only=True, tag="worker_hello"):
     pid: int
     capacity: int
     """Most workers that the task can use: its micro-batches per step."""
+    granularity: int | None = None
+    """Workers of a replica, if the model is spread over several: then `Replicas` tells of them."""
 
 
 class WorkerReady(Message, frozen=True, kw_only=True, tag="worker_ready"):
@@ -372,6 +375,7 @@ Forwarded = Union[
     ErrorReport,
     FaultDue,
     Doing,
+    Replicas,
 ]
 FromWorker = Union[Forwarded, Heartbeat]
 ToWorker = Union[Welcome, Epoch, Go, LookupReply, TaskOver, Notice, FaultNoted, Inject, Ask]

@@ -33,6 +33,7 @@ class FakeAgent:
         self.warm = False
         self.stopped = False
         self.local_world: int | None = None
+        self.granularity: int | None = None
         self.workers: dict[str, wire.WorkerInfo] = {}
         self.epoch = 0
         self.inbox: list[wire.ToAgent] = []
@@ -135,7 +136,8 @@ class FakeAgent:
 
     def hello(self, local_rank: int = 0, *, capacity: int = 8) -> Any:
         name = self.worker(local_rank)
-        message = wire.WorkerHello(worker=name, local_rank=local_rank, pid=7, capacity=capacity)
+        about = {"worker": name, "local_rank": local_rank, "pid": 7, "granularity": self.granularity}
+        message = wire.WorkerHello(**about, capacity=capacity)
         self.workers[name] = wire.WorkerInfo(worker=name, local_rank=local_rank, hello=message)
         self.say(message)
         return next(reversed(self.all(wire.Welcome)), None)

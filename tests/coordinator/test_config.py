@@ -215,8 +215,9 @@ def test_what_was_configured_happens_once() -> None:
     assert inputs_at_start(config, restarted.cluster) == [ev.Drain(node="n1", drained=True)], "it has ended: not again"
 
 
-def competitor(name: str, *, least: int = 1, most: int = 8, left: int = 0) -> Competitor:
-    return Competitor(name=name, weight=1.0, min_places=least, max_places=most, runs=left > 0, before=left, left=left)
+def competitor(name: str, *, least: int = 1, most: int = 8, left: int = 0, step: int = 1) -> Competitor:
+    places = {"min_places": least, "max_places": most, "before": left, "left": left, "granularity": step}
+    return Competitor(name=name, weight=1.0, runs=left > 0, **places)
 
 
 @pytest.mark.parametrize(
@@ -228,6 +229,9 @@ def competitor(name: str, *, least: int = 1, most: int = 8, left: int = 0) -> Co
         ([competitor("a", least=3), competitor("b", least=2)], 4, {"a": 4, "b": 0}),
         ([competitor("a", least=3, left=1), competitor("b", least=2)], 3, {"a": 3, "b": 0}),
         ([competitor("a", least=4, left=1), competitor("b", least=2)], 3, {"a": 1, "b": 2}),
+        ([competitor("a", step=2, left=3), competitor("b", most=2)], 6, {"a": 4, "b": 2}),
+        ([competitor("a", step=4), competitor("b", most=1)], 3, {"a": 0, "b": 1}),
+        ([competitor("a", least=3, step=2), competitor("b", least=2)], 7, {"a": 4, "b": 3}),
     ],
 )
 def test_without_the_planner_nobody_loses_a_place(

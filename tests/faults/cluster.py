@@ -196,6 +196,12 @@ class Cluster:
         self.replaced.append(agent.pid)
         self.start(node)
 
+    def order(self, *words: str) -> None:
+        """Run the command ``unicron`` as an operator would."""
+        code = "from unicron_lightning.cli import main; main()"
+        endpoint = ["--endpoint", f"127.0.0.1:{self.port}"]
+        subprocess.run([sys.executable, "-c", code, *words, *endpoint], check=True, timeout=60)
+
     def coordinator(self) -> int | None:
         """Process of the coordinator if it lives."""
         try:

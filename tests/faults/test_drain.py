@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,24 +12,17 @@ from faults.judge import Reference, check_exact
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(200)]
 
 
-def order(cluster: Cluster, *words: str) -> None:
-    """Run the command as an operator would."""
-    code = "from unicron_lightning.cli import main; main()"
-    endpoint = ["--endpoint", f"127.0.0.1:{cluster.port}"]
-    subprocess.run([sys.executable, "-c", code, *words, *endpoint], check=True, timeout=60)
-
-
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_node_is_drained_and_used_again(rank: int, tmp_path: Path, reference: Reference) -> None:
     with Cluster(tmp_path) as cluster:
         before = cluster.wait_world(3)
         gone = next(line for line in before if line["rank"] == rank)
-        order(cluster, "drain", gone["node"])
+        cluster.order("drain", gone["node"])
         without = cluster.wait_world(2, after=time.time())
         assert {line["pid"] for line in without} == {line["pid"] for line in before} - {gone["pid"]}
         cluster.watch(lambda: not lives(gone["pid"]), "the end of the drained worker", 20)
         assert cluster.agents[gone["node"]].poll() is None, "its agent stands by"
-        order(cluster, "undrain", gone["node"])
+        cluster.order("undrain", gone["node"])
         again = cluster.wait_world(3, after=time.time())
         assert gone["node"] in {line["node"] for line in again}
         names = [event["name"] for event in cluster.events()]
@@ -46,9 +37,9 @@ def test_a_node_is_drained_and_used_again(rank: int, tmp_path: Path, reference: 
 def test_a_task_is_resized_while_it_trains(tmp_path: Path, reference: Reference) -> None:
     with Cluster(tmp_path) as cluster:
         cluster.wait_world(3)
-        order(cluster, "resize", "task", "1")
+        cluster.order("resize", "task", "1")
         (left,) = cluster.wait_world(1, after=time.time())
-        order(cluster, "resize", "task", "all")
+        cluster.order("resize", "task", "all")
         assert left["pid"] in {line["pid"] for line in cluster.wait_world(3, after=time.time())}
         assert not {"worker_died", "agent_lost", "comm_error"} & {event["name"] for event in cluster.events()}
         cluster.finish(120)
@@ -59,12 +50,12 @@ def test_a_worker_dies_while_another_leaves(tmp_path: Path, reference: Reference
     with Cluster(tmp_path) as cluster:
         for delay in (0.0, 0.02, 0.05):
             world = {line["rank"]: line for line in cluster.wait_world(3, after=time.time())}
-            order(cluster, "drain", world[0]["node"])
+            cluster.order("drain", world[0]["node"])
             time.sleep(delay)
             kill(world[1]["pid"])
             cluster.watch(lambda pid=world[0]["pid"]: not lives(pid), "the end of the drained worker", 60)
             cluster.wait_world(2, after=time.time())
-            order(cluster, "undrain", world[0]["node"])
+            cluster.order("undrain", world[0]["node"])
         cluster.wait_world(3, after=time.time())
         cluster.finish(120)
         check_exact(tmp_path, reference, workers=3)

@@ -1,17 +1,19 @@
 """SIGKILL of workers of a Megatron model at every place of a step: each must heal exactly, and the replica come back.
 
 One run takes several faults, each when the one before has healed and the world is whole again; a fifth agent's warm
-worker takes the dead one's place.
+worker takes the dead one's place. At the end of one of them the task is resized: whole replicas leave and come.
 """
 
 from __future__ import annotations
 
 import re
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from faults.cluster import Cluster, until
+from faults.cluster import Cluster, Note, until
 from faults.healing import check, check_validation, healed
 from faults.megatron import MODEL, SCRIPT, ZERO1
 
@@ -47,10 +49,14 @@ SCHEDULES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         {"pp": 2, **ZERO1},
         [
             die("reduce", 0, 1),
-            die("updated", 1, 0),  # others have stepped their shards: they go back
+            # Others have stepped their shards: they go back. From now on no replica's workers are neighbours in the
+            # order in which nodes came.
+            die("updated", 0, 1),
         ],
     ),
 }
+RESIZED = "zero1"
+"""Of these."""
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -58,11 +64,16 @@ def test_kills_heal_bit_by_bit(name: str, tmp_path: Path, worlds: Any) -> None:
     different, schedule = SCHEDULES[name]
     model = {**MODEL, **different}
     settings = {**model, "steps": 6, "finish": True, "full": 4, "slow": 0.05}
-    with Cluster(tmp_path, script=SCRIPT, agents=5, nodes="3:4", schedule=schedule, settings=settings) as cluster:
+    nodes = "2:4" if name == RESIZED else "3:4"
+    with Cluster(tmp_path, script=SCRIPT, agents=5, nodes=nodes, schedule=schedule, settings=settings) as cluster:
         cluster.watch(lambda: healed(cluster, tmp_path, len(schedule)), "all faults, and their ends", 600, 200)
+        if name == RESIZED:
+            resize(cluster)
         (tmp_path / "finish").touch()
         until("the agents' end", lambda: all(agent.poll() is not None for agent in cluster.agents.values()), 150)
+        names = [event["name"] for event in cluster.events()]
         cluster.wait_end()
+    assert "task_restarts" not in names
     assert [fault["point"] for fault in sorted(cluster.notes("fault"), key=lambda note: note["number"])] == [
         fault["point"] for fault in schedule
     ]
@@ -81,3 +92,27 @@ def test_shards_without_copies_are_lost_with_their_owner(tmp_path: Path, worlds:
     log = "".join(path.read_text() for path in tmp_path.glob("agent-*.log"))
     assert re.search(r"state_lost .*copies=0.* \d+ of 58432 elements of version 5 are lost.* steps lost: 1\n", log)
     check(tmp_path, model, worlds)
+
+
+def resize(cluster: Cluster) -> None:
+    """To one replica, and back to two; that a replica is not divided is seen to."""
+    before = wait_replicas(cluster, 2)
+    with pytest.raises(subprocess.CalledProcessError):
+        cluster.order("resize", "task", "3")
+    cluster.order("resize", "task", "2")
+    left = wait_replicas(cluster, 1)
+    assert {note["pid"] for note in left} < {note["pid"] for note in before}
+    cluster.order("resize", "task", "all")
+    assert {note["pid"] for note in left} < {note["pid"] for note in wait_replicas(cluster, 2)}
+
+
+def wait_replicas(cluster: Cluster, number: int) -> list[Note]:
+    """A finished step, from now on, of a world of so many replicas and no spares."""
+    since = time.time()
+
+    def there() -> list[Note] | None:
+        world = cluster.world()
+        whole = len(world) == 2 * number and all(n["world"] == 2 * number and n["replicas"] == number for n in world)
+        return world if whole and all(note["at"] > since for note in world) else None
+
+    return list(cluster.watch(there, f"{number} replicas", 300, 150))

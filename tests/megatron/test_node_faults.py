@@ -9,8 +9,8 @@ from typing import Any
 import psutil
 import pytest
 from faults.cluster import Cluster, Note, kill, lives, until
+from faults.healing import check
 from faults.megatron import MODEL, SCRIPT
-from megatron.test_faults import check
 
 pytest.importorskip("megatron.core.package_info")
 

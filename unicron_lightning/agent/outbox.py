@@ -22,6 +22,7 @@ _REPEATABLE: Final = (
     wire.WorkerDone,
     wire.CheckpointSaved,
     wire.Record,
+    wire.Replicas,
     wire.CommError,
     wire.ErrorReport,
     wire.StoreUsed,

@@ -23,6 +23,7 @@ from unicron_lightning.coordinator.assignment import assign
 from unicron_lightning.coordinator.membership import pause
 from unicron_lightning.coordinator.places import NOBODY, Places, competing_tasks, several_compete, usable_places, users
 from unicron_lightning.coordinator.question import Competitor, Question
+from unicron_lightning.coordinator.replicas import worth
 from unicron_lightning.coordinator.state import Agent, Cluster, Task
 from unicron_lightning.coordinator.turn import Turn
 
@@ -92,7 +93,8 @@ def _put_in_force(
     lasting = cluster.lasting
     before = dict(lasting.assigned)
     nobody = dict.fromkeys((place.name for place in places), NOBODY)
-    lasting.assigned = {**nobody, **assign(places, wanted, before)}
+    worths = [worth(cluster.tasks[task], before) for task in wanted if task in cluster.tasks]
+    lasting.assigned = {**nobody, **assign(places, wanted, before, {k: v for each in worths for k, v in each.items()})}
     lasting.planned = key
     cluster.asked = None
     counts = Counter(lasting.assigned.values())
@@ -135,6 +137,7 @@ def _question(cluster: Cluster, key: str, places: Places, tasks: list[Task]) -> 
                 weight=task.weight,
                 min_places=task.min_nodes,
                 max_places=_most(task, places),
+                granularity=task.granularity,
                 runs=bool(task.slots) and (bool(task.established) or (task.formed and not task.elastic)),
                 before=max(lasting.allocation.get(task.id, 0), standing[task.id]),
                 left=standing[task.id],
@@ -157,5 +160,6 @@ def _most(task: Task, places: Places) -> int:
 
 def _key(places: Places, tasks: list[Task]) -> str:
     """Names all that a plan is made anew for."""
-    terms = msgspec.json.encode([(task.id, task.weight, task.min_nodes, task.limit) for task in tasks])
+    told = [(task.id, task.weight, task.min_nodes, task.limit, task.granularity) for task in tasks]
+    terms = msgspec.json.encode(told)
     return hashlib.blake2b(places.digest + terms, digest_size=16).hexdigest()

@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 import msgspec
 from aiohttp import web
 
-from unicron_lightning.coordinator import accounting, injection, jobs
+from unicron_lightning.coordinator import accounting, injection, jobs, replicas
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.machine import Machine
 from unicron_lightning.coordinator.status import cluster_status, task_status
@@ -132,6 +132,8 @@ class Api:
         if word != "all" and (nodes is None or not task.min_nodes <= nodes <= task.max_nodes):
             error = f"nodes={word}: expected {task.min_nodes} to {task.max_nodes} (its --nnodes), or all"
             return web.json_response({"error": error}, status=404)
+        if nodes is not None and (refused := replicas.refusal(task, nodes)) is not None:
+            return web.json_response({"error": refused}, status=404)
         self._shell.apply(ev.Resize(task=name, nodes=nodes))
         return web.json_response({"task": name, "nodes": nodes})
 

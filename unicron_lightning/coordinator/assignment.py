@@ -14,20 +14,26 @@ from collections.abc import Mapping, Sequence
 from unicron_lightning.coordinator.places import Place, users
 
 
-def assign(places: Sequence[Place], wanted: Mapping[str, int], before: Mapping[str, str]) -> dict[str, str]:
+def assign(
+    places: Sequence[Place],
+    wanted: Mapping[str, int],
+    before: Mapping[str, str],
+    worth: Mapping[str, int] | None = None,
+) -> dict[str, str]:
     """Give each task as many places as the plan says, or as many as it can use.
 
     Args:
         places: those that may be used.
         wanted: number of places by task.
         before: task of each place so far; places and tasks that are gone are left out of account.
+        worth: of places, to those that have them: who must give up some keeps those with the lowest numbers.
 
     Returns:
         The task of each place that has one. The same whatever the order of the arguments.
     """
     by_name = {place.name: place for place in sorted(places, key=lambda place: place.name)}
     able = users(by_name.values())
-    result = _keep(by_name, able, wanted, before)
+    result = _keep(by_name, able, wanted, before, worth or {})
     have = Counter(result.values())  # chains of moves leave the others as many as they had
     for task in sorted(wanted):
         missing = wanted[task] - have[task]
@@ -47,15 +53,16 @@ def _keep(
     able: Mapping[str, frozenset[str]],
     wanted: Mapping[str, int],
     before: Mapping[str, str],
+    worth: Mapping[str, int],
 ) -> dict[str, str]:
-    """What stays with its task: of too many places those on nodes where the task has most, so that it stays close."""
+    """What stays with its task: of too many places those worth most, on nodes where the task has most."""
     known = [name for name in places if before.get(name) in able[name]]
     have = Counter(before[name] for name in known)
     left = Counter(wanted)
     result = {name: before[name] for name in known if have[before[name]] <= left[before[name]]}
     known = [name for name in known if have[before[name]] > left[before[name]]]
     count = Counter((before[name], places[name].node) for name in known)
-    for name in sorted(known, key=lambda name: (-count[before[name], places[name].node], name)):
+    for name in sorted(known, key=lambda name: (worth.get(name, 0), -count[before[name], places[name].node], name)):
         if left[before[name]] > 0:
             left[before[name]] -= 1
             result[name] = before[name]

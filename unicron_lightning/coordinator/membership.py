@@ -18,6 +18,7 @@ from typing import Any
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator.jobs import ended
+from unicron_lightning.coordinator.replicas import bearable
 from unicron_lightning.coordinator.slots import leaving, revoke
 from unicron_lightning.coordinator.state import Task, Worker
 from unicron_lightning.coordinator.turn import Turn
@@ -210,7 +211,7 @@ def _resize(task: Task, turn: Turn) -> None:
     """What is planned for the next step boundary: a leave or a join, if one is due."""
     if task.finishing:
         return
-    members, away = task.members(), leaving(task, turn)
+    members, away = task.members(), bearable(task, leaving(task, turn))
     staying = members
     if away:
         staying = [member for member in members if member.agent not in away]
@@ -318,6 +319,7 @@ def _new_life(task: Task, turn: Turn) -> None:
     task.epoch = None
     task.go = None
     task.established = []
+    task.replicas, task.replicas_of = [], 0
     task.records = {}
     task.comm_error_epoch = 0
     saved = task.checkpoint

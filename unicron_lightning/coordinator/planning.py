@@ -173,7 +173,7 @@ def event_between(standing: Question, question: Question) -> Event | None:
 
 
 def _terms(task: Competitor) -> tuple[object, ...]:
-    return task.weight, task.min_places, task.max_places, task.runs, task.before
+    return task.weight, task.min_places, task.max_places, task.runs, task.before, task.granularity
 
 
 def state_of(question: Question, known: Knowledge) -> ClusterState:
@@ -192,6 +192,7 @@ def state_of(question: Question, known: Knowledge) -> ClusterState:
                 weight=task.weight,
                 min_workers=task.min_places,
                 max_workers=max(task.max_places, task.min_places),
+                granularity=task.granularity,
                 may_pause=not task.runs,
             ),
             unit=1,

@@ -18,6 +18,7 @@ class Competitor:
         runs: it has workers with state, so that to pause it would cost all steps since its last checkpoint.
         before: places it had by the last plan.
         left: those of them that are still usable.
+        granularity: it can use only multiples of so many.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Competitor:
     runs: bool
     before: int
     left: int
+    granularity: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ Rules:
 from __future__ import annotations
 
 from unicron_lightning import wire
+from unicron_lightning.coordinator.replicas import most_needed_first
 from unicron_lightning.coordinator.state import Agent, Task
 from unicron_lightning.coordinator.turn import Turn
 
@@ -99,7 +100,8 @@ def start_regroup(task: Task, turn: Turn, reason: str) -> None:
 
 
 def leaving(task: Task, turn: Turn) -> set[str]:
-    """Agents that hold a slot and are not to: on drained nodes, and the newest of more than `Task.limit` others.
+    """Agents that hold a slot and are not to: on drained nodes, and the newest (`replicas`) of more than `Task.limit`
+    others.
 
     There are more when the task is to shrink, or a node is undrained before it has left and another has its slot
     already. Those at places that the plan gives the task stay: if they are too many, the plan says which.
@@ -115,7 +117,8 @@ def leaving(task: Task, turn: Turn) -> set[str]:
         elif owner is None:
             others.append(agent_id)
     planned = len(task.slots) - len(away) - len(others)
-    return away.union(others[max(0, task.limit - planned) :])
+    most = max(0, task.limit - planned)
+    return away.union(most_needed_first(task, others)[most:]) if len(others) > most else away
 
 
 def _undrained(task: Task, turn: Turn) -> list[str]:

@@ -123,6 +123,8 @@ class Task(msgspec.Struct, kw_only=True):
     """w(t), what its FLOPs are worth beside those of other tasks."""
     target: int | None = None
     """How many nodes an operator wants it to have; None: as many as there are, up to ``max_nodes``."""
+    replica_nodes: int = 0
+    """Nodes that a replica of its model takes, or a few replicas together; 0 if workers do not tell of replicas."""
     agents: dict[str, Agent] = {}
     lost: list[str] = []
     """Agents declared lost; what they bring back is fenced."""
@@ -153,6 +155,12 @@ class Task(msgspec.Struct, kw_only=True):
     """The `wire.Go` of ``epoch``; the epoch is settled once it exists."""
     established: list[str] = []
     """Members of the newest settled epoch: those that have the task's state."""
+    replicas: list[list[str]] = []
+    """Workers of each replica as told last, see `wire.Replicas`."""
+    replicas_of: int = 0
+    """The epoch of which that was told."""
+    replicas_at_once: int | None = None
+    """How many of them may leave at a time; None: all but one."""
     join_due: bool = False
     """Candidates waited long enough for their siblings."""
     join_timer: bool = False
@@ -194,8 +202,16 @@ class Task(msgspec.Struct, kw_only=True):
 
     @property
     def limit(self) -> int:
-        """Most agents that are to hold a slot now."""
-        return self.max_nodes if self.target is None else self.target
+        """Most agents that are to hold a slot now: whole replicas of them."""
+        wanted = self.max_nodes if self.target is None else self.target
+        rest = wanted % self.granularity
+        return wanted - rest + (self.granularity if wanted - rest < self.min_nodes else 0)
+
+    @property
+    def granularity(self) -> int:
+        """It has a multiple of so many nodes; 1 if there is none between its least and most."""
+        step = self.replica_nodes or 1
+        return step if self.max_nodes - self.max_nodes % step >= self.min_nodes else 1
 
     def queue(self) -> list[Agent]:
         """Agents that stand by, in the order in which they get a slot: who has warm workers comes first."""

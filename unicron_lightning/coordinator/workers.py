@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from unicron_lightning import wire
-from unicron_lightning.coordinator import accounting, injection, measuring
+from unicron_lightning.coordinator import accounting, injection, measuring, replicas
 from unicron_lightning.coordinator.membership import bury, expel, needed, open_incident
 from unicron_lightning.coordinator.state import Agent, Checkpoint, Task, Worker, round_of
 from unicron_lightning.coordinator.turn import Turn
@@ -25,6 +25,7 @@ Said = (
     | wire.CheckpointSaved
     | wire.WorkerDone
     | wire.FaultDue
+    | wire.Replicas
 )
 
 
@@ -41,6 +42,7 @@ def hello(task: Task, turn: Turn, agent: Agent, message: wire.WorkerHello) -> No
             fence_stranger(task, turn, agent, message.worker)
             return
         task.elastic = True
+        replicas.hello(task, turn, agent, message)
         if agent.warm:
             if message.worker not in agent.hellos:
                 agent.hellos[message.worker] = message
@@ -99,6 +101,8 @@ def said(task: Task, turn: Turn, agent: Agent, message: Said) -> None:
             _checkpoint(task, turn, worker, message)
         case wire.FaultDue():
             injection.due(task, turn, agent, message)
+        case wire.Replicas():
+            replicas.told(task, turn, message)
         case wire.WorkerDone():
             finished(task, turn, worker, how="done")
 

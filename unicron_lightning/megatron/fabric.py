@@ -52,14 +52,14 @@ class Place:
         epoch: its number.
         rank: in the epoch.
         layout: of all members.
-        workers: identities of its replica's workers; empty for a spare.
+        members: identities of all workers, by rank.
         built: whether all members have their parts of the model.
     """
 
     epoch: int
     rank: int
     layout: Layout
-    workers: frozenset[str]
+    members: tuple[str, ...]
     built: bool = True
 
     @property
@@ -67,13 +67,23 @@ class Place:
         """The place of its replica; None for a spare."""
         return self.layout.place(self.rank)
 
+    @property
+    def replicas(self) -> list[list[str]]:
+        """The workers of each replica, by shard."""
+        return [[self.members[rank] for rank in replica.members] for replica in self.layout.replicas]
+
+    @property
+    def workers(self) -> frozenset[str]:
+        """Of its replica; none for a spare."""
+        return frozenset() if self.replica is None else frozenset(self.replicas[self.replica])
+
 
 class GridFabric:
     """Implements `worker.engine.Fabric`.
 
     Args:
         shape: declared.
-        mirrors: whether replicas exchange copies of optimizer shards.
+        copies: of each optimizer shard that other replicas keep; None: each replica has all of the optimizer's state.
 
     Attributes:
         phase, at: told by the step; see `Word`.
@@ -83,9 +93,9 @@ class GridFabric:
         channels: those of the newest epoch entered; None for spares.
     """
 
-    def __init__(self, shape: Shape, *, mirrors: bool = False) -> None:
+    def __init__(self, shape: Shape, *, copies: int | None = None) -> None:
         self.shape = shape
-        self._mirrors = mirrors
+        self._copies, self._mirrors = copies, copies is not None
         self.built = False
         self.phase: Phase = "idle"
         self.at: int | None = 0
@@ -103,6 +113,10 @@ class GridFabric:
         self._entered: str | None = None
 
     # ---- worker.engine.Fabric
+
+    @property
+    def granularity(self) -> int:
+        return self.shape.shards
 
     def connector(self, task: str, host: str, device: torch.device) -> Connect:
         """Communicator for small things on the CPU, and the grid's channels."""
@@ -144,10 +158,9 @@ class GridFabric:
             layout = plan_layout(epoch.number, words, self.shape)
         except StateLost as error:
             start_anew(str(error))
-        own = layout.place(rank)
-        workers = () if own is None else (epoch.members[r].worker for r in layout.replicas[own].members)
+        members = tuple(member.worker for member in epoch.members)
         built = all(word.built for word in words)
-        self.place = Place(epoch=epoch.number, rank=rank, layout=layout, workers=frozenset(workers), built=built)
+        self.place = Place(epoch=epoch.number, rank=rank, layout=layout, members=members, built=built)
         self.shard, self._store = layout.shards[rank], epoch.store
 
     def abort(self, epoch: wire.Epoch) -> None:
@@ -168,7 +181,7 @@ class GridFabric:
             self._worker = control.worker
         else:
             layout = plan_layout(0, [Word(at=0)], self.shape)
-            self.place, self.shard = Place(epoch=0, rank=0, layout=layout, workers=frozenset()), 0
+            self.place, self.shard = Place(epoch=0, rank=0, layout=layout, members=("",)), 0
 
     @property
     def own_shard(self) -> int:
@@ -179,25 +192,15 @@ class GridFabric:
     def take_shard(self, local_rank: int) -> None:
         """A joiner's: that of the worker in whose place it was started, if that is lacking, else another that is.
 
-        Those are handed out by a counter in the epoch's store. Whoever takes one that another has taken by another way
-        will be surplus.
+        Whoever takes one that another has taken after an older word of what is lacking will be surplus.
         """
         control = self._control
         assert control is not None
         own = control.lookup(_record_of(self._worker))
+        self.shard = int(own) if own else local_rank % self.shape.shards
         lacking = self._wait_lacking(control)
-        if lacking is None:
-            self.shard = int(own) if own else local_rank % self.shape.shards
-        elif own and int(own) in lacking["shards"]:
-            self.shard = int(own)
-        else:
-            try:
-                store = dist.TCPStore(lacking["host"], lacking["port"], is_master=False, timeout=_CLAIM_TIMEOUT)
-                place = store.add(f"{_LACKING}/{lacking['shards']}", 1) - 1
-            except (RuntimeError, OSError) as error:  # the store's agent has died just now
-                logger.warning("shard_not_claimed error=%s", error)
-                place = local_rank
-            self.shard = int(lacking["shards"][place % len(lacking["shards"])])
+        if lacking is not None:
+            self.shard = claim_shard(lacking, self.shard)
 
     @staticmethod
     def _wait_lacking(control: Control) -> dict[str, Any] | None:
@@ -283,17 +286,22 @@ class GridFabric:
         return Channels(grid, dist.HashStore(), "127.0.0.1", None, mirrors=self._mirrors)
 
     def _tell(self, place: Place) -> None:
-        """Leaves word for those that will be started in this worker's place, or in any."""
+        """Leaves word for those that will be started in this worker's place, or in any; and who is in which replica."""
         if self._control is None:
             return
         self._control.send(wire.Record(key=_record_of(self._worker), value=str(place.layout.shards[place.rank])))
         if place.rank == 0 and self._store is not None:
             lacking = {
+                "epoch": place.epoch,
                 "shards": place.layout.missing(self.shape),
                 "host": self._store.host,
                 "port": self._store.port,
             }
             self._control.send(wire.Record(key=_LACKING, value=json.dumps(lacking)))
+        if place.rank == 0:
+            at_once = None if self._copies is None else max(1, self._copies)
+            told = wire.Replicas(worker=self._worker, epoch=place.epoch, replicas=place.replicas, at_once=at_once)
+            self._control.send(told)
 
     def _channels(self, place: Place, task: str, epoch: wire.Epoch, host: str) -> Channels | None:
         if place.replica is None:
@@ -313,6 +321,29 @@ class GridFabric:
 def _record_of(worker: str) -> str:
     """Where the shard is recorded of a worker, and of those that its agent starts in its place."""
     return f"megatron/shard/{worker.rpartition('#')[0]}"
+
+
+def claim_shard(lacking: dict[str, Any], first: int) -> int:
+    """A shard of those that are lacking, each claimed in the epoch's store as often as it is lacking.
+
+    Args:
+        lacking: as `GridFabric` has told.
+        first: wanted before others.
+
+    Returns:
+        If all are claimed (by one that has died since, maybe), or the store's agent has just died: any.
+    """
+    shards: list[int] = lacking["shards"]
+    wanted = [shard for shard in (first, *shards) if shard in shards]
+    prefix = f"{_LACKING}/{lacking['epoch']}"
+    try:
+        store = dist.TCPStore(lacking["host"], lacking["port"], is_master=False, timeout=_CLAIM_TIMEOUT)
+        for shard in dict.fromkeys(wanted):
+            if store.add(f"{prefix}/{shard}", 1) <= shards.count(shard):
+                return shard
+    except (RuntimeError, OSError) as error:
+        logger.warning("shard_not_claimed error=%s", error)
+    return wanted[0]
 
 
 class GridCommunicator:

@@ -120,9 +120,17 @@ class Control:
         latest = self._latest
         return latest is not None and latest.number > number and latest.kind not in wire.PLANNED
 
-    def hello(self, capacity: int) -> None:
-        """Announces the worker."""
-        self.send(wire.WorkerHello(worker=self.worker, local_rank=self.local_rank, pid=os.getpid(), capacity=capacity))
+    def hello(self, capacity: int, granularity: int | None = None) -> None:
+        """Announces the worker; see `wire.WorkerHello`."""
+        self.send(
+            wire.WorkerHello(
+                worker=self.worker,
+                local_rank=self.local_rank,
+                pid=os.getpid(),
+                capacity=capacity,
+                granularity=granularity,
+            )
+        )
 
     def wait_welcome(self) -> wire.Welcome:
         """Waits for the coordinator's word on this worker's part (founder or joiner): until its agent has a slot.

@@ -91,6 +91,11 @@ class Operation(Protocol):
 class Fabric(Protocol):
     """What the members build beside each epoch's communicator, from what they say of themselves."""
 
+    @property
+    def granularity(self) -> int:
+        """Workers of a replica."""
+        ...
+
     def connector(self, task: str, host: str, device: torch.device) -> Connect:
         """Builds an epoch's communicator, and the rest."""
         ...

@@ -1,0 +1,156 @@
+"""Tasks whose model is spread over several workers: whatever is taken from them, a whole replica stays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from coordinator.driver import FakeAgent, World, members, settle
+from coordinator.test_planning import KNOWN, situation, task
+
+from unicron_lightning import wire
+from unicron_lightning.coordinator import events as ev
+from unicron_lightning.coordinator.assignment import assign
+from unicron_lightning.coordinator.places import Place
+from unicron_lightning.coordinator.planning import state_of
+from unicron_lightning.coordinator.replicas import refusal
+from unicron_lightning.planner.solver import solve
+
+
+def grid(names: str, *replicas: str, at_once: int | None = None) -> World:
+    """A task of so many agents with one worker each, two to a replica, which has told of its replicas."""
+    world = World()
+    start(world, names, (2, 6))
+    assert len(members(world)) == len(names)
+    tell(world, *replicas, at_once=at_once)
+    return world
+
+
+def start(world: World, names: str, nodes: tuple[int, int]) -> None:
+    """So many agents, in a settled epoch as far as the task takes them."""
+    world.nodes = nodes
+    started = [world.agent(name).start() for name in names]
+    for agent in started:
+        agent.granularity = 2
+        agent.boot()
+    for _ in names:
+        settle(world)
+    assert world.task().settled
+
+
+def tell(world: World, *replicas: str, at_once: int | None = None) -> None:
+    """The first member tells who is in which replica."""
+    first = world.task().members()[0]
+    named = [[agents(world)[name].worker() for name in replica] for replica in replicas]
+    word = wire.Replicas(worker=first.worker, epoch=world.task().number, replicas=named, at_once=at_once)
+    agents(world)[first.agent].say(word)
+
+
+def agents(world: World) -> dict[str, FakeAgent]:
+    return {agent.name: agent for agent in world.agents.values()}
+
+
+def staying(world: World) -> str:
+    """Agents of the newest epoch, if it is a ``leave``."""
+    assert world.task().epoch.kind == "leave"
+    return "".join(member.agent for member in world.task().members())
+
+
+def resize(world: World, nodes: int) -> None:
+    world.do(ev.Resize(task="t", nodes=nodes))
+
+
+def test_a_task_shrinks_by_its_youngest_replica() -> None:
+    """In slot order it would keep one worker of each."""
+    world = grid("abcd", "bd", "ac")
+    resize(world, 2)
+    assert staying(world) == "bd"
+
+
+def test_spares_leave_first() -> None:
+    world = grid("abcde", "cd", "be")
+    resize(world, 4)
+    assert staying(world) == "bcde"
+
+
+def test_replicas_that_have_died_are_none() -> None:
+    world = grid("abcd", "ab", "cd")
+    agents(world)["b"].die()
+    resize(world, 2)
+    settle(world)
+    assert len(members(world)) == 3, "not before the members have told of this epoch"
+    tell(world, "cd")
+    assert staying(world) == "cd"
+
+
+def test_no_more_leave_at_once_than_is_safe() -> None:
+    world = grid("abcdef", "ab", "cd", "ef", at_once=1)
+    resize(world, 2)
+    assert staying(world) == "abcd"
+    settle(world)
+    assert len(members(world)) == 4
+    tell(world, "ab", "cd", at_once=1)
+    assert staying(world) == "ab"
+
+
+def test_a_drained_node_stays_until_another_replica_is_whole() -> None:
+    world = grid("abcd", "ab", "cd")
+    agents(world)["a"].drain()
+    agents(world)["c"].drain()
+    assert staying(world) == "bcd"
+    settle(world)
+    tell(world, "cd")
+    assert world.task().settled and not agents(world)["c"].all(wire.Stop)
+    late = world.agent("e").start()
+    late.granularity = 2
+    late.boot()
+    settle(world)
+    tell(world, "cd", "eb")
+    assert staying(world) == "bde"
+
+
+def test_a_task_is_given_whole_replicas() -> None:
+    world = World()
+    start(world, "abcde", (2, 5))
+    assert world.task().limit == 4
+    assert world.task().slots == list("abcd") and agents(world)["e"].all(wire.Stop)
+    assert len(members(world)) == 4
+    assert refusal(world.task(), 4) is None
+    assert "nodes=3: a replica of the model takes 2 nodes; expected 2, ... 4, or all" in (
+        refusal(world.task(), 3) or ""
+    )
+
+
+@pytest.mark.parametrize(("nodes", "target", "limit"), [((3, 3), None, 3), ((3, 5), 3, 4), ((2, 5), 3, 2)])
+def test_the_least_number_of_nodes_is_kept(nodes: tuple[int, int], target: int | None, limit: int) -> None:
+    world = World()
+    world.nodes = nodes
+    world.agent("a").start()
+    world.task().replica_nodes = 2
+    world.task().target = target
+    assert world.task().limit == limit
+
+
+def test_an_agent_of_several_workers_takes_more_than_one_to_a_replica() -> None:
+    world = World()
+    world.nodes = (1, 4)
+    for size, granularity, nodes in ((1, 4, 4), (2, 4, 2), (4, 4, 1), (8, 4, 1)):
+        agent = world.agent(f"a{size}", task=f"t{size}", size=size)
+        agent.granularity = granularity
+        agent.start().boot()
+        assert world.task(f"t{size}").replica_nodes == nodes
+
+
+def test_the_planner_gives_multiples() -> None:
+    spread = replace(task("a", 4, weight=3.0, high=8), granularity=2)
+    plan = solve(state_of(situation(7, spread, task("b", 2)), KNOWN))
+    assert plan.allocation["a"] == 6
+    assert sum(plan.allocation.values()) == 7
+
+
+def test_a_plan_takes_the_places_of_whole_replicas() -> None:
+    places = [Place(name=f"n{number}/0", node=f"n{number}", tasks=("a", "b")) for number in range(4)]
+    before = {place.name: "a" for place in places}
+    worth = {"n0/0": 1, "n1/0": 0, "n2/0": 0, "n3/0": 1}
+    after = assign(places, {"a": 2, "b": 2}, before, worth)
+    assert [name for name, owner in sorted(after.items()) if owner == "a"] == ["n1/0", "n2/0"]

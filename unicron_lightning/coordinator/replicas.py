@@ -1,0 +1,107 @@
+"""Tasks whose model is spread over several workers: they run on whole replicas, and leave in whole replicas.
+
+Workers tell how many of them a replica takes (`wire.WorkerHello.granularity`) and, in each epoch, who is in which
+(`wire.Replicas`). Of other tasks nothing is told, and everything here leaves them as they are.
+
+* Slots and places are given to a task in multiples of what a replica takes (`Task.granularity`).
+* Who is to give some up gives up spares first, then the youngest replicas.
+* With each ``leave`` at least one whole replica stays, and no more of them go than can without loss of state. A drained
+  node whose replica is the only one stays until another is whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from unicron_lightning import wire
+from unicron_lightning.coordinator.state import Agent, Task
+from unicron_lightning.coordinator.turn import Turn
+
+
+def hello(task: Task, turn: Turn, agent: Agent, message: wire.WorkerHello) -> None:
+    """A worker has told of how many a replica consists."""
+    if message.granularity is None:
+        return
+    own = agent.local_world or 1
+    nodes = math.lcm(message.granularity, own) // own
+    if nodes != task.replica_nodes:
+        task.replica_nodes = nodes
+        turn.places_changed = True
+        turn.save(task)
+
+
+def told(task: Task, turn: Turn, message: wire.Replicas) -> None:
+    """A worker has told who is in which."""
+    if message.epoch == task.number:
+        task.replicas, task.replicas_of, task.replicas_at_once = message.replicas, message.epoch, message.at_once
+        turn.save(task)
+
+
+def whole(task: Task) -> dict[str, int]:
+    """The replica of each agent that has workers in one all of whose workers live; a lower number is an older one.
+
+    Agents that share workers with two replicas are taken for one.
+    """
+    found: dict[str, int] = {}
+    for number, workers in enumerate(task.replicas):
+        if all(worker in task.workers for worker in workers):
+            agents = {task.workers[worker].agent for worker in workers}
+            first = min((found[agent] for agent in agents if agent in found), default=number)
+            for agent in agents:
+                found.setdefault(agent, first)
+    return found
+
+
+def most_needed_first(task: Task, agents: Sequence[str]) -> list[str]:
+    """Agents with a slot, so that the last ones can best be spared: by replica, then spares; else in their order."""
+    number = whole(task)
+    return sorted(agents, key=lambda agent: number.get(agent, len(task.replicas)))
+
+
+def worth(task: Task, before: Mapping[str, str]) -> dict[str, int]:
+    """The same for places.
+
+    Args:
+        task: whose.
+        before: task of each place so far.
+
+    Returns:
+        A number for each of the task's; those with lower ones stay first. Empty if the task has no replicas.
+    """
+    if not task.replicas:
+        return {}
+    number = whole(task)
+    at = {task.agents[agent].place: number[agent] for agent in task.slots if agent in number}
+    return {place: at.get(place, len(task.replicas)) for place, owner in before.items() if owner == task.id}
+
+
+def bearable(task: Task, away: set[str]) -> set[str]:
+    """Those of the agents that are to leave that can do so now.
+
+    Args:
+        task: in a settled epoch.
+        away: agents with a slot.
+    """
+    if not task.replica_nodes or not away:
+        return away
+    members = {member.agent for member in task.members()}
+    if task.replicas_of != task.number:  # it will be told in a moment
+        return away - members
+    number = whole(task)
+    touched = sorted({number[agent] for agent in away & members if agent in number}, reverse=True)
+    most = len(set(number.values())) - 1
+    if task.replicas_at_once is not None:
+        most = min(most, task.replicas_at_once)
+    going = touched[: max(0, most)]
+    return {agent for agent in away if agent not in members or agent not in number or number[agent] in going}
+
+
+def refusal(task: Task, nodes: int) -> str | None:
+    """Why a task cannot have so many nodes, for the operator; None if it can."""
+    step = task.granularity
+    if nodes % step == 0:
+        return None
+    least = -(-task.min_nodes // step) * step
+    most = task.max_nodes // step * step
+    return f"nodes={nodes}: a replica of the model takes {step} nodes; expected {least}, ... {most}, or all"
