@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -159,12 +160,27 @@ def strike_all(cluster: Cluster, model: dict[str, Any], faults: int, random_: ra
     strikes: list[Strike] = []
     deaths = 0
     while deaths < faults:
-        done = strike(cluster, model, roles[len(strikes) % len(roles)], random_)
+        try:
+            done = strike(cluster, model, roles[len(strikes) % len(roles)], random_)
+        except AssertionError:
+            tell_where(cluster)
+            raise
         strikes.append(done)
         deaths += done.deaths
         about = f"{done.kind} ({', '.join(done.roles)})"
         print(f"{deaths} faults: {about}, next step after {1e3 * done.seconds:.0f} ms", flush=True)
     return strikes
+
+
+def tell_where(cluster: Cluster) -> None:
+    """Has every worker write its stacks into its agent's log."""
+    workers = {note["pid"] for note in cluster.notes("start")}
+    for process in cluster.processes():
+        if process.pid in workers:
+            kill(process.pid, signal.SIGUSR1)
+    time.sleep(3.0)
+    for log in sorted(cluster.folder.glob("agent-*.log")):
+        print(f"==== stacks of {log.name}\n{log.read_text()[-20000:]}", flush=True)
 
 
 def report(strikes: list[Strike], step: int, worst: float) -> None:

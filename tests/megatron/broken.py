@@ -75,3 +75,38 @@ def await_file(path: Path) -> str:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     return path.read_text()
+
+
+def killed_while_scattering(rank: int, world: int, folder: Path) -> Any:
+    """Rank 0 dies in the middle of a long reduce-scatter, rank 1 cuts the group and tells when it was let go."""
+    group = PeerGroup(dist.FileStore(str(folder / "store"), world), rank, world, "127.0.0.1")
+    process_group = ProcessGroup(group, rank, world)
+    tensor = torch.ones(ELEMENTS)
+    if rank == 0:
+        threading.Timer(CUT_AFTER / 3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    else:
+        threading.Timer(CUT_AFTER, group.cut).start()
+    work = process_group._reduce_scatter_base(tensor[: ELEMENTS // 2], tensor, dist.ReduceScatterOptions())
+    began = time.monotonic()
+    try:
+        work.wait()
+        reason = "completed"
+    except RuntimeError as error:
+        reason = str(error)
+    seconds = time.monotonic() - began
+    group.close()
+    return {"seconds": seconds, "reason": reason}
+
+
+def scattered(rank: int, world: int, folder: Path) -> Any:
+    """What reduce-scatters give, one and two at once, and what the group still holds of them afterwards."""
+    group = PeerGroup(dist.FileStore(str(folder / "store"), world), rank, world, "127.0.0.1")
+    process_group = ProcessGroup(group, rank, world)
+    outputs = [torch.zeros(2), torch.zeros(1, 1)]
+    inputs = [torch.arange(4.0) + rank, torch.tensor([[5.0], [7.0]])]
+    options = dist.ReduceScatterOptions()
+    process_group.reduce_scatter_tensor_coalesced(outputs, inputs, options).wait()
+    process_group._reduce_scatter_base(again := torch.zeros(2), inputs[0], options).wait()
+    held = sum(not work.is_completed() for work in group._works)
+    group.close()
+    return [[output.flatten().tolist() for output in (*outputs, again)], inputs[0].tolist(), held]

@@ -22,3 +22,15 @@ def test_a_sender_that_dies_amid_its_message(worlds: Worlds, tmp_path: Path, ope
     assert found["seconds"] < 5
     assert found["later"] == found["arrived"], "written to after the wait was over"
     assert found["closing"] < 1
+
+
+def test_reduce_scatters_give_each_its_part(worlds: Worlds, tmp_path: Path) -> None:
+    """And nothing is held of those that have ended: torch's own never say that they have."""
+    first, second = worlds.run("broken:scattered", 2, tmp_path)
+    assert first == [[[1.0, 3.0], [10.0], [1.0, 3.0]], [0.0, 1.0, 2.0, 3.0], 0]
+    assert second == [[[5.0, 7.0], [14.0], [5.0, 7.0]], [1.0, 2.0, 3.0, 4.0], 0]
+
+
+def test_a_peer_that_dies_amid_a_reduce_scatter(worlds: Worlds, tmp_path: Path) -> None:
+    _, found = worlds.run("broken:killed_while_scattering", 2, tmp_path, killed=(0,))
+    assert found["seconds"] < 5, found

@@ -5,6 +5,9 @@ time-out, minutes later. Megatron waits in the library, not at our gate (`worker
 is given groups whose waits look up now and then, and end once gloo has closed all connections, as it does soon after a
 cut. From then on nothing is written into the tensors any more. With CUDA groups are aborted by NCCL, and this
 is not used.
+
+Torch's reduce-scatter for gloo is a sum of copies, of which each rank takes its part. Its `Work` takes no time limit
+and never says that it has completed; so that is done here, in the same way.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from unicron_lightning.worker.gloo import Ending, GlooGroup
 
@@ -27,12 +31,12 @@ LOOK_UP: Final = timedelta(seconds=0.1)
 
 MESSAGES: Final = ("send", "recv", "recv_anysource")
 COLLECTIVES: Final = (
-    *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "gather", "scatter", "barrier", "reduce_scatter"),
+    *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "gather", "scatter", "barrier"),
     *("allgather", "allgather_coalesced", "alltoall", "alltoall_base", "all_to_all_single"),
-    *("_allgather_base", "all_gather_single", "_reduce_scatter_base", "reduce_scatter_single"),
-    *("allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
-    *("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"),
+    *("_allgather_base", "all_gather_single", "allgather_into_tensor_coalesced", "all_gather_single_coalesced"),
 )
+REDUCE_SCATTERS: Final = ("_reduce_scatter_base", "reduce_scatter_single")
+COALESCED_REDUCE_SCATTERS: Final = ("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced")
 """Methods of torch's ProcessGroup, by the names that its versions 2.11 to 2.13 have for them."""
 
 
@@ -133,6 +137,32 @@ class Collective:
         return getattr(self._work, name)
 
 
+class ReduceScatter:
+    """In place of a reduce-scatter's `Work`.
+
+    Args:
+        sums: under way, of copies of what is summed.
+        parts: what each is to be put into, and this rank's part of the copy.
+    """
+
+    def __init__(self, sums: Sequence[Collective], parts: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self._sums = sums
+        self._parts = parts
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """As `Collective.wait`."""
+        for each in self._sums:
+            each.wait(timeout)
+        for output, part in self._parts:
+            output.copy_(part.view_as(output))
+        self._parts = ()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether a wait would not have to wait."""
+        return all(each.is_completed() for each in self._sums)
+
+
 class Message:
     """In place of the `Work` of a send or a receive."""
 
@@ -182,6 +212,19 @@ class ProcessGroup(dist.ProcessGroup):
 
     getBackendName = name  # noqa: N815 - what C++ asks a Python group for
 
+    def reduce_scatter_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], options: Any) -> ReduceScatter:
+        """Starts several at once."""
+        summing = dist.AllreduceOptions()
+        summing.reduceOp = options.reduceOp
+        copies = [tensor.clone() for tensor in inputs]
+        sums = [self._peers.start(self._inner.allreduce([copy], summing)) for copy in copies]
+        own = [copy.view(-1).chunk(self.size())[self.rank()] for copy in copies]
+        return ReduceScatter(sums, list(zip(outputs, own, strict=True)))
+
+    def reduce_scatter_one(self, output: Tensor, tensor: Tensor, options: Any) -> ReduceScatter:
+        """Starts one."""
+        return self.reduce_scatter_all([output], [tensor], options)
+
 
 def _collective(name: str) -> Callable[..., Collective]:
     def start(self: ProcessGroup, *args: Any, **kwargs: Any) -> Collective:
@@ -202,3 +245,7 @@ for _name in COLLECTIVES:
         setattr(ProcessGroup, _name, _collective(_name))
 for _name in MESSAGES:
     setattr(ProcessGroup, _name, _message(_name))
+for _name in REDUCE_SCATTERS:
+    setattr(ProcessGroup, _name, ProcessGroup.reduce_scatter_one)
+for _name in COALESCED_REDUCE_SCATTERS:
+    setattr(ProcessGroup, _name, ProcessGroup.reduce_scatter_all)
