@@ -15,11 +15,9 @@ import json
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, Final, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -27,6 +25,7 @@ from torch import Tensor
 
 from unicron_lightning import wire
 from unicron_lightning.megatron.channels import Channels, Grid
+from unicron_lightning.megatron.claims import LACKING, claim_shard, wait_lacking
 from unicron_lightning.megatron.layout import Layout, Shape, StateLost, Word, plan_layout
 from unicron_lightning.megatron.peers import PeerGroup
 from unicron_lightning.worker.communicator import Communicator, CommunicatorAborted, Handle
@@ -39,9 +38,6 @@ logger = logging.getLogger(__name__)
 
 Phase = Literal["idle", "calls", "reducing", "finalizing", "ready"]
 """How far this worker is in a step, as far as its partners care."""
-_LACKING: Final = "megatron/lacking"
-_CLAIM_TIMEOUT: Final = timedelta(seconds=10)
-_POLL_SECONDS: Final = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,20 +194,9 @@ class GridFabric:
         assert control is not None
         own = control.lookup(_record_of(self._worker))
         self.shard = int(own) if own else local_rank % self.shape.shards
-        lacking = self._wait_lacking(control)
+        lacking = wait_lacking(control)
         if lacking is not None:
             self.shard = claim_shard(lacking, self.shard)
-
-    @staticmethod
-    def _wait_lacking(control: Control) -> dict[str, Any] | None:
-        """What the members have told last; they may not have told yet of the loss that this worker makes up for."""
-        deadline = time.monotonic() + _CLAIM_TIMEOUT.total_seconds()
-        while time.monotonic() < deadline:
-            lacking: dict[str, Any] = json.loads(control.lookup(_LACKING) or "{}")
-            if lacking.get("shards"):
-                return lacking
-            time.sleep(_POLL_SECONDS)
-        return None
 
     def leave_if_surplus(self) -> None:
         """Ends the process, to be started anew with another shard, if there are more of this one than can be used."""
@@ -297,7 +282,7 @@ class GridFabric:
                 "host": self._store.host,
                 "port": self._store.port,
             }
-            self._control.send(wire.Record(key=_LACKING, value=json.dumps(lacking)))
+            self._control.send(wire.Record(key=LACKING, value=json.dumps(lacking)))
         if place.rank == 0:
             at_once = None if self._copies is None else max(1, self._copies)
             told = wire.Replicas(worker=self._worker, epoch=place.epoch, replicas=place.replicas, at_once=at_once)
@@ -321,29 +306,6 @@ class GridFabric:
 def _record_of(worker: str) -> str:
     """Where the shard is recorded of a worker, and of those that its agent starts in its place."""
     return f"megatron/shard/{worker.rpartition('#')[0]}"
-
-
-def claim_shard(lacking: dict[str, Any], first: int) -> int:
-    """A shard of those that are lacking, each claimed in the epoch's store as often as it is lacking.
-
-    Args:
-        lacking: as `GridFabric` has told.
-        first: wanted before others.
-
-    Returns:
-        If all are claimed (by one that has died since, maybe), or the store's agent has just died: any.
-    """
-    shards: list[int] = lacking["shards"]
-    wanted = [shard for shard in (first, *shards) if shard in shards]
-    prefix = f"{_LACKING}/{lacking['epoch']}"
-    try:
-        store = dist.TCPStore(lacking["host"], lacking["port"], is_master=False, timeout=_CLAIM_TIMEOUT)
-        for shard in dict.fromkeys(wanted):
-            if store.add(f"{prefix}/{shard}", 1) <= shards.count(shard):
-                return shard
-    except (RuntimeError, OSError) as error:
-        logger.warning("shard_not_claimed error=%s", error)
-    return wanted[0]
 
 
 class GridCommunicator:
