@@ -64,8 +64,8 @@ MEGATRON: Final = {"0.16": _V0_16}
 OTHERS: Final = {
     "torch": {"_create_internal", "_get_backend", "_plugins", "_register_backend", "_world", "torch._C"},
     "lightning": {
-        *("_StrategyRegistry", "_broadcast_sigterm_tensor", "_call_lightning_module_hook", "_results"),
-        *("_configure_schedulers_automatic_opt", "_on_before_batch_transfer", "_signal_connector"),
+        *("_StrategyRegistry", "_broadcast_sigterm_tensor", "_call_lightning_module_hook", "_current_fx", "_results"),
+        *("_configure_schedulers_automatic_opt", "_logger_connector", "_on_before_batch_transfer", "_signal_connector"),
         "_sigterm_notifier_fn",
     },
 }
