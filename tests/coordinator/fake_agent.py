@@ -33,6 +33,7 @@ class FakeAgent:
         self.warm = False
         self.stopped = False
         self.local_world: int | None = None
+        self.without_ranks = False
         self.granularity: int | None = None
         self.workers: dict[str, wire.WorkerInfo] = {}
         self.epoch = 0
@@ -45,6 +46,8 @@ class FakeAgent:
         match message:
             case wire.Grant() if message.round == self.round and (self.waiting or self.warm):
                 self.waiting, self.granted, self.warm = False, not message.warm, message.warm
+            case wire.Ranks() if message.round == self.round:
+                self.without_ranks = False
             case wire.Epoch():
                 self.epoch = max(self.epoch, message.number)
             case wire.Fence():
@@ -114,7 +117,7 @@ class FakeAgent:
     def rendezvous(self) -> FakeAgent:
         self.round += 1
         self.waiting, self.granted, self.local_world, self.workers = True, False, None, {}
-        self.warm = self.stopped = False
+        self.warm = self.stopped = self.without_ranks = False
         if self.conn is not None:
             self.say(wire.RendezvousBegin(round=self.round, store=self.store))
         return self
@@ -126,7 +129,7 @@ class FakeAgent:
     def launch(self) -> FakeAgent:
         """torchrun starts the workers of the granted round."""
         assert self.granted or self.warm
-        self.local_world = self.size
+        self.local_world, self.without_ranks = self.size, self.granted
         self.say(wire.LocalWorld(round=self.round, size=self.size))
         for local_rank in range(self.size):
             self.workers[self.worker(local_rank)] = wire.WorkerInfo(
@@ -163,7 +166,7 @@ class FakeAgent:
         """The worker says what is due next, e.g. answers the newest epoch if it is a member."""
         info = self.workers.get(self.worker(local_rank))
         epochs = self.all(wire.Epoch)
-        if info is None:
+        if info is None or self.without_ranks:  # torchrun has not started it yet
             return
         if info.hello is None:
             if self.conn is not None:

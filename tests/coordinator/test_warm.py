@@ -114,6 +114,19 @@ def test_a_free_slot_found_while_the_warm_worker_starts_is_its_own():
     assert world.task().epoch.kind == "join"
 
 
+def test_one_that_gets_a_slot_before_it_has_seen_that_it_is_to_be_warm_is_told_its_ranks():
+    """Its torchrun takes the newest grant, and does not start the workers of a real one without ranks."""
+    world, _, b, (s,) = spared()
+    t = world.agent("t").start()
+    b.drop()
+    s.die()
+    world.advance(1)
+    assert t.granted and not t.all(wire.Ranks)
+    t.launch()
+    assert [message.world for message in t.all(wire.Ranks)] == [2]
+    assert not s.all(wire.Ranks), "it was warm before"
+
+
 def test_all_workers_of_the_agent_must_be_warm_for_a_slot_to_be_passed_on():
     world = World(warm_standby=True)
     running(world, 1, nodes=(1, 1), size=2)
@@ -328,6 +341,22 @@ def test_a_coordinator_without_memory_learns_of_it():
     world.advance(11)
     assert (world.task().epoch.kind, members(world)) == ("fail", ["a/0#1", "b/0#1"])
     assert s.warm and not s.stopped and not s.all(wire.Welcome)
+
+
+def test_nor_is_one_forgotten_that_waits_for_its_ranks():
+    world = World()
+    a, b = world.agent("a", nodes=(2, 2)).start(), world.agent("b", nodes=(2, 2)).start()
+    a.launch()
+    assert a.without_ranks, "b has not told of its workers"
+    world.lose_disk()
+    world.start()
+    a.register()
+    b.register()
+    assert a.without_ranks
+    b.launch()
+    world.advance(11)
+    assert not a.without_ranks and not b.without_ranks
+    assert [agent.last(wire.Ranks).base for agent in (a, b)] == [0, 1]
 
 
 def test_one_cooled_while_it_was_away_hears_of_it():

@@ -280,7 +280,7 @@ def _adopt(task: Task, turn: Turn, agent: Agent, message: wire.Register) -> None
     agent.waiting = False
     agent.holder = True
     agent.local_world = message.local_world
-    agent.ranked = message.local_world is not None
+    agent.ranked = False  # it may wait for its ranks still; to be told them twice does no harm
     if agent.id not in task.slots:
         task.slots.append(agent.id)
     if agent.place is not None and turn.lasting.assigned.get(agent.place) != task.id:

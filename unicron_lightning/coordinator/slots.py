@@ -200,7 +200,8 @@ def _grant(task: Task, turn: Turn, agents: list[Agent]) -> None:
         agent.holder = True
         agent.batch = task.batches
         if agent.warm:  # Its workers run, under ranks that mean nothing: `standby` welcomes them.
-            agent.warm, agent.ranked = False, True
+            # Before it has told of them it may not have seen the warm grant, and wait for its ranks after this one.
+            agent.warm, agent.ranked = False, agent.local_world is not None
         else:
             agent.local_world, agent.ranked = None, False
     for agent in agents:
@@ -217,6 +218,8 @@ def _grant(task: Task, turn: Turn, agents: list[Agent]) -> None:
 
 
 def _review_ranks(task: Task, turn: Turn) -> None:
+    if task.rebuilding:  # Who has slots is not known yet.
+        return
     granted = [task.agents[agent_id] for agent_id in task.slots]
     unranked = [agent for agent in granted if not agent.ranked]
     unknown = {agent.batch for agent in granted if agent.local_world is None} if unranked else set()
