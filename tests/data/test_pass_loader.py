@@ -15,9 +15,11 @@ from unicron_lightning.data.order import StepShape
 SHAPE = StepShape(devices=2, accumulation=2)
 
 
-def passes(most: int | None = None, limit: float = math.inf, **options: Any) -> PassLoader:
+def passes(most: int | None = None, limit: float = math.inf, every: int = 2, **options: Any) -> PassLoader:
     loader = DataLoader(TensorDataset(torch.arange(19)), batch_size=2, **options)
-    return PassLoader(loader, SHAPE, 0, most, lambda: limit, lambda: 0, lambda numbers: list(numbers[1::2]))
+    return PassLoader(
+        loader, SHAPE, 0, most, lambda: limit, lambda: 0, lambda numbers: list(numbers[every - 1 :: every])
+    )
 
 
 def samples(loader: PassLoader) -> list[list[int]]:
@@ -44,3 +46,14 @@ def test_limits_are_batches_of_each_device() -> None:
     assert samples(passes(most=3)) == [[*range(8)], [8, 9, 10, 11]]
     assert len(passes(limit=1)) == 3  # asked only when the pass begins
     assert samples(passes(limit=1)) == [[0, 1, 2, 3]]
+
+
+def test_what_was_passed_over_may_be_wanted_later() -> None:
+    """After a failure others run what this worker had requested; after the next one it may have to do so itself."""
+    loader = passes(every=1, num_workers=1, prefetch_factor=4)
+    try:
+        batch = next(iter(loader))
+        for number in (0, 3, 1):
+            assert batch.fetch(number)[0].tolist() == [2 * number, 2 * number + 1]
+    finally:
+        loader.close()

@@ -91,6 +91,8 @@ class Fetcher:
             arrived, batch = next(self._iterator)
             if arrived >= (place[0], place[1], 0):
                 self._ready[arrived] = batch
+            else:
+                self._requested.discard(arrived)  # it will not come again, but may be wanted after another failure
         self._requested.discard(place)
         if place in self._ready:
             return self._ready.pop(place)
