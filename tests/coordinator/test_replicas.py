@@ -148,6 +148,27 @@ def test_the_planner_gives_multiples() -> None:
     assert sum(plan.allocation.values()) == 7
 
 
+def test_a_task_whose_minimum_is_no_multiple_is_not_paused_for_that() -> None:
+    """With the last node that makes a second replica goes the only multiple; three are enough, by its user's word."""
+    world = World()
+    agents = {}
+    for name in "ab":
+        for node in range(4):
+            agents[name, node] = world.agent(f"{name}{node}", task=name, nodes=(3, 4), place=f"n{node}/0").start()
+        for agent in [agents[key] for key in agents if key[0] == name == "a"]:
+            agent.granularity = 2
+            agent.boot()
+    world.advance(1.0)
+    settle(world, "a")
+    world.answers_at_once = False
+    for name in "ab":
+        world.do(ev.Disconnected(conn=agents[name, 3].conn or 0))
+        agents[name, 3].conn = None
+    world.advance(1.0)
+    (question,) = world.questions
+    assert solve(state_of(question, KNOWN)).allocation == {"a": 3, "b": 0}
+
+
 def test_a_plan_takes_the_places_of_whole_replicas() -> None:
     places = [Place(name=f"n{number}/0", node=f"n{number}", tasks=("a", "b")) for number in range(4)]
     before = {place.name: "a" for place in places}

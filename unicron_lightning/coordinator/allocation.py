@@ -137,7 +137,7 @@ def _question(cluster: Cluster, key: str, places: Places, tasks: list[Task]) -> 
                 weight=task.weight,
                 min_places=task.min_nodes,
                 max_places=_most(task, places),
-                granularity=task.granularity,
+                granularity=_step(task, min(len(places), _most(task, places))),
                 runs=bool(task.slots) and (bool(task.established) or (task.formed and not task.elastic)),
                 before=max(lasting.allocation.get(task.id, 0), standing[task.id]),
                 left=standing[task.id],
@@ -156,6 +156,12 @@ def _most(task: Task, places: Places) -> int:
     """Most places that the task can use now."""
     able = sum(len(names) for tasks, names in places.kinds if task.id in tasks)
     return task.limit if able == len(places) else min(task.limit, able)
+
+
+def _step(task: Task, most: int) -> int:
+    """Multiples of how many places it can have; 1 if there is none from its minimum to ``most``: it is to go on."""
+    step = task.granularity
+    return step if most - most % step >= task.min_nodes else 1
 
 
 def _key(places: Places, tasks: list[Task]) -> str:
