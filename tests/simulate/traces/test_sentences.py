@@ -25,14 +25,16 @@ def test_what_where_and_when() -> None:
         "kill agent node=0",
         "hang node=2 after=1s times=3",
         "kill node=0 after=11d",  # after the end
+        "drop network node=0 after=9d",  # for ever
     )
     assert [(fault.at, fault.kind, fault.node, fault.repair) for fault in found] == [
         (0.0, "lost_connection", 0, 0.0),
         *[(1.0, "task_hang", 2, 0.0)] * 3,
         (5400.0, "lost_connection", 3, 14_400.0),
         (2 * DAY, "ecc_error", 1, 0.0),
+        (9 * DAY, "lost_connection", 0, 10 * DAY),
     ]
-    assert [fault.worker is None for fault in found] == [True, False, False, False, True, True]
+    assert [fault.worker is None for fault in found] == [True, False, False, False, True, True, True]
 
 
 def test_a_rate_ends_with_the_trace_and_is_repeated_by_its_seed() -> None:

@@ -47,18 +47,21 @@ def replay(sentences: Sequence[str], cluster: Cluster, seconds: float, seed: int
         for at in arrivals(fault, place, seed=seed):
             if at >= seconds:
                 break
-            yield _strike(fault, kind, node, round(at, 6), cluster, random)
+            yield _strike(fault, kind, node, round(at, 6), cluster, random, seconds)
 
 
-def _strike(fault: words.Fault, kind: str, node: int | None, at: float, cluster: Cluster, random: Random) -> Fault:
+def _strike(
+    fault: words.Fault, kind: str, node: int | None, at: float, cluster: Cluster, random: Random, seconds: float
+) -> Fault:
     drawn, worker = random.randrange(cluster.num_nodes), random.randrange(cluster.workers_per_node)
     whole = SEVERITY[kind] == "SEV1"
+    lasts = seconds if fault.duration is None else fault.duration  # without ``for=`` it is not back in this trace
     return Fault(
         at=at,
         kind=kind,
         node=drawn if node is None else node,
         worker=None if whole else worker,
-        repair=fault.duration or 0.0 if fault.kind == "drop network" else 0.0,
+        repair=lasts if fault.kind == "drop network" else 0.0,
     )
 
 
