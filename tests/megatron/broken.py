@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from unicron_lightning.megatron.peers import PeerGroup, ProcessGroup
+from unicron_lightning.megatron.peers import PeerGroup, ProcessGroup, ReduceScatter
 from unicron_lightning.worker.gloo import wait_buried
 
 if TYPE_CHECKING:
@@ -55,7 +55,12 @@ def killed_while_sending(rank: int, world: int, folder: Path, operation: str, cu
 
 
 def start(group: ProcessGroup, operation: str, tensor: torch.Tensor, rank: int) -> Any:
-    """The sender's or the receiver's part."""
+    """The sender's or the receiver's part.
+
+    A reduce-scatter waits for collectives like the one here; where in a copy of its own what comes is, cannot be known.
+    """
+    if operation == "reduce-scatter":
+        return ReduceScatter([start(group, "broadcast", tensor, rank)], ())
     if operation == "broadcast":
         return group.broadcast([tensor], dist.BroadcastOptions())
     return group.recv([tensor], 0, 0) if rank else group.send([tensor], 1, 0)
@@ -75,27 +80,6 @@ def await_file(path: Path) -> str:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     return path.read_text()
-
-
-def killed_while_scattering(rank: int, world: int, folder: Path) -> Any:
-    """Rank 0 dies in the middle of a long reduce-scatter, rank 1 cuts the group and tells when it was let go."""
-    group = PeerGroup(dist.FileStore(str(folder / "store"), world), rank, world, "127.0.0.1")
-    process_group = ProcessGroup(group, rank, world)
-    tensor = torch.ones(ELEMENTS)
-    if rank == 0:
-        threading.Timer(CUT_AFTER / 3, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    else:
-        threading.Timer(CUT_AFTER, group.cut).start()
-    work = process_group._reduce_scatter_base(tensor[: ELEMENTS // 2], tensor, dist.ReduceScatterOptions())
-    began = time.monotonic()
-    try:
-        work.wait()
-        reason = "completed"
-    except RuntimeError as error:
-        reason = str(error)
-    seconds = time.monotonic() - began
-    group.close()
-    return {"seconds": seconds, "reason": reason}
 
 
 def scattered(rank: int, world: int, folder: Path) -> Any:
