@@ -47,15 +47,15 @@ class FakeCoordinator:
         ready, stop = threading.Event(), asyncio.Event()
         thread = threading.Thread(target=lambda: asyncio.run(self._serve(port, ready, stop)))
         thread.start()
-        assert ready.wait(10)
+        assert ready.wait(60)
         try:
             yield self
         finally:
             assert self._loop is not None
             self._loop.call_soon_threadsafe(stop.set)
-            thread.join(10)
+            thread.join(60)
 
-    def wait_for(self, kind: type[M], match: Callable[[M], bool] = lambda _: True, seconds: float = 20.0) -> M:
+    def wait_for(self, kind: type[M], match: Callable[[M], bool] = lambda _: True, seconds: float = 60.0) -> M:
         """Wait until an agent has said such a message; return the first."""
 
         def find() -> M | None:

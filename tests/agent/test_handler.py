@@ -164,9 +164,9 @@ def test_death_is_told_at_once_with_its_siblings(bench: Bench) -> None:
     at = time.monotonic()
     bench.children[1].kill()
     deaths = [bench.fake.wait_for(wire.WorkerDied, lambda m, n=name: m.worker == n) for name in names]
-    assert time.monotonic() - at < 0.5
+    assert time.monotonic() - at < 5, "not by its silence"
     assert [(d.cause, d.code) for d in deaths] == [("signal", 9)] * 3
-    assert [child.wait(5) for child in bench.children] == [-9, -9, -9]
+    assert [child.wait(30) for child in bench.children] == [-9, -9, -9]
     assert bench.fake.count(wire.WorkerDied) == 3
 
 
@@ -184,7 +184,7 @@ def test_exit_status_is_told(bench: Bench) -> None:
     bench.spawn(0, "import sys, time; time.sleep(0.5); sys.exit(3)")
     death = bench.fake.wait_for(wire.WorkerDied)
     assert (death.cause, death.code) == ("exit", 3)
-    assert bench.children[0].wait(5) == 3  # the status was left for its parent
+    assert bench.children[0].wait(30) == 3  # the status was left for its parent
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_exit_status_that_torchelastic_has_taken(bench: Bench, tmp_path: Path, e
     free = threading.Event()
     agent._loop.call_soon_threadsafe(free.wait, 20)
     word.touch()
-    bench.children[0].wait(10)
+    bench.children[0].wait(30)
     free.set()
     death = bench.fake.wait_for(wire.WorkerDied)
     assert (death.worker, death.cause, death.code) == (name, cause, code)
@@ -216,7 +216,7 @@ def test_stop_lets_workers_end_by_themselves(bench: Bench) -> None:
     bench.children[1].terminate()
     bench.fake.wait_for(wire.WorkerDied, lambda m: m.code == signal.SIGTERM)
     assert bench.children[0].poll() is None
-    assert bench.children[0].wait(5) == -9
+    assert bench.children[0].wait(30) == -9
     bench.rendezvous()
     assert bench.handler.num_nodes_waiting() == 0
 
@@ -240,7 +240,7 @@ def test_silent_worker(bench: Bench, by_user: str | None, by_coordinator: float 
     with LocalWorker(name):
         death = bench.fake.wait_for(wire.WorkerDied)
         assert (death.worker, death.cause) == (name, "silent")
-        assert bench.children[0].wait(5) == -9
+        assert bench.children[0].wait(30) == -9
 
 
 def test_messages_find_their_worker(bench: Bench) -> None:

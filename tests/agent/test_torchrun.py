@@ -63,7 +63,7 @@ def test_death_in_one_agent_leaves_the_other_alone(tmp_path: Path) -> None:
         kill(victim)
         survivors = cluster.wait_events(2, "epoch", kind="fail")
         assert {e["pid"] for e in survivors} == spared
-        assert min(e["at"] for e in survivors) - at < 0.5
+        assert min(e["at"] for e in survivors) - at < 5, "not by its silence"
         joined = cluster.wait_events(4, "go", world=4, number=survivors[0]["number"] + 1)
         assert {e["pid"] for e in joined} & founders == spared
         assert sorted(e["rank"] for e in joined) == [0, 1, 2, 3]
@@ -97,14 +97,14 @@ def test_agents_death_takes_its_workers(tmp_path: Path) -> None:
         doomed = [w.pid for w in workers_of(cluster.agents[second].pid)]
         at = time.time()
         cluster.agents[second].kill()
-        until("the workers' end", lambda: all(gone(pid) for pid in doomed), 1.0)
+        until("the workers' end", lambda: all(gone(pid) for pid in doomed))
         survivors = cluster.wait_events(2, "epoch", kind="fail")
-        assert min(e["at"] for e in survivors) - at < 1.0
+        assert min(e["at"] for e in survivors) - at < 5, "not by its silence"
         cluster.agents[second].wait()
         third = cluster.start()
         cluster.wait_events(4, "go", world=4, number=survivors[0]["number"] + 1)
         (tmp_path / "finish").touch()
-        assert [cluster.agents[0].wait(40), cluster.agents[third].wait(40)] == [0, 0]
+        assert [cluster.agents[0].wait(60), cluster.agents[third].wait(60)] == [0, 0]
 
 
 def test_clean_end_leaves_nothing(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_clean_end_leaves_nothing(tmp_path: Path) -> None:
         coordinator = cluster.coordinator()
         assert coordinator is not None
         assert cluster.finish() == [0, 0]
-        until("the coordinator's end", lambda: cluster.coordinator() is None, 15)
+        until("the coordinator's end", lambda: cluster.coordinator() is None)
         assert not list((Path(os.environ["TMPDIR"]) / f"unicron-{os.getuid()}").glob("agent-*"))
 
 
@@ -125,7 +125,7 @@ def test_sigterm_stops_everything(tmp_path: Path) -> None:
         cluster.wait_events(2, "go", world=2)
         workers = [w.pid for w in workers_of(cluster.agents[0].pid)]
         cluster.agents[0].terminate()
-        assert cluster.agents[0].wait(20) != 0
+        assert cluster.agents[0].wait(60) != 0
         assert all(gone(pid) for pid in workers)
         assert not list((Path(os.environ["TMPDIR"]) / f"unicron-{os.getuid()}").glob("agent-*"))
 
@@ -136,7 +136,7 @@ def test_sigterm_while_waiting_for_a_grant(tmp_path: Path) -> None:
         base = Path(os.environ["TMPDIR"]) / f"unicron-{os.getuid()}"
         until("the socket", lambda: list(base.glob("agent-*/socket")))
         cluster.agents[0].terminate()
-        assert cluster.agents[0].wait(20) == 128 + signal.SIGTERM
+        assert cluster.agents[0].wait(60) == 128 + signal.SIGTERM
         assert not list(base.glob("agent-*"))
 
 
@@ -149,7 +149,7 @@ def test_silent_worker_is_killed_and_started_anew(tmp_path: Path) -> None:
         at = time.time()
         kill(victim, signal.SIGSTOP)
         (survivor,) = cluster.wait_events(1, "epoch", kind="fail")
-        assert 1.0 < survivor["at"] - at < 4.0
+        assert 1.0 < survivor["at"] - at < 8.0, "by its silence, which is 10 s by default"
         cluster.wait_events(2, "go", world=2, number=survivor["number"] + 1)
         assert gone(victim)
         assert cluster.finish() == [0, 0]
@@ -157,7 +157,7 @@ def test_silent_worker_is_killed_and_started_anew(tmp_path: Path) -> None:
 
 def one_error(cluster: Cluster, place: int, *words: str) -> None:
     """The agent ends with one error that says all the words."""
-    assert cluster.agents[place].wait(40) == 1
+    assert cluster.agents[place].wait(60) == 1
     log = cluster.log(place)
     errors = [line for line in log.splitlines() if "RendezvousFailed: " in line or "ConfigError: " in line]
     assert len(errors) == 1, log

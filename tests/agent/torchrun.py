@@ -20,7 +20,7 @@ T = TypeVar("T")
 HERE = Path(__file__).parent
 
 
-def until(what: str, probe: Callable[[], T | None], seconds: float = 40.0) -> T:
+def until(what: str, probe: Callable[[], T | None], seconds: float = 60.0) -> T:
     """Wait until ``probe`` returns something true."""
     deadline = time.monotonic() + seconds
     while not (found := probe()):
@@ -94,7 +94,7 @@ class Cluster:
         lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         return [line for line in lines if line["what"] == what and fields.items() <= line.items()]
 
-    def wait_events(self, count: int, what: str, seconds: float = 40.0, **fields: Any) -> list[dict[str, Any]]:
+    def wait_events(self, count: int, what: str, seconds: float = 60.0, **fields: Any) -> list[dict[str, Any]]:
         return until(
             f"{count} x {what} {fields}",
             lambda: found if len(found := self.events(what, **fields)) >= count else None,
@@ -104,7 +104,7 @@ class Cluster:
     def finish(self) -> list[int]:
         """Let the workers end and return the agents' exit statuses."""
         (self.folder / "finish").touch()
-        return [agent.wait(40) for agent in self.agents]
+        return [agent.wait(60) for agent in self.agents]
 
     def coordinator(self) -> psutil.Process | None:
         """The embedded coordinator, if it runs."""

@@ -169,7 +169,7 @@ class Cluster:
                 process.kill()
         for agent in self.agents.values():
             agent.wait()
-        until("the end of all processes", lambda: not self.processes(), 10)
+        until("the end of all processes", lambda: not self.processes())
         if self._beside is None:
             shutil.rmtree(self._temporary)
 
@@ -192,7 +192,7 @@ class Cluster:
     def replace(self, node: str) -> None:
         """Reap a killed agent and start another for its node."""
         agent = self.agents[node]
-        assert agent.wait(10) == -signal.SIGKILL
+        assert agent.wait(60) == -signal.SIGKILL
         self.replaced.append(agent.pid)
         self.start(node)
 
@@ -210,33 +210,33 @@ class Cluster:
             return None
         return pid if lives(pid) else None
 
-    def finish(self, seconds: float = 90.0) -> None:
+    def finish(self, seconds: float = 300.0) -> None:
         """Let the run end after an epoch in which nothing is left to happen; every agent must succeed."""
         (self.folder / "finish").touch()
         self.wait_end(seconds)
 
-    def wait_end(self, seconds: float = 90.0, *, linger: bool = False) -> None:
+    def wait_end(self, seconds: float = 300.0, *, linger: bool = False) -> None:
         """Wait for the agents' end, and for everything else to go as well.
 
         Args:
             seconds: for the agents.
             linger: let the coordinator end by itself, as it does some seconds later, instead of telling it to.
         """
-        self.watch(self._ended, "the agents' end", seconds, stalled=90)  # after the last step they only end
+        self.watch(self._ended, "the agents' end", seconds, stalled=120)  # after the last step they only end
         codes = {node: agent.returncode for node, agent in self.agents.items()}
         assert set(codes.values()) == {0}, f"exit statuses {codes}"
         if self._beside is not None:
             return
         if not linger and (pid := self.coordinator()) is not None:
             kill(pid, signal.SIGTERM)
-        until("the coordinator's end", lambda: self.coordinator() is None, 60)
-        until(f"the end of orphans: {self.processes()}", lambda: not self.processes(), 30)
+        until("the coordinator's end", lambda: self.coordinator() is None)
+        until(f"the end of orphans: {self.processes()}", lambda: not self.processes())
         self.check_left_nothing()
 
     def _ended(self) -> bool:
         return all(agent.poll() is not None for agent in self.agents.values())
 
-    def watch(self, condition: Callable[[], Any], what: str, seconds: float, stalled: float = 30.0) -> Any:
+    def watch(self, condition: Callable[[], Any], what: str, seconds: float, stalled: float = 60.0) -> Any:
         """Wait for a condition; fail if no step is finished anywhere for ``stalled`` seconds before it holds."""
         deadline = time.monotonic() + seconds
         steps, since = 0, time.monotonic()
@@ -286,7 +286,7 @@ class Cluster:
         """Enough of the last finished steps, of all workers, to judge the present by."""
         return self.notes.newest("step", 1000)
 
-    def wait_world(self, size: int, after: float = 0.0, seconds: float = 60.0) -> list[Note]:
+    def wait_world(self, size: int, after: float = 0.0, seconds: float = 150.0) -> list[Note]:
         """Wait for a finished step of a world of this size, later than ``after``."""
 
         def there() -> list[Note] | None:

@@ -28,7 +28,7 @@ def test_kills_in_the_first_and_the_last_step(tmp_path: Path, reference: Referen
     ]
     slow = {"epochs": 3, "slow": 0.2, "pace": 0.05}
     with Cluster(tmp_path, nodes="2:3", schedule=schedule, settings=slow) as cluster:
-        cluster.wait_end(300)
+        cluster.wait_end()
         assert [line["step"] for line in cluster.notes("fault")] == [0, last, last]
         assert len(cluster.notes("end")) == 1
         check_exact(tmp_path, reference, workers=1)
@@ -51,7 +51,7 @@ def test_two_of_three_die_after_the_last_micro_batch(name: str, tmp_path: Path, 
     schedule = [group(*(words.format(last=last) for words in LAST_STEP[name]), step=last)]
     settings = {"epochs": 2, "pace": 0.05, "slow": 0.2, "keep": -1}
     with Cluster(tmp_path, schedule=schedule, settings=settings) as cluster:
-        cluster.wait_end(300)
+        cluster.wait_end()
         assert len(cluster.notes("fault")) == len(LAST_STEP[name])
         check_exact(tmp_path, reference, workers=1)
 
@@ -68,7 +68,7 @@ def test_agents_die_with_their_workers_and_are_replaced(tmp_path: Path, referenc
             dead = cluster.watch(lambda a=about: cluster.notes("fault", **a), f"fault {number}", 60)[0]
             _wait_step_without(cluster, dead)
             cluster.replace(dead["node"])
-        cluster.finish(300)
+        cluster.finish()
         assert len(cluster.events("agent_lost")) == len(schedule)
         check_exact(tmp_path, reference, workers=3)
 
@@ -80,15 +80,17 @@ def test_coordinator_dies_while_nothing_else_happens(tmp_path: Path, reference: 
         cluster.wait_world(3, after=time.time())
         pid, killed_at = cluster.coordinator(), time.time()
         assert pid is not None and kill(pid)
-        until("another coordinator", lambda: cluster.coordinator() not in (None, pid), 20)
-        cluster.watch(lambda: any(line["at"] > killed_at + 4 for line in cluster.notes("step")), "more steps", 30)
+        until("another coordinator", lambda: cluster.coordinator() not in (None, pid))
+        back_at = time.time()
+        cluster.watch(lambda: any(line["at"] > back_at + 2 for line in cluster.notes("step")), "more steps", 60)
         gap = _longest_gap(cluster, killed_at)
         print(f"longest time between steps after the coordinator's death: {1e3 * gap:.0f} ms")
-        assert gap < 1.0
+        alone = {line["step"] for line in cluster.notes("step") if killed_at < line["at"] < back_at}
+        assert len(alone) > 3, f"steps without a coordinator in {back_at - killed_at:.2f} s"
         victim = cluster.world()[0]
         kill(victim["pid"])
         _wait_step_without(cluster, {**victim, "at": time.time()})
-        cluster.finish(300)
+        cluster.finish()
         check_exact(tmp_path, reference, workers=3)
 
 
@@ -104,7 +106,7 @@ def test_coordinator_dies_in_a_recovery(tmp_path: Path, reference: Reference) ->
         ),
     ]
     with Cluster(tmp_path, schedule=schedule) as cluster:
-        cluster.finish(300)
+        cluster.finish()
         assert len(cluster.notes("fault")) == 9
         check_exact(tmp_path, reference, workers=3)
 
@@ -115,14 +117,14 @@ def test_stopped_workers_are_declared_silent_killed_and_rejoin(tmp_path: Path, r
         group("stop rank=1 bucket=1"),
     ]
     with Cluster(tmp_path, schedule=schedule, conf="worker_timeout=2") as cluster:
-        cluster.finish(300)
+        cluster.finish()
         stopped = cluster.notes("fault")
         assert len(stopped) == 2
         silent = [event for event in cluster.events("worker_died") if event["cause"] == "silent"]
         assert len(silent) == 2, cluster.events("worker_died")
         for line, event in zip(stopped, silent, strict=True):
             print(f"stopped; declared silent after {event['at'] - line['at']:.1f} s")
-            assert 1.5 < event["at"] - line["at"] < 8
+            assert 1.5 < event["at"] - line["at"] < 10
         check_exact(tmp_path, reference, workers=3)
 
 
@@ -132,7 +134,7 @@ def test_down_to_one_survivor_and_back_up(tmp_path: Path, reference: Reference) 
         group("kill rank=0 bucket=2", "kill rank=2 bucket=2"),
     ]
     with Cluster(tmp_path, schedule=schedule) as cluster:
-        cluster.finish(300)
+        cluster.finish()
         assert {line["world"] for line in cluster.notes("step")} >= {1, 3}
         check_exact(tmp_path, reference, workers=3)
 
@@ -140,7 +142,7 @@ def test_down_to_one_survivor_and_back_up(tmp_path: Path, reference: Reference) 
 def test_a_task_that_nobody_survives_goes_on_from_its_last_checkpoint(tmp_path: Path, reference: Reference) -> None:
     schedule = [group(*(f"kill rank={rank} step=25 micro_batch=0" for rank in range(3)), step=25)]
     with Cluster(tmp_path, schedule=schedule, settings={"pace": 0.05, "epochs": 5, "keep": -1}) as cluster:
-        cluster.wait_end(300, linger=True)
+        cluster.wait_end(linger=True)
         assert len(cluster.notes("fault")) == 3
         (restart,) = cluster.events("task_restarts")
         assert restart["step"] == 20 and restart["path"].startswith(str(tmp_path / "checkpoints")), restart
@@ -159,7 +161,7 @@ def test_agents_with_two_workers(tmp_path: Path, reference_for: Callable[..., Re
     ]
     reference = reference_for(20, **shape)
     with Cluster(tmp_path, agents=2, nodes="1:2", per_node=2, schedule=schedule, settings=shape) as cluster:
-        cluster.finish(300)
+        cluster.finish()
         assert len(cluster.notes("fault")) == 2
         check_exact(tmp_path, reference, workers=4)
 
@@ -167,7 +169,7 @@ def test_agents_with_two_workers(tmp_path: Path, reference_for: Callable[..., Re
 def test_training_is_held_below_the_minimum(tmp_path: Path, reference: Reference) -> None:
     schedule = [group("kill rank=0 micro_batch=0", "kill rank=1 micro_batch=0")]
     with Cluster(tmp_path, nodes="2:3", schedule=schedule) as cluster:
-        cluster.finish(300)
+        cluster.finish()
         alone = {line["step"] for line in cluster.notes("step", world=1)}
         assert len(alone) <= 1, f"only the step in progress may be finished by one of two: {alone}"
         assert any(event["hold"] for event in cluster.events("epoch_published"))
@@ -180,7 +182,7 @@ def _wait_step_without(cluster: Cluster, dead: Note) -> None:
     def there() -> bool:
         return any(line["epoch"] > dead["epoch"] for line in cluster.notes("step") if line["at"] > dead["at"])
 
-    cluster.watch(there, f"a step without {dead['node']}", 30)
+    cluster.watch(there, f"a step without {dead['node']}", 120)
 
 
 def _longest_gap(cluster: Cluster, since: float) -> float:

@@ -18,7 +18,7 @@ from faults.proxy import Proxy
 
 from unicron_lightning import wire
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(420)]
 
 TOY = Path(__file__).parents[1] / "agent" / "toy_worker.py"
 OPTIONS = ("health.pair_check=true", "health.pair_time=1", "health.pair_retry=1", "health.pair_size=0.5")

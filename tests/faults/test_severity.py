@@ -18,7 +18,7 @@ from faults.judge import Reference, check_exact
 from unicron_lightning.cli.client import fetch
 from unicron_lightning.faults.examples import EXAMPLES
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(420)]
 
 
 @contextmanager
@@ -75,7 +75,7 @@ def test_a_node_on_which_every_worker_dies_is_cordoned_and_the_others_train_on(t
         until("the agent's standing by", lambda: "cordoned: n1" in shown(cluster), 60)
         assert cluster.agents["n1"].poll() is None
         died = len(cluster.events("worker_died"))
-        cluster.finish(120)
+        cluster.finish()
         assert len(cluster.events("worker_died")) == died, "no worker was started on n1 any more"
         assert not cluster.events("task_stopped")
 
@@ -88,9 +88,9 @@ def test_a_worker_that_hangs_in_a_recovery_is_killed_and_joins_again(tmp_path: P
         cluster.watch(lambda: cluster.events("workers_restarted"), "the restart", 60)
         (event,) = cluster.events("workers_restarted")
         assert (event["node"], event["kind"]) == ("n1", "recovery_stuck")
-        until("the hung worker's end", lambda: not lives(before["n1"]), 20)
-        cluster.wait_world(3, after=time.time(), seconds=90)
-        cluster.finish(120)
+        until("the hung worker's end", lambda: not lives(before["n1"]))
+        cluster.wait_world(3, after=time.time())
+        cluster.finish()
         check_exact(tmp_path, reference, workers=3)
 
 

@@ -87,7 +87,9 @@ class Faults:
         later = number == 0 or step > int(before.read_text())
         if (whole and later) or fault.get("at_once"):
             self._note("fault", number=number, point=point, step=step, replica=place.replica, shard=fabric.shard)
-            self._struck(number).write_text(str(step))
+            mark = self._folder / f"striking-{number}"
+            mark.write_text(str(step))
+            mark.rename(self._struck(number))  # others may read it at any moment
             if fault.get("breaks"):
                 raise CommunicatorAborted("a connection breaks on purpose")
             os.kill(os.getpid(), signal.SIGKILL)
