@@ -147,7 +147,7 @@ async def test_who_serves_says_what_it_saw_when_the_other_one_gives_up() -> None
 async def test_one_that_begins_and_stops_is_let_go_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "LINGER_SECONDS", 0.2)
     async with paired() as pair:
-        word = await pair.serve(SHORT)
+        word = await pair.serve(Amount(size=1 << 20, seconds=1.5))
         reader, writer = await asyncio.open_connection(word.host, word.port)
         writer.write(pair.partner._proof(word.key) + b"?" * 8 + bytes(1 << 19))
         assert await reader.readexactly(8) == b"?" * 8

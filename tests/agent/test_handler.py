@@ -31,6 +31,11 @@ SLEEPER = "import time; time.sleep(100)"
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(100)"
 
 
+def until_told(word: Path) -> str:
+    """A program's beginning: it goes on when the file is there."""
+    return f"import os, sys, time\nwhile not os.path.exists({str(word)!r}): time.sleep(0.01)\n"
+
+
 class Bench:
     """One handler, used as torchelastic uses it."""
 
@@ -170,18 +175,20 @@ def test_death_is_told_at_once_with_its_siblings(bench: Bench) -> None:
     assert bench.fake.count(wire.WorkerDied) == 3
 
 
-def test_clean_end_harms_nobody(bench: Bench) -> None:
+def test_clean_end_harms_nobody(bench: Bench, tmp_path: Path) -> None:
     bench.rendezvous(size=2)
     bench.spawn(0)
-    name = bench.spawn(1, "import time; time.sleep(0.5)")
+    name = bench.spawn(1, until_told(tmp_path / "end"))
+    (tmp_path / "end").touch()
     death = bench.fake.wait_for(wire.WorkerDied)
     assert (death.worker, death.cause, death.code) == (name, "exit", 0)
     assert bench.children[0].poll() is None
 
 
-def test_exit_status_is_told(bench: Bench) -> None:
+def test_exit_status_is_told(bench: Bench, tmp_path: Path) -> None:
     bench.rendezvous()
-    bench.spawn(0, "import sys, time; time.sleep(0.5); sys.exit(3)")
+    bench.spawn(0, until_told(tmp_path / "end") + "sys.exit(3)")
+    (tmp_path / "end").touch()
     death = bench.fake.wait_for(wire.WorkerDied)
     assert (death.cause, death.code) == ("exit", 3)
     assert bench.children[0].wait(30) == 3  # the status was left for its parent
@@ -194,8 +201,7 @@ def test_exit_status_that_torchelastic_has_taken(bench: Bench, tmp_path: Path, e
     """Its poll may come before the agent has looked, and leaves nothing to be seen of the process."""
     bench.rendezvous()
     word = tmp_path / "end"
-    wait = f"import os, sys, time\nwhile not os.path.exists({str(word)!r}): time.sleep(0.01)\n"
-    name = bench.spawn(0, wait + end)
+    name = bench.spawn(0, until_told(word) + end)
     agent: Any = bench.handler._agent
     free = threading.Event()
     agent._loop.call_soon_threadsafe(free.wait, 20)
@@ -207,7 +213,7 @@ def test_exit_status_that_torchelastic_has_taken(bench: Bench, tmp_path: Path, e
 
 
 def test_stop_lets_workers_end_by_themselves(bench: Bench) -> None:
-    bench.make(stop_timeout="1.0")
+    bench.make(stop_timeout="3.0")
     bench.rendezvous(size=2)
     bench.spawn(0, DEAF)
     bench.spawn(1)
