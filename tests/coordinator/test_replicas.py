@@ -26,13 +26,13 @@ def grid(names: str, *replicas: str, at_once: int | None = None) -> World:
     return world
 
 
-def start(world: World, names: str, nodes: tuple[int, int]) -> None:
+def start(world: World, names: str, nodes: tuple[int, int], capacity: int = 8) -> None:
     """So many agents, in a settled epoch as far as the task takes them."""
     world.nodes = nodes
     started = [world.agent(name).start() for name in names]
     for agent in started:
         agent.granularity = 2
-        agent.boot()
+        agent.boot(capacity=capacity)
     for _ in names:
         settle(world)
     assert world.task().settled
@@ -107,6 +107,24 @@ def test_a_drained_node_stays_until_another_replica_is_whole() -> None:
     settle(world)
     tell(world, "cd", "eb")
     assert staying(world) == "bde"
+
+
+def test_who_comes_for_a_drained_node_stays_although_they_are_too_many_until_it_has_left() -> None:
+    """Sent away before the members had told of their replicas it would come again, and be sent away again."""
+    world = World()
+    start(world, "abcd", (4, 4), capacity=4)
+    tell(world, "ab", "cd")
+    agents(world)["a"].drain()
+    late = world.agent("e").start()
+    late.granularity = 2
+    late.boot(capacity=4)
+    settle(world)
+    assert len(members(world)) == 5 and world.task().settled
+    tell(world, "ab", "cd")
+    assert staying(world) == "bcde"
+    settle(world)
+    tell(world, "cd", "be")
+    assert len(members(world)) == 4 and world.task().settled and not late.all(wire.Stop)
 
 
 def test_a_task_is_given_whole_replicas() -> None:

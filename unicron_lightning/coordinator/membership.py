@@ -18,7 +18,7 @@ from typing import Any
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator.jobs import ended
-from unicron_lightning.coordinator.replicas import bearable
+from unicron_lightning.coordinator.replicas import awaited, bearable
 from unicron_lightning.coordinator.slots import leaving, revoke
 from unicron_lightning.coordinator.state import Task, Worker
 from unicron_lightning.coordinator.turn import Turn
@@ -218,7 +218,7 @@ def _resize(task: Task, turn: Turn) -> None:
         for agent_id in sorted(away - {member.agent for member in members}):
             _dismiss(task, turn, agent_id)
     usable = min([task.workers[member.worker].capacity for member in task.live_members()])
-    staying = _within(usable, staying)
+    staying = staying if awaited(task) else _within(usable, staying)
     if len(staying) < len(members) and (
         len(staying) >= usable or len({member.agent for member in staying}) >= task.min_nodes
     ):

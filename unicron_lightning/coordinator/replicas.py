@@ -38,6 +38,11 @@ def told(task: Task, turn: Turn, message: wire.Replicas) -> None:
         turn.save(task)
 
 
+def awaited(task: Task) -> bool:
+    """Whether the members have not told yet who is in which replica in this epoch: until they have, none leaves."""
+    return task.replica_nodes > 0 and task.replicas_of != task.number
+
+
 def whole(task: Task) -> dict[str, int]:
     """The replica of each agent that has workers in one all of whose workers live; a lower number is an older one.
 
@@ -86,7 +91,7 @@ def bearable(task: Task, away: set[str]) -> set[str]:
     if not task.replica_nodes or not away:
         return away
     members = {member.agent for member in task.members()}
-    if task.replicas_of != task.number:  # it will be told in a moment
+    if awaited(task):
         return away - members
     number = whole(task)
     touched = sorted({number[agent] for agent in away & members if agent in number}, reverse=True)
