@@ -6,7 +6,8 @@ The rules that keep replicas that are whole from being interrupted, and those th
   workers finish the call of the schedule that they are in.
 * A worker that leaves an epoch while its partners may wait for it cuts the connections of its replica: always but
   between the end of its calls and the gate of the step, where nobody waits for it. A partner that has committed may be
-  in its next call already, and of an evaluation's calls the first stage is done before the last (docs/megatron.md).
+  in its next call already, one that has entered the next epoch too, while this worker has not; and of an evaluation's
+  calls the first stage is done before the last (docs/megatron.md).
 """
 
 from __future__ import annotations
@@ -137,14 +138,17 @@ class GridFabric:
         quiet = self.phase == "reducing" or epoch.kind in wire.PLANNED
         if not quiet:
             self.cut()
-        return Word(
+        word = Word(
             shard=self.shard,
             replica=self._entered,
             intact=self.intact,
             at=self.at,
             ready=self.phase == "ready",
             built=self.built,
-        ).plain()
+        )
+        if self.phase == "reducing":  # With this word a partner may enter the epoch, and begin a call with this worker.
+            self.phase = "idle"
+        return word.plain()
 
     def settle(self, epoch: wire.Epoch, abouts: Sequence[Report]) -> None:
         """Leaves the process if there is no way on without a checkpoint: its agent starts it anew."""
