@@ -39,10 +39,15 @@ def start(world: World, names: str, nodes: tuple[int, int], capacity: int = 8) -
 
 
 def tell(world: World, *replicas: str, at_once: int | None = None) -> None:
-    """The first member tells who is in which replica."""
-    first = world.task().members()[0]
+    """The first member tells who is in which replica, by letters."""
+    tell_of(world, "t", *map(list, replicas), at_once=at_once)
+
+
+def tell_of(world: World, task: str, *replicas: list[str], at_once: int | None = None) -> None:
+    """The same of a task by name."""
+    first = world.task(task).members()[0]
     named = [[agents(world)[name].worker() for name in replica] for replica in replicas]
-    word = wire.Replicas(worker=first.worker, epoch=world.task().number, replicas=named, at_once=at_once)
+    word = wire.Replicas(worker=first.worker, epoch=world.task(task).number, replicas=named, at_once=at_once)
     agents(world)[first.agent].say(word)
 
 
@@ -185,6 +190,34 @@ def test_a_task_whose_minimum_is_no_multiple_is_not_paused_for_that() -> None:
     world.advance(1.0)
     (question,) = world.questions
     assert solve(state_of(question, KNOWN)).allocation == {"a": 3, "b": 0}
+
+
+def test_a_plan_follows_the_only_whole_replica() -> None:
+    """It could not leave: the other task would wait for its place for ever."""
+    world = World()
+    both = {
+        name: [world.agent(f"{name}{n}", task=name, nodes=(2, 4), place=f"n{n}/0") for n in range(4)] for name in "ab"
+    }
+    for agent in both["a"]:
+        agent.granularity = 2
+        agent.start()
+    for agent in both["a"]:
+        agent.boot(capacity=4)
+    settle(world, "a")
+    settle(world, "a")
+    tell_of(world, "a", ["a0", "a1"], ["a2", "a3"])
+    world.answers_at_once = False
+    for agent in both["b"]:
+        agent.start()
+    world.advance(1.0)
+    world.do(ev.Planned(key=world.questions[0].key, allocation={"a": 2, "b": 2}))
+    assert world.machine.lasting.assigned == {"n0/0": "a", "n1/0": "a", "n2/0": "b", "n3/0": "b"}
+    both["a"][1].die()  # before the others have left
+    settle(world, "a")
+    assert [member.agent for member in world.task("a").members()] == ["a0", "a2", "a3"]
+    tell_of(world, "a", ["a2", "a3"])
+    assert world.machine.lasting.assigned == {"n0/0": "b", "n1/0": "b", "n2/0": "a", "n3/0": "a"}
+    assert [member.agent for member in world.task("a").members()] == ["a2", "a3"]
 
 
 def test_a_plan_takes_the_places_of_whole_replicas() -> None:

@@ -23,7 +23,7 @@ from unicron_lightning.coordinator.assignment import assign
 from unicron_lightning.coordinator.membership import pause
 from unicron_lightning.coordinator.places import NOBODY, Places, competing_tasks, several_compete, usable_places, users
 from unicron_lightning.coordinator.question import Competitor, Question
-from unicron_lightning.coordinator.replicas import worth
+from unicron_lightning.coordinator.replicas import keep_together, worth
 from unicron_lightning.coordinator.state import Agent, Cluster, Task
 from unicron_lightning.coordinator.turn import Turn
 
@@ -37,6 +37,8 @@ def review_allocation(cluster: Cluster, turn: Turn) -> None:
         return  # nothing is known of the plan in force but from the agents, and not all have come yet
     if key == lasting.planned:
         cluster.asked = None
+        if keep_together(tasks, places, lasting.assigned) != lasting.assigned:
+            _put_in_force(cluster, turn, key, places, lasting.allocation, about={})
     elif key != cluster.asked and len(tasks) > 1:
         cluster.asked = key
         _keep_standing(cluster, turn, places)
@@ -94,7 +96,8 @@ def _put_in_force(
     before = dict(lasting.assigned)
     nobody = dict.fromkeys((place.name for place in places), NOBODY)
     worths = [worth(cluster.tasks[task], before) for task in wanted if task in cluster.tasks]
-    lasting.assigned = {**nobody, **assign(places, wanted, before, {k: v for each in worths for k, v in each.items()})}
+    after = {**nobody, **assign(places, wanted, before, {k: v for each in worths for k, v in each.items()})}
+    lasting.assigned = keep_together(competing_tasks(cluster), places, after)
     lasting.planned = key
     cluster.asked = None
     counts = Counter(lasting.assigned.values())

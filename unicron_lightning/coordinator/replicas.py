@@ -5,6 +5,7 @@ Workers tell how many of them a replica takes (`wire.WorkerHello.granularity`) a
 
 * Slots and places are given to a task in multiples of what a replica takes (`Task.granularity`).
 * Who is to give some up gives up spares first, then the youngest replicas.
+* A plan that would break the only whole replica has places exchanged: the task keeps those where that is.
 * With each ``leave`` at least one whole replica stays, and no more of them go than can without loss of state. A drained
   node whose replica is the only one stays until another is whole.
 """
@@ -15,6 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from unicron_lightning import wire
+from unicron_lightning.coordinator.places import NOBODY, Places, users
 from unicron_lightning.coordinator.state import Agent, Task
 from unicron_lightning.coordinator.turn import Turn
 
@@ -35,6 +37,7 @@ def told(task: Task, turn: Turn, message: wire.Replicas) -> None:
     """A worker has told who is in which."""
     if message.epoch == task.number:
         task.replicas, task.replicas_of, task.replicas_at_once = message.replicas, message.epoch, message.at_once
+        turn.places_changed = True
         turn.save(task)
 
 
@@ -79,6 +82,39 @@ def worth(task: Task, before: Mapping[str, str]) -> dict[str, int]:
     number = whole(task)
     at = {task.agents[agent].place: number[agent] for agent in task.slots if agent in number}
     return {place: at.get(place, len(task.replicas)) for place, owner in before.items() if owner == task.id}
+
+
+def keep_together(tasks: Sequence[Task], places: Places, assigned: dict[str, str]) -> dict[str, str]:
+    """A plan in which no task is to leave a place of its only whole replica, which it could not: another would wait.
+
+    Args:
+        tasks: that share places.
+        places: that may be used.
+        assigned: the task of each place.
+
+    Returns:
+        The same with places exchanged: as many for each task.
+    """
+    spread = [task for task in tasks if task.replicas and not awaited(task)]
+    if not spread:
+        return assigned
+    able, result = users(places), dict(assigned)
+    for task in spread:
+        number = whole(task)
+        if len(set(number.values())) != 1:
+            continue
+        held = {place for agent in number if (place := task.agents[agent].place) is not None}
+        used = {task.agents[agent].place for agent in task.slots}
+        for place in sorted(place for place in held if place in able and result.get(place) not in (None, task.id)):
+            owner = result[place]
+            others = [
+                other
+                for other, whose in result.items()
+                if whose == task.id and other not in held and (owner == NOBODY or owner in able.get(other, ()))
+            ]
+            if others:
+                result[place], result[min(others, key=lambda other: (other in used, other))] = task.id, owner
+    return result
 
 
 def bearable(task: Task, away: set[str]) -> set[str]:
