@@ -228,6 +228,8 @@ def run(faults: int, seed: int, replayed: Path | None, folder: Path) -> None:
     """The whole run; raises AssertionError for whatever does not hold."""
     lines = [] if replayed is None else replayed.read_bytes().splitlines()
     repeated = [msgspec.json.decode(line, type=Strike) for line in lines if line.startswith(b"{")]
+    if replayed is not None and not repeated:
+        raise SystemExit(f"--replay {replayed}: expected lines of JSON that an earlier run has printed, found none")
     started = time.monotonic()
     (run_folder := folder / "run").mkdir()
     conf = "worker_timeout=3,allow_injection=true"
