@@ -155,6 +155,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     hello: WorkerHello | None = None
     ready: WorkerReady | None = None
     """The last `WorkerReady` said, if no newer epoch was seen since."""
+    replicas: Replicas | None = None
+    """What it said last of who is in which."""
 
 
 class Register(Message, frozen=True, kw_only=True, tag="register"):

@@ -203,6 +203,11 @@ def test_registration_tells_the_last_ready() -> None:
     assert roster(HELLO, ready(0), ready(3)).infos()[0].ready == ready(3)
 
 
+def test_registration_tells_who_is_in_which_replica() -> None:
+    words = [wire.Replicas(worker=WORKER, epoch=number, replicas=[[WORKER]]) for number in (1, 2)]
+    assert roster(HELLO, *words).infos()[0].replicas == words[1]
+
+
 def test_newer_epoch_outdates_its_members_ready() -> None:
     waiting, member, expelled = roster(HELLO, ready(0)), roster(HELLO, ready(0)), roster(HELLO, ready(1))
     waiting.saw_epoch(epoch(2, "other"))

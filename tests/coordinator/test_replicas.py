@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 from coordinator.driver import FakeAgent, World, members, settle
 from coordinator.test_planning import KNOWN, situation, task
@@ -96,6 +97,20 @@ def test_no_more_leave_at_once_than_is_safe() -> None:
     assert len(members(world)) == 4
     tell(world, "ab", "cd", at_once=1)
     assert staying(world) == "ab"
+
+
+def test_a_word_that_the_coordinator_has_lost_is_said_again_when_the_agent_registers() -> None:
+    world = grid("abcd", "ab", "cd")
+    world.task().replicas_of = 0
+    agents(world)["d"].drain()
+    assert world.task().epoch.kind != "leave"
+    first = agents(world)["a"]
+    named = [[agents(world)[name].worker() for name in replica] for replica in ("ab", "cd")]
+    first.drop()
+    word = wire.Replicas(worker=first.worker(), epoch=world.task().number, replicas=named)
+    first.workers[first.worker()] = msgspec.structs.replace(first.workers[first.worker()], replicas=word)
+    first.register()
+    assert staying(world) == "abc"
 
 
 def test_a_drained_node_stays_until_another_replica_is_whole() -> None:

@@ -15,14 +15,20 @@ from unicron_lightning import wire
 RESEND_SECONDS: Final = 2.0
 
 # Register carries the newest of these; a lookup is asked again as long as it is not answered.
-_CARRIED_OTHERWISE: Final = (wire.RendezvousBegin, wire.WorkerHello, wire.WorkerReady, wire.LocalWorld, wire.Lookup)
+_CARRIED_OTHERWISE: Final = (
+    wire.RendezvousBegin,
+    wire.WorkerHello,
+    wire.WorkerReady,
+    wire.Replicas,
+    wire.LocalWorld,
+    wire.Lookup,
+)
 _STALE: Final = (wire.NodeReading, wire.Progress, wire.Doing)
 _REPEATABLE: Final = (
     wire.WorkerDied,
     wire.WorkerDone,
     wire.CheckpointSaved,
     wire.Record,
-    wire.Replicas,
     wire.CommError,
     wire.ErrorReport,
     wire.StoreUsed,

@@ -19,6 +19,7 @@ class LocalWorker:
     local_rank: int
     hello: wire.WorkerHello | None = None
     ready: wire.WorkerReady | None = None
+    replicas: wire.Replicas | None = None
     done: bool = False
     heard_at: float = 0.0
     """When it last said anything; counts only after its hello."""
@@ -65,6 +66,8 @@ class Roster:
                 known = replace(known, hello=message, ready=None, left=False)
             case wire.WorkerReady():
                 known = replace(known, ready=message)
+            case wire.Replicas():
+                known = replace(known, replicas=message)
             case wire.WorkerDone():
                 known = replace(known, done=True)
             case wire.Lookup():
@@ -110,7 +113,13 @@ class Roster:
     def infos(self) -> list[wire.WorkerInfo]:
         """Return all live workers for a registration."""
         return [
-            wire.WorkerInfo(worker=each.worker, local_rank=each.local_rank, hello=each.hello, ready=each.ready)
+            wire.WorkerInfo(
+                worker=each.worker,
+                local_rank=each.local_rank,
+                hello=each.hello,
+                ready=each.ready,
+                replicas=each.replicas,
+            )
             for each in self._workers.values()
         ]
 

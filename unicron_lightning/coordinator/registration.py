@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from unicron_lightning import wire
-from unicron_lightning.coordinator import admission, slots, standby, workers
+from unicron_lightning.coordinator import admission, replicas, slots, standby, workers
 from unicron_lightning.coordinator.jobs import is_job
 from unicron_lightning.coordinator.membership import concerned, finish, open_incident, send_go
 from unicron_lightning.coordinator.severity import apply as severity
@@ -357,6 +357,8 @@ def _reconcile_workers(task: Task, turn: Turn, agent: Agent, message: wire.Regis
             workers.ready(task, turn, known, info.ready)
             if not known.built and known.id in task.workers:
                 workers.welcome(task, turn, agent, known)  # it may not have heard that it is no founder
+        if info.replicas is not None and info.worker in task.workers:
+            replicas.told(task, turn, info.replicas)
     agent.missing = [worker.id for worker in task.workers_of(agent.id) if worker.id not in named]
     if agent.missing:
         turn.timer("missing", turn.limits.reconnect_grace, task=task.id, agent=agent.id)
