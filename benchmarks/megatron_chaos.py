@@ -110,7 +110,7 @@ def plain(folder: Path, model: dict[str, Any], step: int) -> Path:
     world = model["tp"] * model["pp"] * model["dp"]
     folder.mkdir()
     request = {"scenario": "reference:run", "world": world, "folder": str(folder)}
-    request["arguments"] = {"settings": model, "steps": [step]}
+    request |= {"arguments": {"settings": model, "steps": [step]}, "seconds": 100 + step}
     done = subprocess.run(
         [sys.executable, str(SCRIPT.with_name("forks.py"))],
         input=json.dumps(request) + "\n",

@@ -3,7 +3,7 @@
 Started by the fixture ``worlds`` of tests/megatron/conftest.py. Each line of its input is a request, and each line
 of its output the answer:
 
-    {"scenario": "module:function", "world": 4, "arguments": {...}, "folder": "..."}
+    {"scenario": "module:function", "world": 4, "arguments": {...}, "folder": "...", "seconds": 100}
     {"exits": [0, 0, -9, 0]}
 
 Modules are those beside this file, imported by their bare names: ``megatron`` is megatron-core's namespace.
@@ -27,7 +27,7 @@ warnings.simplefilter("ignore")  # megatron-core's about what is not installed
 import torch  # noqa: E402
 
 SCENARIO_SECONDS = 100
-"""A rank that takes longer says where it is and ends: less than the time limit of a test."""
+"""A rank that takes longer says where it is and ends, unless more is asked for: less than the time limit of a test."""
 
 
 def serve() -> None:
@@ -51,7 +51,7 @@ def _fork(rank: int, request: dict[str, Any]) -> int:
     try:
         folder = Path(request["folder"])
         _redirect(folder / f"{rank}.log")
-        faulthandler.dump_traceback_later(SCENARIO_SECONDS, exit=True)
+        faulthandler.dump_traceback_later(request.get("seconds", SCENARIO_SECONDS), exit=True)
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(request["world"])}
         module, _, name = request["scenario"].partition(":")
         result = getattr(importlib.import_module(module), name)(rank, request["world"], folder, **request["arguments"])
