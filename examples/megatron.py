@@ -5,8 +5,9 @@ On every node, one agent per worker (or per node, with --nproc-per-node):
     torchrun --nnodes 3:4 --nproc-per-node 1 --rdzv-backend unicron --rdzv-id gpt --max-restarts 1000 \
         examples/megatron.py --pipeline 2 --nodes 4
 
-Kill any worker with SIGKILL: the step is finished, the worker comes back. Without CUDA it runs on the CPU, by the
-patches of `unicron_lightning.megatron.shim`, which are for demonstrations only.
+Kill any worker with SIGKILL: the step is finished, the worker comes back. `unicron relayout gpt --tp 2 --pp 1` has it
+go on with other sizes. Without CUDA it runs on the CPU, by the patches of `unicron_lightning.megatron.shim`, which are
+for demonstrations only.
 """
 
 from __future__ import annotations
@@ -35,13 +36,18 @@ from unicron_lightning.megatron import toy  # noqa: E402
 
 
 class Gpt(pl.LightningModule):
-    def __init__(self, options: toy.Toy, tensor: int, pipeline: int) -> None:
+    def __init__(self, options: toy.Toy) -> None:
         super().__init__()
         self.options = options
-        self.parallel = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline}
 
     def configure_model(self) -> None:
-        self.model = toy.model(self.options, toy.config(self.options, **self.parallel))
+        strategy: Any = self.trainer.strategy  # not the command line: another layout may have been ordered
+        config = toy.config(
+            self.options,
+            tensor_model_parallel_size=strategy.tensor_model_parallel_size,
+            pipeline_model_parallel_size=strategy.pipeline_model_parallel_size,
+        )
+        self.model = toy.model(self.options, config)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         return toy.forward(self.model, batch)
@@ -80,7 +86,7 @@ def main() -> None:
         logger=False,
     )
     data = DataLoader(toy.Text(options.length), batch_size=4, shuffle=True, drop_last=True)
-    trainer.fit(Gpt(options, arguments.tensor, arguments.pipeline), data)
+    trainer.fit(Gpt(options), data)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from typing import Any
+from typing import Any, Final
 
 import lightning.pytorch as pl
 import torch
@@ -33,6 +33,12 @@ _LEFT_OUT = (
     "datamodule_hparams_type",
 )
 """A joiner's script has made its own hyperparameters; they may hold objects that are no plain data."""
+
+
+WHOLE: Final = "unicron_state"
+"""Key of a checkpoint: the rest of the state at a step boundary, encoded. One that was written there is resumed by it,
+as Lightning takes such counters for those of the end of a step.
+"""
 
 
 def share_initial(module: pl.LightningModule, engine: Engine) -> None:
@@ -86,14 +92,24 @@ def warm_up() -> None:
     importlib.import_module("omegaconf")
 
 
-def resume(trainer: pl.Trainer, path: str) -> None:
-    """No member of the task survived: go on from its last checkpoint."""
+def resume(trainer: pl.Trainer, path: str) -> dict[str, Any] | None:
+    """No member of the task is left: go on from its last checkpoint.
+
+    Returns:
+        What `arrive` is to set, if the checkpoint was written between two steps (`WHOLE`).
+    """
     logger.warning("task_resumes_from_checkpoint path=%s", path)
     connector = trainer._checkpoint_connector
     connector.resume_start(path, weights_only=True)  # the path came over the network: nothing in it is run
+    if WHOLE in connector._loaded_checkpoint:
+        whole: dict[str, Any] = codec.decode(connector._loaded_checkpoint.pop(WHOLE))
+        trainer.num_sanity_val_steps = 0
+        receive(trainer, {**whole, "checkpoint": connector._loaded_checkpoint})
+        return whole
     connector.restore_model()
     connector.restore_datamodule()
     connector.restore_callbacks()
+    return None
 
 
 def check(trainer: pl.Trainer) -> None:

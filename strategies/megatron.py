@@ -20,7 +20,6 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.utils import get_model_config
 from torch import Tensor
 from typing_extensions import override
 
@@ -33,23 +32,20 @@ from unicron_lightning.megatron.fabric import GridFabric
 from unicron_lightning.megatron.keeper import check_redundancy
 from unicron_lightning.megatron.layout import Shape
 from unicron_lightning.megatron.mirror import Redundancy
-from unicron_lightning.megatron.model import ShardModel, sequence_length
+from unicron_lightning.megatron.model import ShardModel
 from unicron_lightning.megatron.start import InitialState, transfer
 from unicron_lightning.megatron.step import ReplicaStep
-from unicron_lightning.megatron.world import build_world, current_groups, enter_world, leave_world
+from unicron_lightning.megatron.world import build_world, enter_world, leave_world
 from unicron_lightning.strategies import join_state
 from unicron_lightning.strategies.checks import check_module
 from unicron_lightning.strategies.global_batch import declare
 from unicron_lightning.strategies.megatron_batches import StageBatches
+from unicron_lightning.strategies.megatron_building import build_shard
 from unicron_lightning.strategies.megatron_checkpoints import LoadCheckpoint, SaveCheckpoint
-from unicron_lightning.strategies.megatron_checks import (
-    check_megatron_config,
-    check_megatron_loader,
-    check_megatron_trainer,
-    find_megatron_module,
-)
+from unicron_lightning.strategies.megatron_checks import check_megatron_loader, check_megatron_trainer
 from unicron_lightning.strategies.megatron_lightning import keep_to_itself
 from unicron_lightning.strategies.megatron_optimizer import MegatronOptimizer, split_configuration
+from unicron_lightning.strategies.megatron_relayout import part
 from unicron_lightning.strategies.megatron_validation import pass_loader, run_validation
 from unicron_lightning.strategies.recording import RecordingResults
 from unicron_lightning.strategies.reporting import told_flops
@@ -66,8 +62,8 @@ class UnicronMegatronStrategy(UnicronStrategy):
     """Megatron-core through failures.
 
     Args:
-        tensor_model_parallel_size: TP.
-        pipeline_model_parallel_size: PP.
+        tensor_model_parallel_size: TP, unless an operator has ordered another one since.
+        pipeline_model_parallel_size: PP; the same.
         ddp: of Megatron's data parallelism.
         sequence_length: of what pipeline stages exchange; the model's ``max_sequence_length`` if not given.
         num_micro_batches: M of a global batch, instead of accumulate_grad_batches x replicas.
@@ -101,6 +97,7 @@ class UnicronMegatronStrategy(UnicronStrategy):
         self._ddp = ddp if ddp is not None else DistributedDataParallelConfig()
         self._redundancy = check_redundancy(redundancy, distributed=self._ddp.use_distributed_optimizer)
         self._sequence_length = sequence_length
+        self._grad_norm = 0.0
         self._fabric: GridFabric | None = None
         self._resumes: str | None = None
         self._restores_late = True
@@ -116,6 +113,16 @@ class UnicronMegatronStrategy(UnicronStrategy):
         """This worker's place in the grid of replicas."""
         assert self._fabric is not None, "no run has begun"
         return self._fabric
+
+    @property
+    def tensor_model_parallel_size(self) -> int:
+        """The present one, which ``configure_model`` has to build for."""
+        return self._tensor if self._fabric is None else self._fabric.shape.tensor
+
+    @property
+    def pipeline_model_parallel_size(self) -> int:
+        """The present one."""
+        return self._pipeline if self._fabric is None else self._fabric.shape.pipeline
 
     @property
     def model_shard(self) -> ShardModel:
@@ -138,8 +145,6 @@ class UnicronMegatronStrategy(UnicronStrategy):
     def grad_norm(self) -> float:
         """Norm of the last finished step's gradients, before clipping."""
         return self._grad_norm
-
-    _grad_norm = 0.0
 
     # ---- start
 
@@ -195,7 +200,10 @@ class UnicronMegatronStrategy(UnicronStrategy):
             self._founded()
             path, session.resume = session.resume, None
             if path is not None:
-                join_state.resume(trainer, path)
+                self._arrival = whole = join_state.resume(trainer, path)
+                if whole is not None:
+                    self._seed = whole["seed"]
+                    self._optimizer.set_rates(whole["rates"])
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -204,31 +212,25 @@ class UnicronMegatronStrategy(UnicronStrategy):
         assert module is not None and shape is not None
         returned = call._call_lightning_module_hook(trainer, "configure_optimizers", pl_module=module)
         config, scheduler = split_configuration(returned)
-        model = find_megatron_module(module)
-        check_megatron_config(get_model_config(model), self._ddp, config)
-        self._shard_model = ShardModel(
-            model,
+        self._shard_model = build_shard(
+            module,
             self._ddp,
             config,
-            replicas=shape.devices,
-            micro_batches=shape.accumulation,
-            sequence_length=self._sequence_length or sequence_length(model),
-            groups=current_groups(),
+            self.fabric,
+            micro_batches=shape.micro_batches,
+            length=self._sequence_length,
             redundancy=self._redundancy,
         )
-        self.fabric.built = True
-        optimizer = MegatronOptimizer(lambda: self.model_shard.optimizer, self._update)
-        made = [] if scheduler is None else [scheduler(optimizer)]
-        self.optimizers = [optimizer]
+        self._optimizer = MegatronOptimizer(lambda: self.model_shard.optimizer, self._update)
+        made = [] if scheduler is None else [scheduler(self._optimizer)]
+        self.optimizers = [self._optimizer]
         self.lr_scheduler_configs = _configure_schedulers_automatic_opt(made, None)
 
     @override
     def _join(self, trainer: pl.Trainer) -> dict[str, Any]:
         state = super()._join(trainer)
         self._founded()
-        optimizer = self.optimizers[0]
-        assert isinstance(optimizer, MegatronOptimizer)
-        optimizer.set_rates(state["rates"])
+        self._optimizer.set_rates(state["rates"])
         return state
 
     def _founded(self) -> None:
@@ -237,10 +239,17 @@ class UnicronMegatronStrategy(UnicronStrategy):
 
     @override
     def _donate(self, trainer: pl.Trainer) -> bytes:
-        optimizer = self.optimizers[0]
-        assert self._session is not None and isinstance(optimizer, MegatronOptimizer)
+        return codec.encode(self._state(trainer))
+
+    def _state(self, trainer: pl.Trainer) -> dict[str, Any]:
+        """Of the loops and the optimizer's rates, at a step boundary."""
+        assert self._session is not None
         state = join_state.loop_state(trainer, self._layout, self._seed, self._session.fits)
-        return codec.encode({**state, "rates": optimizer.rates()})
+        return {**state, "rates": self._optimizer.rates()}
+
+    @override
+    def _part(self, trainer: pl.Trainer) -> None:
+        part(self, trainer, self._state(trainer))
 
     # ---- worlds
 

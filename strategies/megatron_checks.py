@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from unicron_lightning.data.order import check_loader
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.megatron.layout import Shape
 
 
 def check_megatron_trainer(trainer: pl.Trainer) -> None:
@@ -95,6 +96,24 @@ def check_megatron_config(config: Any, ddp: Any, optimizer: Any) -> None:
             raise ConfigError(
                 f"{type(owner).__qualname__}({field}={found!r}) is not supported by the unicron_megatron strategy; "
                 f"expected {value!r}"
+            )
+
+
+def check_megatron_layout(config: Any, shape: Shape) -> None:
+    """Refuses a model built for another layout than the task has now.
+
+    Raises:
+        ConfigError: naming the field, and where the size is found.
+    """
+    for field, size in (
+        ("tensor_model_parallel_size", shape.tensor),
+        ("pipeline_model_parallel_size", shape.pipeline),
+    ):
+        found = getattr(config, field, 1)
+        if found != size:
+            raise ConfigError(
+                f"{type(config).__qualname__}({field}={found!r}), but the task has {size} now; expected "
+                f"self.trainer.strategy.{field} in configure_model()"
             )
 
 

@@ -106,6 +106,7 @@ class UnicronStrategy(CollectingStrategy):
         self._norms: NormStatistics | None = None
         self._layout = Layout()
         self._arrival: dict[str, Any] | None = None
+        self._parts = False
         self._used: list[bool] = []
         self._last_batch: GlobalBatch | None = None
         self._reports = StepReports()
@@ -209,7 +210,7 @@ class UnicronStrategy(CollectingStrategy):
                 self._join(trainer)
         elif self._session.resume is not None and trainer.state.fn == TrainerFn.FITTING:
             path, self._session.resume = self._session.resume, None
-            join_state.resume(trainer, path)
+            self._arrival = join_state.resume(trainer, path)
         elif self.engine.world.size > 1 and self._gather.starting:
             join_state.share_initial(module, self.engine)
 
@@ -228,7 +229,7 @@ class UnicronStrategy(CollectingStrategy):
         self._session.check_fit(state["fit"])
         self._seed = state["seed"]
         join_state.receive(trainer, state)
-        self._arrival = state
+        self._arrival, self._parts = state, join.parts
         return state
 
     # ---- data
@@ -261,8 +262,15 @@ class UnicronStrategy(CollectingStrategy):
         if engine.control is not None and not self._checked:
             self._checked = True
             join_state.check(trainer)
-        engine.switch(Join(lambda: self._donate(trainer)))
+        join = Join(lambda: self._donate(trainer))
+        engine.switch(join)
+        if join.parts or self._parts:
+            self._part(trainer)
         engine.activity.enter("hooks")
+
+    def _part(self, trainer: pl.Trainer) -> None:
+        """The coordinator wants another layout of a model that is spread over workers."""
+        raise AssertionError("ordered only where a layout was told")
 
     def _donate(self, trainer: pl.Trainer) -> bytes:
         """This worker's state at a step boundary, for a joiner."""

@@ -1,11 +1,46 @@
-"""The message about replicas of a model that is spread over several workers.
+"""What is said of a model that is spread over several workers: who is in which replica, and how it is spread.
 
 Part of `wire`, which is where it is used from.
 """
 
 from __future__ import annotations
 
+import msgspec
+
 from unicron_lightning.message import Message
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """How a replica of the model is spread over workers."""
+
+    tensor: int
+    """Tensor-parallel size (TP)."""
+    pipeline: int
+    """Pipeline stages (PP)."""
+
+    @property
+    def workers(self) -> int:
+        """Of a replica."""
+        return self.tensor * self.pipeline
+
+    def __str__(self) -> str:
+        return f"tp={self.tensor}, pp={self.pipeline}"
+
+
+class Spread(msgspec.Struct, frozen=True, kw_only=True):
+    """How the model is spread, and what another layout has to fit."""
+
+    layout: Layout
+    ordered: bool
+    """Whether the coordinator has said so; else it is the script's."""
+    workers: int
+    """Of the declared world."""
+    micro_batches: int
+    """M of a global batch."""
+    tensor_divides: dict[str, int]
+    """Sizes of the model, by name, of which TP is a divisor."""
+    pipeline_divides: dict[str, int]
+    """And PP."""
 
 
 class Replicas(Message, frozen=True, kw_only=True, tag="replicas"):
@@ -19,3 +54,5 @@ class Replicas(Message, frozen=True, kw_only=True, tag="replicas"):
     replicas: list[list[str]]
     """The workers of each that is whole, oldest first."""
     at_once: int | None = None
+    spread: Spread | None = None
+    """None before the model is built."""

@@ -33,7 +33,12 @@ from unicron_lightning.pairwire import PairEnd as PairEnd
 from unicron_lightning.pairwire import PairResult as PairResult
 from unicron_lightning.pairwire import PairServe as PairServe
 from unicron_lightning.pairwire import PairServing as PairServing
+from unicron_lightning.recordwire import Lookup as Lookup
+from unicron_lightning.recordwire import LookupReply as LookupReply
+from unicron_lightning.recordwire import Record as Record
+from unicron_lightning.replicawire import Layout as Layout
 from unicron_lightning.replicawire import Replicas as Replicas
+from unicron_lightning.replicawire import Spread as Spread
 from unicron_lightning.watchwire import Ask as Ask
 from unicron_lightning.watchwire import Doing as Doing
 from unicron_lightning.watchwire import Inspect as Inspect
@@ -43,8 +48,8 @@ from unicron_lightning.watchwire import WatchLimits as WatchLimits
 
 PROTOCOL_VERSION: Final = 1
 
-EpochKind = Literal["init", "fail", "join", "leave", "restart"]
-PLANNED: Final = ("join", "leave")
+EpochKind = Literal["init", "fail", "join", "leave", "relayout", "restart"]
+PLANNED: Final = ("join", "leave", "relayout")
 """Kinds of epochs that are entered at a step boundary; until then the members of the one before go on."""
 
 
@@ -112,26 +117,16 @@ class WorkerEvent(Message, frozen=True, kw_only=True, tag="worker_event"):
     fields: dict[str, Any]
 
 
-class Record(Message, frozen=True, kw_only=True, tag="record"):
-    """Keep ``value`` (JSON text) under ``key`` for the task's present life, for workers that join later."""
-
-    key: str
-    value: str
-
-
-class Lookup(Message, frozen=True, kw_only=True, tag="lookup"):
-    """Asks for a recorded value. Answered by `LookupReply` with the same ``worker`` and ``key``."""
-
-    worker: str
-    key: str
-
-
 class CheckpointSaved(Message, frozen=True, kw_only=True, tag="checkpoint_saved"):
-    """A persistent checkpoint is complete at ``path`` (absolute) and holds the state after ``step`` optimizer steps."""
+    """A persistent checkpoint is complete at ``path`` (absolute) and holds the state after ``step`` optimizer steps.
+
+    ``parting``: all members wait to be started anew from it; see `Epoch` of kind ``relayout``.
+    """
 
     worker: str
     path: str
     step: int
+    parting: bool = False
 
 
 class WorkerDone(Message, frozen=True, kw_only=True, tag="worker_done"):
@@ -307,7 +302,8 @@ class TaskOver(Message, frozen=True, kw_only=True, tag="task_over"):
 class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
     """[to the worker] Answer to `WorkerHello`. A founder takes part from the start; others join live when ready.
 
-    ``resume``: where a task all of whose workers died goes on (a checkpoint path), None for a new start.
+    ``resume``: where a task all of whose workers died goes on (a checkpoint path), None for a new start. ``layout``: by
+    an operator's order, instead of the script's.
     """
 
     worker: str
@@ -316,15 +312,17 @@ class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
     """Counts the task's starts: 1, and one more each time no member survived."""
     resume: str | None
     watch: WatchLimits = WatchLimits()
+    layout: Layout | None = None
 
 
 class Epoch(Message, frozen=True, kw_only=True, tag="epoch"):
     """[to the workers: all members, and old members that are no longer in it] The newest world of the task.
 
     ``init``/``restart``: nobody has state, all members start. ``fail``: stop what you do *now*, abort collectives.
-    ``join``, ``leave``: switch at the next step boundary. In each case answer with `WorkerReady` of this epoch and wait
-    for `Go`. A worker that was a member and is not in ``members`` has been expelled; but of a ``leave`` it takes part
-    in the step first, then answers too, and waits to be stopped, or for a newer epoch if the change is given up.
+    ``join``, ``leave``: switch at the next step boundary. ``relayout``: do that, write a checkpoint there, and wait to
+    be stopped: the task starts anew from it in another layout. In each case answer with `WorkerReady` of this epoch and
+    wait for `Go`. A worker that was a member and is not in ``members`` has been expelled; but of a ``leave`` it takes
+    part in the step first, then answers too, and waits to be stopped, or for a newer epoch if the change is given up.
     """
 
     number: int
@@ -342,14 +340,6 @@ class Go(Message, frozen=True, kw_only=True, tag="go"):
 
     epoch: int
     states: dict[str, dict[str, Any]]
-
-
-class LookupReply(Message, frozen=True, kw_only=True, tag="lookup_reply"):
-    """[to the worker] ``value`` is None if nothing is recorded."""
-
-    worker: str
-    key: str
-    value: str | None
 
 
 class Notice(Message, frozen=True, kw_only=True, tag="notice"):

@@ -176,6 +176,9 @@ class FakeAgent:
         elif info.ready is None:
             self.ready(0, local_rank)
         elif epochs and info.worker in {member.worker for member in epochs[-1].members}:
+            went = any(go.epoch == epochs[-1].number for go in self.all(wire.Go))
+            if epochs[-1].kind == "relayout" and went:
+                self.say(wire.CheckpointSaved(worker=info.worker, path="/ckpt", step=epochs[-1].number, parting=True))
             self.ready(epochs[-1].number, local_rank)
 
     def boot(self, *, capacity: int = 8) -> FakeAgent:

@@ -88,6 +88,19 @@ async def test_a_task_is_resized(coordinator):
             assert (refused.returncode, refused.stderr) == (2, f"unicron: {reason}\n")
 
 
+async def test_a_layout_is_refused_in_words(coordinator):
+    async with connected(coordinator.url, "a", nodes=(1, 1)) as agents:
+        await train(agents)
+        for task, tp, reason in [
+            ("t", "2", "tp=2, pp=1: the task 't' has not begun to train, or is not of unicron_megatron"),
+            ("t", "0", "tp=0: expected a whole number, 1 or more"),
+            ("x", "2", "no task 'x'; there are: ['t']"),
+        ]:
+            words = ("relayout", task, "--tp", tp, "--pp", "1", "--endpoint", f"127.0.0.1:{coordinator.port}")
+            refused = await asyncio.to_thread(unicron, *words)
+            assert (refused.returncode, refused.stderr) == (2, f"unicron: {reason}\n")
+
+
 @pytest.mark.parametrize("command", ["status", "events"])
 def test_no_coordinator_is_one_line_and_status_2(command):
     endpoint = f"127.0.0.1:{free_port()}"

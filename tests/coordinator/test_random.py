@@ -30,6 +30,7 @@ FAULTS = (
     "drain",
     "undrain",
     "resize",
+    "relayout",
 )
 
 
@@ -119,6 +120,9 @@ class Histories(RuleBasedStateMachine):
             case "resize" if (task := self.world.machine.tasks.get("t")) is not None and task.over is None:
                 nodes = task.min_nodes + pick
                 self.world.do(ev.Resize(task="t", nodes=nodes if nodes <= task.max_nodes else None))
+            case "relayout" if (task := self.world.machine.tasks.get("t")) is not None and task.layouts.ordered is None:
+                if task.epoch is not None and task.over is None and not task.finishing:
+                    self.world.do(ev.Relayout(task="t", layout=wire.Layout(tensor=1, pipeline=1)))
             case "leave" if agent.conn is not None and len(agent.workers) < agent.size:
                 # Success means that torchrun saw all its workers end well.
                 self.agents.remove(agent)
@@ -187,6 +191,7 @@ class Histories(RuleBasedStateMachine):
         warm = [agent for agent in task.agents.values() if agent.all_warm]
         assert len(warm) == (len(self.agents) - len(task.slots) if self.world.limits.warm_standby else 0)
         assert task.settled
+        assert task.layouts.ordered is None
         assert not task.epoch.hold
         assert len(task.members()) == min(len(task.slots) * self.size, self.capacity)
         for member in task.members():

@@ -49,6 +49,8 @@ def load(
         refused = str(error)
     rest = checkpoint.load(path, [training.ddp], training.optimizer)
     assert rest == checkpoint.rest(path)
+    groups = [group for part in training.optimizer.chained_optimizers for group in part.optimizer.param_groups]
+    assert not any("step" in group for group in groups), "torch's Adam would leave that count as it is"
     norms = [training.step(number, MICRO_BATCHES) for number in (2, 3, 4)]
     dist.destroy_process_group()
     return {"norms": norms, "rest": rest, "refused": refused}

@@ -14,10 +14,12 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.megatron.layout import Shape
 from unicron_lightning.megatron.mirror import Redundancy
 from unicron_lightning.strategies.megatron import UnicronMegatronStrategy
 from unicron_lightning.strategies.megatron_checks import (
     check_megatron_config,
+    check_megatron_layout,
     check_megatron_loader,
     check_validation_loader,
 )
@@ -55,6 +57,13 @@ def test_configurations(config: dict, ddp: dict, optimizer: dict, message: str) 
         check_megatron_config(
             Config(**config), DistributedDataParallelConfig(**ddp), OptimizerConfig(lr=0.1, **optimizer)
         )
+
+
+def test_a_model_for_another_layout_than_the_task_has() -> None:
+    config = Config(tensor_model_parallel_size=1, pipeline_model_parallel_size=2)
+    check_megatron_layout(config, Shape(tensor=1, pipeline=2, replicas=2))
+    with pytest.raises(ConfigError, match=r"tensor_model_parallel_size=1\), but the task has 2 now"):
+        check_megatron_layout(config, Shape(tensor=2, pipeline=2, replicas=1))
 
 
 def test_what_is_supported_passes() -> None:

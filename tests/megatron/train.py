@@ -110,8 +110,8 @@ class Model(pl.LightningModule):
     def configure_model(self) -> None:
         config = toy.config(
             self.toy,
-            tensor_model_parallel_size=self.settings["tp"],
-            pipeline_model_parallel_size=self.settings["pp"],
+            tensor_model_parallel_size=self.trainer.strategy.tensor_model_parallel_size,
+            pipeline_model_parallel_size=self.trainer.strategy.pipeline_model_parallel_size,
         )
         self.model = toy.model(self.toy, config)
 
@@ -177,6 +177,7 @@ class Watch(pl.Callback):
         world, place = strategy.engine.world, strategy.fabric.place
         about = {"rank": world.rank, "world": world.size, "epoch": world.epoch}
         grid = {"replica": place.replica, "shard": strategy.fabric.shard, "replicas": len(place.layout.replicas)}
+        grid["tp"] = strategy.tensor_model_parallel_size
         values = {"loss": float(outputs["loss"]), "norm": strategy.grad_norm}
         step = trainer.global_step - 1
         self._note("step", step=step, data_epoch=trainer.current_epoch, **about, **grid, **values)

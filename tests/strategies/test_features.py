@@ -14,6 +14,11 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
+from typing_extensions import override
+
+from unicron_lightning.strategies import join_state
+from unicron_lightning.strategies.unicron import UnicronStrategy
+from unicron_lightning.worker import codec
 
 DEVICES = 2
 
@@ -71,7 +76,7 @@ def trainer(folder: Path, **settings: Any) -> pl.Trainer:
         "enable_checkpointing": False,
     }
     basic: dict[str, Any] = {"accelerator": "cpu", "devices": DEVICES, "max_epochs": 3, "default_root_dir": folder}
-    return pl.Trainer(strategy="unicron", **basic | quiet | settings)
+    return pl.Trainer(**{"strategy": "unicron"} | basic | quiet | settings)
 
 
 def same(a: nn.Module, b: nn.Module) -> bool:
@@ -119,6 +124,74 @@ def test_resuming_is_exact(tmp_path: Path, where: str) -> None:
     assert resumed.global_step == whole.global_step == 18 and resumed.current_epoch == 3
     assert again.losses == full.losses[-len(again.losses) :] and len(again.losses) == 18 - int(path.stem[5:])
     assert same(again, full)
+
+
+class Keeping(UnicronStrategy):
+    """Writes a checkpoint before each step, or resumes one as a new life does."""
+
+    def __init__(self, folder: Path, path: Path | None = None) -> None:
+        super().__init__()
+        self._folder, self._path = folder, path
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self._session is not None
+        self._session.resume = None if self._path is None else str(self._path)
+        super().setup(trainer)
+
+    @override
+    def boundary(self, trainer: pl.Trainer) -> None:
+        super().boundary(trainer)
+        if self._path is None:
+            rest: dict[str, Any] = codec.decode(self._donate(trainer))
+            checkpoint = rest.pop("checkpoint")
+            torch.save({**checkpoint, join_state.WHOLE: codec.encode(rest)}, self._folder / f"{trainer.global_step}")
+
+
+class Told(Net):
+    """Logs what it takes an epoch to make up, and keeps what Lightning made of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.means: list[float] = []
+        self.steps: list[int] = []
+        self.validated: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("mean", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        loop: Any = self.trainer.fit_loop.epoch_loop
+        self.steps.append(loop._batches_that_stepped)
+
+    def on_validation_end(self) -> None:
+        if not self.trainer.sanity_checking:
+            self.validated.append(self.trainer.global_step)
+
+    def on_train_end(self) -> None:
+        self.means.append(float(self.trainer.callback_metrics["mean"]))
+
+
+def run_from(folder: Path, path: Path | None = None) -> Told:
+    module = Told()
+    fit = trainer(folder, strategy=Keeping(folder, path), val_check_interval=3)
+    fit.fit(module, loader(), loader(16, shuffle=False))
+    assert fit.global_step == 18 and fit.current_epoch == 3
+    return module
+
+
+def test_a_checkpoint_between_two_steps_is_resumed_exactly(tmp_path: Path) -> None:
+    """As a task does that starts anew because of an order: with all that a joiner gets."""
+    full = run_from(tmp_path)
+    assert full.steps == list(range(18)) and full.validated == list(range(3, 19, 3))
+    for step in (1, 3, 5, 6, 7, 9, 12, 17):  # after a validation, at an epoch's start and just before its end, too
+        again = run_from(tmp_path, tmp_path / f"{step}")
+        assert again.steps == list(range(step, 18)), step
+        assert again.losses == full.losses[step:], step
+        assert again.validated == [at for at in full.validated if at > step]
+        assert again.means == full.means and same(again, full)
 
 
 def test_two_fits_in_a_row_and_evaluation_alone(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@
     unicron events [--task T] [--since SEQ]    what happened
     unicron incidents [--task T] [--csv]       what failures have cost
     unicron resize TASK N|all                  have so many nodes train a task, from the next step on
+    unicron relayout TASK --tp T --pp P        have a Megatron task's model spread over T x P workers
     unicron drain NODE [NODE ...]              no workers there any more; they leave between two steps
     unicron undrain NODE [NODE ...]            workers may run there again
     unicron inject FAULT --task TASK           break a task on purpose

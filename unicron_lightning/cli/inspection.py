@@ -60,6 +60,10 @@ def _task_table(task_id: str, task: dict[str, Any]) -> Any:
     nodes = f"{task['min_nodes']}:{task['max_nodes']} nodes" + (f", {task['target']} wanted" if task["target"] else "")
     title = f"{escape(task_id)}  {task['state']}  epoch {task['epoch']}  life {task['life']}  {nodes}"
     caption = f"incidents {task['incidents']}, restarts {task['restarts']}"
+    if (layout := task.get("layout")) is not None:
+        caption += f", tp={layout['tp']} pp={layout['pp']}"
+    if (ordered := task.get("layout_ordered")) is not None:
+        caption += f", on its way to tp={ordered['tp']} pp={ordered['pp']}"
     if task["degraded"]:
         caption += ", slower than usual"
     if task["checkpoint"]:

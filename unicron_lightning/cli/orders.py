@@ -1,4 +1,4 @@
-"""``unicron resize``, ``drain`` and ``undrain``: orders to a coordinator."""
+"""``unicron resize``, ``relayout``, ``drain`` and ``undrain``: orders to a coordinator."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     resize.add_argument("task", metavar="TASK", help="torchrun's --rdzv-id")
     resize.add_argument("nodes", metavar="N|all", help="within --nnodes MIN:MAX; all: as many as there are, up to MAX")
     resize.set_defaults(run=_resize)
+    other = "have a Megatron task's model spread over T x P workers"
+    relayout = commands.add_parser("relayout", parents=[connecting()], help=other)
+    relayout.add_argument("task", metavar="TASK", help="torchrun's --rdzv-id")
+    relayout.add_argument("--tp", required=True, metavar="T", help="tensor-parallel size")
+    relayout.add_argument("--pp", required=True, metavar="P", help="pipeline stages")
+    relayout.set_defaults(run=_relayout)
     for verb, does in (("drain", "have no workers on a node"), ("undrain", "allow workers on a node again")):
         order = commands.add_parser(verb, parents=[connecting()], help=does)
         order.add_argument("nodes", nargs="+", metavar="NODE", help="a node's label, or an agent's id")
@@ -23,6 +29,13 @@ def _resize(options: argparse.Namespace) -> int:
     path = f"/v1/tasks/{quoted(options.task)}/resize"
     answer = fetch(options.endpoint, path, token_of(options), method="POST", nodes=options.nodes)
     print(f"{answer['task']}: {answer['nodes'] or 'all'} nodes")
+    return 0
+
+
+def _relayout(options: argparse.Namespace) -> int:
+    path = f"/v1/tasks/{quoted(options.task)}/relayout"
+    answer = fetch(options.endpoint, path, token_of(options), method="POST", tp=options.tp, pp=options.pp)
+    print(f"{answer['task']}: tp={answer['tp']}, pp={answer['pp']} after a checkpoint")
     return 0
 
 

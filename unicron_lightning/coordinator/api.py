@@ -14,7 +14,8 @@ from typing import Any, Final, Protocol
 import msgspec
 from aiohttp import web
 
-from unicron_lightning.coordinator import accounting, injection, jobs, replicas
+from unicron_lightning import wire
+from unicron_lightning.coordinator import accounting, injection, jobs, relayout, replicas
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.machine import Machine
 from unicron_lightning.coordinator.status import cluster_status, task_status
@@ -90,6 +91,7 @@ class Api:
         app.router.add_get("/v1/events", self._get_events)
         app.router.add_get("/v1/incidents", self._get_incidents)
         app.router.add_post("/v1/tasks/{task}/resize", self._post_resize)
+        app.router.add_post("/v1/tasks/{task}/relayout", self._post_relayout)
         app.router.add_post("/v1/tasks/{task}/cancel", self._post_cancel)
         app.router.add_post("/v1/tasks/{task}/inject", self._post_inject)
         app.router.add_get("/v1/jobs", self._get_jobs)
@@ -136,6 +138,22 @@ class Api:
             return web.json_response({"error": refused}, status=404)
         self._shell.apply(ev.Resize(task=name, nodes=nodes))
         return web.json_response({"task": name, "nodes": nodes})
+
+    async def _post_relayout(self, request: web.Request) -> web.Response:
+        """``?tp=T&pp=P``: have the model spread over T x P workers, from a checkpoint after this step."""
+        name = request.match_info["task"]
+        task = self._shell.machine.tasks.get(name)
+        if task is None or task.over is not None:
+            return self._no_task(name)
+        words = {key: request.query.get(key, "") for key in ("tp", "pp")}
+        for key, word in words.items():
+            if not (word.isdecimal() and int(word) > 0):
+                return web.json_response({"error": f"{key}={word}: expected a whole number, 1 or more"}, status=400)
+        layout = wire.Layout(tensor=int(words["tp"]), pipeline=int(words["pp"]))
+        if (refused := relayout.refusal(task, layout)) is not None:
+            return web.json_response({"error": refused}, status=409)
+        self._shell.apply(ev.Relayout(task=name, layout=layout))
+        return web.json_response({"task": name, "tp": layout.tensor, "pp": layout.pipeline})
 
     async def _post_cancel(self, request: web.Request) -> web.Response:
         """End a task now, submitted or not."""

@@ -137,6 +137,14 @@ class Resize:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Relayout:
+    """An operator wants a task's model spread like this; `relayout.refusal` has nothing to say."""
+
+    task: str
+    layout: wire.Layout
+
+
+@dataclass(frozen=True, kw_only=True)
 class Submit:
     """A user submits a task of which `jobs.refusal` has nothing to say."""
 
@@ -194,6 +202,7 @@ Input = Union[
     AgentsEnded,
     Drain,
     Resize,
+    Relayout,
     Submit,
     Cancel,
     Inject,

@@ -20,6 +20,7 @@ from unicron_lightning.coordinator import (
     orders,
     pairing,
     registration,
+    relayout,
     slots,
     standby,
     state,
@@ -97,6 +98,8 @@ class Machine:
                 self._drain(turn, event)
             case ev.Resize():
                 self._resize(turn, event)
+            case ev.Relayout():
+                relayout.order(self._cluster.tasks[event.task], turn, event.layout)
             case ev.Submit():
                 jobs.submit(self._cluster, turn, event.job)
             case ev.Cancel():

@@ -6,6 +6,7 @@
 * a member of the epoch is dead: publish a new one with those that are left. A planned one that was not settled falls
   back to the established members; its joiners are candidates again, for the next one;
 * all members reported: settle it with `wire.Go`; those that left with it are stopped;
+* it is settled, and another layout is ordered: publish a ``relayout`` with the same members (see `relayout`);
 * it is settled, and members are on nodes that drain: publish a ``leave`` without them, if enough are left;
 * it is settled and there are candidates: publish a ``join``;
 * nobody is left: the task is over if a member finished, else a new life begins.
@@ -17,8 +18,9 @@ from collections import Counter
 from typing import Any
 
 from unicron_lightning import wire
+from unicron_lightning.coordinator import relayout
 from unicron_lightning.coordinator.jobs import ended
-from unicron_lightning.coordinator.replicas import awaited, bearable
+from unicron_lightning.coordinator.replicas import awaited, bearable, fewest
 from unicron_lightning.coordinator.slots import leaving, revoke
 from unicron_lightning.coordinator.state import Task, Worker
 from unicron_lightning.coordinator.turn import Turn
@@ -119,7 +121,7 @@ def finish(task: Task, turn: Turn, *, succeeded: bool, reason: str) -> None:
 def _form(task: Task, turn: Turn) -> None:
     built = Counter(worker.agent for worker in task.workers.values() if worker.built)
     complete = [agent_id for agent_id in task.slots if built[agent_id] == task.agents[agent_id].local_world]
-    if len(complete) < task.min_nodes:
+    if len(complete) < fewest(task):
         return
     founders = [worker for agent_id in complete for worker in task.workers_of(agent_id) if worker.built]
     members = [_member(task, worker) for worker in founders[: task.capacity()]]
@@ -133,7 +135,12 @@ def _turn_into_joiners(task: Task, turn: Turn, members: set[str]) -> None:
         if worker.founder and worker.id not in members:
             worker.founder = worker.built = False
             word = wire.Welcome(
-                worker=worker.id, founder=False, life=task.life, resume=None, watch=turn.limits.watch
+                worker=worker.id,
+                founder=False,
+                life=task.life,
+                resume=None,
+                watch=turn.limits.watch,
+                layout=task.layouts.in_force,
             )
             turn.send(task.agents[worker.agent], word)
             turn.timer("start", turn.limits.watch.start_time, task=task.id, agent=worker.agent)
@@ -207,10 +214,25 @@ def pause(task: Task, turn: Turn) -> None:
         _new_life(task, turn)
 
 
+def start_anew(task: Task, turn: Turn) -> None:
+    """All members wait, having written the newest checkpoint: the next life begins from it, maybe in another layout."""
+    relayout.take_up(task, turn)
+    for agent_id in list(task.slots):
+        for worker in task.workers_of(agent_id):
+            bury(task, worker)
+        revoke(task, turn, task.agents[agent_id], "the task starts anew in another layout")
+    _new_life(task, turn)
+
+
 def _resize(task: Task, turn: Turn) -> None:
-    """What is planned for the next step boundary: a leave or a join, if one is due."""
+    """What is planned for the next step boundary: another layout, a leave or a join, if one is due."""
     if task.finishing:
         return
+    if relayout.due(task):
+        if task.epoch is not None and task.epoch.kind != "relayout":
+            task.incident = None
+            _publish(task, turn, "relayout", task.members())
+        return  # or they are writing the checkpoint
     members, away = task.members(), bearable(task, leaving(task, turn))
     staying = members
     if away:
@@ -308,6 +330,7 @@ def _nobody_left(task: Task, turn: Turn) -> None:
         # The members finish the same step together: one that ended well had all of the task's work behind it.
         finish(task, turn, succeeded=True, reason="all members finished")
         return
+    relayout.give_up(task, turn)
     _new_life(task, turn)
 
 
@@ -319,7 +342,7 @@ def _new_life(task: Task, turn: Turn) -> None:
     task.epoch = None
     task.go = None
     task.established = []
-    task.replicas, task.replicas_of = [], 0
+    task.replicas, task.replicas_of, task.layouts.spread = [], 0, None
     task.records = {}
     task.comm_error_epoch = 0
     saved = task.checkpoint

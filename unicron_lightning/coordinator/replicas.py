@@ -12,10 +12,10 @@ Workers tell how many of them a replica takes (`wire.WorkerHello.granularity`) a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 from unicron_lightning import wire
+from unicron_lightning.coordinator import relayout
 from unicron_lightning.coordinator.places import NOBODY, Places, users
 from unicron_lightning.coordinator.state import Agent, Task
 from unicron_lightning.coordinator.turn import Turn
@@ -23,10 +23,10 @@ from unicron_lightning.coordinator.turn import Turn
 
 def hello(task: Task, turn: Turn, agent: Agent, message: wire.WorkerHello) -> None:
     """A worker has told of how many a replica consists."""
-    if message.granularity is None:
+    workers = relayout.granularity(task, message.granularity)
+    if workers is None:
         return
-    own = agent.local_world or 1
-    nodes = math.lcm(message.granularity, own) // own
+    nodes = relayout.nodes_of(agent, workers)
     if nodes != task.replica_nodes:
         task.replica_nodes = nodes
         turn.places_changed = True
@@ -38,12 +38,18 @@ def told(task: Task, turn: Turn, message: wire.Replicas) -> None:
     if message.epoch == task.number:
         task.replicas, task.replicas_of, task.replicas_at_once = message.replicas, message.epoch, message.at_once
         turn.places_changed = True
+        relayout.told(task, turn, message.spread)
         turn.save(task)
 
 
 def awaited(task: Task) -> bool:
     """Whether the members have not told yet who is in which replica in this epoch: until they have, none leaves."""
     return task.replica_nodes > 0 and task.replicas_of != task.number
+
+
+def fewest(task: Task) -> int:
+    """Nodes with which a life can begin: one whole replica at least."""
+    return max(task.min_nodes, task.granularity)
 
 
 def whole(task: Task) -> dict[str, int]:

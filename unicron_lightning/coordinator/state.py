@@ -13,6 +13,7 @@ import msgspec
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator.incident import Accounts
+from unicron_lightning.coordinator.layouts import Layouts
 from unicron_lightning.coordinator.measured import Lifetimes, Measured
 from unicron_lightning.coordinator.paired import Paired
 from unicron_lightning.coordinator.severity.record import Record
@@ -161,6 +162,7 @@ class Task(msgspec.Struct, kw_only=True):
     """The epoch of which that was told."""
     replicas_at_once: int | None = None
     """How many of them may leave at a time; None: all but one."""
+    layouts: Layouts = msgspec.field(default_factory=Layouts)
     join_due: bool = False
     """Candidates waited long enough for their siblings."""
     join_timer: bool = False

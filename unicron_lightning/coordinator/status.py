@@ -15,6 +15,7 @@ _PENDING: dict[wire.EpochKind, str] = {
     "fail": "recovering",
     "join": "joining",
     "leave": "leaving",
+    "relayout": "leaving",
 }
 
 
@@ -36,6 +37,8 @@ def task_status(task: Task) -> dict[str, Any]:
         "min_nodes": task.min_nodes,
         "max_nodes": task.max_nodes,
         "target": task.target,
+        "layout": _layout(task.layouts.spread.layout if task.layouts.spread else task.layouts.in_force),
+        "layout_ordered": _layout(task.layouts.ordered),
         "created_at": task.created_at,
         "members": [
             {"rank": rank, **_worker(task, task.workers.get(member.worker), member.worker), "node": member.node}
@@ -55,6 +58,10 @@ def task_status(task: Task) -> dict[str, Any]:
         "incidents": task.incidents,
         "restarts": task.restarts,
     }
+
+
+def _layout(layout: wire.Layout | None) -> dict[str, int] | None:
+    return None if layout is None else {"tp": layout.tensor, "pp": layout.pipeline}
 
 
 def cluster_status(cluster: Cluster) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from unicron_lightning import wire
-from unicron_lightning.coordinator import accounting, injection, measuring, replicas
-from unicron_lightning.coordinator.membership import bury, expel, needed, open_incident
+from unicron_lightning.coordinator import accounting, injection, measuring, relayout, replicas
+from unicron_lightning.coordinator.membership import bury, expel, needed, open_incident, start_anew
 from unicron_lightning.coordinator.state import Agent, Checkpoint, Task, Worker, round_of
 from unicron_lightning.coordinator.turn import Turn
 from unicron_lightning.coordinator.watch import slowness
@@ -29,6 +29,8 @@ Said = (
 )
 
 
+_FIRST_STEPS = ("started", "recovered", "grown", "shrunk")
+"""Events of a worker that has finished its first step in an epoch."""
 REPORTED = "reported"
 """Cause of a death that `wire.ErrorReport` has told: the event before it says more."""
 
@@ -66,7 +68,12 @@ def welcome(task: Task, turn: Turn, agent: Agent, worker: Worker) -> None:
     """Answer a hello (again)."""
     resume = task.checkpoint.path if worker.founder and task.life > 1 and task.checkpoint else None
     word = wire.Welcome(
-        worker=worker.id, founder=worker.founder, life=task.life, resume=resume, watch=turn.limits.watch
+        worker=worker.id,
+        founder=worker.founder,
+        life=task.life,
+        resume=resume,
+        watch=turn.limits.watch,
+        layout=task.layouts.in_force,
     )
     turn.send(agent, word)
     if not worker.built:
@@ -99,6 +106,8 @@ def said(task: Task, turn: Turn, agent: Agent, message: Said) -> None:
             turn.send(agent, wire.LookupReply(worker=worker.id, key=message.key, value=value))
         case wire.CheckpointSaved():
             _checkpoint(task, turn, worker, message)
+            if message.parting:
+                start_anew(task, turn)
         case wire.FaultDue():
             injection.due(task, turn, agent, message)
         case wire.Replicas():
@@ -251,6 +260,8 @@ def _event(task: Task, turn: Turn, worker: Worker, message: wire.WorkerEvent) ->
     turn.emit_for(task, incident, f"worker.{message.name}", fields)
     if message.name == "recovered" and task.settled:
         task.incident = None
+    if message.name in _FIRST_STEPS:
+        relayout.stepped(task, turn)
 
 
 def _checkpoint(task: Task, turn: Turn, worker: Worker, message: wire.CheckpointSaved) -> None:

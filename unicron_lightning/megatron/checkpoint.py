@@ -180,7 +180,13 @@ def _steps_apart(optimizer: Any) -> Iterator[None]:
 
 
 def _own_steps(part: Any) -> None:
-    """Gives each parameter's count a tensor of its own: loading gives all the same one, which each would advance."""
+    """Gives each parameter's count a tensor of its own: loading gives all the same one, which each would advance.
+
+    The count that came with the parameter groups goes: torch's Adam would leave it as it is, and it would be taken for
+    the present one later.
+    """
     if isinstance(part.optimizer, torch.optim.Adam):
         for state in part.optimizer.state.values():
             state["step"] = torch.as_tensor(state["step"]).clone()
+        for group in part.optimizer.param_groups:
+            group.pop("step", None)

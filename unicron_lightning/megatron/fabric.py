@@ -85,6 +85,8 @@ class GridFabric:
     Attributes:
         phase, at: told by the step; see `Word`.
         built: told by the strategy; see `Word`.
+        spread: told by the strategy, for the coordinator, once the model is built.
+        ordered: whether the coordinator has said how the model is spread; else ``shape`` is the script's.
         intact: whether nobody has cut this replica's connections.
         place: the newest one settled.
         channels: those of the newest epoch entered; None for spares.
@@ -93,7 +95,8 @@ class GridFabric:
     def __init__(self, shape: Shape, *, copies: int | None = None) -> None:
         self.shape = shape
         self._copies, self._mirrors = copies, copies is not None
-        self.built = False
+        self.built = self.ordered = False
+        self.spread: wire.Spread | None = None
         self.phase: Phase = "idle"
         self.at: int | None = 0
         self.shard: int | None = None
@@ -179,6 +182,8 @@ class GridFabric:
             self.at = None
         if control is not None:
             self._worker = control.worker
+            if (other := control.welcome.layout) is not None:
+                self.shape, self.ordered = self.shape.relaid(other.tensor, other.pipeline), True
         else:
             layout = plan_layout(0, [Word(at=0)], self.shape)
             self.place, self.shard = Place(epoch=0, rank=0, layout=layout, members=("",)), 0
@@ -289,7 +294,13 @@ class GridFabric:
             self._control.send(wire.Record(key=LACKING, value=json.dumps(lacking)))
         if place.rank == 0:
             at_once = None if self._copies is None else max(1, self._copies)
-            told = wire.Replicas(worker=self._worker, epoch=place.epoch, replicas=place.replicas, at_once=at_once)
+            told = wire.Replicas(
+                worker=self._worker,
+                epoch=place.epoch,
+                replicas=place.replicas,
+                at_once=at_once,
+                spread=self.spread,
+            )
             self._control.send(told)
 
     def _channels(self, place: Place, task: str, epoch: wire.Epoch, host: str) -> Channels | None:

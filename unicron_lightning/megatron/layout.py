@@ -42,6 +42,10 @@ class Shape:
         """Tensor-parallel rank and pipeline stage."""
         return shard % self.tensor, shard // self.tensor
 
+    def relaid(self, tensor: int, pipeline: int) -> Shape:
+        """As many workers in another layout."""
+        return Shape(tensor=tensor, pipeline=pipeline, replicas=self.shards * self.replicas // (tensor * pipeline))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Word:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Final, NoReturn
 
 import msgspec
 
@@ -13,6 +14,7 @@ from unicron_lightning.worker.engine import JOIN, NEEDS_STATE, Engine, EpochChan
 logger = logging.getLogger(__name__)
 
 _encode = msgspec.json.Encoder().encode
+_PARTS: Final = b"parts"
 _sizes = msgspec.json.Decoder(list[int]).decode
 
 
@@ -95,13 +97,17 @@ class Join(Indivisible):
 
     Args:
         donate: gives this worker's state as bytes; called at most once, only where someone needs it.
+
+    Attributes:
         received: the state as received, None on workers that had it.
+        parts: whether the members have met to be started anew (an epoch of kind ``relayout``): the same on all.
     """
 
     name = JOIN
 
     def __init__(self, donate: Callable[[], bytes]) -> None:
         self.received: bytes | None = None
+        self.parts = False
         self._donate = donate
         self._donation: bytes | None = None
         self._root: int | None = None
@@ -133,7 +139,11 @@ class Join(Indivisible):
             engine.activity.enter("hold")
             engine.control.wait_newer(engine.world.epoch)
             raise EpochChanged("the hold may be over")
-        return b""
+        self.parts = engine.world.kind == "relayout"
+        return _PARTS if self.parts else b""
+
+    def adopt(self, result: bytes) -> None:
+        self.parts = result == _PARTS
 
     def _give(self) -> bytes:
         if self.received is not None:
@@ -141,3 +151,29 @@ class Join(Indivisible):
         if self._donation is None:
             self._donation = self._donate()
         return self._donation
+
+
+class Parting(Indivisible):
+    """Waits, with what is needed in a checkpoint, for the end of the process: the task is to be started anew.
+
+    A failure meanwhile is entered as ever, since others may not have got that far.
+
+    Args:
+        tell: says to the coordinator that this worker waits; anew in each epoch.
+    """
+
+    name = "parting"
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        self._tell = tell
+
+    def plan(self, reports: Sequence[Report | None], rank: int) -> None:
+        """Everyone does the same."""
+
+    def attempt(self, engine: Engine) -> NoReturn:
+        control, epoch = engine.control, engine.world.epoch
+        assert control is not None
+        self._tell()
+        with control.condition:
+            control.condition.wait_for(lambda: control.failed_since(epoch))
+        raise EpochChanged("the end has been put off by a failure")

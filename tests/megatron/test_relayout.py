@@ -1,0 +1,113 @@
+"""TP and PP of a task under way are changed by an operator's order: no step is lost, and failures heal as before."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faults.cluster import Cluster, Note, kill, until
+from faults.megatron import MODEL, SCRIPT, ZERO1, finals, notes
+
+pytest.importorskip("megatron.core.package_info")
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
+
+# What rounding does grows with the learning rate, and with the steps: so these are few, and slow.
+SETTINGS: dict[str, Any] = {**MODEL, "pp": 2, **ZERO1, "optimizer": {**ZERO1["optimizer"], "lr": 1e-4}}
+RUN: dict[str, Any] = {"steps": 8, "finish": True, "full": 5, "slow": 0.4, "save_every": 10_000}
+DIES: dict[str, Any] = {"point": "checkpoint", "replica": 1, "shard": 0}
+"""While the order is carried out."""
+
+
+def test_pipelines_become_slices_without_losing_a_step(tmp_path: Path, worlds: Any) -> None:
+    settings = {**SETTINGS, **RUN}
+    with Cluster(tmp_path, script=SCRIPT, agents=4, nodes="3:4", schedule=[DIES], settings=settings) as cluster:
+        whole(cluster, tp=1)
+        with pytest.raises(subprocess.CalledProcessError):
+            cluster.order("relayout", "task", "--tp", "1", "--pp", "8")
+        assert not cluster.events("layout_ordered")
+        cluster.order("relayout", "task", "--tp", "2", "--pp", "1")
+        moved = whole(cluster, tp=2)
+        kill(moved[-1]["pid"], signal.SIGKILL)
+        healed = whole(cluster, tp=2, without=moved[-1]["pid"])
+        (tmp_path / "finish").touch()
+        until("the agents' end", lambda: all(agent.poll() is not None for agent in cluster.agents.values()), 150)
+        events = cluster.events()
+        cluster.wait_end()
+    assert {note["pid"] for note in moved} & {note["pid"] for note in healed}, "healed in process"
+    check_log(tmp_path, events)
+    check_numbers(tmp_path, worlds)
+
+
+def whole(cluster: Cluster, *, tp: int, without: int | None = None) -> list[Note]:
+    """A finished step, from now on, of two whole replicas in a layout."""
+    since = time.time()
+
+    def there() -> list[Note] | None:
+        world = cluster.world()
+        fits = len(world) == 4 and all(note["tp"] == tp and note["replicas"] == 2 for note in world)
+        new = all(note["at"] > since and note["pid"] != without for note in world)
+        return world if fits and new else None
+
+    return list(cluster.watch(there, f"two replicas with tp={tp}", 300, 150))
+
+
+def check_log(folder: Path, events: list[dict[str, Any]]) -> None:
+    """One order, one new life from the step before it, each step done once, and an incident for each death."""
+    named = {event["name"]: event for event in events}
+    assert [event["name"] for event in events if event["name"].startswith("layout_")] == [
+        "layout_ordered",
+        "layout_changes",
+    ]
+    restarts = [event for event in events if event["name"] == "task_restarts"]
+    assert len(restarts) == 1 and (folder / "struck-0").exists()
+    assert named["layout_changes"]["before"] == {"tp": 1, "pp": 2}
+    step = named["layout_changes"]["step"]
+    assert restarts[0]["path"] == str(folder / "checkpoints" / f"relayout-step={step}.ckpt")
+    assert {event["incident"] for event in events} - {None} == {"i1", "i2"}
+    assert [event["outcome"] for event in events if event["name"] == "incident_closed"] == ["restored"] * 2
+    done = {tp: {note["step"] for note in notes(folder, "step") if note["tp"] == tp} for tp in (1, 2)}
+    assert done[1] == set(range(step)) and min(done[2]) == step
+    assert done[2] == set(range(step, max(done[2]) + 1))
+
+
+def check_numbers(folder: Path, worlds: Any) -> None:
+    """Norms and parameters are those of a plain loop that has the first layout to the end, but for rounding."""
+    last, paths = finals(folder)
+    norms = worlds.run("reference:run", 4, folder / "plain", settings=SETTINGS, steps=[last])[0]
+    logged = {note["step"]: note["norm"] for note in notes(folder, "step")}
+    assert [logged[number] for number in range(last)] == pytest.approx(norms, rel=1e-5)
+    plain = {}
+    for stage in range(2):
+        for name, value in torch.load(folder / "plain" / f"plain-{last}-{stage}.pt").items():
+            plain[in_one_stage(name, 2 * stage)] = value
+    for replica in range(2):
+        slices = [torch.load(path)["parameters"] for path in paths if path.stem.split("-")[2] == str(replica)]
+        assert len(slices) == 2
+        for name in slices[0]:
+            values = [each[name] for each in slices]
+            joint = together(values, plain[name].shape)
+            assert float((joint - plain[name]).abs().max()) < 1e-5, name
+
+
+def in_one_stage(name: str, first: int) -> str:
+    """A parameter's name where all layers are in one stage; ``first``: of its stage."""
+    head, mark, rest = name.partition("decoder.layers.")
+    if not mark:
+        return name
+    number, _, tail = rest.partition(".")
+    return f"{head}{mark}{int(number) + first}.{tail}"
+
+
+def together(values: list[torch.Tensor], shape: torch.Size) -> torch.Tensor:
+    """A parameter from its slices; one that each worker has whole must be the same on all."""
+    if values[0].shape == shape:
+        assert all(torch.equal(value, values[0]) for value in values)
+        return values[0]
+    dim = next(dim for dim, size in enumerate(shape) if size != values[0].shape[dim])
+    return torch.cat(values, dim)

@@ -1,0 +1,151 @@
+"""The change of TP and PP of a task under way: a cold transition, by an operator's order.
+
+1. The order is noted, if the model and the workers can have the layout.
+2. An epoch of kind ``relayout`` with the same members is published: they finish the step, switch, write a checkpoint,
+   tell of it, and wait (`wire.CheckpointSaved.parting`).
+3. All slots are taken back, and the task's next life begins in the new layout, from that checkpoint. Workers are told
+   the layout with their `wire.Welcome`. Nothing is computed again.
+
+A death before the checkpoint is healed first, then the order is carried out. If nobody survives, the order is void and
+the layout stays. A layout in which no step was ever finished is given up when nobody is left: the task goes on in the
+one before, from the same checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from unicron_lightning import wire
+from unicron_lightning.coordinator.state import Agent, Task
+from unicron_lightning.coordinator.turn import Turn
+
+
+def refusal(task: Task, layout: wire.Layout) -> str | None:
+    """Why a task cannot have this layout, or not now, for the operator; None if it can."""
+    layouts, spread = task.layouts, task.layouts.spread
+    if layouts.ordered is not None:
+        return f"{layout}: the task is on its way to {layouts.ordered} already"
+    if spread is None or task.epoch is None or task.finishing:
+        doing = "ends" if task.finishing else "has not begun to train, or is not of unicron_megatron"
+        return f"{layout}: the task {task.id!r} {doing}"
+    if layouts.untried:
+        return f"{layout}: the task has only just begun with {spread.layout}; wait for its first step"
+    if layout == spread.layout:
+        return f"{layout}: that is what the task has"
+    return _misfit(spread, layout) or _lack(task, layout)
+
+
+def order(task: Task, turn: Turn, layout: wire.Layout) -> None:
+    """An operator wants it; `refusal` has nothing to say."""
+    task.layouts.ordered = layout
+    turn.emit_for(task, None, "layout_ordered", {**_sizes(layout), "before": _before(task)})
+    turn.concerned[task.id] = task
+
+
+def told(task: Task, turn: Turn, spread: wire.Spread | None) -> None:
+    """A worker has told how the model is spread."""
+    layouts = task.layouts
+    if spread is None or spread == layouts.spread:
+        return
+    layouts.spread = spread
+    if spread.ordered and layouts.in_force is None:  # the coordinator has lost its store
+        layouts.in_force = spread.layout
+    turn.save(task)
+
+
+def due(task: Task) -> bool:
+    """Whether the members of the newest epoch, which is settled, are to write the checkpoint now.
+
+    Not as long as they could not form a replica, or are held: then those that wait may join first.
+    """
+    ordered, epoch = task.layouts.ordered, task.epoch
+    return ordered is not None and epoch is not None and not epoch.hold and len(epoch.members) >= ordered.workers
+
+
+def take_up(task: Task, turn: Turn) -> None:
+    """All members wait to be started anew: from now on the layout is what was ordered.
+
+    Without an order, which went with the coordinator's store, it is the one they have.
+    """
+    layouts = task.layouts
+    if layouts.ordered is None:
+        return
+    layouts.before, layouts.in_force = layouts.in_force, layouts.ordered
+    layouts.ordered, layouts.untried = None, True
+    step = task.checkpoint.step if task.checkpoint else None
+    turn.emit_for(task, None, "layout_changes", {**_sizes(layouts.in_force), "before": _before(task), "step": step})
+
+
+def give_up(task: Task, turn: Turn) -> None:
+    """Nobody that has the task's state is left: an order is void, and so is a layout that nobody has stepped in."""
+    layouts = task.layouts
+    if layouts.ordered is not None:
+        fields = {**_sizes(layouts.ordered), "reason": "no member was left before its checkpoint was written"}
+        layouts.ordered = None
+        turn.emit(task, "layout_given_up", **fields)
+    elif layouts.untried and layouts.in_force is not None:
+        fields = {**_sizes(layouts.in_force), "reason": "no member was left before a step was finished in it"}
+        layouts.in_force, layouts.before, layouts.untried = layouts.before, None, False
+        turn.emit(task, "layout_given_up", **fields)
+
+
+def stepped(task: Task, turn: Turn) -> None:
+    """A step was finished: the layout works."""
+    if task.layouts.untried:
+        task.layouts.untried, task.layouts.before = False, None
+        turn.save(task)
+
+
+def granularity(task: Task, told: int | None) -> int | None:
+    """Workers of a replica in this life, if the script's layout has as many as ``told``."""
+    in_force = task.layouts.in_force
+    return told if told is None or in_force is None else in_force.workers
+
+
+def nodes_of(agent: Agent, workers: int) -> int:
+    """Nodes like an agent's that a replica of so many workers takes, or a few replicas together."""
+    own = agent.local_world or 1
+    return math.lcm(workers, own) // own
+
+
+def _misfit(spread: wire.Spread, layout: wire.Layout) -> str | None:
+    """Why the model cannot be spread like this."""
+    if spread.workers % layout.workers:
+        return (
+            f"{layout}: a replica of {layout.workers} workers; expected a divisor of the {spread.workers} declared "
+            "(devices x num_nodes)"
+        )
+    replicas = spread.workers // layout.workers
+    if spread.micro_batches % replicas:
+        return f"{layout}: {replicas} replicas; expected a divisor of a step's {spread.micro_batches} micro-batches"
+    parts = (("tp", layout.tensor, spread.tensor_divides), ("pp", layout.pipeline, spread.pipeline_divides))
+    for name, parallel, sizes in parts:
+        for of, size in sizes.items():
+            if size % parallel:
+                return f"{name}={parallel}: expected a divisor of the model's {of}={size}"
+    return None
+
+
+def _lack(task: Task, layout: wire.Layout) -> str | None:
+    """Why there are not the workers for it."""
+    there = len(task.live_members())
+    if there < layout.workers:
+        return f"{layout}: a replica takes {layout.workers} workers, the task has {there} now"
+    step = nodes_of(task.agents[task.slots[0]], layout.workers) if task.slots else 1
+    if task.max_nodes // step * step < max(task.min_nodes, 1):
+        return (
+            f"{layout}: a replica takes {step} nodes; there is no multiple of that from {task.min_nodes} to "
+            f"{task.max_nodes} (its --nnodes)"
+        )
+    return None
+
+
+def _sizes(layout: wire.Layout) -> dict[str, Any]:
+    return {"tp": layout.tensor, "pp": layout.pipeline}
+
+
+def _before(task: Task) -> dict[str, Any] | None:
+    """The layout of the workers that there are."""
+    spread = task.layouts.spread
+    return None if spread is None else _sizes(spread.layout)

@@ -1,0 +1,61 @@
+"""What a built model tells of the layouts that it could have: by it the coordinator refuses an order in time."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from torch import nn
+
+from unicron_lightning import wire
+from unicron_lightning.megatron.layout import Shape
+
+_STAGES_OF_THEIR_OWN: Final = (
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout",
+)
+"""Fields of Megatron's configuration by which layers are not divided evenly among stages."""
+
+
+def spread_of(
+    config: Any, module: nn.Module, shape: Shape, *, ordered: bool, micro_batches: int, sequence_length: int
+) -> wire.Spread:
+    """How a model is spread, and which of its sizes TP and PP have to divide.
+
+    That is not all that a model may ask for: in a layout that it cannot be built in, its task's next life ends.
+
+    Args:
+        config: Megatron's `TransformerConfig`.
+        module: Megatron's model.
+        shape: the present one.
+        ordered: whether that is the coordinator's.
+        micro_batches: M.
+        sequence_length: of what pipeline stages exchange.
+    """
+    tensor = {
+        name: getattr(config, name, None) for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size")
+    }
+    tensor["vocab_size"] = _vocabulary(module)
+    if getattr(config, "sequence_parallel", False):
+        tensor["sequence_length"] = sequence_length
+    evenly = not any(getattr(config, name, None) for name in _STAGES_OF_THEIR_OWN)
+    return wire.Spread(
+        layout=wire.Layout(tensor=shape.tensor, pipeline=shape.pipeline),
+        ordered=ordered,
+        workers=shape.shards * shape.replicas,
+        micro_batches=micro_batches,
+        tensor_divides={name: size for name, size in tensor.items() if size},
+        pipeline_divides={"num_layers": config.num_layers} if evenly else {},
+    )
+
+
+def _vocabulary(module: nn.Module) -> int | None:
+    """Rows of the embedding, if the model tells."""
+    inner: Any = module
+    while not hasattr(inner, "vocab_size"):
+        if not hasattr(inner, "module"):
+            return None
+        inner = inner.module
+    return int(inner.vocab_size)

@@ -1,0 +1,30 @@
+"""Messages about records: values that workers leave for those that come later.
+
+Part of `wire`, which is where they are used from.
+"""
+
+from __future__ import annotations
+
+from unicron_lightning.message import Message
+
+
+class Record(Message, frozen=True, kw_only=True, tag="record"):
+    """Keep ``value`` (JSON text) under ``key`` for the task's present life, for workers that join later."""
+
+    key: str
+    value: str
+
+
+class Lookup(Message, frozen=True, kw_only=True, tag="lookup"):
+    """Asks for a recorded value. Answered by `LookupReply` with the same ``worker`` and ``key``."""
+
+    worker: str
+    key: str
+
+
+class LookupReply(Message, frozen=True, kw_only=True, tag="lookup_reply"):
+    """[to the worker] ``value`` is None if nothing is recorded."""
+
+    worker: str
+    key: str
+    value: str | None
