@@ -276,6 +276,7 @@ class UnicronMegatronStrategy(UnicronStrategy):
             leave_world()
         else:
             model.adopt(enter_world(channels, self.root_device))
+            fabric.watch()
         self.engine.check()
         transfer(fabric, model)
         place = fabric.place

@@ -6,11 +6,15 @@ import os
 import signal
 import threading
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from unicron_lightning.megatron.channels import Channels, Grid
+from unicron_lightning.megatron.fabric import GridFabric
+from unicron_lightning.megatron.layout import Shape
 from unicron_lightning.megatron.peers import PeerGroup, ProcessGroup, ReduceScatter
 from unicron_lightning.worker.gloo import wait_buried
 
@@ -94,3 +98,24 @@ def scattered(rank: int, world: int, folder: Path) -> Any:
     held = sum(not work.is_completed() for work in group._works)
     group.close()
     return [[output.flatten().tolist() for output in (*outputs, again)], inputs[0].tolist(), held]
+
+
+def let_go_by_a_partner(rank: int, world: int, folder: Path) -> Any:
+    """Rank 0 cuts its replica's connections when told to; rank 1 has something in NCCL's place that it can abort."""
+    shape = Shape(tensor=1, pipeline=world, replicas=1)
+    grid = Grid(shape=shape, replicas=1, place=0, shard=rank)
+    channels = Channels(grid, dist.FileStore(str(folder / "store"), world), "127.0.0.1", None)
+    fabric, aborted = GridFabric(shape), threading.Event()
+    fabric.channels, fabric._inner, channels.adopted = channels, channels.inner, True
+    if rank == 0:
+        await_file(folder / "now")
+        fabric.cut()
+        fabric.close()
+        return None
+    channels.inner_accelerated = [SimpleNamespace(abort=aborted.set)]
+    fabric.watch()
+    early = aborted.wait(1.0)
+    (folder / "now").write_text("1")
+    found = {"early": early, "aborted": aborted.wait(SECONDS), "intact": fabric.intact}
+    fabric.close()
+    return {**found, "threads": [thread.name for thread in threading.enumerate() if thread.name == "unicron-partners"]}

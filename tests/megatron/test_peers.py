@@ -29,3 +29,9 @@ def test_reduce_scatters_give_each_its_part(worlds: Worlds, tmp_path: Path) -> N
     first, second = worlds.run("broken:scattered", 2, tmp_path)
     assert first == [[[1.0, 3.0], [10.0], [1.0, 3.0]], [0.0, 1.0, 2.0, 3.0], 0]
     assert second == [[[5.0, 7.0], [14.0], [5.0, 7.0]], [1.0, 2.0, 3.0, 4.0], 0]
+
+
+def test_a_partner_that_lets_go_has_the_groups_on_the_accelerator_aborted(worlds: Worlds, tmp_path: Path) -> None:
+    """Of three: only the connection with that one is closed."""
+    _, second, third = worlds.run("broken:let_go_by_a_partner", 3, tmp_path)
+    assert second == third == {"early": False, "aborted": True, "intact": False, "threads": []}

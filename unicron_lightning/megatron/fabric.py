@@ -28,6 +28,7 @@ from unicron_lightning import wire
 from unicron_lightning.megatron.channels import Channels, Grid
 from unicron_lightning.megatron.claims import LACKING, claim_shard, wait_lacking
 from unicron_lightning.megatron.layout import Layout, Shape, StateLost, Word, plan_layout
+from unicron_lightning.megatron.partners import PartnerWatch
 from unicron_lightning.megatron.peers import PeerGroup
 from unicron_lightning.worker.communicator import Communicator, CommunicatorAborted, Handle
 from unicron_lightning.worker.connect import STORE_TIMEOUT, connector
@@ -111,6 +112,7 @@ class GridFabric:
         self._inner: dict[tuple[int, ...], PeerGroup] = {}
         self._partners: frozenset[str] = frozenset()
         self._entered: str | None = None
+        self._watch: PartnerWatch | None = None
 
     # ---- worker.engine.Fabric
 
@@ -254,6 +256,7 @@ class GridFabric:
         """The channels built with the epoch's communicator become this worker's; those not used on are closed."""
         place = self.place
         assert place is not None
+        self._end_watch()
         channels = self._alone() if self._control is None else self._built[place.epoch]
         with self._lock:
             kept = {} if channels is None else channels.inner
@@ -268,8 +271,20 @@ class GridFabric:
         self._entered = None if place.replica is None else place.layout.replicas[place.replica].name
         return channels
 
+    def watch(self) -> None:
+        """On an accelerator, when the channels have its groups: a partner's cut lets go of this worker, too."""
+        channels = self.channels
+        if channels is not None and channels.inner_accelerated:
+            self._watch = PartnerWatch(list(channels.inner.values()), self.cut)
+
+    def _end_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
     def close(self) -> None:
         """Lets go of everything."""
+        self._end_watch()
         with self._lock:
             groups, self._inner = list(self._inner.values()), {}
         for group in groups:

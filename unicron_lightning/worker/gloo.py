@@ -72,6 +72,10 @@ class GlooGroup:
         """Whether gloo has closed all its connections, as it does soon after a cut: it writes to no tensor any more."""
         return not any(_target(descriptor) == target for descriptor, target in self._descriptors)
 
+    def broken(self) -> bool:
+        """Whether gloo has closed any of its connections: this process has cut it, or the other end has."""
+        return any(_target(descriptor) != target for descriptor, target in self._descriptors)
+
     def close(self, handles: Sequence[Ending] = ()) -> None:
         """Cuts, and lets go of the group when ``handles`` have ended."""
         backend, self.backend = self.backend, None
