@@ -269,7 +269,7 @@ class UnicronMegatronStrategy(UnicronStrategy):
             CommunicatorAborted, EpochChanged: a member failed.
         """
         fabric, model = self.fabric, self._shard_model
-        channels = fabric.enter()
+        channels, place = fabric.enter(), fabric.place
         if model is None:
             return
         if channels is None:
@@ -279,7 +279,6 @@ class UnicronMegatronStrategy(UnicronStrategy):
             fabric.watch()
         self.engine.check()
         transfer(fabric, model)
-        place = fabric.place
         if model.keeper is not None and place is not None and place.built and world.epoch > 0:
             model.keeper.enter(self.engine, channels, place.layout.newest)
 
