@@ -1,0 +1,14 @@
+"""The demo's first act. It takes its time: nothing in it has a limit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from demo.acts import play
+
+
+@pytest.mark.timeout(400)
+def test_the_demo_heals_three_failures_and_proves_it(tmp_path: Path) -> None:
+    play(1, tmp_path / "out", 380)
+    assert (tmp_path / "out" / "loss.png").stat().st_size > 10_000
