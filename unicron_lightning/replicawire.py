@@ -23,6 +23,10 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         """Of a replica."""
         return self.tensor * self.pipeline
 
+    def plain(self) -> dict[str, int]:
+        """For events and answers."""
+        return {"tp": self.tensor, "pp": self.pipeline}
+
     def __str__(self) -> str:
         return f"tp={self.tensor}, pp={self.pipeline}"
 

@@ -210,9 +210,14 @@ class Cluster:
             return None
         return pid if lives(pid) else None
 
-    def finish(self, seconds: float = 300.0) -> None:
-        """Let the run end after an epoch in which nothing is left to happen; every agent must succeed."""
-        (self.folder / "finish").touch()
+    def finish(self, seconds: float = 300.0, *, whole: bool = True) -> None:
+        """Let the run end after an epoch in which nothing is left to happen; every agent must succeed.
+
+        Args:
+            seconds: until then.
+            whole: only in the whole world.
+        """
+        (self.folder / ("finish" if whole else "finish_in_any_world")).touch()
         self.wait_end(seconds)
 
     def wait_end(self, seconds: float = 300.0, *, linger: bool = False) -> None:

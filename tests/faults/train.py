@@ -283,8 +283,13 @@ class Watch(pl.Callback):
         if self._alone or self._full == 0 or trainer.max_epochs != -1:
             return
         world = self._schedule.engine.world
-        enough = world.size == self._full and self._schedule.all_done() and (self._folder / "finish").exists()
+        enough = self._schedule.all_done() and self._may_finish(world.size)
         trainer.should_stop = bool(trainer.strategy.broadcast(enough, 0))
+
+    def _may_finish(self, size: int) -> bool:
+        if (self._folder / "finish_in_any_world").exists():
+            return True
+        return size == self._full and (self._folder / "finish").exists()
 
     def on_fit_end(self, trainer: pl.Trainer, module: Any) -> None:
         name = f"epochs-{trainer.current_epoch}.npz" if self._alone else f"final-{os.getpid()}.npz"

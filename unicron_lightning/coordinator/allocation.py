@@ -24,7 +24,7 @@ from unicron_lightning.coordinator.membership import pause
 from unicron_lightning.coordinator.places import NOBODY, Places, competing_tasks, several_compete, usable_places, users
 from unicron_lightning.coordinator.question import Competitor, Question
 from unicron_lightning.coordinator.replicas import keep_together, worth
-from unicron_lightning.coordinator.state import Agent, Cluster, Task
+from unicron_lightning.coordinator.state import Agent, Cluster, Task, has_multiple
 from unicron_lightning.coordinator.turn import Turn
 
 
@@ -164,7 +164,7 @@ def _most(task: Task, places: Places) -> int:
 def _step(task: Task, most: int) -> int:
     """Multiples of how many places it can have; 1 if there is none from its minimum to ``most``: it is to go on."""
     step = task.granularity
-    return step if most - most % step >= task.min_nodes else 1
+    return step if has_multiple(step, task.min_nodes, most) else 1
 
 
 def _key(places: Places, tasks: list[Task]) -> str:

@@ -153,7 +153,7 @@ class Api:
         if (refused := relayout.refusal(task, layout)) is not None:
             return web.json_response({"error": refused}, status=409)
         self._shell.apply(ev.Relayout(task=name, layout=layout))
-        return web.json_response({"task": name, "tp": layout.tensor, "pp": layout.pipeline})
+        return web.json_response({"task": name, **layout.plain()})
 
     async def _post_cancel(self, request: web.Request) -> web.Response:
         """End a task now, submitted or not."""

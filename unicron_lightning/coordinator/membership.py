@@ -22,7 +22,7 @@ from unicron_lightning.coordinator import relayout
 from unicron_lightning.coordinator.jobs import ended
 from unicron_lightning.coordinator.replicas import awaited, bearable, fewest
 from unicron_lightning.coordinator.slots import leaving, revoke
-from unicron_lightning.coordinator.state import Task, Worker
+from unicron_lightning.coordinator.state import Agent, Task, Worker
 from unicron_lightning.coordinator.turn import Turn
 
 
@@ -129,21 +129,28 @@ def _form(task: Task, turn: Turn) -> None:
     _turn_into_joiners(task, turn, {member.worker for member in members})
 
 
+def welcome(task: Task, turn: Turn, agent: Agent, worker: Worker) -> None:
+    """Tell a worker its part (again)."""
+    resume = task.checkpoint.path if worker.founder and task.life > 1 and task.checkpoint else None
+    word = wire.Welcome(
+        worker=worker.id,
+        founder=worker.founder,
+        life=task.life,
+        resume=resume,
+        watch=turn.limits.watch,
+        layout=task.layouts.in_force,
+    )
+    turn.send(agent, word)
+    if not worker.built:
+        turn.timer("start", turn.limits.watch.start_time, task=task.id, agent=agent.id)
+
+
 def _turn_into_joiners(task: Task, turn: Turn, members: set[str]) -> None:
     """Founders that were not ready in time are told to join: the others do not wait for them while they set up."""
     for worker in task.workers.values():
         if worker.founder and worker.id not in members:
             worker.founder = worker.built = False
-            word = wire.Welcome(
-                worker=worker.id,
-                founder=False,
-                life=task.life,
-                resume=None,
-                watch=turn.limits.watch,
-                layout=task.layouts.in_force,
-            )
-            turn.send(task.agents[worker.agent], word)
-            turn.timer("start", turn.limits.watch.start_time, task=task.id, agent=worker.agent)
+            welcome(task, turn, task.agents[worker.agent], worker)
 
 
 def _repair(task: Task, turn: Turn, live: list[wire.Member], *, deaths: bool) -> None:
@@ -195,12 +202,12 @@ def send_go(task: Task, turn: Turn, only: str | None = None) -> None:
             turn.send(task.agents[agent_id], task.go)
 
 
-def _dismiss(task: Task, turn: Turn, agent_id: str) -> None:
+def _dismiss(task: Task, turn: Turn, agent_id: str, reason: str | None = None) -> None:
     """The task goes on without the workers of an agent: they wait, or have not started, and are stopped."""
     agent = task.agents[agent_id]
     for worker in task.workers_of(agent_id):
         bury(task, worker)
-    revoke(task, turn, agent, turn.why_without_workers(agent))
+    revoke(task, turn, agent, reason or turn.why_without_workers(agent))
 
 
 def pause(task: Task, turn: Turn) -> None:
@@ -218,9 +225,7 @@ def start_anew(task: Task, turn: Turn) -> None:
     """All members wait, having written the newest checkpoint: the next life begins from it, maybe in another layout."""
     relayout.take_up(task, turn)
     for agent_id in list(task.slots):
-        for worker in task.workers_of(agent_id):
-            bury(task, worker)
-        revoke(task, turn, task.agents[agent_id], "the task starts anew in another layout")
+        _dismiss(task, turn, agent_id, "the task starts anew in another layout")
     _new_life(task, turn)
 
 

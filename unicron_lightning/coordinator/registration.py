@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from unicron_lightning import wire
 from unicron_lightning.coordinator import admission, replicas, slots, standby, workers
 from unicron_lightning.coordinator.jobs import is_job
-from unicron_lightning.coordinator.membership import concerned, finish, open_incident, send_go
+from unicron_lightning.coordinator.membership import concerned, finish, open_incident, send_go, welcome
 from unicron_lightning.coordinator.severity import apply as severity
 from unicron_lightning.coordinator.severity import reports
 from unicron_lightning.coordinator.state import Agent, Task
@@ -349,14 +349,14 @@ def _reconcile_workers(task: Task, turn: Turn, agent: Agent, message: wire.Regis
                 if info.worker not in task.finished:
                     workers.hello(task, turn, agent, info.hello)
             elif not worker.built and info.ready is None:
-                workers.welcome(task, turn, agent, worker)
+                welcome(task, turn, agent, worker)
         elif info.worker in agent.gone:
             workers.fence_stranger(task, turn, agent, info.worker)
         known = task.workers.get(info.worker)
         if info.ready is not None and known is not None:
             workers.ready(task, turn, known, info.ready)
             if not known.built and known.id in task.workers:
-                workers.welcome(task, turn, agent, known)  # it may not have heard that it is no founder
+                welcome(task, turn, agent, known)  # it may not have heard that it is no founder
         if info.replicas is not None and info.worker in task.workers:
             replicas.told(task, turn, info.replicas)
     agent.missing = [worker.id for worker in task.workers_of(agent.id) if worker.id not in named]

@@ -17,7 +17,7 @@ import math
 from typing import Any
 
 from unicron_lightning import wire
-from unicron_lightning.coordinator.state import Agent, Task
+from unicron_lightning.coordinator.state import Agent, Task, has_multiple
 from unicron_lightning.coordinator.turn import Turn
 
 
@@ -39,7 +39,7 @@ def refusal(task: Task, layout: wire.Layout) -> str | None:
 def order(task: Task, turn: Turn, layout: wire.Layout) -> None:
     """An operator wants it; `refusal` has nothing to say."""
     task.layouts.ordered = layout
-    turn.emit_for(task, None, "layout_ordered", {**_sizes(layout), "before": _before(task)})
+    turn.emit_for(task, None, "layout_ordered", {**layout.plain(), "before": _before(task)})
     turn.concerned[task.id] = task
 
 
@@ -74,18 +74,18 @@ def take_up(task: Task, turn: Turn) -> None:
     layouts.before, layouts.in_force = layouts.in_force, layouts.ordered
     layouts.ordered, layouts.untried = None, True
     step = task.checkpoint.step if task.checkpoint else None
-    turn.emit_for(task, None, "layout_changes", {**_sizes(layouts.in_force), "before": _before(task), "step": step})
+    turn.emit_for(task, None, "layout_changes", {**layouts.in_force.plain(), "before": _before(task), "step": step})
 
 
 def give_up(task: Task, turn: Turn) -> None:
     """Nobody that has the task's state is left: an order is void, and so is a layout that nobody has stepped in."""
     layouts = task.layouts
     if layouts.ordered is not None:
-        fields = {**_sizes(layouts.ordered), "reason": "no member was left before its checkpoint was written"}
+        fields = {**layouts.ordered.plain(), "reason": "no member was left before its checkpoint was written"}
         layouts.ordered = None
         turn.emit(task, "layout_given_up", **fields)
     elif layouts.untried and layouts.in_force is not None:
-        fields = {**_sizes(layouts.in_force), "reason": "no member was left before a step was finished in it"}
+        fields = {**layouts.in_force.plain(), "reason": "no member was left before a step was finished in it"}
         layouts.in_force, layouts.before, layouts.untried = layouts.before, None, False
         turn.emit(task, "layout_given_up", **fields)
 
@@ -133,7 +133,7 @@ def _lack(task: Task, layout: wire.Layout) -> str | None:
     if there < layout.workers:
         return f"{layout}: a replica takes {layout.workers} workers, the task has {there} now"
     step = nodes_of(task.agents[task.slots[0]], layout.workers) if task.slots else 1
-    if task.max_nodes // step * step < max(task.min_nodes, 1):
+    if not has_multiple(step, max(task.min_nodes, 1), task.max_nodes):
         return (
             f"{layout}: a replica takes {step} nodes; there is no multiple of that from {task.min_nodes} to "
             f"{task.max_nodes} (its --nnodes)"
@@ -141,11 +141,7 @@ def _lack(task: Task, layout: wire.Layout) -> str | None:
     return None
 
 
-def _sizes(layout: wire.Layout) -> dict[str, Any]:
-    return {"tp": layout.tensor, "pp": layout.pipeline}
-
-
 def _before(task: Task) -> dict[str, Any] | None:
     """The layout of the workers that there are."""
     spread = task.layouts.spread
-    return None if spread is None else _sizes(spread.layout)
+    return None if spread is None else spread.layout.plain()

@@ -113,6 +113,11 @@ class Checkpoint(msgspec.Struct, kw_only=True, frozen=True):
     step: int
 
 
+def has_multiple(step: int, least: int, most: int) -> bool:
+    """Whether there is a multiple of ``step`` from ``least`` to ``most``."""
+    return most - most % step >= least
+
+
 class Task(msgspec.Struct, kw_only=True):
     """All about one training job."""
 
@@ -213,7 +218,7 @@ class Task(msgspec.Struct, kw_only=True):
     def granularity(self) -> int:
         """It has a multiple of so many nodes; 1 if there is none between its least and most."""
         step = self.replica_nodes or 1
-        return step if self.max_nodes - self.max_nodes % step >= self.min_nodes else 1
+        return step if has_multiple(step, self.min_nodes, self.max_nodes) else 1
 
     def queue(self) -> list[Agent]:
         """Agents that stand by, in the order in which they get a slot: who has warm workers comes first."""

@@ -61,7 +61,7 @@ def task_status(task: Task) -> dict[str, Any]:
 
 
 def _layout(layout: wire.Layout | None) -> dict[str, int] | None:
-    return None if layout is None else {"tp": layout.tensor, "pp": layout.pipeline}
+    return None if layout is None else layout.plain()
 
 
 def cluster_status(cluster: Cluster) -> dict[str, Any]:

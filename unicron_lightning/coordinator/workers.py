@@ -11,7 +11,7 @@ from typing import Any
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import accounting, injection, measuring, relayout, replicas
-from unicron_lightning.coordinator.membership import bury, expel, needed, open_incident, start_anew
+from unicron_lightning.coordinator.membership import bury, expel, needed, open_incident, start_anew, welcome
 from unicron_lightning.coordinator.state import Agent, Checkpoint, Task, Worker, round_of
 from unicron_lightning.coordinator.turn import Turn
 from unicron_lightning.coordinator.watch import slowness
@@ -62,22 +62,6 @@ def hello(task: Task, turn: Turn, agent: Agent, message: wire.WorkerHello) -> No
         task.workers[worker.id] = worker
         turn.emit_for(task, None, "worker_hello", {"worker": worker.id, "pid": worker.pid, "founder": worker.founder})
     welcome(task, turn, agent, worker)
-
-
-def welcome(task: Task, turn: Turn, agent: Agent, worker: Worker) -> None:
-    """Answer a hello (again)."""
-    resume = task.checkpoint.path if worker.founder and task.life > 1 and task.checkpoint else None
-    word = wire.Welcome(
-        worker=worker.id,
-        founder=worker.founder,
-        life=task.life,
-        resume=resume,
-        watch=turn.limits.watch,
-        layout=task.layouts.in_force,
-    )
-    turn.send(agent, word)
-    if not worker.built:
-        turn.timer("start", turn.limits.watch.start_time, task=task.id, agent=agent.id)
 
 
 def said(task: Task, turn: Turn, agent: Agent, message: Said) -> None:

@@ -44,7 +44,27 @@ class GlobalBatch:
         return sum(self.count(micro_batch) for micro_batch in self.micro_batches)
 
 
-class TrainingLoader:
+class _InPlace:
+    """What Lightning looks at in a loader that takes the place of the user's.
+
+    Args:
+        loader: the user's.
+    """
+
+    _fetcher: Fetcher
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.dataset = loader.dataset
+        self.sampler = loader.sampler
+        self.batch_sampler = loader.batch_sampler
+        self.num_workers = loader.num_workers
+
+    def close(self) -> None:
+        """Ends the loader's worker processes."""
+        self._fetcher.close()
+
+
+class TrainingLoader(_InPlace):
     """Yields the `GlobalBatch` es of an epoch.
 
     Args:
@@ -69,10 +89,7 @@ class TrainingLoader:
         boundary: Callable[[], None],
         ended: Callable[[], None] = lambda: None,
     ) -> None:
-        self.dataset = loader.dataset
-        self.sampler = loader.sampler
-        self.batch_sampler = loader.batch_sampler
-        self.num_workers = loader.num_workers
+        super().__init__(loader)
         self._order = order
         self._steps = order.num_steps if limit is None else min(order.num_steps, limit)
         self._position = position
@@ -107,10 +124,6 @@ class TrainingLoader:
             lambda m: len(order.indices(epoch, step, m)),
         )
 
-    def close(self) -> None:
-        """Ends the loader's worker processes."""
-        self._fetcher.close()
-
     def state_dict(self) -> dict[str, Any]:
         """Nothing: the position is in Lightning's counters. That it exists tells Lightning that resuming is exact."""
         return {}
@@ -126,7 +139,7 @@ class TrainingLoader:
                     yield epoch, step, micro_batch
 
 
-class EvaluationLoader:
+class EvaluationLoader(_InPlace):
     """Yields this rank's batches of an evaluation pass; what a lost rank leaves is run at the pass's end.
 
     Args:
@@ -145,10 +158,7 @@ class EvaluationLoader:
         begin: Callable[[EvaluationLoader], list[int]],
         start: Callable[[int], None],
     ) -> None:
-        self.dataset = loader.dataset
-        self.sampler = loader.sampler
-        self.batch_sampler = loader.batch_sampler
-        self.num_workers = loader.num_workers
+        super().__init__(loader)
         self.num_batches = 0
         self.epoch = 0
         self._devices = devices
@@ -185,15 +195,11 @@ class EvaluationLoader:
         """The pass is over."""
         self._fetcher.end_epoch()
 
-    def close(self) -> None:
-        """Ends the loader's worker processes."""
-        self._fetcher.close()
-
     def _ahead(self, start: Place) -> Iterator[Place]:
         return (place for number in self._planned if (place := (self.epoch, number, 0)) >= start)
 
 
-class PassLoader:
+class PassLoader(_InPlace):
     """Yields an evaluation pass in global batches, for workers that hold the model together.
 
     Args:
@@ -216,10 +222,7 @@ class PassLoader:
         epoch: Callable[[], int],
         share: Callable[[range], list[int]],
     ) -> None:
-        self.dataset = loader.dataset
-        self.sampler = loader.sampler
-        self.batch_sampler = loader.batch_sampler
-        self.num_workers = loader.num_workers
+        super().__init__(loader)
         self._shape = shape
         self._order = DataOrder(loader, StepShape(devices=1, accumulation=1), seed)
         self._whole = self._order.num_micro_batches
@@ -250,10 +253,6 @@ class PassLoader:
     def end(self) -> None:
         """The pass is over."""
         self._fetcher.end_epoch()
-
-    def close(self) -> None:
-        """Ends the loader's worker processes."""
-        self._fetcher.close()
 
     def _parts(self) -> Iterator[range]:
         size = self._shape.micro_batches

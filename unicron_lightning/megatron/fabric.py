@@ -95,7 +95,7 @@ class GridFabric:
 
     def __init__(self, shape: Shape, *, copies: int | None = None) -> None:
         self.shape = shape
-        self._copies, self._mirrors = copies, copies is not None
+        self._copies = copies
         self.built = self.ordered = False
         self.spread: wire.Spread | None = None
         self.phase: Phase = "idle"
@@ -292,7 +292,7 @@ class GridFabric:
 
     def _alone(self) -> Channels:
         grid = Grid(shape=self.shape, replicas=1, place=0, shard=0)
-        return Channels(grid, dist.HashStore(), "127.0.0.1", None, mirrors=self._mirrors)
+        return Channels(grid, dist.HashStore(), "127.0.0.1", None, mirrors=self._copies is not None)
 
     def _tell(self, place: Place) -> None:
         """Leaves word for those that will be started in this worker's place, or in any; and who is in which replica."""
@@ -330,7 +330,7 @@ class GridFabric:
             shard=place.layout.shards[place.rank],
         )
         store = dist.PrefixStore(f"unicron/{task}/{epoch.number}/grid", client)
-        return Channels(grid, store, host, self._inner if replica.carried else None, mirrors=self._mirrors)
+        return Channels(grid, store, host, self._inner if replica.carried else None, mirrors=self._copies is not None)
 
 
 def _record_of(worker: str) -> str:

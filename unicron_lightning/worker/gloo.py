@@ -13,7 +13,7 @@ import ctypes
 import os
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Final, Protocol
 
@@ -70,11 +70,14 @@ class GlooGroup:
 
     def disconnected(self) -> bool:
         """Whether gloo has closed all its connections, as it does soon after a cut: it writes to no tensor any more."""
-        return not any(_target(descriptor) == target for descriptor, target in self._descriptors)
+        return not any(self._open())
 
     def broken(self) -> bool:
         """Whether gloo has closed any of its connections: this process has cut it, or the other end has."""
-        return any(_target(descriptor) != target for descriptor, target in self._descriptors)
+        return not all(self._open())
+
+    def _open(self) -> Iterator[bool]:
+        return (_target(descriptor) == target for descriptor, target in self._descriptors)
 
     def close(self, handles: Sequence[Ending] = ()) -> None:
         """Cuts, and lets go of the group when ``handles`` have ended."""
