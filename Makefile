@@ -67,6 +67,7 @@ import-cost: $(READY)
 
 lint: $(READY)
 	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
 
 types: $(READY)
 	@$(BIN)/mypy

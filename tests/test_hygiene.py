@@ -21,10 +21,7 @@ LEAKS = {
         "import subprocess\ndef test_it():\n"
         "    subprocess.run('setsid sleep 60 > /dev/null 2>&1 &', shell=True, check=True)\n"
     ),
-    "socket": (
-        "import socket\nkept = []\ndef test_it():\n"
-        "    kept.append(socket.create_server(('127.0.0.1', 0)))\n"
-    ),
+    "socket": ("import socket\nkept = []\ndef test_it():\n    kept.append(socket.create_server(('127.0.0.1', 0)))\n"),
     "unix": (
         "import os, socket, tempfile\ndef test_it():\n"
         "    with socket.socket(socket.AF_UNIX) as s:\n        s.bind(tempfile.gettempdir() + '/left')\n"

@@ -190,5 +190,3 @@ def check_loader(loader: object) -> None:
         raise ConfigError(
             f"the sampler {type(source).__qualname__} has no length; the unicron strategy needs it: define __len__"
         ) from None
-
-

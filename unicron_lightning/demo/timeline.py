@@ -19,9 +19,7 @@ class Moment:
 def moments(events: Sequence[dict[str, Any]], killed_at: float, until: float) -> list[Moment]:
     """What followed a kill, in order; all times by one machine's clock."""
     found = [m for event in events if killed_at <= event["at"] < until for m in _moment(event)]
-    return [
-        Moment(what=what, milliseconds=1e3 * (at - killed_at), detail=detail) for at, what, detail in sorted(found)
-    ]
+    return [Moment(what=what, milliseconds=1e3 * (at - killed_at), detail=detail) for at, what, detail in sorted(found)]
 
 
 def _moment(event: dict[str, Any]) -> Iterator[tuple[float, str, str]]:

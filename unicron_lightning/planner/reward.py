@@ -73,9 +73,7 @@ class Curve:
             x, value = sizes[wrong[0]], float(flops[wrong[0]])
             raise ValueError(f"task {task.name!r}: throughput({x}) is {value!r}: expected FLOP/s, finite, 0 or more")
         runs = flops > 0
-        return cls(
-            task=task, unit=unit, num_workers=num_workers, workers=sizes[runs], waf=task.weight * flops[runs]
-        )
+        return cls(task=task, unit=unit, num_workers=num_workers, workers=sizes[runs], waf=task.weight * flops[runs])
 
     def waf_at(self, num_workers: int) -> float:
         """F(t,x) [FLOP/s] for any x, also one that no plan would give: a task may have such a size before."""

@@ -64,9 +64,7 @@ class Balance:
         changed: told the new counts and each rank's seconds for a micro-batch.
     """
 
-    def __init__(
-        self, total: int, epoch: Callable[[], int], changed: Callable[[list[int], list[float]], None]
-    ) -> None:
+    def __init__(self, total: int, epoch: Callable[[], int], changed: Callable[[list[int], list[float]], None]) -> None:
         self._total = total
         self._now = epoch
         self._changed = changed

@@ -103,8 +103,9 @@ def _pack_container(value: Any, tensors: list[Tensor], path: str) -> Any:
         case dict() if type(value) in (dict, OrderedDict, defaultdict, Counter):
             kind = {OrderedDict: "odict", Counter: "counter"}.get(type(value), "dict")
             return {
-                kind: [[_pack(k, tensors, f"{path} key"), _pack(v, tensors, f"{path}[{k!r}]")] for k, v in
-                value.items()]
+                kind: [
+                    [_pack(k, tensors, f"{path} key"), _pack(v, tensors, f"{path}[{k!r}]")] for k, v in value.items()
+                ]
             }
         case list():
             return {"list": each(value)}

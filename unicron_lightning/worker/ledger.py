@@ -82,9 +82,7 @@ def plan_step(
     lost = [m for m in micro_batches if m not in finished]
     begun = any(report is not None for report in reports)
     todo = share(lost, rank, world) if counts is None or begun else deal(lost, counts)[rank]
-    return StepPlan(
-        todo=tuple(todo), held=tuple(held), reduced=frozenset(reduced), lost=tuple(lost)
-    )
+    return StepPlan(todo=tuple(todo), held=tuple(held), reduced=frozenset(reduced), lost=tuple(lost))
 
 
 def _union(sets: Iterable[frozenset[int]]) -> frozenset[int]:

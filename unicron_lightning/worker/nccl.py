@@ -32,9 +32,7 @@ class NcclCommunicator:
         cpu: communicator of the same members.
     """
 
-    def __init__(
-        self, store: dist.Store, rank: int, world: int, device: torch.device, cpu: GlooCommunicator
-    ) -> None:
+    def __init__(self, store: dist.Store, rank: int, world: int, device: torch.device, cpu: GlooCommunicator) -> None:
         self.rank = rank
         self.world = world
         self._cpu = cpu

@@ -214,7 +214,6 @@ class DetectionConfig:
             degraded_factor=self.degraded_factor,
         )
 
-
     def silence(self) -> SilenceLimits:
         """When a silent connection is given up."""
         return SilenceLimits(beat=self.beat, least=self.least_silence, most=self.most_silence)

@@ -160,9 +160,7 @@ def _reason(worker: Worker, said: wire.Doing | None, asked: float, others: int) 
     if said is None:
         cause = f"does not answer for {asked:.2f} s, though its process runs; {others} others wait in a collective"
         details: dict[str, Any] = {"seconds": asked, "waiting": others}
-        return wire.Inspect(
-            worker=worker.id, cause=cause, phase="", step=worker.step, details=details, if_it_runs=True
-        )
+        return wire.Inspect(worker=worker.id, cause=cause, phase="", step=worker.step, details=details, if_it_runs=True)
     where = said.phase if said.micro_batch is None else f"{said.phase} of micro-batch {said.micro_batch}"
     cause = f"in {where} for {said.seconds:.2f} s, which is over {said.limit or 0.0:.2f} s; {others} others wait for it"
     details = {"seconds": said.seconds, "limit": said.limit, "micro_batch": said.micro_batch, "waiting": others}
