@@ -29,7 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from faults.cluster import Cluster, Note, kill, until
-from faults.megatron import MODEL, SCRIPT, ZERO1, differences, finals
+from faults.megatron import MODEL, SCRIPT, ZERO1, differences, finals, wait_replicas
 
 KINDS = {"worker": 6, "two of a replica": 2, "two of different replicas": 2, "second in recovery": 2}
 STALLED_SECONDS = 120.0
@@ -65,11 +65,7 @@ def strike(cluster: Cluster, model: dict[str, Any], role: str | None, random_: r
     replicas = model["dp"]
     workers = model["tp"] * model["pp"] * replicas
 
-    def whole() -> list[Note] | None:
-        world = cluster.world()
-        return world if len(world) == workers and all(note["replicas"] == replicas for note in world) else None
-
-    world = cluster.watch(whole, "a whole world", 600, STALLED_SECONDS)
+    world = wait_replicas(cluster, replicas, workers=model["tp"] * model["pp"])
     time.sleep(random_.uniform(0.0, 0.3))
     kind = random_.choices(list(KINDS), list(KINDS.values()))[0]
     first = random_.choice([note for note in world if role is None or role in roles_of(note, model)])

@@ -67,7 +67,7 @@ def test_who_becomes_the_first_worker_goes_on_telling(tmp_path: Path, rows: Logg
     with Cluster(tmp_path, agents=2, nodes="1:2", settings=shape, script=SCRIPT) as cluster:
         first = next(line for line in cluster.wait_world(2) if line["rank"] == 0)
         kill(first["pid"])
-        cluster.watch(lambda: [row for row in rows() if "unicron/sub_healthy_s" in row], "the bill in the log", 60)
+        cluster.watch(lambda: [row for row in rows() if "unicron/sub_healthy_s" in row], "the bill in the log", 150)
         cluster.finish()
     logged = [row for row in rows() if "unicron/world_size" in row]
     steps = [row["step"] for row in logged]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from faults.cluster import Cluster, Note, lives
 
 SCRIPT = Path(__file__).parents[1] / "megatron" / "train.py"
 MODEL: dict[str, Any] = {"tp": 1, "pp": 1, "dp": 2, "accumulation": 2, "toy": {}, "ddp": {}, "optimizer": {}}
@@ -22,6 +23,28 @@ ZERO1: dict[str, Any] = {
     "optimizer": {"use_distributed_optimizer": True, "clip_grad": 0.0},
 }
 """What differs with the distributed optimizer."""
+
+
+def wait_replicas(
+    cluster: Cluster, number: int = 2, *, workers: int = 2, after: float = 0.0, tp: int | None = None
+) -> list[Note]:
+    """The newest step of each worker of a world of whole replicas and no spares, once there is one.
+
+    Args:
+        cluster: of the task.
+        number: of replicas.
+        workers: of a replica.
+        after: when a step must have been finished by all of them, who live.
+        tp: workers that slice a layer, if that is asked for.
+    """
+
+    def there() -> list[Note] | None:
+        world = cluster.world()
+        whole = len(world) == number * workers == world[0]["world"] and all(n["replicas"] == number for n in world)
+        new = all(n["at"] > after and lives(n["pid"]) and tp in (None, n["tp"]) for n in world)
+        return world if whole and new else None
+
+    return list(cluster.watch(there, f"{number} whole replicas", 600, 150))
 
 
 def finals(folder: Path) -> tuple[int, list[Path]]:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults.cluster import Cluster, Note, until
+from faults.cluster import Cluster, until
 from faults.healing import check, check_validation, healed
-from faults.megatron import MODEL, SCRIPT, ZERO1
+from faults.megatron import MODEL, SCRIPT, ZERO1, wait_replicas
 
 pytest.importorskip("megatron.core.package_info")
 
@@ -96,23 +96,11 @@ def test_shards_without_copies_are_lost_with_their_owner(tmp_path: Path, worlds:
 
 def resize(cluster: Cluster) -> None:
     """To one replica, and back to two; that a replica is not divided is seen to."""
-    before = wait_replicas(cluster, 2)
+    before = wait_replicas(cluster)
     with pytest.raises(subprocess.CalledProcessError):
         cluster.order("resize", "task", "3")
     cluster.order("resize", "task", "2")
-    left = wait_replicas(cluster, 1)
+    left = wait_replicas(cluster, 1, after=time.time())
     assert {note["pid"] for note in left} < {note["pid"] for note in before}
     cluster.order("resize", "task", "all")
-    assert {note["pid"] for note in left} < {note["pid"] for note in wait_replicas(cluster, 2)}
-
-
-def wait_replicas(cluster: Cluster, number: int) -> list[Note]:
-    """A finished step, from now on, of a world of so many replicas and no spares."""
-    since = time.time()
-
-    def there() -> list[Note] | None:
-        world = cluster.world()
-        whole = len(world) == 2 * number and all(n["world"] == 2 * number and n["replicas"] == number for n in world)
-        return world if whole and all(note["at"] > since for note in world) else None
-
-    return list(cluster.watch(there, f"{number} replicas", 300, 150))
+    assert {note["pid"] for note in left} < {note["pid"] for note in wait_replicas(cluster, after=time.time())}

@@ -8,9 +8,9 @@ from typing import Any
 
 import psutil
 import pytest
-from faults.cluster import Cluster, Note, kill, lives, until
+from faults.cluster import Cluster, kill, lives, until
 from faults.healing import check
-from faults.megatron import MODEL, SCRIPT
+from faults.megatron import MODEL, SCRIPT, wait_replicas
 
 pytest.importorskip("megatron.core.package_info")
 
@@ -19,41 +19,30 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(500)]
 WORKERS = 4
 
 
-def whole(cluster: Cluster, after: float = 0.0) -> list[Note]:
-    """The workers of a whole world, all of which have finished a step later than ``after``."""
-
-    def there() -> list[Note] | None:
-        world = cluster.world()
-        steps = len(world) == WORKERS and all(n["replicas"] == 2 and n["at"] > after for n in world)
-        return world if steps and all(lives(n["pid"]) for n in world) else None
-
-    return list(cluster.watch(there, "a whole world", 300, 120))
-
-
 def test_faults_from_outside_heal_bit_by_bit(tmp_path: Path, worlds: Any) -> None:
     model = {**MODEL, "pp": 2}
     settings = {**model, "steps": 6, "finish": True, "full": WORKERS, "slow": 0.05}
     with Cluster(
         tmp_path, script=SCRIPT, agents=WORKERS + 1, nodes=f"2:{WORKERS}", conf="worker_timeout=8", settings=settings
     ) as cluster:
-        stopped = next(note for note in whole(cluster) if note["replica"] == 1 and note["shard"] == 0)
+        stopped = next(note for note in wait_replicas(cluster) if note["replica"] == 1 and note["shard"] == 0)
         kill(stopped["pid"], signal.SIGSTOP)
         until("the stopped worker's end", lambda: not lives(stopped["pid"]), 60)
 
-        world = {note["pid"]: note for note in whole(cluster, stopped["at"])}
+        world = {note["pid"]: note for note in wait_replicas(cluster, after=stopped["at"])}
         agents = {worker.pid: node for node, agent in cluster.agents.items() for worker in children(agent.pid)}
         victim = next(pid for pid in agents if pid in world and world[pid]["shard"] == 1)
         kill(cluster.agents[agents[victim]].pid)
         until("the worker's end without its agent", lambda: not lives(victim), 60)
         cluster.replace(agents[victim])
 
-        at = max(note["at"] for note in whole(cluster, world[victim]["at"]))
+        at = max(note["at"] for note in wait_replicas(cluster, after=world[victim]["at"]))
         coordinator = cluster.coordinator()
         assert coordinator is not None
         kill(coordinator)
-        at = max(note["at"] for note in whole(cluster, at))
+        at = max(note["at"] for note in wait_replicas(cluster, after=at))
         until("another coordinator", lambda: cluster.coordinator() not in (None, coordinator), 60)
-        whole(cluster, at)
+        wait_replicas(cluster, after=at)
         (tmp_path / "finish").touch()
         cluster.wait_end(150)
     check(tmp_path, model, worlds)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from faults.cluster import Cluster, Note, kill, until
-from faults.megatron import MODEL, SCRIPT, ZERO1, finals, notes
+from faults.cluster import Cluster, kill, until
+from faults.megatron import MODEL, SCRIPT, ZERO1, finals, notes, wait_replicas
 
 pytest.importorskip("megatron.core.package_info")
 
@@ -27,14 +27,14 @@ DIES: dict[str, Any] = {"point": "checkpoint", "replica": 1, "shard": 0}
 def test_pipelines_become_slices_without_losing_a_step(tmp_path: Path, worlds: Any) -> None:
     settings = {**SETTINGS, **RUN}
     with Cluster(tmp_path, script=SCRIPT, agents=4, nodes="3:4", schedule=[DIES], settings=settings) as cluster:
-        whole(cluster, tp=1)
+        wait_replicas(cluster, tp=1)
         with pytest.raises(subprocess.CalledProcessError):
             cluster.order("relayout", "task", "--tp", "1", "--pp", "8")
         assert not cluster.events("layout_ordered")
         cluster.order("relayout", "task", "--tp", "2", "--pp", "1")
-        moved = whole(cluster, tp=2)
+        moved = wait_replicas(cluster, tp=2)
         kill(moved[-1]["pid"], signal.SIGKILL)
-        healed = whole(cluster, tp=2, without=moved[-1]["pid"])
+        healed = wait_replicas(cluster, tp=2, after=time.time())
         (tmp_path / "finish").touch()
         until("the agents' end", lambda: all(agent.poll() is not None for agent in cluster.agents.values()), 150)
         events = cluster.events()
@@ -42,19 +42,6 @@ def test_pipelines_become_slices_without_losing_a_step(tmp_path: Path, worlds: A
     assert {note["pid"] for note in moved} & {note["pid"] for note in healed}, "healed in process"
     check_log(tmp_path, events)
     check_numbers(tmp_path, worlds)
-
-
-def whole(cluster: Cluster, *, tp: int, without: int | None = None) -> list[Note]:
-    """A finished step, from now on, of two whole replicas in a layout."""
-    since = time.time()
-
-    def there() -> list[Note] | None:
-        world = cluster.world()
-        fits = len(world) == 4 and all(note["tp"] == tp and note["replicas"] == 2 for note in world)
-        new = all(note["at"] > since and note["pid"] != without for note in world)
-        return world if fits and new else None
-
-    return list(cluster.watch(there, f"two replicas with tp={tp}", 300, 150))
 
 
 def check_log(folder: Path, events: list[dict[str, Any]]) -> None:
