@@ -27,6 +27,7 @@ class Story:
         self.record = Record()
         self.nodes = nodes
         self.spared = frozenset(spared)
+        self.trial = False
         self.now = 1000.0
         self.round = 0
         self.all: list[Decision] = []
@@ -37,6 +38,7 @@ class Story:
             members=tuple((node, node) for node in self.nodes),
             spared=self.spared,
             agents=frozenset(self.nodes) - set(gone),
+            trial=self.trial,
         )
         decisions = handle(self.record, seen, self.limits, view, self.now)
         self.all += decisions
@@ -161,6 +163,17 @@ def needed_node_is_broken() -> Story:
     return story
 
 
+def no_way_into_a_layout() -> Story:
+    story = Story()
+    story.see(Progress(step=7))
+    story.see(NewLife())
+    story.trial = True
+    story.settle(0)
+    for _ in range(2):
+        story.fail_and_return("b", 0)
+    return story
+
+
 def no_way_past_a_step() -> Story:
     story = Story()
     for number in range(5):
@@ -203,6 +216,7 @@ WAYS = {
     "node is lost": node_is_lost,
     "node is broken": node_is_broken,
     "needed node is broken": needed_node_is_broken,
+    "no way into a layout": no_way_into_a_layout,
     "no way past a step": no_way_past_a_step,
     "no way past a checkpoint": no_way_past_a_checkpoint,
     "no way to start": no_way_to_start,

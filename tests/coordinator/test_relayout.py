@@ -156,6 +156,61 @@ def test_a_layout_in_which_no_step_is_finished_is_given_up() -> None:
         assert (welcome.layout, welcome.resume) == (None, "/ckpt/7")
 
 
+def test_a_layout_in_which_a_worker_fails_twice_is_given_up() -> None:
+    """The others live and wait for it: the task would neither go on nor end."""
+    world = moved(step=False)
+    for number in range(2):
+        assert "layout_given_up" not in world.names(), number
+        fail_and_return(world, "d", step=7)
+    reason = world.event("layout_given_up").fields["reason"]
+    assert reason.startswith("no way into a layout: failed 2 times at step 7; the last: ") and "exit 77" in reason
+    assert world.names().count("task_restarts") == 2 and world.task().life == 3
+    for welcome in again(world):
+        assert (welcome.layout, welcome.founder, welcome.resume) == (None, True, "/ckpt/7")
+    tell(world)
+    for _ in range(3):
+        fail_and_return(world, "d", step=8)
+    assert world.names().count("task_restarts") == 2, "in a layout that has worked it is a failure as any"
+    assert not {"node_cordoned", "task_stopped"} & set(world.names())
+
+
+def fail_and_return(world: World, name: str, step: int) -> None:
+    """A member fails, the others go on from that step, and its successor joins them if it may."""
+    settle_all(world, step)
+    agents(world)[name].die(cause="exit", code=77)
+    settle_all(world, step)
+    agent = agents(world)[name].rendezvous()
+    if world.task().epoch is not None:
+        agent.boot()
+        settle_all(world, step)
+
+
+def settle_all(world: World, step: int) -> None:
+    """One epoch after the other, until no other follows."""
+    while (epoch := world.task().epoch) is not None and not world.task().settled:
+        for member in epoch.members:
+            agents(world)[member.agent].ready(epoch.number, step=step)
+
+
+def test_a_layout_that_cannot_be_built_is_given_up() -> None:
+    world = grid()
+    order(world)
+    settle(world)
+    part(world, "a")
+    peers = [agents(world)[name].rendezvous() for name in "abcd"]
+    for number in range(2):
+        for peer in peers:
+            assert "layout_given_up" not in world.names() or number
+            if "layout_given_up" not in world.names():
+                assert peer.launch().hello().layout == SLICES
+                peer.die(cause="exit", code=1)
+            if not number:
+                peer.rendezvous()
+    assert world.event("layout_given_up").fields["tp"] == 2
+    assert {welcome.layout for welcome in again(world)} == {None}
+    assert not {"node_cordoned", "task_stopped"} & set(world.names())
+
+
 @pytest.mark.parametrize("when", ["ordered", "published", "settled", "moved", "started"])
 def test_a_restarted_coordinator_goes_on_with_it(when: str) -> None:
     world = grid()

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 
 # What rounding does grows with the learning rate, and with the steps: so these are few, and slow.
 SETTINGS: dict[str, Any] = {**MODEL, "pp": 2, **ZERO1, "optimizer": {**ZERO1["optimizer"], "lr": 1e-4}}
-RUN: dict[str, Any] = {"steps": 8, "finish": True, "full": 5, "slow": 0.4, "save_every": 10_000}
+RUN: dict[str, Any] = {"steps": 8, "finish": True, "full": 5, "slow": 0.4, "save_every": 10_000, "unfit": [2, 2]}
 DIES: dict[str, Any] = {"point": "checkpoint", "replica": 1, "shard": 0}
 """While the order is carried out."""
 
@@ -31,6 +31,9 @@ def test_pipelines_become_slices_without_losing_a_step(tmp_path: Path, worlds: A
         with pytest.raises(subprocess.CalledProcessError):
             cluster.order("relayout", "task", "--tp", "1", "--pp", "8")
         assert not cluster.events("layout_ordered")
+        cluster.order("relayout", "task", "--tp", "2", "--pp", "2")
+        (given_up,) = cluster.watch(lambda: cluster.events("layout_given_up"), "the layout's end", 300, 150)
+        wait_replicas(cluster, tp=1, after=given_up["at"])
         cluster.order("relayout", "task", "--tp", "2", "--pp", "1")
         moved = wait_replicas(cluster, tp=2)
         kill(moved[-1]["pid"], signal.SIGKILL)
@@ -45,19 +48,21 @@ def test_pipelines_become_slices_without_losing_a_step(tmp_path: Path, worlds: A
 
 
 def check_log(folder: Path, events: list[dict[str, Any]]) -> None:
-    """One order, one new life from the step before it, each step done once, and an incident for each death."""
+    """Two orders, one of which is given up; a new life for each, and for going back; each step done once."""
     named = {event["name"]: event for event in events}
-    assert [event["name"] for event in events if event["name"].startswith("layout_")] == [
-        "layout_ordered",
-        "layout_changes",
-    ]
+    changes = ["layout_ordered", "layout_changes"]
+    told = [event["name"] for event in events if event["name"].startswith("layout_")]
+    assert told == [*changes, "layout_given_up", *changes]
+    assert "no model with tp=2, pp=2" in named["error_reported"]["cause"]
     restarts = [event for event in events if event["name"] == "task_restarts"]
-    assert len(restarts) == 1 and (folder / "struck-0").exists()
+    assert len(restarts) == 3 and (folder / "struck-0").exists()
     assert named["layout_changes"]["before"] == {"tp": 1, "pp": 2}
     step = named["layout_changes"]["step"]
-    assert restarts[0]["path"] == str(folder / "checkpoints" / f"relayout-step={step}.ckpt")
-    assert {event["incident"] for event in events} - {None} == {"i1", "i2"}
-    assert [event["outcome"] for event in events if event["name"] == "incident_closed"] == ["restored"] * 2
+    assert restarts[2]["path"] == str(folder / "checkpoints" / f"relayout-step={step}.ckpt")
+    assert restarts[0]["path"] == restarts[1]["path"]
+    closed = {event["incident"]: event["outcome"] for event in events if event["name"] == "incident_closed"}
+    assert {event["incident"] for event in events} - {None} == set(closed) == {"i1", "i2", "i3"}
+    assert closed["i1"] == closed["i3"] == "restored", "two deaths; between them nobody could build the model"
     done = {tp: {note["step"] for note in notes(folder, "step") if note["tp"] == tp} for tp in (1, 2)}
     assert done[1] == set(range(step)) and min(done[2]) == step
     assert done[2] == set(range(step, max(done[2]) + 1))

@@ -57,6 +57,7 @@ SETTINGS: dict[str, Any] = {
     "ddp": {},
     "optimizer": {},
     "redundancy": None,  # of the distributed optimizer's shards
+    "unfit": None,  # [tp, pp] with which the model is not built
 }
 
 
@@ -108,11 +109,11 @@ class Model(pl.LightningModule):
         self.judged = 0
 
     def configure_model(self) -> None:
-        config = toy.config(
-            self.toy,
-            tensor_model_parallel_size=self.trainer.strategy.tensor_model_parallel_size,
-            pipeline_model_parallel_size=self.trainer.strategy.pipeline_model_parallel_size,
-        )
+        strategy: Any = self.trainer.strategy
+        tensor, pipeline = strategy.tensor_model_parallel_size, strategy.pipeline_model_parallel_size
+        if [tensor, pipeline] == self.settings["unfit"]:
+            raise ValueError(f"no model with tp={tensor}, pp={pipeline}")
+        config = toy.config(self.toy, tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline)
         self.model = toy.model(self.toy, config)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:

@@ -136,6 +136,23 @@ def test_an_abort_releases_a_wait(server: dist.TCPStore) -> None:
     assert in_threads(server, 2, body)[0] < 5
 
 
+def test_what_fails_by_an_abort_says_why(server: dist.TCPStore) -> None:
+    """The collective has failed, in words of gloo's, before anybody waits for it."""
+
+    def body(communicator: Communicator) -> None:
+        if communicator.rank == 0:
+            handle = communicator.all_reduce(torch.ones(1000))
+            communicator.abort("epoch 2")
+            deadline = time.monotonic() + 20
+            while not handle.done and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert handle.done
+            with pytest.raises(CommunicatorAborted, match="epoch 2"):
+                communicator.wait(handle)
+
+    in_threads(server, 2, body)
+
+
 def test_nothing_is_left_after_many_groups(server: dist.TCPStore) -> None:
     def resources() -> tuple[int, int]:
         gc.collect()

@@ -7,8 +7,8 @@
    the layout with their `wire.Welcome`. Nothing is computed again.
 
 A death before the checkpoint is healed first, then the order is carried out. If nobody survives, the order is void and
-the layout stays. A layout in which no step was ever finished is given up when nobody is left: the task goes on in the
-one before, from the same checkpoint.
+the layout stays. A layout in which no step was ever finished is given up when nobody is left, or when the severity
+workflow has seen it fail twice: the task goes on in the one before, from the same checkpoint.
 """
 
 from __future__ import annotations
@@ -77,17 +77,18 @@ def take_up(task: Task, turn: Turn) -> None:
     turn.emit_for(task, None, "layout_changes", {**layouts.in_force.plain(), "before": _before(task), "step": step})
 
 
-def give_up(task: Task, turn: Turn) -> None:
+def give_up(task: Task, turn: Turn, reason: str = "no member was left before a step was finished in it") -> None:
     """Nobody that has the task's state is left: an order is void, and so is a layout that nobody has stepped in."""
     layouts = task.layouts
     if layouts.ordered is not None:
-        fields = {**layouts.ordered.plain(), "reason": "no member was left before its checkpoint was written"}
-        layouts.ordered = None
-        turn.emit(task, "layout_given_up", **fields)
+        given_up, layouts.ordered = layouts.ordered, None
+        reason = "no member was left before its checkpoint was written"
     elif layouts.untried and layouts.in_force is not None:
-        fields = {**layouts.in_force.plain(), "reason": "no member was left before a step was finished in it"}
+        given_up = layouts.in_force
         layouts.in_force, layouts.before, layouts.untried = layouts.before, None, False
-        turn.emit(task, "layout_given_up", **fields)
+    else:
+        return
+    turn.emit(task, "layout_given_up", **given_up.plain(), reason=reason)
 
 
 def stepped(task: Task, turn: Turn) -> None:

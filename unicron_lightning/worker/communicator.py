@@ -229,7 +229,8 @@ class Gate:
         except RuntimeError as error:
             reason = str(error).splitlines()[0][:200]
             on_error(reason)
-            raise CommunicatorAborted(reason) from None
+            # What fails because of an abort says so.
+            raise CommunicatorAborted(self.reason or reason) from None
 
     def shut(self, reason: str) -> bool:
         """Marks as aborted and wakes all waiters; False if it already was."""

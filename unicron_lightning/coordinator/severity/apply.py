@@ -168,7 +168,8 @@ def _view(task: Task, turn: Turn) -> View:
     members = tuple((member.agent, member.node) for member in task.live_members())
     record = task.severity
     nodes = {agent.node for agent in task.agents.values()} | {failure.node for failure in record.unjudged}
-    return View(members=members, spared=turn.spared(task, nodes), agents=frozenset(task.agents))
+    spared, agents = turn.spared(task, nodes), frozenset(task.agents)
+    return View(members=members, spared=spared, agents=agents, trial=task.layouts.untried)
 
 
 def failure_of(task: Task, turn: Turn, agent: Agent, kind: str, worker: str | None, cause: str) -> Failure:
@@ -217,7 +218,10 @@ def _carry_out(task: Task, turn: Turn, decision: Decision) -> bool:
     error = decision.error
     fields = {"rule": decision.rule, "reason": decision.reason, **decision.facts}
     if error is None:
-        _stop(task, turn, decision)
+        if decision.action == "revert":
+            membership.go_back(task, turn, decision.reason)
+        else:
+            _stop(task, turn, decision)
         return True
     fields = {"agent": error.agent, "node": error.node, "kind": error.kind, **fields}
     if decision.action == "tell":

@@ -100,3 +100,21 @@ class Record(msgspec.Struct, kw_only=True):
     """By worker, of an agent's present round."""
     reports: list[tuple[str, str, float]] = []
     """Source, kind and time of the newest errors that ended nothing: an agent says some twice."""
+
+    @property
+    def most_starts(self) -> int:
+        """Rounds that failed before anybody trained, of the agent that had most."""
+        return max(self.starts.values(), default=0)
+
+    @property
+    def tries(self) -> int:
+        """How often it has not worked since there was progress."""
+        return max(self.attempts, self.most_starts)
+
+    def begin_afresh(self) -> None:
+        """What failed was not the nodes' doing, and is not tried again."""
+        self.attempts = 0
+        self.starts.clear()
+        for failure in self.failed:
+            self.series.pop(failure.node, None)
+        self.failed.clear()

@@ -14,7 +14,9 @@ from unicron_lightning.coordinator.severity.errors import TOLD_ONLY
 from unicron_lightning.coordinator.severity.record import Failure, Record
 
 Trigger = Literal["SEV3", "SEV2", "SEV1", "judged"]
-Action = Literal["tell", "reattempt", "escalate", "restart", "isolate", "cordon", "stop"]
+Action = Literal["tell", "reattempt", "escalate", "restart", "isolate", "cordon", "revert", "stop"]
+TRIALS: Final = 2
+"""Of a layout in which no step was finished yet: failures happen, but two in a row are its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,11 +27,13 @@ class View:
         members: agent and node of each member of the newest epoch that lives, in rank order.
         spared: nodes without which every task that runs there still has agents enough for its minimum.
         agents: those that the task has.
+        trial: no step was finished yet in the layout that the task has by an order.
     """
 
     members: tuple[tuple[str, str], ...] = ()
     spared: frozenset[str] = frozenset()
     agents: frozenset[str] = frozenset()
+    trial: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +107,7 @@ class Decision:
     Attributes:
         rule: by which row.
         action: what.
-        error: what gave rise to it; None for "stop".
+        error: what gave rise to it; None for "revert" and "stop".
         reason: for people.
         facts: what goes into the event log beside it.
     """
@@ -209,6 +213,14 @@ RULES: Final = (
         then="as for SEV2; the event says `withheld`",
     ),
     Rule(
+        name="no way into a layout",
+        on="judged",
+        when=f"{TRIALS} epochs, or rounds of one agent's workers, failed before a step was finished in it",
+        holds=lambda case: case.view.trial and case.record.tries >= TRIALS,
+        action="revert",
+        then="the task goes on in the layout before, from the same checkpoint",
+    ),
+    Rule(
         name="no way past a step",
         on="judged",
         when="`crash_attempts` epochs failed at the same step",
@@ -228,7 +240,7 @@ RULES: Final = (
         name="no way to start",
         on="judged",
         when="one agent's workers failed in `crash_attempts` rounds before anybody trained",
-        holds=lambda case: max(case.record.starts.values(), default=0) >= case.limits.crash_attempts,
+        holds=lambda case: case.record.most_starts >= case.limits.crash_attempts,
         action="stop",
         then="the task ends, with its diagnosis",
     ),

@@ -243,7 +243,7 @@ def _give_up(record: Record, limits: Limits, view: View, now: float) -> list[Dec
     rule = first("judged", Case(record=record, limits=limits, view=view, now=now))
     if rule is None:
         return []
-    counts = {"attempts": record.attempts, "lives": record.lives, "starts": max(record.starts.values(), default=0)}
+    counts = {"attempts": record.attempts, "lives": record.lives, "starts": record.most_starts}
     last = [f"{failure.worker or failure.agent}: {failure.cause or failure.kind}" for failure in record.failed[-5:]]
     facts = {
         "step": record.mark,
@@ -252,9 +252,16 @@ def _give_up(record: Record, limits: Limits, view: View, now: float) -> list[Dec
         "causes": _unique(failure.cause or failure.kind for failure in record.failed),
         "last": last,
     }
-    often = {"no way past a step": "attempts", "no way past a checkpoint": "lives"}.get(rule.name, "starts")
-    reason = f"{rule.name}: failed {counts[often]} times at step {record.mark}; the last: {'; '.join(last)}"
-    return [Decision(rule=rule.name, action="stop", error=None, reason=reason, facts=facts)]
+    number = {
+        "no way into a layout": record.tries,
+        "no way past a step": record.attempts,
+        "no way past a checkpoint": record.lives,
+        "no way to start": record.most_starts,
+    }[rule.name]
+    reason = f"{rule.name}: failed {number} times at step {record.mark}; the last: {'; '.join(last)}"
+    if rule.action == "revert":
+        record.begin_afresh()
+    return [Decision(rule=rule.name, action=rule.action, error=None, reason=reason, facts=facts)]
 
 
 def _count(record: Record, failure: Failure) -> None:
