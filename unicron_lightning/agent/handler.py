@@ -27,7 +27,7 @@ from unicron_lightning.agent import options as agent_options
 from unicron_lightning.agent.agent import Agent
 from unicron_lightning.agent.rank_store import RankStore
 from unicron_lightning.agent.round_store import RoundStore
-from unicron_lightning.agent.signals import SignalWatch, clean_exit_on_sigterm
+from unicron_lightning.agent.signals import SignalWatch, clean_exit_on_sigterm, held_signals
 from unicron_lightning.agent.slot_lock import SlotLock
 from unicron_lightning.agent.view import RoundView
 from unicron_lightning.errors import CoordinatorUnavailable, UnicronError
@@ -120,6 +120,11 @@ class UnicronRendezvousHandler(RendezvousHandler):
         """End the agent and remove all that it has made. Also runs at the interpreter's exit, as torchelastic may
         skip it.
         """
+        with held_signals():
+            self._shut_down()
+        return True
+
+    def _shut_down(self) -> None:
         atexit.unregister(self.shutdown)
         self._closed = True
         agent, self._agent = self._agent, None
@@ -139,7 +144,6 @@ class UnicronRendezvousHandler(RendezvousHandler):
             self._store = None
         if self._lock is not None:
             self._lock.release()
-        return True
 
     def _start(self) -> Agent:
         atexit.register(self.shutdown)  # first: a signal may end the process from here on

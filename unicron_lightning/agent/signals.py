@@ -2,7 +2,7 @@
 
 torchelastic's handler raises in the main thread and stops the workers from there. Before it is installed - while
 the first grant is awaited - a SIGTERM would end the process without any clean-up, so a handler stands in for that
-time.
+time. And in the middle of the clean-up it would end that.
 """
 
 from __future__ import annotations
@@ -73,6 +73,27 @@ def clean_exit_on_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def held_signals() -> Iterator[None]:
+    """Has the signals that end a torchrun wait until this is through; the first one then does what it does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: list[int] = []
+
+    def hold(number: int, _frame: FrameType | None) -> None:
+        arrived.append(number)
+
+    before = {number: signal.signal(number, hold) for number in _ENDING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        if arrived:
+            signal.raise_signal(arrived[0])
 
 
 def _exit(number: int, _frame: FrameType | None) -> None:
