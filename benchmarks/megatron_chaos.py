@@ -62,10 +62,9 @@ def roles_of(worker: Note, model: dict[str, Any]) -> list[str]:
 
 def strike(cluster: Cluster, model: dict[str, Any], role: str | None, random_: random.Random) -> Strike:
     """One kind of fault in a whole world, on a worker of some role, or on any."""
-    replicas = model["dp"]
-    workers = model["tp"] * model["pp"] * replicas
-
-    world = wait_replicas(cluster, replicas, workers=model["tp"] * model["pp"])
+    replicas, shards = model["dp"], model["tp"] * model["pp"]
+    workers = shards * replicas
+    world = wait_replicas(cluster, replicas, workers=shards, seconds=600)
     time.sleep(random_.uniform(0.0, 0.3))
     kind = random_.choices(list(KINDS), list(KINDS.values()))[0]
     first = random_.choice([note for note in world if role is None or role in roles_of(note, model)])

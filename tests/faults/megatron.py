@@ -26,7 +26,13 @@ ZERO1: dict[str, Any] = {
 
 
 def wait_replicas(
-    cluster: Cluster, number: int = 2, *, workers: int = 2, after: float = 0.0, tp: int | None = None
+    cluster: Cluster,
+    number: int = 2,
+    *,
+    workers: int = 2,
+    after: float = 0.0,
+    tp: int | None = None,
+    seconds: float = 300.0,
 ) -> list[Note]:
     """The newest step of each worker of a world of whole replicas and no spares, once there is one.
 
@@ -36,6 +42,7 @@ def wait_replicas(
         workers: of a replica.
         after: when a step must have been finished by all of them, who live.
         tp: workers that slice a layer, if that is asked for.
+        seconds: until then.
     """
 
     def there() -> list[Note] | None:
@@ -44,7 +51,7 @@ def wait_replicas(
         new = all(n["at"] > after and lives(n["pid"]) and tp in (None, n["tp"]) for n in world)
         return world if whole and new else None
 
-    return list(cluster.watch(there, f"{number} whole replicas", 600, 150))
+    return list(cluster.watch(there, f"{number} whole replicas", seconds, 150))
 
 
 def finals(folder: Path) -> tuple[int, list[Path]]:

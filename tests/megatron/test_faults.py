@@ -96,7 +96,7 @@ def test_shards_without_copies_are_lost_with_their_owner(tmp_path: Path, worlds:
 
 def resize(cluster: Cluster) -> None:
     """To one replica, and back to two; that a replica is not divided is seen to."""
-    before = wait_replicas(cluster)
+    before = wait_replicas(cluster, after=time.time())
     with pytest.raises(subprocess.CalledProcessError):
         cluster.order("resize", "task", "3")
     cluster.order("resize", "task", "2")

@@ -27,7 +27,7 @@ DIES: dict[str, Any] = {"point": "checkpoint", "replica": 1, "shard": 0}
 def test_pipelines_become_slices_without_losing_a_step(tmp_path: Path, worlds: Any) -> None:
     settings = {**SETTINGS, **RUN}
     with Cluster(tmp_path, script=SCRIPT, agents=4, nodes="3:4", schedule=[DIES], settings=settings) as cluster:
-        wait_replicas(cluster, tp=1)
+        wait_replicas(cluster, tp=1, after=time.time())
         with pytest.raises(subprocess.CalledProcessError):
             cluster.order("relayout", "task", "--tp", "1", "--pp", "8")
         assert not cluster.events("layout_ordered")
@@ -35,7 +35,7 @@ def test_pipelines_become_slices_without_losing_a_step(tmp_path: Path, worlds: A
         (given_up,) = cluster.watch(lambda: cluster.events("layout_given_up"), "the layout's end", 300, 150)
         wait_replicas(cluster, tp=1, after=given_up["at"])
         cluster.order("relayout", "task", "--tp", "2", "--pp", "1")
-        moved = wait_replicas(cluster, tp=2)
+        moved = wait_replicas(cluster, tp=2, after=time.time())
         kill(moved[-1]["pid"], signal.SIGKILL)
         healed = wait_replicas(cluster, tp=2, after=time.time())
         (tmp_path / "finish").touch()

@@ -224,17 +224,18 @@ def pause(task: Task, turn: Turn) -> None:
 def start_anew(task: Task, turn: Turn) -> None:
     """All members wait, having written the newest checkpoint: the next life begins from it, maybe in another layout."""
     relayout.take_up(task, turn)
-    _dismiss_all(task, turn)
+    _begin_in_another_layout(task, turn)
 
 
 def go_back(task: Task, turn: Turn, reason: str) -> None:
     """The task's workers can do nothing in a layout that was ordered: the next life has the one before."""
     if task.layouts.untried:  # and nobody was left meanwhile
         relayout.give_up(task, turn, reason)
-        _dismiss_all(task, turn)
+        _begin_in_another_layout(task, turn)
 
 
-def _dismiss_all(task: Task, turn: Turn) -> None:
+def _begin_in_another_layout(task: Task, turn: Turn) -> None:
+    """All workers are stopped; those that come build the model in the layout that is in force now."""
     for agent_id in list(task.slots):
         _dismiss(task, turn, agent_id, "the task starts anew in another layout")
     _new_life(task, turn)

@@ -15,6 +15,7 @@ from unicron_lightning.coordinator.severity.record import Failure, Record
 
 Trigger = Literal["SEV3", "SEV2", "SEV1", "judged"]
 Action = Literal["tell", "reattempt", "escalate", "restart", "isolate", "cordon", "revert", "stop"]
+
 TRIALS: Final = 2
 """Of a layout in which no step was finished yet: failures happen, but two in a row are its own."""
 
