@@ -90,6 +90,8 @@ class Hub:
 class FakeCommunicator:
     """`Communicator` over a `Hub`."""
 
+    tells_success = True
+
     def __init__(self, hub: Hub, rank: int) -> None:
         self.rank, self.world = rank, hub.world
         self._hub = hub
@@ -128,6 +130,9 @@ class FakeCommunicator:
 
     def close(self) -> None:
         self.abort("closed")
+
+    def released(self, seconds: float) -> bool:
+        return False
 
     def _begin(self, kind: str, tensor: Tensor, root: int) -> Handle:
         if self._reason is not None:
@@ -200,11 +205,15 @@ class FakeControl:
         pass
 
     def send(self, message: wire.Message) -> None:
-        assert not isinstance(message, wire.CommError), "fake sockets do not break"
+        broken = isinstance(message, wire.CommError)
+        assert self._coordinator.sockets_break or not broken, "fake sockets do not break"
 
 
 class Coordinator:
     """Epochs of one task: a new one for every death, and one for joiners whenever nothing else is going on."""
+
+    sockets_break = False
+    """Whether workers may notice a death by their sockets, before they are told of it."""
 
     def __init__(self, seed: int = 0, minimum: int = 1) -> None:
         self.minimum = minimum

@@ -23,6 +23,7 @@ from torch.distributed.elastic.rendezvous.api import (
 from typing_extensions import override
 
 from unicron_lightning import environ, wire
+from unicron_lightning.agent import nccl_environment
 from unicron_lightning.agent import options as agent_options
 from unicron_lightning.agent.agent import Agent
 from unicron_lightning.agent.rank_store import RankStore
@@ -217,8 +218,8 @@ class UnicronRendezvousHandler(RendezvousHandler):
                 "TORCH_ELASTIC_WORKER_IDENTICAL": "0",
             }
         )
-        # torchelastic's default, 1, lets NCCL's watchdog end the survivors of a failure.
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        for replaced in nccl_environment.settle(os.environ):
+            logger.warning("environment_replaced %s", replaced)
         if not torch.accelerator.is_available():
             for name in environ.KEEP_FREED:
                 os.environ.setdefault(name, environ.MALLOC_THRESHOLD)

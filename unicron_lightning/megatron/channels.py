@@ -17,6 +17,7 @@ from unicron_lightning.megatron.layout import Shape
 from unicron_lightning.megatron.peers import PeerGroup
 from unicron_lightning.worker.communicator import SoloCommunicator
 from unicron_lightning.worker.gloo import GlooCommunicator
+from unicron_lightning.worker.owned import abort_apart
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,8 +147,7 @@ class Channels:
             group.cut()
         if self.exchange is not None:
             self.exchange.abort("the connections between replicas were cut")
-        for accelerated in self.outer_accelerated:
-            accelerated.abort()
+        abort_apart(self.outer_accelerated)
 
     def close(self) -> None:
         """Lets go of all but what was carried, or adopted meanwhile."""

@@ -35,6 +35,7 @@ from unicron_lightning.worker.connect import STORE_TIMEOUT, connector
 from unicron_lightning.worker.connecting import Connect
 from unicron_lightning.worker.control import EXIT_EXPELLED, Control
 from unicron_lightning.worker.engine import Report
+from unicron_lightning.worker.owned import abort_apart
 
 logger = logging.getLogger(__name__)
 
@@ -249,8 +250,7 @@ class GridFabric:
             self.intact = False
             for group in self._inner.values():
                 group.cut()
-            for accelerated in [] if self.channels is None else self.channels.inner_accelerated:
-                accelerated.abort()
+            abort_apart([] if self.channels is None else self.channels.inner_accelerated)
 
     def enter(self) -> Channels | None:
         """The channels built with the epoch's communicator become this worker's; those not used on are closed."""
@@ -347,7 +347,7 @@ class GridCommunicator:
     """
 
     def __init__(self, base: Communicator, channels: Channels | None) -> None:
-        self.rank, self.world = base.rank, base.world
+        self.rank, self.world, self.tells_success = base.rank, base.world, base.tells_success
         self.channels = channels
         self._base = base
 
@@ -372,6 +372,9 @@ class GridCommunicator:
         self._base.close()
         if self.channels is not None:
             self.channels.close()
+
+    def released(self, seconds: float) -> bool:
+        return self._base.released(seconds)
 
 
 def start_anew(reason: str) -> NoReturn:

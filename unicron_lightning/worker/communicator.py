@@ -28,25 +28,16 @@ class CommunicatorAborted(UnicronError):
 class Handle:
     """One collective on its way. Completion is signalled under the communicator's condition."""
 
-    __slots__ = ("_sampled", "_work", "done", "watched")
+    __slots__ = ("_work", "done")
 
-    def __init__(self, work: dist.Work | None, watched: bool = False) -> None:
+    def __init__(self, work: dist.Work | None) -> None:
         self._work = work
-        self.watched = watched
         self.done = work is None
-        self._sampled: bool | None = None
-
-    def sample(self) -> None:
-        """Fixes the answer of `succeeded` as of now: for back-ends where an aborted collective looks completed."""
-        if self._sampled is None:
-            self._sampled = self.succeeded()
 
     def succeeded(self) -> bool:
         """Whether the collective has completed well; never blocks."""
         if self._work is None:
             return True
-        if self._sampled is not None:
-            return self._sampled
         if not self._work.is_completed():
             return False
         try:
@@ -62,10 +53,16 @@ class Handle:
 
 
 class Communicator(Protocol):
-    """Collectives among the members of one epoch."""
+    """Collectives among the members of one epoch.
+
+    Attributes:
+        tells_success: whether `Handle.succeeded` can be trusted after a failure. If not, a reduction counts only
+            through the commit: after a failure all are done again.
+    """
 
     rank: int
     world: int
+    tells_success: bool
 
     def all_reduce(self, tensor: Tensor) -> Handle:
         """Starts summing ``tensor`` over the ranks, in place."""
@@ -95,12 +92,17 @@ class Communicator(Protocol):
         """Aborts, and lets go of all resources (in the background if the library still holds them)."""
         ...
 
+    def released(self, seconds: float) -> bool:
+        """After `close`: waits until the library writes to no tensor any more; False if it may still."""
+        ...
+
 
 class SoloCommunicator:
     """A world of one: nothing to exchange."""
 
     rank = 0
     world = 1
+    tells_success = True
 
     def __init__(self) -> None:
         self._reason: str | None = None
@@ -126,6 +128,9 @@ class SoloCommunicator:
 
     def close(self) -> None:
         self.abort("closed")
+
+    def released(self, seconds: float) -> bool:
+        return True
 
     def _check(self) -> None:
         if self._reason is not None:
@@ -197,16 +202,16 @@ class Gate:
 
     def __init__(self) -> None:
         self.reason: str | None = None
-        self._condition = threading.Condition()
+        self.condition = threading.Condition()
 
     def watch(self, work: dist.Work) -> Handle:
         """A handle whose completion, seen by the library's callback thread, wakes the waiters."""
-        handle = Handle(work, watched=True)
+        handle = Handle(work)
 
         def finished(_: object) -> None:
-            with self._condition:
+            with self.condition:
                 handle.done = True
-                self._condition.notify_all()
+                self.condition.notify_all()
 
         work.get_future().add_done_callback(finished)
         return handle
@@ -218,8 +223,8 @@ class Gate:
 
     def wait(self, handle: Handle, on_error: Callable[[str], None]) -> None:
         """Waits for the handle or an abort; a failed collective is told to ``on_error`` and raised."""
-        with self._condition:
-            self._condition.wait_for(lambda: handle.done or self.reason is not None)
+        with self.condition:
+            self.condition.wait_for(lambda: handle.done or self.reason is not None)
         if not handle.done:
             raise CommunicatorAborted(self.reason or "aborted")
         if handle.work is None:
@@ -232,11 +237,16 @@ class Gate:
             # What fails because of an abort says so.
             raise CommunicatorAborted(self.reason or reason) from None
 
+    def wait_for(self, ready: Callable[[], bool], seconds: float | None = None) -> bool:
+        """Waits for ``ready`` or an abort; False after ``seconds``."""
+        with self.condition:
+            return self.condition.wait_for(lambda: ready() or self.reason is not None, seconds)
+
     def shut(self, reason: str) -> bool:
         """Marks as aborted and wakes all waiters; False if it already was."""
-        with self._condition:
+        with self.condition:
             if self.reason is not None:
                 return False
             self.reason = reason
-            self._condition.notify_all()
+            self.condition.notify_all()
             return True

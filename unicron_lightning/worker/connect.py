@@ -22,7 +22,14 @@ def connector(task: str, host: str, device: torch.device) -> Connect:
         task: part of the key prefix.
         host: this machine's address for data-plane sockets.
         device: of the gradients.
+
+    Raises:
+        ConfigError: workers on this device could not recover.
     """
+    if device.type != "cpu":
+        from unicron_lightning.worker.nccl import check_device
+
+        check_device(device)
 
     def connect(epoch: wire.Epoch, rank: int, world: int) -> Communicator:
         if world == 1:

@@ -8,8 +8,15 @@ from collections.abc import Callable
 from unicron_lightning import wire
 from unicron_lightning.worker.communicator import Communicator, CommunicatorAborted
 
+_attempts = threading.local()
 Connect = Callable[[wire.Epoch, int, int], Communicator]
 """Builds the communicator of an epoch: (epoch, rank, world). May block; is called in a thread of its own."""
+
+
+def abandoned() -> bool:
+    """Tell whether the attempt that runs in this thread has been abandoned: nobody waits for its communicator."""
+    attempt: Connecting | None = getattr(_attempts, "present", None)
+    return attempt is not None and attempt._abandoned
 
 
 class Connecting:
@@ -32,21 +39,25 @@ class Connecting:
 
         Raises:
             CommunicatorAborted: if it could not be built.
+            Exception: any other error of the constructor.
         """
         with self._condition:
             if not self.finished:
                 self._abandoned = True
                 return None
+        if isinstance(self._error, (RuntimeError, OSError)):  # torch's store and gloo raise subclasses of RuntimeError
+            raise CommunicatorAborted((str(self._error) or repr(self._error)).splitlines()[0][:200])
         if self._error is not None:
-            raise CommunicatorAborted(str(self._error).splitlines()[0][:200])
+            raise self._error
         return self._communicator
 
     def _run(self) -> None:
         communicator: Communicator | None = None
         error: Exception | None = None
+        _attempts.present = self
         try:
             communicator = self._build()
-        except (RuntimeError, OSError) as caught:  # torch's store and gloo raise subclasses of RuntimeError
+        except Exception as caught:  # noqa: BLE001 - whatever it is, the engine raises it
             error = caught
         with self._condition:
             self._communicator, self._error = communicator, error

@@ -98,6 +98,8 @@ class GlooCommunicator:
         store, rank, world, host, timeout: as for `GlooGroup`, the constructor of which is called here.
     """
 
+    tells_success = True
+
     def __init__(
         self, store: dist.Store, rank: int, world: int, host: str, timeout: timedelta = OPERATION_TIMEOUT
     ) -> None:
@@ -138,6 +140,13 @@ class GlooCommunicator:
         self.abort("closed")
         self._group.close(self._handles)
         self._handles = []
+
+    def released(self, seconds: float) -> bool:
+        return False  # gloo may write to the tensors of an aborted collective until its own time-out
+
+    def broken(self) -> bool:
+        """Whether a connection to a peer has been closed, by this process or the peer's."""
+        return self._group.broken()
 
     def _start(self, begin: object) -> Handle:
         self._gate.check()

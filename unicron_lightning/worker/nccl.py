@@ -1,105 +1,165 @@
-"""NCCL behind the communicator seam, with gloo for what lives on the CPU.
+"""NCCL behind the communicator seam, with gloo for what lives in host memory.
 
-Written from NCCL's and torch's sources; see docs/protocol.md for what has been proven on hardware. A rank's wait polls
-the work instead of blocking in it, and abort is called from the control thread, which NCCL allows while another thread
-has collectives in flight. The agent sets ``TORCH_NCCL_ASYNC_ERROR_HANDLING=0``: with torchelastic's default, NCCL's
-watchdog would end the survivors.
+Two rules keep it right, since after an error NCCL's works look completed whether they are or not, and since its calls
+may block (docs/decisions/0021): a reduction counts only through the commit (`tells_success` is false), and a helper
+thread owns each group (`owned.OwnedGroup`). The agent sets the variables that NCCL needs (`agent.nccl_environment`).
+docs/protocol.md says what has been seen on hardware.
 """
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Final
+from typing import Any, Final, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unicron_lightning.worker.communicator import CommunicatorAborted, Handle
-from unicron_lightning.worker.gloo import OPERATION_TIMEOUT, GlooCommunicator
+from unicron_lightning.errors import ConfigError
+from unicron_lightning.worker.communicator import Handle
+from unicron_lightning.worker.connecting import abandoned
+from unicron_lightning.worker.gloo import OPERATION_TIMEOUT
+from unicron_lightning.worker.owned import OwnedGroup, OwnedHandle
 
-POLL_SECONDS: Final = 0.0002
+BROKEN_FROM: Final = (2, 28, 3)
+BROKEN_TO: Final = (2, 28, 8)
+"""First and last version of NCCL whose abort is known to be broken: NVIDIA's resiliency extension excludes them too."""
+
+MakeGroup = Callable[[dist.Store, int, int], Any]
+
+
+class HostCommunicator(Protocol):
+    """What carries tensors in host memory, as `gloo.GlooCommunicator`."""
+
+    def all_reduce(self, tensor: Tensor) -> Handle: ...
+    def all_gather(self, received: Tensor, sent: Tensor) -> Handle: ...
+    def broadcast(self, tensor: Tensor, root: int) -> Handle: ...
+    def wait(self, handle: Handle) -> None: ...
+    def abort(self, reason: str) -> None: ...
+    def close(self) -> None: ...
+    def broken(self) -> bool:
+        """Tell whether a peer's connection has been closed."""
+        ...
+
+
+def refusal(device: torch.device, version: tuple[int, ...] | None) -> str | None:
+    """Say why workers on this device could not recover, None if they can.
+
+    Args:
+        device: of the gradients.
+        version: NCCL's; None if torch was built without it.
+    """
+    if device.type == "cpu":
+        return None
+    if device.type != "cuda":
+        return f"accelerator {device.type!r}: expected 'cpu' or 'gpu' (CUDA with NCCL); no other can be recovered"
+    if version is None:
+        return "accelerator 'gpu': torch was built without NCCL; expected a build with NCCL, or accelerator='cpu'"
+    if BROKEN_FROM <= version[:3] <= BROKEN_TO:
+        text = ".".join(map(str, version))
+        return f"NCCL {text}: its abort is broken in 2.28.3 to 2.28.8; expected another version, such as 2.28.9"
+    return None
+
+
+def check_device(device: torch.device) -> None:
+    """Check that workers on this device can recover.
+
+    Raises:
+        ConfigError: they can't; see `refusal`.
+    """
+    version = None
+    if device.type == "cuda" and dist.is_nccl_available():
+        version = tuple(torch.cuda.nccl.version())
+    if (reason := refusal(device, version)) is not None:
+        raise ConfigError(reason)
+
+
+def make_group(store: dist.Store, rank: int, world: int, device: torch.device) -> Any:
+    """A process group of NCCL that is not connected yet."""
+    torch.cuda.set_device(device)
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.blocking = 0  # so that abort also ends a communicator that is still being set up
+    options._timeout = timedelta(seconds=OPERATION_TIMEOUT.total_seconds())
+    return dist.ProcessGroupNCCL(store, rank, world, options)
 
 
 class NcclCommunicator:
-    """Collectives of one epoch: CUDA tensors over NCCL, CPU tensors over ``cpu``.
+    """Collectives of one epoch: tensors on the accelerator over NCCL, others over ``host``.
+
+    The constructor blocks until all peers are there, one of them is lost, or the attempt to connect is abandoned.
 
     Args:
         store: prefix fresh to this epoch.
         rank, world: place and number of members.
         device: this rank's accelerator.
-        cpu: communicator of the same members.
+        host: communicator of the same members; closed if this one cannot be built.
+        make: builds the library's group.
+
+    Raises:
+        CommunicatorAborted: it could not be connected.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world: int, device: torch.device, cpu: GlooCommunicator) -> None:
+    tells_success = False
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world: int,
+        device: torch.device,
+        host: HostCommunicator,
+        make: MakeGroup | None = None,
+    ) -> None:
         self.rank = rank
         self.world = world
-        self._cpu = cpu
-        self._reason: str | None = None
-        self._handles: list[Handle] = []
-        options = dist.ProcessGroupNCCL.Options()
-        options.config.blocking = 0  # so that abort also ends a communicator that is still being set up
-        options._timeout = timedelta(seconds=OPERATION_TIMEOUT.total_seconds())
-        self._group: dist.ProcessGroupNCCL | None = dist.ProcessGroupNCCL(store, rank, world, options)
-        with torch.cuda.device(device):
-            self._group.eager_connect_single_device(device)
+        self._host = host
+        self._device = device.type
+        build = make or (lambda store, rank, world: make_group(store, rank, world, device))
+        self._owned = OwnedGroup(
+            lambda: build(store, rank, world),
+            lambda group: group.allreduce([torch.ones(1, device=device)]),
+            host.abort,
+            f"unicron-nccl-{rank}",
+        )
+        try:
+            self._owned.wait_connected(self._given_up)
+        except BaseException:
+            self.close()
+            raise
 
     def all_reduce(self, tensor: Tensor) -> Handle:
-        if tensor.device.type != "cuda":
-            return self._cpu.all_reduce(tensor)
-        return self._track(self._live().allreduce([tensor]))  # type: ignore[attr-defined]
+        if tensor.device.type != self._device:
+            return self._host.all_reduce(tensor)
+        return self._owned.enqueue(lambda group: group.allreduce([tensor]), tensor)
 
     def all_gather(self, received: Tensor, sent: Tensor) -> Handle:
-        return self._cpu.all_gather(received, sent)
+        return self._host.all_gather(received, sent)
 
     def broadcast(self, tensor: Tensor, root: int) -> Handle:
-        if tensor.device.type != "cuda":
-            return self._cpu.broadcast(tensor, root)
-        return self._track(self._live().broadcast(tensor, root))  # type: ignore[attr-defined]
+        if tensor.device.type != self._device:
+            return self._host.broadcast(tensor, root)
+        return self._owned.enqueue(lambda group: group.broadcast(tensor, root), tensor)
 
     def wait(self, handle: Handle) -> None:
-        if handle.watched:
-            self._cpu.wait(handle)
-            return
-        work = handle.work
-        assert work is not None
-        while not work.is_completed():
-            if self._reason is not None:
-                raise CommunicatorAborted(self._reason)
-            time.sleep(POLL_SECONDS)
-        if self._reason is not None and not handle.succeeded():
-            raise CommunicatorAborted(self._reason)
-        try:
-            work.wait()
-        except RuntimeError as error:
-            self.abort(str(error).splitlines()[0][:200])
-            raise CommunicatorAborted(str(error)) from None
-        handle.done = True
+        if isinstance(handle, OwnedHandle):
+            self._owned.wait(handle)
+        else:
+            self._host.wait(handle)
 
     def abort(self, reason: str) -> None:
-        if self._reason is not None:
-            return
-        for handle in list(self._handles):
-            handle.sample()  # an aborted kernel's end looks like completion
-        self._reason = reason
-        self._cpu.abort(reason)
-        group = self._group
-        if group is not None:
-            group.abort()
+        self._owned.abort(reason)
+        self._host.abort(reason)
 
     def close(self) -> None:
         self.abort("closed")
-        self._cpu.close()
-        self._group = None
+        self._host.close()
 
-    def _track(self, work: dist.Work) -> Handle:
-        handle = Handle(work)
-        self._handles = [h for h in self._handles if not h.done]
-        self._handles.append(handle)
-        return handle
+    def released(self, seconds: float) -> bool:
+        return self._owned.released(seconds)
 
-    def _live(self) -> dist.ProcessGroupNCCL:
-        if self._reason is not None or self._group is None:
-            raise CommunicatorAborted(self._reason or "closed")
-        return self._group
+    def _given_up(self) -> str | None:
+        """Why the connection will not come about: NCCL itself would wait for its time-out."""
+        if abandoned():
+            return "the epoch was overtaken while connecting"
+        return "a peer was lost while connecting" if self._host.broken() else None

@@ -8,6 +8,7 @@ Protocol (docs/protocol.md):
    (loss, logged values) and count who has seen a pending epoch; if all have, all switch at the end of the step. Nobody
    steps the optimizer before it, so whoever has its result knows that every rank has every reduction.
 4. After a failure the survivors keep local buckets and completed reductions, and plan the rest (`ledger.plan_step`).
+   Where the library cannot tell which have completed (`Communicator.tells_success`), all reductions are done again.
 
 A micro-batch is atomic: nothing is raised inside its backward, and a failure is looked at only between micro-batches.
 """
@@ -23,11 +24,13 @@ import torch
 
 from unicron_lightning.worker.balance import Balance
 from unicron_lightning.worker.buckets import Bucket, GradientBuckets
-from unicron_lightning.worker.communicator import CommunicatorAborted, Handle, gather_rows
+from unicron_lightning.worker.communicator import Communicator, CommunicatorAborted, Handle, gather_rows
 from unicron_lightning.worker.engine import Engine, Report
 from unicron_lightning.worker.ledger import StepPlan, StepReport, plan_step
 
 DEVICE_POLL_SECONDS: Final = 0.0002
+RELEASE_SECONDS: Final = 30.0
+"""How long a buffer of an aborted reduction is waited for before a second one is allocated beside it."""
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(tuple[int, list[float]]).decode
 
@@ -86,6 +89,9 @@ class GradientStep:
         self._finished: set[int] = set()
         self._reduced: set[int] = set()
         self._in_flight: dict[int, Handle] = {}
+        self._used: Communicator | None = None
+        self._held: dict[int, Communicator] = {}
+        """Buckets into which an aborted communicator may still write."""
         self._plan: StepPlan | None = None
         self._engine: Engine | None = None
         self._attempts = 0
@@ -108,7 +114,8 @@ class GradientStep:
     def attempt(self, engine: Engine) -> bytes:
         plan = self._plan
         assert plan is not None
-        self._engine, self._aborted = engine, False
+        self._engine, self._aborted, self._used = engine, False, engine.communicator
+        self._reclaim()
         self._take_held(engine, plan)
         self._compute(engine, plan)
         self._await_device(engine)
@@ -127,16 +134,19 @@ class GradientStep:
         return _encode((leave, totals))
 
     def suspend(self) -> None:
-        # What completed is sampled now: once the communicator is aborted, ended and completed look the same.
+        # What completed is asked now: once the communicator is aborted, ended and completed look the same.
+        if self._used is None:
+            return
         for index, handle in self._in_flight.items():
-            if handle.succeeded():
+            if self._used.tells_success and handle.succeeded():
                 self._reduced.add(index)
             else:
-                self._buckets[index].renew()
+                self._held[index] = self._used
         self._in_flight.clear()
 
     def report(self) -> Report:
-        return {"finished": sorted(self._finished), "reduced": sorted(self._reduced)}
+        tells = self._used is None or self._used.tells_success
+        return {"finished": sorted(self._finished), "reduced": sorted(self._reduced) if tells else []}
 
     def adopt(self, result: bytes) -> None:
         # A peer committed, so every rank was in the commit: all reductions are complete here too.
@@ -144,6 +154,13 @@ class GradientStep:
         assert self._engine is not None
         self._engine.switch_from, totals = _decode(result)
         self._sums.read(totals)
+
+    def _reclaim(self) -> None:
+        """Makes the buckets of aborted reductions usable again: the same memory where the library has let go of it."""
+        for index, communicator in self._held.items():
+            if not communicator.released(RELEASE_SECONDS):
+                self._buckets[index].renew()
+        self._held.clear()
 
     def _take_held(self, engine: Engine, plan: StepPlan) -> None:
         """Buckets that are complete on some ranks are copied from there: they hold the dead rank's part."""

@@ -19,6 +19,7 @@ class WatchedCommunicator:
     def __init__(self, communicator: Communicator, activity: Activity) -> None:
         self.rank = communicator.rank
         self.world = communicator.world
+        self.tells_success = communicator.tells_success
         self._communicator = communicator
         self._activity = activity
 
@@ -43,3 +44,6 @@ class WatchedCommunicator:
 
     def close(self) -> None:
         self._communicator.close()
+
+    def released(self, seconds: float) -> bool:
+        return self._communicator.released(seconds)

@@ -1,0 +1,184 @@
+"""A stand-in for torch's ProcessGroupNCCL: its behaviour after errors and aborts, without a GPU.
+
+Read from torch's ProcessGroupNCCL and NCCLUtils:
+
+* After an error or an abort every work looks completed; a kernel that was aborted leaves its tensor half summed.
+* `Work.wait` of a work with an error aborts the communicator before it raises.
+* After a peer's death the next enqueue raises, if the error has been noticed.
+* Enqueue and abort need a mutex that is held until the communicator is connected.
+* Abort and destructor may take long.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+REMOTE_ERROR = "NCCL error in: stand-in, ncclRemoteError: possibly due to a network error or a remote process exiting"
+
+
+class Network:
+    """What the ranks of one communicator share.
+
+    Args:
+        world: number of ranks.
+        seed: of what chance decides: which ranks a sum reaches at once, and who notices a lost peer.
+        abort_seconds, destroy_seconds: how long abort and destructor take.
+    """
+
+    def __init__(self, world: int, seed: int = 0, *, abort_seconds: float = 0.0, destroy_seconds: float = 0.0) -> None:
+        self.world = world
+        self.abort_seconds = abort_seconds
+        self.destroy_seconds = destroy_seconds
+        self.condition = threading.Condition(threading.RLock())
+        self.random = random.Random(seed)
+        self.groups: dict[int, StandInGroup] = {}
+        self.calls: dict[int, dict[int, StandInWork]] = {}
+        self.sums: dict[int, Tensor] = {}
+
+    def group(self, rank: int) -> StandInGroup:
+        return StandInGroup(self, rank)
+
+    def lose(self, rank: int) -> None:
+        """The rank is gone: some of the others notice."""
+        with self.condition:
+            for other, group in self.groups.items():
+                if other != rank and self.random.random() < 0.5:
+                    group.error = REMOTE_ERROR
+            self.condition.notify_all()
+
+    def begin(self, work: StandInWork) -> None:
+        with self.condition:
+            parts = self.calls.setdefault(work.number, {})
+            parts[work.rank] = work
+            if len(parts) == self.world:
+                tensors = [parts[rank].tensor for rank in sorted(parts)]
+                root = work.root
+                self.sums[work.number] = torch.stack(tensors).sum(0) if root is None else tensors[root].clone()
+                for other in parts.values():
+                    if self.random.random() < 0.5:
+                        other.deliver()
+
+
+class StandInWork:
+    """WorkNCCL."""
+
+    def __init__(self, group: StandInGroup, number: int, tensor: Tensor, root: int | None) -> None:
+        self.group, self.rank, self.number = group, group.rank, number
+        self.tensor, self.root = tensor, root
+        self.delivered = False
+        self.error: str | None = None
+
+    def deliver(self) -> None:
+        if not self.delivered and not self.group.aborted:
+            self.delivered = True
+            self.tensor.copy_(self.group.network.sums[self.number])
+
+    def is_completed(self) -> bool:
+        network = self.group.network
+        with network.condition:
+            if self.error is None and not self.delivered:
+                self.error = self.group.error
+            if self.error is None and self.number in network.sums:
+                self.deliver()
+            return self.delivered or self.group.aborted or self.error is not None
+
+    def wait(self) -> bool:
+        if self.error is not None:
+            self.group.abort()
+            raise dist.DistBackendError(self.error)
+        return True
+
+
+class StandInGroup:
+    """ProcessGroupNCCL of one rank, with a communicator that is connected when all ranks have enqueued."""
+
+    def __init__(self, network: Network, rank: int) -> None:
+        self.network, self.rank = network, rank
+        self.error: str | None = None
+        self.aborted = False
+        self.ready = threading.Event()
+        self.ready.set()
+        self.mutex = threading.Lock()
+        self.works: list[StandInWork] = []
+        self.on_enqueue: Callable[[], None] = lambda: None
+        self.threads: set[str] = set()
+        """Names of the threads that aborted or destroyed it."""
+        with network.condition:
+            network.groups[rank] = self
+
+    def allreduce(self, tensors: Sequence[Tensor]) -> StandInWork:
+        return self._enqueue(tensors[0], None)
+
+    def broadcast(self, tensor: Tensor, root: int) -> StandInWork:
+        return self._enqueue(tensor, root)
+
+    def abort(self) -> None:
+        self.threads.add(threading.current_thread().name)
+        with self.mutex:
+            time.sleep(self.network.abort_seconds)
+            with self.network.condition:
+                self.aborted = True
+                for work in self.works:
+                    if not work.delivered:
+                        work.tensor += 1  # a half-summed tensor
+        self.network.lose(self.rank)
+
+    def __del__(self) -> None:
+        time.sleep(self.network.destroy_seconds)
+        self.threads.add(threading.current_thread().name)
+
+    def _enqueue(self, tensor: Tensor, root: int | None) -> StandInWork:
+        with self.mutex:
+            assert self.ready.wait(60)
+        if self.aborted:
+            raise dist.DistBackendError("NCCL communicator was aborted on rank 0.")
+        if self.error is not None:
+            raise dist.DistBackendError(self.error)
+        work = StandInWork(self, len(self.works), tensor, root)
+        self.works.append(work)
+        self.network.begin(work)
+        self.on_enqueue()
+        return work
+
+
+class Host:
+    """Host communicator that only notes what is done to it, unless it is given one that does it."""
+
+    def __init__(self, inner: Any = None) -> None:
+        self.inner = inner
+        self.aborted: str | None = None
+        self.closed = False
+        self.lost = False
+
+    def all_reduce(self, tensor: Tensor) -> Any:
+        return self.inner.all_reduce(tensor)
+
+    def all_gather(self, received: Tensor, sent: Tensor) -> Any:
+        return self.inner.all_gather(received, sent)
+
+    def broadcast(self, tensor: Tensor, root: int) -> Any:
+        return self.inner.broadcast(tensor, root)
+
+    def wait(self, handle: Any) -> None:
+        self.inner.wait(handle)
+
+    def abort(self, reason: str) -> None:
+        self.aborted = self.aborted or reason
+        if self.inner is not None:
+            self.inner.abort(reason)
+
+    def close(self) -> None:
+        self.closed = True
+        if self.inner is not None:
+            self.inner.close()
+
+    def broken(self) -> bool:
+        return self.lost

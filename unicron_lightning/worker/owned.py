@@ -1,0 +1,242 @@
+"""A process group of a library that may block, owned by one helper thread.
+
+NCCL may block in the construction of a group, in its connection, in an abort and in its destructor, and after an error
+it cannot be told which collectives have completed. So one thread per group makes it, connects it by a first collective,
+looks for the completion of the others, aborts it and destroys it. The training thread and the control thread only leave
+work for the owner, and wait at a `Gate`, which an abort opens at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+from torch import Tensor
+
+from unicron_lightning.worker.communicator import CommunicatorAborted, Gate, Handle
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS: Final = 0.0002
+ENQUEUE_SECONDS: Final = 1.0
+"""How long the owner lets a collective that is just being enqueued come through before it aborts the group."""
+
+
+class Work(Protocol):
+    """The library's handle of one collective."""
+
+    def is_completed(self) -> bool:
+        """Tell whether it has ended, well or not."""
+        ...
+
+    def wait(self) -> Any:
+        """Raise RuntimeError if it has failed."""
+        ...
+
+
+class Group(Protocol):
+    """The library's process group."""
+
+    def abort(self) -> None:
+        """End all collectives; may block."""
+        ...
+
+
+class OwnedHandle(Handle):
+    """One collective of an owned group; ``done`` once its owner has seen it succeed."""
+
+    __slots__ = ("owned", "tensor")
+
+    def __init__(self, work: Work, tensor: Tensor) -> None:
+        super().__init__(None)
+        self.done = False
+        self.owned = work
+        self.tensor = tensor
+        """Kept alive for as long as the library may write to it."""
+
+    def succeeded(self) -> bool:
+        return self.done
+
+
+class OwnedGroup:
+    """One process group and the thread that owns it.
+
+    Args:
+        make: builds the group, on the owner's thread.
+        first: starts the collective that connects the group, on the owner's thread.
+        failed: called with the reason when the library reports an error; any thread, must not block.
+        name: of the thread.
+
+    Attributes:
+        gate: where waiters are released.
+        fatal: an error by which the process must end, such as a CUDA error; None if there is none.
+    """
+
+    def __init__(
+        self, make: Callable[[], Any], first: Callable[[Any], Work], failed: Callable[[str], None], name: str
+    ) -> None:
+        self.gate = Gate()
+        self.fatal: RuntimeError | None = None
+        self._make = make
+        self._first = first
+        self._failed = failed
+        self._group: Any = None
+        self._connected = False
+        self._enqueuing = threading.Lock()
+        self._on_the_way: list[OwnedHandle] = []
+        self._released = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def wait_connected(self, look: Callable[[], str | None], seconds: float = 0.05) -> None:
+        """Wait until the group is connected.
+
+        Args:
+            look: called now and then; a reason to give up, or None.
+            seconds: between two calls.
+
+        Raises:
+            CommunicatorAborted: the group could not be connected, was aborted, or ``look`` had a reason.
+        """
+        while not self.gate.wait_for(lambda: self._connected, seconds):
+            if (reason := look()) is not None:
+                self.abort(reason)
+        self._check()
+
+    def enqueue(self, begin: Callable[[Any], Work], tensor: Tensor) -> OwnedHandle:
+        """Start a collective of ``tensor``.
+
+        Raises:
+            CommunicatorAborted: the group is aborted, or the library refuses.
+            RuntimeError: an error of the accelerator: the process cannot go on.
+        """
+        with self._enqueuing:
+            self._check()
+            try:
+                handle = OwnedHandle(begin(self._group), tensor)
+            except RuntimeError as error:
+                self._fail(error)
+                self._check()
+                raise
+        with self.gate.condition:
+            self._on_the_way.append(handle)
+            self.gate.condition.notify_all()
+        return handle
+
+    def wait(self, handle: OwnedHandle) -> None:
+        """Wait for a collective, or an abort.
+
+        Raises:
+            CommunicatorAborted: as for `enqueue`.
+            RuntimeError: as for `enqueue`.
+        """
+        self.gate.wait_for(lambda: handle.done)
+        if not handle.done:
+            self._check()
+
+    def abort(self, reason: str) -> None:
+        """Release all waiters and have the owner abort the group; returns at once."""
+        self.gate.shut(reason)
+
+    def released(self, seconds: float) -> bool:
+        """Wait until the aborted group writes to no tensor any more; False after ``seconds``."""
+        return self._released.wait(seconds)
+
+    def join(self, seconds: float) -> bool:
+        """Wait until the group is destroyed; False after ``seconds``."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _check(self) -> None:
+        if self.fatal is not None:
+            raise self.fatal
+        self.gate.check()
+
+    def _fail(self, error: Exception) -> None:
+        reason = (str(error) or repr(error)).splitlines()[0][:200]
+        if isinstance(error, RuntimeError) and is_sticky(reason) and self.gate.reason is None:
+            self.fatal = error
+        self.gate.shut(reason)
+        self._failed(reason)
+
+    def _run(self) -> None:
+        group: Any = None
+        try:
+            group = self._group = self._make()
+            work = self._first(group)
+            while self.gate.reason is None and not work.is_completed():
+                self.gate.wait_for(lambda: False, POLL_SECONDS)
+            if self.gate.reason is None:
+                work.wait()
+                with self.gate.condition:
+                    self._connected = True
+                    self.gate.condition.notify_all()
+                self._serve()
+        except (RuntimeError, OSError) as error:
+            self._fail(error)
+        self._end(group)
+
+    def _serve(self) -> None:
+        """Until the abort: find out which collectives have succeeded."""
+        while self.gate.reason is None:
+            with self.gate.condition:
+                waiting = list(self._on_the_way)
+                if not waiting:
+                    self.gate.condition.wait_for(lambda: self._on_the_way or self.gate.reason is not None)
+                    continue
+            ended = [handle for handle in waiting if handle.owned.is_completed()]
+            if not ended:
+                self.gate.wait_for(lambda: False, POLL_SECONDS)
+            for handle in ended:
+                handle.owned.wait()
+            with self.gate.condition:
+                self._succeed(ended)
+                self.gate.condition.notify_all()
+
+    def _succeed(self, ended: list[OwnedHandle]) -> None:
+        """Nothing else aborts this group, so what ended before its abort and reports no error has succeeded."""
+        for handle in ended:
+            handle.done = self.gate.reason is None
+            self._on_the_way.remove(handle)
+
+    def _end(self, group: Any) -> None:
+        """Abort the group, then destroy it: its last reference is the caller's, on this thread."""
+        entered = self._enqueuing.acquire(timeout=ENQUEUE_SECONDS)
+        try:
+            if group is not None:
+                group.abort()
+        except RuntimeError as error:
+            logger.warning("group_abort_failed error=%s", error)
+        finally:
+            self._group = None
+            self._on_the_way = []
+            if entered:
+                self._enqueuing.release()
+            self._released.set()
+
+
+def is_sticky(reason: str) -> bool:
+    """Tell whether an error message is one of the accelerator, after which the process can use it no more."""
+    lowered = reason.lower()
+    return "cuda error" in lowered or "unhandledcudaerror" in lowered or "unhandled cuda error" in lowered
+
+
+def abort_apart(groups: list[Any]) -> None:
+    """Abort groups of NCCL, each in a thread of its own and all at once; returns at once.
+
+    One after the other they can deadlock: an abort may synchronise the device behind another group's stuck kernel.
+    """
+    for number, group in enumerate(groups):
+        threading.Thread(target=_abort, args=(group,), name=f"unicron-abort-{number}", daemon=True).start()
+
+
+def _abort(group: Any) -> None:
+    try:
+        group.abort()
+    except RuntimeError as error:
+        logger.warning("group_abort_failed error=%s", error)
+
+
+__all__ = ["CommunicatorAborted", "OwnedGroup", "OwnedHandle", "abort_apart", "is_sticky"]
