@@ -1,7 +1,7 @@
 """NCCL behind the communicator seam, with gloo for what lives in host memory.
 
 Two rules keep it right, since after an error NCCL's works look completed whether they are or not, and since its calls
-may block (docs/decisions/0021): a reduction counts only through the commit (`tells_success` is false), and a helper
+may block (docs/decisions/0018): a reduction counts only through the commit (`tells_success` is false), and a helper
 thread owns each group (`owned.OwnedGroup`). The agent sets the variables that NCCL needs (`agent.nccl_environment`).
 docs/protocol.md says what has been seen on hardware.
 """
