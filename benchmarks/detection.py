@@ -25,7 +25,6 @@ import shutil
 import signal
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -36,6 +35,8 @@ from measure import Event, Figures, typical_step
 from proxy import Proxy
 from recovery import HERE, SYSTEMS, TASK, Run, pythons
 from workload import WORKERS
+
+from unicron_lightning.cli.client import fetch
 
 FAULTS = ("kill", "exception", "agent", "cut", "hang")
 VICTIM = 2
@@ -113,9 +114,7 @@ class Watched(Run):
 
     def news(self) -> list[dict[str, Any]]:
         """The coordinator's events since the last call."""
-        url = f"http://127.0.0.1:{self.port}/v1/events?since={self._seq}"
-        with urllib.request.urlopen(url, timeout=10) as answer:
-            events = list(json.load(answer))
+        events: list[dict[str, Any]] = fetch(f"127.0.0.1:{self.port}", "/v1/events", since=str(self._seq))
         self._seq = max([self._seq, *(e["seq"] for e in events)])
         return events
 

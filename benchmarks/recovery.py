@@ -23,8 +23,6 @@ import shutil
 import signal
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +31,9 @@ import psutil  # type: ignore[import-untyped]
 from measure import Event, Figures, Kill, largest_gap, recovery, summary, typical_step
 from processes import Processes, free_port, started_at
 from workload import WORKERS
+
+from unicron_lightning.cli.client import fetch
+from unicron_lightning.errors import CoordinatorUnavailable
 
 HERE = Path(__file__).resolve().parent
 SYSTEMS = ("unicron", "torchrun", "torchft")
@@ -152,9 +153,8 @@ class Run:
     def coordinator_events(self) -> list[dict[str, Any]]:
         """The coordinator's event log; empty if it does not answer."""
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/v1/events", timeout=5) as answer:
-                return list(json.load(answer))
-        except (urllib.error.URLError, TimeoutError):
+            return list(fetch(f"127.0.0.1:{self.port}", "/v1/events"))
+        except CoordinatorUnavailable:
             return []
 
     def startup(self, kill: Kill) -> Figures:

@@ -60,6 +60,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # tmp_path stays where pytest users look
     os.environ[RUN_VARIABLE] = uuid.uuid4().hex
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="unicron-tests-")
+    os.environ["XDG_STATE_HOME"] = f"{tempfile.tempdir}/state"  # not the user's: tokens are made there
+    os.environ.pop("UNICRON_TOKEN", None)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -118,13 +118,13 @@ def test_c10d_keys_are_tolerated() -> None:
 
 
 def test_remote_endpoint_wants_token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv(environ.TOKEN, raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     with pytest.raises(ConfigError, match=r"192\.0\.2\.1"):
         options.from_parameters(parameters("192.0.2.1"))
     secret = tmp_path / "token"
     secret.write_text("secret\n")
     chosen = options.from_parameters(parameters("192.0.2.1", token_file=str(secret)))
-    assert (chosen.token, chosen.embedded) == ("secret", False)
+    assert (chosen.token.secret, chosen.embedded) == ("secret", False)
 
 
 def test_worker_environment() -> None:

@@ -176,8 +176,8 @@ def test_wrong_token(tmp_path: Path) -> None:
 
 def test_token_is_required_beyond_loopback(tmp_path: Path) -> None:
     with Cluster(tmp_path, "toy_worker.py", "1") as cluster:
-        cluster.start(endpoint="192.0.2.1:29461", UNICRON_TOKEN="")
-        one_error(cluster, 0, "192.0.2.1:29461", "token")
+        cluster.start(endpoint="192.0.2.1:29461", XDG_STATE_HOME=str(tmp_path / "none"))
+        one_error(cluster, 0, "192.0.2.1", "UNICRON_TOKEN", str(tmp_path / "none" / "unicron" / "token"))
 
 
 def test_unreachable_coordinator(tmp_path: Path) -> None:

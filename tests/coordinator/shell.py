@@ -18,6 +18,7 @@ from typing import Any
 import aiohttp
 
 from unicron_lightning import wire
+from unicron_lightning.credentials import token_for
 
 NO_STORE = wire.Address(host="0.0.0.0", port=1)
 """Nobody listens there, and nothing follows from that: it has never been reached."""
@@ -153,7 +154,7 @@ async def connected(
     url: str, *names: str, nodes: tuple[int, int] = (1, 4), token: str | None = None
 ) -> AsyncIterator[list[SocketAgent]]:
     """Agents with open connections; nothing said yet."""
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    headers = shown(token)
     async with aiohttp.ClientSession(headers=headers) as http:
         sockets = [await http.ws_connect(f"{url}/v1/agent") for _ in names]
         try:
@@ -175,8 +176,13 @@ async def train(agents: list[SocketAgent]) -> None:
         assert (await agent.hear(wire.Go)).epoch == 1
 
 
+def shown(token: str | None = None) -> dict[str, str]:
+    """The header with a token; default: that of the user who runs the tests."""
+    return {"Authorization": f"Bearer {token or token_for('127.0.0.1', None).secret}"}
+
+
 async def get(url: str, token: str | None = None) -> Any:
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    headers = shown(token)
     async with aiohttp.ClientSession(headers=headers) as http, http.get(url) as answer:
         assert answer.status == 200, answer
         return json.loads(await answer.text())

@@ -12,7 +12,7 @@ import time
 
 import aiohttp
 import pytest
-from coordinator.shell import Coordinator, connected, get, train
+from coordinator.shell import Coordinator, connected, get, shown, train
 
 from unicron_lightning import wire
 
@@ -109,7 +109,7 @@ async def test_a_silent_cut_is_noticed_by_missing_pongs(tmp_path):
         async with connected(coordinator.url, "a", nodes=(1, 2)) as (a,):
             await train([a])
             url = f"{coordinator.url}/v1/agent"
-            async with aiohttp.ClientSession() as http, http.ws_connect(url, autoping=False) as socket_:
+            async with aiohttp.ClientSession(headers=shown()) as http, http.ws_connect(url, autoping=False) as socket_:
                 fields = {**register_fields("b"), "min_nodes": 1, "max_nodes": 2}
                 await socket_.send_str(json.dumps(fields))
                 async for frame in socket_:
@@ -129,7 +129,8 @@ async def test_a_silent_cut_is_noticed_by_missing_pongs(tmp_path):
 async def test_nonsense_closes_that_connection_only(coordinator, garbage):
     async with connected(coordinator.url, "a", nodes=(1, 2)) as (a,):
         await train([a])
-        async with aiohttp.ClientSession() as http, http.ws_connect(f"{coordinator.url}/v1/agent") as socket_:
+        url = f"{coordinator.url}/v1/agent"
+        async with aiohttp.ClientSession(headers=shown()) as http, http.ws_connect(url) as socket_:
             await (socket_.send_bytes(garbage) if isinstance(garbage, bytes) else socket_.send_str(garbage))
             frame = await socket_.receive(timeout=5)
             assert frame.type is aiohttp.WSMsgType.CLOSE
@@ -140,7 +141,8 @@ async def test_nonsense_closes_that_connection_only(coordinator, garbage):
 
 async def test_too_large_a_message_closes_the_connection(tmp_path):
     with Coordinator(tmp_path / "state", "coordinator.max_message_bytes=1000") as coordinator:
-        async with aiohttp.ClientSession() as http, http.ws_connect(f"{coordinator.url}/v1/agent") as socket_:
+        url = f"{coordinator.url}/v1/agent"
+        async with aiohttp.ClientSession(headers=shown()) as http, http.ws_connect(url) as socket_:
             await socket_.send_str("x" * 2000)
             frame = await socket_.receive(timeout=5)
             assert (frame.type, frame.data) == (aiohttp.WSMsgType.CLOSE, aiohttp.WSCloseCode.MESSAGE_TOO_BIG)
@@ -176,7 +178,8 @@ async def test_web_pages_are_kept_out(coordinator):
 
 
 def test_a_reachable_address_needs_a_token(tmp_path):
-    coordinator = Coordinator(tmp_path / "state", "coordinator.host=0.0.0.0")
+    none = {"XDG_STATE_HOME": str(tmp_path / "none")}
+    coordinator = Coordinator(tmp_path / "state", "coordinator.host=0.0.0.0", env=none)
     coordinator.spawn()
     output = coordinator.output()
     assert coordinator.process.returncode == 2

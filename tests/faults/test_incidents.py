@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,15 @@ import pytest
 from faults.cluster import Cluster, kill
 from faults.train import FLOPS_PER_STEP
 
+from unicron_lightning.cli.client import fetch
+
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(420)]
 SLACK = 2.0
 """Seconds by which clocks that are read at either end of a message may differ on a busy machine."""
 
 
 def ask(cluster: Cluster, path: str) -> Any:
-    with urllib.request.urlopen(f"http://127.0.0.1:{cluster.port}/v1/{path}", timeout=20) as answer:
-        return json.load(answer)
+    return fetch(f"127.0.0.1:{cluster.port}", f"/v1/{path}")
 
 
 def measured(cluster: Cluster, slots: int) -> float:

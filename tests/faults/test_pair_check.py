@@ -70,7 +70,8 @@ class Detour:
         await self._opened.wait()
         near = web.WebSocketResponse(compress=False)
         await near.prepare(request)
-        async with aiohttp.ClientSession() as http, http.ws_connect(self._url) as far:
+        headers = {"Authorization": request.headers["Authorization"]}
+        async with aiohttp.ClientSession(headers=headers) as http, http.ws_connect(self._url) as far:
             there = asyncio.create_task(self._pass(near, far))
             await self._pass(far, near)
             await near.close()

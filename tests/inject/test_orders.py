@@ -15,6 +15,7 @@ from unicron_lightning.cli.client import fetch
 from unicron_lightning.cli.inject import _schedule
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator import injection
+from unicron_lightning.credentials import Token
 from unicron_lightning.errors import CoordinatorUnavailable, UnicronError
 from unicron_lightning.faults.language import parse, text
 from unicron_lightning.faults.script import Faults
@@ -159,7 +160,13 @@ def test_over_http(tmp_path: Path) -> None:
         with pytest.raises(CoordinatorUnavailable, match="401"):
             fetch(endpoint, "/v1/tasks/t/inject", method="POST", body={"fault": "kill"})
         with pytest.raises(UnicronError, match="no task 't'"):
-            fetch(endpoint, "/v1/tasks/t/inject", "t", method="POST", body={"fault": "kill"})
+            fetch(
+                endpoint,
+                "/v1/tasks/t/inject",
+                Token(secret="t", origin="a test"),
+                method="POST",
+                body={"fault": "kill"},
+            )
 
 
 def test_the_command_spreads_strikes_over_time() -> None:

@@ -15,7 +15,7 @@ from unicron_lightning.cli.node import Tail
 from unicron_lightning.cli.top import Speeds
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.jobs import Job
-from unicron_lightning.node.command import torchrun_command, torchrun_environment
+from unicron_lightning.node.command import hand_token, torchrun_command, torchrun_environment
 from unicron_lightning.node.logs import LogPipe, RotatingFile
 from unicron_lightning.node.options import NodeOptions, make_options
 from unicron_lightning.node.reconcile import GIVEN_UP_SECONDS, KILLED_SECONDS, Key, State, Steps, steps
@@ -166,24 +166,23 @@ def test_how_torchrun_is_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     made = options()
     made = NodeOptions(**{**vars(made), "slots": (Slot(label="0", devices="3"),)})
     one = launch(environment={"A": "b"}, min_nodes=2, max_nodes=4, workers_per_node=8, max_restarts=3, weight=2.5)
-    words = " ".join(torchrun_command(one, made)[1:])
+    words = " ".join(torchrun_command(one, made, tmp_path)[1:])
     assert words == (
         "-m unicron_lightning.node.launch --rdzv-backend unicron --rdzv-endpoint h:1 --rdzv-id j "
-        "--rdzv-conf node=n,slot=0,weight=2.5,embedded=false,connect_timeout=900 "
+        "--rdzv-conf node=n,slot=0,weight=2.5,embedded=false,connect_timeout=900,"
+        f"token_file={tmp_path}/token "
         "--nnodes 2:4 --nproc-per-node 8 --max-restarts 3 train.py --x"
     )
     inherited = {"HOME": "/h", "UNICRON_AGENT": "of another", "UNICRON_TOKEN": "secret"}
     environment = torchrun_environment(one, made, tmp_path, inherited)
-    assert (
-        environment.items() >= {"HOME": "/h", "A": "b", "CUDA_VISIBLE_DEVICES": "3", "UNICRON_TOKEN": "secret"}.items()
-    )
-    assert "UNICRON_AGENT" not in environment
+    assert environment.items() >= {"HOME": "/h", "A": "b", "CUDA_VISIBLE_DEVICES": "3"}.items()
+    assert not {"UNICRON_AGENT", "UNICRON_TOKEN"} & environment.keys()
     assert environment["UNICRON_DAEMON_PID"] == str(os.getpid())
+    hand_token(made, tmp_path)
     file = tmp_path / "token"
-    file.write_text("secret")
+    assert (file.read_text(), file.stat().st_mode & 0o777) == ("secret", 0o600)
     made = options(token_file=str(file))
-    assert f"token_file={file}" in " ".join(torchrun_command(one, made))
-    assert "UNICRON_TOKEN" not in torchrun_environment(one, made, tmp_path, inherited), "scripts need not know it"
+    assert f"token_file={file}" in " ".join(torchrun_command(one, made, tmp_path / "other"))
 
 
 @pytest.mark.parametrize(
@@ -194,7 +193,7 @@ def test_how_torchrun_is_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         ({"node": "a,b"}, "--node a,b: expected letters"),
         ({"log_megabytes": 0.0}, "--log-size 0.0"),
         ({"stop_seconds": 0.0}, "--stop-seconds 0.0"),
-        ({"token_file": "/no/such"}, "token_file=/no/such"),
+        ({"token_file": "/no/such"}, "--token-file /no/such"),
     ],
 )
 def test_wrong_options_are_refused(changes: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,10 +202,11 @@ def test_wrong_options_are_refused(changes: dict[str, Any], words: str, monkeypa
         options(**changes)
 
 
-def test_without_a_token_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("UNICRON_TOKEN", raising=False)
-    with pytest.raises(ConfigError, match="whoever submits a job runs commands as you"):
-        options(endpoint="127.0.0.1:1")
+def test_a_coordinator_elsewhere_needs_a_token_that_is_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match=f"copy the coordinator's token file to {tmp_path}/unicron/token"):
+        options()
+    assert options(endpoint="127.0.0.1:1").token.origin == f"{tmp_path}/unicron/token", "here it is made"
 
 
 def test_a_job_file_is_read(tmp_path: Path) -> None:

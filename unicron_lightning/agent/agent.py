@@ -71,7 +71,7 @@ class Agent:
         self._embedded = EmbeddedCoordinator(options)
         self._supervisor = Supervisor(options.agent, self._on_found, self._on_exit)
         self._inspector = Inspector(self._scratch.path, self._supervisor, self._send)
-        self._exchanges = Exchanges(options.host, options.token, self._send)
+        self._exchanges = Exchanges(options.host, options.token.secret, self._send)
         self._local = LocalServer(
             self.socket_path,
             LocalHooks(accept=self._accept, received=self._from_worker, left=self._roster.leaves),

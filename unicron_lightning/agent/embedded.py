@@ -119,8 +119,7 @@ class EmbeddedCoordinator:
 def _spawn(options: AgentOptions, log: Path) -> subprocess.Popen[bytes]:
     # Without what makes a process a worker: the coordinator must not tie its life to this agent.
     environment = {name: value for name, value in os.environ.items() if name not in environ.FROM_AGENT}
-    if options.token is not None:
-        environment[environ.TOKEN] = options.token
+    environment[environ.TOKEN] = options.token.secret
     command = [
         sys.executable,
         "-m",

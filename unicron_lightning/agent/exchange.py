@@ -63,11 +63,11 @@ class Exchanges:
 
     Args:
         host: this agent's address for others.
-        token: the cluster's; None where everything is on one machine.
+        token: the cluster's.
         send: to the coordinator.
     """
 
-    def __init__(self, host: str, token: str | None, send: Callable[[wire.Message], None]) -> None:
+    def __init__(self, host: str, token: str, send: Callable[[wire.Message], None]) -> None:
         self._host = host
         self._token = token
         self._send = send
@@ -162,7 +162,7 @@ class Exchanges:
             writer.transport.abort()
 
     def _proof(self, key: str) -> bytes:
-        return hmac.digest((self._token or "").encode(), key.encode(), hashlib.sha256)
+        return hmac.digest(self._token.encode(), key.encode(), hashlib.sha256)
 
     # ---- connecting
 

@@ -62,6 +62,7 @@ class UnicronRendezvousHandler(RendezvousHandler):
         slot = self._options.slot
         self._lock = None if slot is None else SlotLock(self._options.node, slot)
         self._closed = False
+        self._hidden: str | None = None
 
     @override
     def get_backend(self) -> str:
@@ -145,6 +146,8 @@ class UnicronRendezvousHandler(RendezvousHandler):
             self._store = None
         if self._lock is not None:
             self._lock.release()
+        if self._hidden is not None:
+            os.environ[environ.TOKEN], self._hidden = self._hidden, None
 
     def _start(self) -> Agent:
         atexit.register(self.shutdown)  # first: a signal may end the process from here on
@@ -205,6 +208,8 @@ class UnicronRendezvousHandler(RendezvousHandler):
     def _prepare_environment(self, agent: Agent, number: int) -> None:
         """Set what the workers, which inherit this process' environment, are to know."""
         options = self._options
+        # Scripts do not need the token, and what they start or print must not have it.
+        self._hidden = os.environ.pop(environ.TOKEN, self._hidden)
         os.environ.update(
             {
                 environ.AGENT_SOCKET: str(agent.socket_path),

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from unicron_lightning import environ
+from unicron_lightning.credentials import Token, is_loopback, token_for
 from unicron_lightning.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ DEFAULT_PORT: Final = 29461
 
 CONF_KEYS: Final = {
     "node": "label of the node (default: host name); agents of one machine may share it",
-    "token_file": "file with the shared secret (default: environment variable UNICRON_TOKEN)",
+    "token_file": "file with the shared secret (default: UNICRON_TOKEN, else the file made for the user)",
     "slot": "label of the accelerators on the node that this agent's workers use, if other tasks' agents use them too",
     "weight": "what the task's work is worth beside that of other tasks (default 1)",
     "worker_timeout": "seconds without a heartbeat after which a worker is killed (default: the coordinator's, 10)",
@@ -65,7 +66,7 @@ class AgentOptions:
     """Whether this agent may start the coordinator: the endpoint names this machine and the user did not forbid
     it."""
     state_dir: Path
-    token: str | None
+    token: Token
     host: str
     """This agent's address for sockets of other nodes' workers."""
     allow_injection: bool = False
@@ -100,12 +101,7 @@ def from_parameters(parameters: RendezvousParameters) -> AgentOptions:
     _check_keys(conf)
     host, port = parse_endpoint(parameters.endpoint)
     loopback = is_loopback(host)
-    token = _read_token(conf.get("token_file"))
-    if not loopback and token is None:
-        raise ConfigError(
-            f"--rdzv-endpoint {parameters.endpoint!r} is not a loopback address, so a token is required: "
-            f"set {environ.TOKEN} or --rdzv-conf token_file=PATH, the same for all agents and the coordinator"
-        )
+    token = token_for(host, conf.get("token_file"), option="--rdzv-conf token_file=")
     node = str(conf.get("node") or socket.gethostname())
     return AgentOptions(
         task=parameters.run_id,
@@ -154,16 +150,6 @@ def parse_endpoint(text: str) -> tuple[str, int]:
     if not (port_text.isascii() and port_text.isdigit() and 1 <= int(port_text) <= 65535):
         raise wrong
     return host or DEFAULT_HOST, int(port_text)
-
-
-def is_loopback(host: str) -> bool:
-    """Tell whether ``host`` is written as an address that only this machine can reach."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def names_this_machine(host: str) -> bool:
@@ -244,18 +230,6 @@ def _flag(conf: Mapping[str, Any], key: str, *, default: bool) -> bool:
     if text not in ("1", "true", "yes", "on", "0", "false", "no", "off"):
         raise ConfigError(f"--rdzv-conf {key}={conf[key]}: expected true or false")
     return text in ("1", "true", "yes", "on")
-
-
-def _read_token(token_file: str | None) -> str | None:
-    if token_file is None:
-        return os.environ.get(environ.TOKEN) or None
-    try:
-        token = Path(token_file).expanduser().read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise ConfigError(f"--rdzv-conf token_file={token_file}: {error.strerror or error}") from error
-    if not token:
-        raise ConfigError(f"--rdzv-conf token_file={token_file}: the file is empty")
-    return token
 
 
 def _state_dir(given: str | None, host: str, port: int) -> Path:

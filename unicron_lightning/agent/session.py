@@ -23,6 +23,7 @@ from unicron_lightning import wire
 from unicron_lightning.agent.cut import Cut
 from unicron_lightning.agent.outbox import Outbox
 from unicron_lightning.agent.pulse import Pulse
+from unicron_lightning.credentials import Token
 from unicron_lightning.detection.silence import SilenceLimits
 from unicron_lightning.errors import CoordinatorUnavailable, SessionRefused, UnicronError
 
@@ -53,14 +54,14 @@ class CoordinatorSession:
 
     Args:
         url: ``http://host:port/v1/agent``.
-        token: bearer token, None for none.
+        token: what proves this agent.
         connect_timeout: seconds that the first connection may take.
         hooks: what to do with what happens.
     """
 
-    def __init__(self, url: str, token: str | None, connect_timeout: float, hooks: SessionHooks) -> None:
+    def __init__(self, url: str, token: Token, connect_timeout: float, hooks: SessionHooks) -> None:
         self._url = url
-        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self._headers = {"Authorization": f"Bearer {token.secret}"}
         self._connect_timeout = connect_timeout
         self._hooks = hooks
         self._outbox = Outbox()

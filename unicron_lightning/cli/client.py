@@ -10,6 +10,7 @@ import urllib.parse
 import urllib.request
 from typing import Any, Final
 
+from unicron_lightning.credentials import Token, token_for
 from unicron_lightning.errors import CoordinatorUnavailable, UnicronError
 
 DEFAULT_ENDPOINT: Final = "127.0.0.1:29461"
@@ -21,19 +22,21 @@ def connecting() -> argparse.ArgumentParser:
     """The options by which a command finds its coordinator, as a parent of its parser."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--endpoint", default=DEFAULT_ENDPOINT, metavar="HOST:PORT", help="default: %(default)s")
-    parser.add_argument("--token-file", metavar="PATH", help="file with the token; else UNICRON_TOKEN if set")
+    parser.add_argument("--token-file", metavar="PATH", help="default: UNICRON_TOKEN, else the file made for you")
     return parser
 
 
-def token_of(options: argparse.Namespace) -> str | None:
-    """The token that the options of `connecting` name.
+def token_of(options: argparse.Namespace) -> Token:
+    """The token for the options of `connecting`.
 
     Raises:
-        ConfigError: the file can't be read or is empty.
+        ConfigError: there is none, or a file can't be used.
     """
-    from unicron_lightning.coordinator.config import read_token
+    return _token_at(options.endpoint, options.token_file)
 
-    return read_token(options.token_file)
+
+def _token_at(endpoint: str, token_file: str | None) -> Token:
+    return token_for(endpoint.rpartition(":")[0] or endpoint, token_file, option="--token-file ")
 
 
 def quoted(name: str) -> str:
@@ -42,14 +45,14 @@ def quoted(name: str) -> str:
 
 
 def fetch(
-    endpoint: str, path: str, token: str | None = None, *, method: str = "GET", body: Any = None, **query: str
+    endpoint: str, path: str, token: Token | None = None, *, method: str = "GET", body: Any = None, **query: str
 ) -> Any:
     """Ask a coordinator, or order something of it.
 
     Args:
         endpoint: ``HOST:PORT``.
         path: e.g. ``/v1/status``.
-        token: what to show, None for nothing.
+        token: the shared secret; None: that of this user or the environment.
         method: GET, or POST for an order.
         body: what goes with an order, as JSON; None for nothing.
         query: parameters.
@@ -62,7 +65,8 @@ def fetch(
         UnicronError: the coordinator refuses the order; the reason is its own.
     """
     url = f"http://{endpoint}{path}" + (f"?{urllib.parse.urlencode(query)}" if query else "")
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    token = token or _token_at(endpoint, None)
+    headers = {"Authorization": f"Bearer {token.secret}"}
     # No proxy: an endpoint is a host of the cluster.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
@@ -75,7 +79,7 @@ def fetch(
             refusal = _reason(error) if method == "POST" and error.code in _REFUSALS else None
         if refusal is not None:
             raise UnicronError(refusal) from None
-        hint = " (token: UNICRON_TOKEN or --token-file)" if error.code == 401 else ""
+        hint = f" (token: that of {token.origin}; see UNICRON_TOKEN and --token-file)" if error.code == 401 else ""
         raise CoordinatorUnavailable(f"{endpoint} answers HTTP {error.code}{hint}") from None
     except (OSError, http.client.HTTPException, ValueError) as error:
         reason = getattr(error, "reason", error)

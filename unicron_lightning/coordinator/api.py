@@ -20,16 +20,13 @@ from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.machine import Machine
 from unicron_lightning.coordinator.status import cluster_status, task_status
 from unicron_lightning.coordinator.store import LoggedEvent, Store
+from unicron_lightning.credentials import Token
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.faults.arrivals import draw
 from unicron_lightning.faults.language import parse, text
 from unicron_lightning.jobs import Job, problem
 
 _MOST_INCIDENTS: Final = 100_000
-NO_TOKEN: Final = (
-    "this coordinator has no token: expected one (UNICRON_TOKEN or coordinator.token_file), also on loopback, "
-    "as whoever submits a job runs commands as the user of the nodes' daemons"
-)
 
 
 class _Submission(Job, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -65,10 +62,10 @@ class Api:
 
     Args:
         shell: the server whose they are.
-        token: what requests must show, None for none.
+        token: what requests must show.
     """
 
-    def __init__(self, shell: Shell, token: str | None) -> None:
+    def __init__(self, shell: Shell, token: Token) -> None:
         self._shell = shell
         self._token = token
 
@@ -101,10 +98,8 @@ class Api:
         return app
 
     def _authorized(self, request: web.Request) -> bool:
-        if self._token is None:
-            return True
         shown = request.headers.get("Authorization", "")
-        return hmac.compare_digest(shown.encode(errors="replace"), f"Bearer {self._token}".encode())
+        return hmac.compare_digest(shown.encode(errors="replace"), f"Bearer {self._token.secret}".encode())
 
     async def _get_health(self, _request: web.Request) -> web.Response:
         return web.json_response({"ok": True})
@@ -190,8 +185,6 @@ class Api:
 
     async def _post_job(self, request: web.Request) -> web.Response:
         """Submit a task: the body is a `Job`."""
-        if self._token is None:
-            return web.json_response({"error": NO_TOKEN}, status=403)
         try:
             job: Job = _decode_job(await request.read())
         except (msgspec.DecodeError, UnicodeError) as error:

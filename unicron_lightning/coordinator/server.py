@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import ipaddress
 import itertools
 import json
 import logging
@@ -29,9 +28,9 @@ from aiohttp import WSCloseCode, WSMsgType, web
 from unicron_lightning import nodewire, wire
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.allocation import standing
-from unicron_lightning.coordinator.api import NO_TOKEN, Api
+from unicron_lightning.coordinator.api import Api
 from unicron_lightning.coordinator.batch import Batch
-from unicron_lightning.coordinator.config import CoordinatorConfig, default_state_dir, prepare_state_dir, read_token
+from unicron_lightning.coordinator.config import CoordinatorConfig, default_state_dir, prepare_state_dir
 from unicron_lightning.coordinator.liveness import ANSWER, Liveness
 from unicron_lightning.coordinator.machine import Machine
 from unicron_lightning.coordinator.planning import Knowledge, Planning
@@ -41,6 +40,7 @@ from unicron_lightning.coordinator.session import Session
 from unicron_lightning.coordinator.startup import inputs_at_start
 from unicron_lightning.coordinator.store import Store
 from unicron_lightning.coordinator.unplanned import keep
+from unicron_lightning.credentials import Token, find_token, is_loopback, user_file
 from unicron_lightning.errors import ConfigError, PortInUse
 
 logger = logging.getLogger(__name__)
@@ -54,23 +54,18 @@ class Server:
 
     Args:
         config: all of it; the state directory is created.
-        token: what clients must show, None for none.
+        token: what clients must show.
 
     Raises:
-        ConfigError: no token though the address is reachable from other machines; unusable state directory.
+        ConfigError: unusable address or state directory.
         PortInUse: the address is taken.
     """
 
-    def __init__(self, config: CoordinatorConfig, token: str | None) -> None:
+    def __init__(self, config: CoordinatorConfig, token: Token) -> None:
         self._config = config
         self._token = token
         host, port = config.coordinator.host, config.coordinator.port
         address = _resolve(host, port)
-        if token is None and not ipaddress.ip_address(address[4][0]).is_loopback:
-            raise ConfigError(
-                f"coordinator.host={host} can be reached from other machines: "
-                "set a token (UNICRON_TOKEN or coordinator.token_file)"
-            )
         # The port decides which of several coordinators lives: bind before the state is touched.
         self._socket = _bind(address)
         try:
@@ -251,8 +246,6 @@ class Server:
         def take(conn: int, data: str) -> None:
             self._take(ev.NodeSaid(conn=conn, message=nodewire.decode_from_node(data)))
 
-        if self._token is None:
-            return web.json_response({"error": NO_TOKEN}, status=403)
         return await self._serve(request, take)
 
     async def _serve(self, request: web.Request, take: Callable[[int, str], None]) -> web.WebSocketResponse:
@@ -342,9 +335,8 @@ class Server:
 
 def serve(config: CoordinatorConfig) -> int:
     """Run a coordinator to its end; returns the exit status of the process."""
-    token = read_token(config.coordinator.token_file)
-    if config.tasks and token is None:
-        raise ConfigError(f"tasks={list(config.tasks)}: {NO_TOKEN}")
+    token = _token(config)
+    logger.info("token_found origin=%s", token.origin)
 
     async def main() -> bool:
         return await Server(config, token).run()
@@ -357,6 +349,18 @@ def serve(config: CoordinatorConfig) -> int:
             return 0
         logger.error("%s", error)
         return 1
+
+
+def _token(config: CoordinatorConfig) -> Token:
+    host = config.coordinator.host
+    loopback = is_loopback(str(_resolve(host, config.coordinator.port)[4][0]))
+    token = find_token(config.coordinator.token_file, make=loopback)
+    if token is None:
+        raise ConfigError(
+            f"coordinator.host={host} can be reached from other machines: set a token (UNICRON_TOKEN or "
+            f"coordinator.token_file), or make the file {user_file()}; it must be the same on all hosts"
+        )
+    return token
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[[ev.Planned], None], answer: ev.Planned) -> None:

@@ -10,14 +10,16 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from unicron_lightning.cli.client import fetch
+from unicron_lightning.credentials import Token
 from unicron_lightning.demo.cluster import free_port
 from unicron_lightning.demo.diary import Diary, Line
+from unicron_lightning.errors import CoordinatorUnavailable
 
 
 class Nodes:
@@ -170,10 +172,8 @@ class Nodes:
 
     def get(self, path: str) -> Any:
         """Asks the coordinator."""
-        headers = {"Authorization": f"Bearer {self._environment['UNICRON_TOKEN']}"}
-        request = urllib.request.Request(f"http://127.0.0.1:{self._port}{path}", headers=headers)
-        with urllib.request.urlopen(request, timeout=10) as answer:
-            return json.load(answer)
+        token = Token(secret=self._environment["UNICRON_TOKEN"], origin="the demonstration")
+        return fetch(f"127.0.0.1:{self._port}", path, token)
 
     def _trains(self, task: str, size: int, since: float) -> bool:
         return self.world(task, since) == size
@@ -181,7 +181,7 @@ class Nodes:
     def _answers(self) -> bool:
         try:
             return bool(self.get("/healthz"))
-        except OSError:
+        except CoordinatorUnavailable:
             return False
 
     def _endpoint(self) -> list[str]:

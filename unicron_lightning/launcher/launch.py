@@ -14,7 +14,7 @@ from hydra.core.utils import JobReturn, JobRuntime, JobStatus, configure_log, fi
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from unicron_lightning.coordinator.config import read_token
+from unicron_lightning.credentials import Token, token_for
 from unicron_lightning.errors import ConfigError, UnicronError
 from unicron_lightning.jobs import Job, problem
 from unicron_lightning.launcher import result
@@ -103,12 +103,13 @@ def finish(returned: JobReturn, name: str, end: Ended) -> None:
 
 
 @contextmanager
-def _cluster(options: LauncherConfig, sweep_dir: Path) -> Iterator[tuple[str, str | None]]:
+def _cluster(options: LauncherConfig, sweep_dir: Path) -> Iterator[tuple[str, Token]]:
     if options.embedded and nothing_listens(options.endpoint):
         with local_cluster(options.slots, sweep_dir / ".unicron") as cluster:
             yield cluster
     else:
-        yield options.endpoint, read_token(options.token_file)
+        host = options.endpoint.rpartition(":")[0] or options.endpoint
+        yield options.endpoint, token_for(host, options.token_file, option="hydra.launcher.token_file=")
 
 
 def _composed(context: HydraContext, config: DictConfig, overrides: Sequence[str], number: int) -> DictConfig:

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Final
 
 from unicron_lightning import environ
-from unicron_lightning.agent.options import is_loopback, parse_endpoint
+from unicron_lightning.agent.options import parse_endpoint
+from unicron_lightning.credentials import Token, is_loopback
 from unicron_lightning.errors import CoordinatorUnavailable
 
 _START_SECONDS: Final = 60.0
@@ -37,7 +38,7 @@ def nothing_listens(endpoint: str) -> bool:
 
 
 @contextmanager
-def local_cluster(slots: int, logs: Path) -> Iterator[tuple[str, str]]:
+def local_cluster(slots: int, logs: Path) -> Iterator[tuple[str, Token]]:
     """Run a coordinator and a daemon; their outputs and the jobs' are in ``logs``.
 
     Yields:
@@ -61,7 +62,7 @@ def local_cluster(slots: int, logs: Path) -> Iterator[tuple[str, str]]:
         # One node, whatever the host is called: its name is in the paths of logs.
         arguments = ["agent", "--endpoint", endpoint, "--node", "local", "--slots", str(slots), "--logs", str(logs)]
         stack.enter_context(_process(["unicron_lightning.cli", *arguments], token, logs / "agent.log"))
-        yield endpoint, token
+        yield endpoint, Token(secret=token, origin="this sweep")
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from unicron_lightning.cli.client import fetch, quoted
+from unicron_lightning.credentials import Token
 from unicron_lightning.errors import CoordinatorUnavailable, UnicronError
 from unicron_lightning.jobs import Job
 
@@ -110,7 +111,7 @@ class Sweep:
                 logger.warning("job_not_cancelled name=%s error=%s", name, error)
 
 
-def asking(endpoint: str, token: str | None) -> Callable[..., Any]:
+def asking(endpoint: str, token: Token) -> Callable[..., Any]:
     """`fetch` for one coordinator."""
 
     def ask(path: str, **options: Any) -> Any:

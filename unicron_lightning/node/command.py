@@ -14,16 +14,30 @@ from unicron_lightning.node.options import NodeOptions
 from unicron_lightning.nodewire import Launch
 
 _CONNECT_SECONDS: Final = 900
+_TOKEN_FILE: Final = "token"
 
 
-def torchrun_command(launch: Launch, options: NodeOptions) -> list[str]:
-    """The arguments of the process."""
+def hand_token(options: NodeOptions, scratch: Path) -> None:
+    """Write the token to a file for torchrun alone: arguments show to all users, and workers inherit variables."""
+    if options.token_file is None:
+        path = scratch / _TOKEN_FILE
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
+            file.write(options.token.secret)
+
+
+def torchrun_command(launch: Launch, options: NodeOptions, scratch: Path) -> list[str]:
+    """The arguments of the process.
+
+    Args:
+        launch: what to run.
+        options: the daemon's.
+        scratch: folder of this start, with the file of `hand_token`.
+    """
     job = launch.job
     conf = {"node": options.node, "slot": launch.slot, "weight": f"{job.weight!r}", "embedded": "false"}
     # The daemon was just told to start it: a coordinator that is not there is being restarted.
     conf["connect_timeout"] = f"{_CONNECT_SECONDS}"
-    if options.token_file is not None:
-        conf["token_file"] = str(options.token_file)
+    conf["token_file"] = str(options.token_file or scratch / _TOKEN_FILE)
     return [
         *(sys.executable, "-m", "unicron_lightning.node.launch"),
         *("--rdzv-backend", "unicron", "--rdzv-endpoint", options.endpoint, "--rdzv-id", job.name),
@@ -46,7 +60,5 @@ def torchrun_environment(
     if devices is not None:
         environment["CUDA_VISIBLE_DEVICES"] = devices
     environment.pop(environ.TOKEN, None)
-    if options.token_file is None:
-        environment[environ.TOKEN] = options.token
     environment[DAEMON_PID], environment[PIPES] = str(os.getpid()), str(pipes)
     return environment

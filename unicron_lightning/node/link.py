@@ -16,6 +16,7 @@ import aiohttp
 import msgspec
 
 from unicron_lightning import nodewire, wire
+from unicron_lightning.credentials import Token
 from unicron_lightning.errors import SessionRefused
 
 logger = logging.getLogger(__name__)
@@ -40,12 +41,12 @@ class NodeLink:
     def __init__(
         self,
         url: str,
-        token: str,
+        token: Token,
         hello: Callable[[], nodewire.NodeHello],
         received: Callable[[nodewire.NodeRun], None],
     ) -> None:
         self._url = url
-        self._headers = {"Authorization": f"Bearer {token}"}
+        self._headers = {"Authorization": f"Bearer {token.secret}"}
         self._hello = hello
         self._received = received
         self._unsent: asyncio.Queue[nodewire.NodeReport] = asyncio.Queue()
@@ -119,8 +120,6 @@ class NodeLink:
 def _explain(url: str, error: aiohttp.WSServerHandshakeError) -> Exception:
     if error.status == 401:
         return SessionRefused(f"{url} refused the token (HTTP 401): expected the coordinator's, see --token-file")
-    if error.status == 403:
-        return SessionRefused(f"{url} refuses daemons (HTTP 403): the coordinator needs a token to run jobs")
     if error.status == 404:
         return SessionRefused(f"what answers at {url} is no coordinator that runs jobs (HTTP 404): see --endpoint")
     return error

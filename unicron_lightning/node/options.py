@@ -10,8 +10,8 @@ from os import getuid
 from pathlib import Path
 from typing import Final
 
-from unicron_lightning.agent.options import is_loopback, parse_endpoint
-from unicron_lightning.coordinator.config import read_token
+from unicron_lightning.agent.options import parse_endpoint
+from unicron_lightning.credentials import Token, is_loopback, token_for
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.node.slots import Slot, slots_of, visible_devices
 
@@ -31,7 +31,7 @@ class NodeOptions:
         log_bytes: size at which a log file is turned over.
         log_files: full log files kept of each stream.
         token: the shared secret.
-        token_file: where the torchrun agents find it; None: in their environment.
+        token_file: where the user has it; None: the torchrun agents get it in a file of the daemon's.
         local_addr: this machine's address for other nodes' workers; None: found out.
         stop_seconds: how long torchrun may take to stop before everything of it is killed.
     """
@@ -42,7 +42,7 @@ class NodeOptions:
     logs: Path
     log_bytes: int
     log_files: int
-    token: str
+    token: Token
     token_file: Path | None
     local_addr: str | None
     stop_seconds: float
@@ -77,12 +77,7 @@ def make_options(
     if not log_megabytes > 0 or log_files < 0 or not stop_seconds > 0:
         given = f"--log-size {log_megabytes} --log-files {log_files} --stop-seconds {stop_seconds}"
         raise ConfigError(f"{given}: expected sizes and times > 0, and a number of files >= 0")
-    token = read_token(token_file)
-    if token is None:
-        raise ConfigError(
-            "no token: expected one in UNICRON_TOKEN or --token-file, the same as the coordinator's, also on loopback, "
-            "as whoever submits a job runs commands as you"
-        )
+    token = token_for(host, token_file, option="--token-file ")
     if token_file is not None and ("," in token_file or "=" in token_file):
         raise ConfigError(f"--token-file {token_file}: expected a path without ',' and '='")
     return NodeOptions(

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
-from unicron_lightning.node.command import torchrun_command, torchrun_environment
+from unicron_lightning.node.command import hand_token, torchrun_command, torchrun_environment
 from unicron_lightning.node.launch import pipe_name
 from unicron_lightning.node.logs import LogPipe, RotatingFile
 from unicron_lightning.node.options import NodeOptions, log_folder
@@ -113,7 +113,8 @@ class AgentProcess:
 
     def _spawn(self) -> None:
         assert self._scratch is not None
-        command = torchrun_command(self.launch, self._options)
+        hand_token(self._options, self._scratch)
+        command = torchrun_command(self.launch, self._options, self._scratch)
         with (self._scratch / "agent").open("wb", buffering=0) as output:
             self._process = subprocess.Popen(
                 command,

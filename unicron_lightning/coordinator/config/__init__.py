@@ -1,6 +1,6 @@
 """Configuration of the coordinator; every key with unit, default and reason: docs/configuration.md."""
 
-from unicron_lightning.coordinator.config.files import default_state_dir, prepare_state_dir, read_token
+from unicron_lightning.coordinator.config.files import default_state_dir, prepare_state_dir
 from unicron_lightning.coordinator.config.health import HealthConfig
 from unicron_lightning.coordinator.config.schema import (
     ClusterConfig,
@@ -25,5 +25,4 @@ __all__ = [
     "TaskConfig",
     "default_state_dir",
     "prepare_state_dir",
-    "read_token",
 ]

@@ -1,4 +1,4 @@
-"""What the configuration names outside of itself: the state directory and the token."""
+"""What the configuration names outside of itself: the state directory."""
 
 from __future__ import annotations
 
@@ -27,20 +27,3 @@ def prepare_state_dir(path: Path) -> None:
     owner = path.stat().st_uid
     if owner != os.getuid():
         raise ConfigError(f"store.state_dir={path} belongs to user {owner}, not to you: choose another directory")
-
-
-def read_token(token_file: str | None) -> str | None:
-    """The token from the file, else from the environment, else None.
-
-    Raises:
-        ConfigError: the file can't be read or is empty.
-    """
-    if token_file is None:
-        return os.environ.get("UNICRON_TOKEN") or None
-    try:
-        token = Path(token_file).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"token_file={token_file}: {error}") from error
-    if not token:
-        raise ConfigError(f"token_file={token_file} is empty: expected a token in it")
-    return token
