@@ -92,5 +92,7 @@ class Inspect(Message, frozen=True, kw_only=True, tag="inspect"):
     step: int | None
     details: dict[str, Any]
     """Goes into the report, beside the stacks."""
-    if_it_runs: bool = False
-    """No report without stacks: a process that is stopped, or whose machine stalls, gives none, and does not hang."""
+    silent: bool = False
+    """The worker does not answer: it hangs only if its process is frozen, see `detection.frozen`."""
+    patient: bool = False
+    """Of a silent one: it has been waited for so long that computing with the interpreter's lock counts as well."""

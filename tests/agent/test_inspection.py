@@ -1,9 +1,10 @@
-"""Whether a worker that does not answer hangs, or gets no CPU to answer on."""
+"""Why a real process does not answer: it is stopped, it holds the interpreter's lock, or it gets no CPU."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,12 +12,63 @@ from pathlib import Path
 
 import pytest
 
-from unicron_lightning.agent.inspection import waits_for_cpu
+from unicron_lightning.agent.inspection import look
+from unicron_lightning.detection.frozen import Frozen, frozen
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="needs the kernel's schedule counts")
 
+THREADED = """
+import ctypes, sys, threading, time
 
-async def test_a_process_that_others_keep_from_the_cpu_waits_for_it():
+def ticks():
+    while True:
+        time.sleep(0.01)
+
+threading.Thread(target=ticks, daemon=True).start()
+print(1, flush=True)
+"""
+HOLDS = "\nwhile True:\n    ctypes.PyDLL(None).usleep(4_000_000_000)"
+COMPUTES = "\nwhile True:\n    pow(3, 1 << 30)"
+SLEEPS = "\ntime.sleep(600)"
+
+
+def judged(pid: int, *expected: Frozen | None) -> bool:
+    """Whether the process is judged so within a minute."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        before = look(pid)
+        time.sleep(0.3)
+        if frozen(before, look(pid)) in expected:
+            return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [(HOLDS, ("holds",)), (COMPUTES, ("computes", None))],  # None: a busy machine keeps it from the CPU
+)
+def test_a_call_that_holds_the_lock(code: str, expected: tuple[Frozen | None, ...]) -> None:
+    with subprocess.Popen([sys.executable, "-c", THREADED + code], stdout=-1) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == b"1\n"
+            assert judged(process.pid, *expected)
+        finally:
+            process.kill()
+
+
+def test_a_stopped_process_until_it_is_continued() -> None:
+    with subprocess.Popen([sys.executable, "-c", THREADED + SLEEPS], stdout=-1) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == b"1\n"
+            process.send_signal(signal.SIGSTOP)
+            assert judged(process.pid, "stopped")
+            process.send_signal(signal.SIGCONT)
+            assert judged(process.pid, "holds"), "it sleeps: only a silent one is asked about"
+        finally:
+            process.kill()
+
+
+async def test_a_process_that_others_keep_from_the_cpu_is_slow_only():
     cpu = min(os.sched_getaffinity(0))
     code = f"import os\nos.sched_setaffinity(0, {{{cpu}}})\nprint(1, flush=True)\nwhile True:\n    pass"
     processes = [await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=-1) for _ in range(5)]
@@ -24,20 +76,16 @@ async def test_a_process_that_others_keep_from_the_cpu_waits_for_it():
         for process in processes:
             assert process.stdout is not None
             assert await process.stdout.readline() == b"1\n"
-        deadline = time.monotonic() + 60
-        while not await waits_for_cpu(processes[0].pid):
-            assert time.monotonic() < deadline
+        assert judged(processes[0].pid, None)
     finally:
         for process in processes:
             process.kill()
             await process.wait()
 
 
-async def test_one_that_sleeps_does_not_nor_does_one_that_is_gone():
-    with subprocess.Popen(["sleep", "60"]) as process:  # noqa: ASYNC220 - nothing is read from it
-        deadline = time.monotonic() + 60
-        while await waits_for_cpu(process.pid):  # for its own start
-            assert time.monotonic() < deadline
+def test_of_a_process_that_is_gone_nothing_is_said() -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        before = look(process.pid)
         process.kill()
         process.wait()
-        assert not await waits_for_cpu(process.pid)
+        assert frozen(before, look(process.pid)) is None

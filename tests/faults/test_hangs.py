@@ -36,6 +36,26 @@ def test_workers_that_hang_are_named_killed_and_replaced(tmp_path: Path, referen
         check_exact(tmp_path, reference, workers=3)
 
 
+def test_frozen_processes_are_told_from_slow_ones_long_before_they_time_out(
+    tmp_path: Path, reference: Reference
+) -> None:
+    schedule = [
+        group("stop rank=0 micro_batch=0", settled=12),
+        group("stop rank=1 bucket=1", settled=12),
+        group("hang gil rank=2 point=training_step", settled=12),
+    ]
+    with Cluster(tmp_path, schedule=schedule, conf="worker_timeout=60") as cluster:
+        cluster.finish()
+        frozen, reports = cluster.notes("fault"), cluster.events("error_reported")
+        assert [report["kind"] for report in reports] == ["task_hang"] * 3, reports
+        for line, report, why in zip(frozen, reports, ("is stopped", "is stopped", "use no CPU"), strict=True):
+            print(f"frozen; reported after {report['happened_at'] - line['at']:.2f} s: {report['cause']}")
+            assert (report["rank"], why in report["cause"]) == (line["rank"], True), report
+            assert report["happened_at"] - line["at"] < 20, "a third of the time-out, on any machine"
+        assert [death["cause"] for death in cluster.events("worker_died")] == ["reported"] * 3
+        check_exact(tmp_path, reference, workers=3)
+
+
 def test_a_slow_rank_is_shown_and_gets_fewer_micro_batches(tmp_path: Path, reference: Reference) -> None:
     schedule = [group("kill rank=0 micro_batch=0", settled=40)]
     settings = {"lag": {"n1": 0.08}, "pace": 0.02, "rebalance": True}

@@ -112,19 +112,13 @@ def test_coordinator_dies_in_a_recovery(tmp_path: Path, reference: Reference) ->
 
 
 def test_stopped_workers_are_declared_silent_killed_and_rejoin(tmp_path: Path, reference: Reference) -> None:
-    schedule = [
-        group("stop rank=0 micro_batch=0"),
-        group("stop rank=1 bucket=1"),
-    ]
+    schedule = [group("stop rank=0 micro_batch=0")]  # in the first steps, when it is not known how long one takes
     with Cluster(tmp_path, schedule=schedule, conf="worker_timeout=2") as cluster:
         cluster.finish()
-        stopped = cluster.notes("fault")
-        assert len(stopped) == 2
-        silent = [event for event in cluster.events("worker_died") if event["cause"] == "silent"]
-        assert len(silent) == 2, cluster.events("worker_died")
-        for line, event in zip(stopped, silent, strict=True):
-            print(f"stopped; declared silent after {event['at'] - line['at']:.1f} s")
-            assert 1.5 < event["at"] - line["at"] < 10
+        (stopped,) = cluster.notes("fault")
+        (silent,) = [event for event in cluster.events("worker_died") if event["cause"] == "silent"]
+        print(f"stopped; declared silent after {silent['at'] - stopped['at']:.1f} s")
+        assert 1.5 < silent["at"] - stopped["at"] < 10
         check_exact(tmp_path, reference, workers=3)
 
 

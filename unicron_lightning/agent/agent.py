@@ -304,7 +304,10 @@ class Agent:
             case wire.Epoch():
                 self._roster.saw_epoch(message)
                 self._local.broadcast(message)
-            case wire.Go() | wire.Notice() | wire.Ask():
+            case wire.Go() | wire.Notice():
+                self._local.broadcast(message)
+            case wire.Ask():
+                self._inspector.asked(self._roster.names)
                 self._local.broadcast(message)
             case wire.Inject() | wire.FaultNoted():
                 self._faults.take(message)
@@ -356,6 +359,7 @@ class Agent:
         if worker not in self._roster:  # its death is already told: nothing it said before counts any more
             return
         self._roster.heard(worker, message, time.monotonic())
+        self._inspector.heard(worker)
         if isinstance(message, wire.Heartbeat):
             return
         if isinstance(message, wire.ErrorReport) and message.ends:  # the coordinator does not wait for it any more

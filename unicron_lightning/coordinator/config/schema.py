@@ -160,7 +160,7 @@ class DetectionConfig:
     start_time: float
     """A worker that is not ready to become a member so long after it was welcomed hangs."""
     mute_time: float
-    """A worker for which others wait, and that does not say what it does within this time, hangs."""
+    """A silent worker for which others wait, and that computes with the interpreter's lock, hangs after this time."""
     collective_time: float
     """All members may wait so long in a collective of which none is missing; then the epoch is renewed in place."""
     degraded_factor: float

@@ -20,7 +20,11 @@ from unicron_lightning.coordinator.turn import Turn
 from unicron_lightning.coordinator.watch.record import Watch
 from unicron_lightning.coordinator.watch.verdict import judge
 
-FIRST_PAUSE: Final = 0.25
+FIRST_PAUSE: Final = 0.2
+ANSWER_SECONDS: Final = 0.1
+"""A member that has not answered by then is looked at by its agent."""
+PATIENCE: Final = 3.0
+"""A silent member that computes is given so many times the limit of the members that wait for it."""
 LAST_PAUSE: Final = 2.0
 STACKS_SECONDS: Final = 2.0
 """An agent that has not told of the stacks by then has none to tell."""
@@ -74,6 +78,7 @@ def _watch_due(task: Task, turn: Turn) -> None:
     if not any(said.overdue for said in watch.said.values()):
         _forget(watch)
         return
+    watch.inspected = {name: order for name, order in watch.inspected.items() if not order.silent}
     _judge(task, turn, watch)
     if watch.since:
         watch.pause = min(2 * watch.pause, LAST_PAUSE)
@@ -90,9 +95,9 @@ def _start_due(task: Task, turn: Turn, agent: Agent) -> None:
 def _stacks_due(task: Task, turn: Turn, agent: Agent) -> None:
     for inspect in list(task.watch.inspected.values()):
         worker = task.workers.get(inspect.worker)
-        if inspect.if_it_runs:
-            del task.watch.inspected[inspect.worker]  # it cannot run now; if it does not answer later either, once more
-        elif worker is not None and worker.agent == agent.id:
+        if inspect.silent:
+            continue  # its agent found it not frozen; it is looked at again with the next question
+        if worker is not None and worker.agent == agent.id:
             report = wire.ErrorReport(
                 worker=worker.id,
                 kind="task_hang",
@@ -144,23 +149,27 @@ def _judge(task: Task, turn: Turn, watch: Watch) -> None:
         watch.said,
         reachable=frozenset(worker for worker in members if task.workers[worker].agent in connected),
         asked=turn.now - watch.since,
-        mute_time=limits.mute_time,
+        mute_time=ANSWER_SECONDS,
         collective_time=limits.collective_time,
         stall_time=limits.watch.stall_time,
     )
     if verdict.collective:
         _communicator_hangs(task, turn, watch)
     others = sum(said.waiting for said in watch.said.values())
+    allowed = max((said.limit or 0.0 for said in watch.said.values() if said.waiting), default=0.0)
+    asked = turn.now - watch.since
+    patient = asked >= min(limits.mute_time, (PATIENCE - 1) * allowed)
     for name in verdict.culprits:
         worker, said = task.workers[name], watch.said.get(name)
-        _inspect(task, turn, _reason(worker, said, turn.now - watch.since, others))
+        _inspect(task, turn, _reason(worker, said, asked, others, patient=patient))
 
 
-def _reason(worker: Worker, said: wire.Doing | None, asked: float, others: int) -> wire.Inspect:
+def _reason(worker: Worker, said: wire.Doing | None, asked: float, others: int, *, patient: bool) -> wire.Inspect:
     if said is None:
-        cause = f"does not answer for {asked:.2f} s, though its process runs; {others} others wait in a collective"
+        cause = f"does not answer for {asked:.2f} s; {others} others wait in a collective"
         details: dict[str, Any] = {"seconds": asked, "waiting": others}
-        return wire.Inspect(worker=worker.id, cause=cause, phase="", step=worker.step, details=details, if_it_runs=True)
+        about: dict[str, Any] = {"worker": worker.id, "cause": cause, "phase": "", "step": worker.step}
+        return wire.Inspect(**about, details=details, silent=True, patient=patient)
     where = said.phase if said.micro_batch is None else f"{said.phase} of micro-batch {said.micro_batch}"
     cause = f"in {where} for {said.seconds:.2f} s, which is over {said.limit or 0.0:.2f} s; {others} others wait for it"
     details = {"seconds": said.seconds, "limit": said.limit, "micro_batch": said.micro_batch, "waiting": others}

@@ -48,7 +48,7 @@ def judge(
         said: what each does, as far as it has said so since somebody was overdue.
         reachable: members whose agents are connected.
         asked: seconds since all were asked for the first time.
-        mute_time: a reachable member that has not answered for so long hangs.
+        mute_time: a reachable member that has not answered for so long is silent: its agent looks whether it hangs.
         collective_time: so long all may wait in a collective.
         stall_time: so long nobody may wait for anybody, though some are overdue.
     """
