@@ -7,20 +7,21 @@ from __future__ import annotations
 
 from typing import Any
 
+from unicron_lightning.fields import Count, Id, Key
 from unicron_lightning.message import Message
 
 
 class FaultDue(Message, frozen=True, kw_only=True, tag="fault_due"):
     """A fault of the worker's own script is due. It waits for `FaultNoted`, and strikes if that says so."""
 
-    worker: str
-    claim: str
+    worker: Id
+    claim: Key
     """Names this strike; the same one may be asked for again."""
-    key: str
+    key: Key
     """Names the fault in the task, whichever worker it strikes."""
-    most: int | None
+    most: Count | None
     """How often it may strike in the life of the task; None: no limit."""
-    fault: str
+    fault: Key
     fields: dict[str, Any]
     """Where it strikes, for the event log: rank, step, phase."""
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from unicron_lightning.fields import Count, Id, Key, Wall, Word
 from unicron_lightning.message import Message
 
 
@@ -16,17 +17,17 @@ class ErrorReport(Message, frozen=True, kw_only=True, tag="error_report"):
     broken connections of its peers) is no error of its own.
     """
 
-    worker: str | None
+    worker: Id | None
     """Whose error it is; None: the node's."""
-    kind: str
+    kind: Word
     """One of `coordinator.severity.errors.KINDS`. To a coordinator that does not know it: `unnamed_software_error`."""
     cause: str
     """For people, short."""
-    phase: str
+    phase: Word
     """What the worker was doing: ``compute``, ``reduce``, ...; "" if not known."""
-    step: int | None
+    step: Count | None
     """Optimizer steps that it had finished."""
-    at: float
+    at: Wall
     """time.time() when it happened."""
     details: dict[str, Any]
     """Plain JSON: exception type, last frames, counters, ..."""
@@ -37,13 +38,13 @@ class ErrorReport(Message, frozen=True, kw_only=True, tag="error_report"):
 class GpuReading(msgspec.Struct, frozen=True, kw_only=True):
     """A GPU, as NVML sees it. Counters are since the agent's start."""
 
-    bus: str
+    bus: Key
     """PCI bus id."""
     celsius: float | None = None
-    ecc_errors: int = 0
+    ecc_errors: Count = 0
     """Uncorrectable ones."""
     remap_failed: bool = False
-    nvlink_errors: int = 0
+    nvlink_errors: Count = 0
     xids: list[int] = []
     throttled: list[str] = []
     """Why its clock is lowered, where that means trouble."""
@@ -56,7 +57,7 @@ class NodeReading(Message, frozen=True, kw_only=True, tag="node_reading"):
 
     missing: bool = False
     """Nothing could be read in time."""
-    disk_free_bytes: dict[str, int] = msgspec.field(default_factory=dict)
+    disk_free_bytes: dict[Key, Count] = msgspec.field(default_factory=dict)
     """By folder."""
     memory_free_percent: float | None = None
     memory_pressure_percent: float | None = None

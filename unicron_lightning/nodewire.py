@@ -12,6 +12,7 @@ from typing import Union
 
 import msgspec
 
+from unicron_lightning.fields import Code, Count, Host, Name, Pid, Wall
 from unicron_lightning.jobs import Job
 from unicron_lightning.wire import Message, Refused
 
@@ -29,12 +30,12 @@ class NodeTask(msgspec.Struct, frozen=True, kw_only=True):
     """A torchrun agent that the daemon was told to run."""
 
     job: Job
-    slot: str
-    pid: int | None = None
+    slot: Name
+    pid: Pid | None = None
     """torchrun's process; None: it does not run now."""
-    starts: int = 0
+    starts: Count = 0
     """How often it was started."""
-    code: int | None = None
+    code: Code | None = None
     """How it ended the last time: exit status, or minus the signal's number; None if it never did."""
 
 
@@ -45,12 +46,12 @@ class NodeHello(Message, frozen=True, kw_only=True, tag="node_hello"):
     """First message of every connection. Answered by `NodeRun`, or `wire.Refused`."""
 
     protocol: int
-    node: str
-    host: str
-    pid: int
-    started_at: float
+    node: Name
+    host: Host
+    pid: Pid
+    started_at: Wall
     """time.time() of the daemon's start: of two with the same label the newer one stays."""
-    slots: list[str]
+    slots: list[Name]
     tasks: list[NodeTask]
     """What it runs already."""
 

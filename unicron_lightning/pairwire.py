@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from unicron_lightning.fields import Host, Key, Port, Rate, Seconds
 from unicron_lightning.message import Message
 
 
@@ -29,10 +30,10 @@ class PairServe(Message, frozen=True, kw_only=True, tag="pair_serve"):
 class PairServing(Message, frozen=True, kw_only=True, tag="pair_serving"):
     """[to the coordinator] The exchange is served here, for some seconds."""
 
-    check: str
-    host: str
-    port: int
-    key: str
+    check: Key
+    host: Host
+    port: Port
+    key: Key
     """Made for this exchange, 64 hexadecimal digits. Who connects proves that it knows it, and the token."""
 
 
@@ -57,12 +58,12 @@ class PairEnd(Message, frozen=True, kw_only=True, tag="pair_end"):
 class PairResult(Message, frozen=True, kw_only=True, tag="pair_result"):
     """[to the coordinator] An exchange has ended."""
 
-    check: str
+    check: Key
     cause: str = ""
     """Why it failed; "" if it did not."""
-    round_trip: float | None = None
+    round_trip: Seconds | None = None
     """Seconds, the median of some."""
-    sent: float | None = None
+    sent: Rate | None = None
     """Bytes per second to the other one."""
-    received: float | None = None
+    received: Rate | None = None
     """Bytes per second from it."""

@@ -5,21 +5,22 @@ Part of `wire`, which is where they are used from.
 
 from __future__ import annotations
 
+from unicron_lightning.fields import Id, Key
 from unicron_lightning.message import Message
 
 
 class Record(Message, frozen=True, kw_only=True, tag="record"):
     """Keep ``value`` (JSON text) under ``key`` for the task's present life, for workers that join later."""
 
-    key: str
+    key: Key
     value: str
 
 
 class Lookup(Message, frozen=True, kw_only=True, tag="lookup"):
     """Asks for a recorded value. Answered by `LookupReply` with the same ``worker`` and ``key``."""
 
-    worker: str
-    key: str
+    worker: Id
+    key: Key
 
 
 class LookupReply(Message, frozen=True, kw_only=True, tag="lookup_reply"):

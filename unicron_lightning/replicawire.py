@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import msgspec
 
+from unicron_lightning.fields import Count, Id, Key, Size
 from unicron_lightning.message import Message
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """How a replica of the model is spread over workers."""
 
-    tensor: int
+    tensor: Size
     """Tensor-parallel size (TP)."""
-    pipeline: int
+    pipeline: Size
     """Pipeline stages (PP)."""
 
     @property
@@ -37,13 +38,13 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
     layout: Layout
     ordered: bool
     """Whether the coordinator has said so; else it is the script's."""
-    workers: int
+    workers: Size
     """Of the declared world."""
-    micro_batches: int
+    micro_batches: Size
     """M of a global batch."""
-    tensor_divides: dict[str, int]
+    tensor_divides: dict[Key, Count]
     """Sizes of the model, by name, of which TP is a divisor."""
-    pipeline_divides: dict[str, int]
+    pipeline_divides: dict[Key, Count]
     """And PP."""
 
 
@@ -53,10 +54,10 @@ class Replicas(Message, frozen=True, kw_only=True, tag="replicas"):
     ``at_once``: how many replicas may leave at a time without state that nobody else has; None: all but one.
     """
 
-    worker: str
-    epoch: int
-    replicas: list[list[str]]
+    worker: Id
+    epoch: Count
+    replicas: list[list[Id]]
     """The workers of each that is whole, oldest first."""
-    at_once: int | None = None
+    at_once: Count | None = None
     spread: Spread | None = None
     """None before the model is built."""

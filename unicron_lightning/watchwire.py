@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from unicron_lightning.fields import Count, Id, Key, Rate, Seconds, Wall, Word
 from unicron_lightning.message import Message
 
 
@@ -28,29 +29,29 @@ class WatchLimits(msgspec.Struct, frozen=True, kw_only=True):
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
     """How fast a worker has been lately, by its own statistics; times in seconds. See `worker.statistics.Summary`."""
 
-    steps: int
-    mean: float | None = None
-    median: float | None = None
-    usual: float | None = None
-    slowdown: float = 1.0
+    steps: Count
+    mean: Seconds | None = None
+    median: Seconds | None = None
+    usual: Seconds | None = None
+    slowdown: Rate = 1.0
     """How many times longer than usual the last steps took; 1 if that is noise."""
-    busy: float | None = None
+    busy: Seconds | None = None
     """What one micro-batch takes this rank, waiting left out."""
-    micro_batches: int = 0
+    micro_batches: Count = 0
     """Of this rank in the last step."""
-    phases: dict[str, float] = {}
+    phases: dict[Word, Seconds] = {}
 
 
 class Progress(Message, frozen=True, kw_only=True, tag="progress"):
     """What the worker last finished; sent by the control thread at most once a second. Never on the training path."""
 
-    worker: str
-    step: int
-    metrics: dict[str, float | None]
+    worker: Id
+    step: Count
+    metrics: dict[Key, float | None]
     """None stands for what JSON has no number for: NaN, infinity."""
-    at: float | None = None
+    at: Wall | None = None
     """time.time() at the end of the step."""
-    flops_per_step: float | None = None
+    flops_per_step: Rate | None = None
     """FLOPs of the model in one step of the whole task, if the script tells."""
     pace: Pace | None = None
 
@@ -60,23 +61,23 @@ class Doing(Message, frozen=True, kw_only=True, tag="doing"):
     goes on, and in answer to `Ask`.
     """
 
-    worker: str
-    epoch: int
+    worker: Id
+    epoch: Count
     """Of the world it trains in; 0 before the first."""
-    step: int
+    step: Count
     """Optimizer steps finished."""
-    phase: str
+    phase: Word
     """See `worker.activity.Phase`."""
     waiting: bool
     """It waits for other ranks, in a collective."""
     overdue: bool
     """It has been at it for longer than ``limit``."""
-    seconds: float
+    seconds: Seconds
     """How long: in the core phases of this step, or in the present part of another phase. The time in which the process
     could not run is left out."""
-    limit: float | None
+    limit: Seconds | None
     """Of ``seconds``; None: nothing is known to judge by."""
-    micro_batch: int | None = None
+    micro_batch: Count | None = None
 
 
 class Ask(Message, frozen=True, kw_only=True, tag="ask"):

@@ -23,6 +23,23 @@ import msgspec
 from unicron_lightning.faultwire import FaultDue as FaultDue
 from unicron_lightning.faultwire import FaultNoted as FaultNoted
 from unicron_lightning.faultwire import Inject as Inject
+from unicron_lightning.fields import (
+    Code,
+    Count,
+    Host,
+    Id,
+    Index,
+    Name,
+    Path,
+    Pid,
+    Port,
+    Size,
+    Wall,
+    Weight,
+    Word,
+    check_flags,
+    check_numbers,
+)
 from unicron_lightning.healthwire import Barred as Barred
 from unicron_lightning.healthwire import ErrorReport as ErrorReport
 from unicron_lightning.healthwire import GpuReading as GpuReading
@@ -66,8 +83,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 class Address(msgspec.Struct, frozen=True, kw_only=True):
     """Where a TCPStore server listens."""
 
-    host: str
-    port: int
+    host: Host
+    port: Port
 
 
 # ---- worker -> agent (the agent forwards all but Heartbeat) --------------------------------------------------------
@@ -79,12 +96,12 @@ class WorkerHello(Message, frozen=True, kw_only=True, tag="worker_hello"):
     Answered by `Welcome`: at once if its agent has a slot, else as soon as it gets one.
     """
 
-    worker: str
-    local_rank: int
-    pid: int
-    capacity: int
+    worker: Id
+    local_rank: Index
+    pid: Pid
+    capacity: Size
     """Most workers that the task can use: its micro-batches per step."""
-    granularity: int | None = None
+    granularity: Size | None = None
     """Workers of a replica, if the model is spread over several: then `Replicas` tells of them."""
 
 
@@ -95,26 +112,33 @@ class WorkerReady(Message, frozen=True, kw_only=True, tag="worker_ready"):
     and, with epoch 0, ``founder`` (bool): as what the worker waits; told that it is no founder, it says so again later.
     """
 
-    worker: str
-    epoch: int
+    worker: Id
+    epoch: Count
     state: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        check_numbers(self.state, "step")
+        check_flags(self.state, "has_state", "founder")
 
 
 class CommError(Message, frozen=True, kw_only=True, tag="comm_error"):
     """A collective of this epoch failed and no newer epoch explains it."""
 
-    worker: str
-    epoch: int
+    worker: Id
+    epoch: Count
     error: str
 
 
 class WorkerEvent(Message, frozen=True, kw_only=True, tag="worker_event"):
     """Something for the event log, e.g. ``recovered`` or ``joined``, with plain JSON fields; ``at`` is time.time()."""
 
-    worker: str
-    name: str
-    at: float
+    worker: Id
+    name: Word
+    at: Wall
     fields: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        check_numbers(self.fields, "step", "epoch")
 
 
 class CheckpointSaved(Message, frozen=True, kw_only=True, tag="checkpoint_saved"):
@@ -123,16 +147,16 @@ class CheckpointSaved(Message, frozen=True, kw_only=True, tag="checkpoint_saved"
     ``parting``: all members wait to be started anew from it; see `Epoch` of kind ``relayout``.
     """
 
-    worker: str
-    path: str
-    step: int
+    worker: Id
+    path: Path
+    step: Count
     parting: bool = False
 
 
 class WorkerDone(Message, frozen=True, kw_only=True, tag="worker_done"):
     """The worker's program is about to end well: its going is no failure."""
 
-    worker: str
+    worker: Id
 
 
 class Heartbeat(Message, frozen=True, kw_only=True, tag="heartbeat"):
@@ -145,41 +169,46 @@ class Heartbeat(Message, frozen=True, kw_only=True, tag="heartbeat"):
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A live worker as its agent sees it, told anew at each registration so that a restarted coordinator can go on."""
 
-    worker: str
-    local_rank: int
+    worker: Id
+    local_rank: Index
     hello: WorkerHello | None = None
     ready: WorkerReady | None = None
     """The last `WorkerReady` said, if no newer epoch was seen since."""
     replicas: Replicas | None = None
     """What it said last of who is in which."""
 
+    def __post_init__(self) -> None:
+        for said in (self.hello, self.ready):
+            if said is not None and said.worker != self.worker:
+                raise ValueError(f"expected a {type(said).__name__} of {self.worker!r}, got one of {said.worker!r}")
+
 
 class Register(Message, frozen=True, kw_only=True, tag="register"):
     """First message of every connection of an agent, new or resumed. Answered by `Registered` or `Refused`."""
 
     protocol: int
-    task: str
-    agent: str
-    node: str
-    host: str
-    pid: int
+    task: Name
+    agent: Id
+    node: Name
+    host: Host
+    pid: Pid
     min_nodes: int
     max_nodes: int
-    round: int
+    round: Count
     """The agent's rendezvous count; 0 before its first."""
     waiting: bool
     """Whether the agent now waits in next_rendezvous for a grant of ``round``."""
     granted: bool
     """Whether the grant of ``round`` has arrived, and not only a warm one."""
     store: Address | None
-    local_world: int | None
+    local_world: Size | None
     workers: list[WorkerInfo]
-    epoch: int
+    epoch: Count
     """Newest epoch seen by the agent; 0 if none."""
-    slot: str | None = None
+    slot: Name | None = None
     """Names the accelerators on its node that the agent's workers use; None: they are nobody else's. At most one task's
     agent of those that name the same has workers at a time."""
-    weight: float = 1.0
+    weight: Weight = 1.0
     """w(t), what the task's FLOPs are worth beside those of other tasks."""
     warm: bool = False
     """Whether a warm grant of ``round`` is all that has arrived: the workers are not of the task yet."""
@@ -190,7 +219,7 @@ class Register(Message, frozen=True, kw_only=True, tag="register"):
 class RendezvousBegin(Message, frozen=True, kw_only=True, tag="rendezvous"):
     """The agent entered next_rendezvous: all its workers are stopped and it wants a grant for ``round``."""
 
-    round: int
+    round: Count
     store: Address
     """A new, empty TCPStore of this agent for this round."""
 
@@ -198,24 +227,24 @@ class RendezvousBegin(Message, frozen=True, kw_only=True, tag="rendezvous"):
 class LocalWorld(Message, frozen=True, kw_only=True, tag="local_world"):
     """How many workers the agent starts in this round. Answered by `Ranks`."""
 
-    round: int
-    size: int
+    round: Count
+    size: Size
 
 
 class StoreUsed(Message, frozen=True, kw_only=True, tag="store_used"):
     """Workers wrote to the round's store without a hello: the script is a plain one (``init_process_group`` by env://)."""
 
-    round: int
+    round: Count
 
 
 class WorkerDied(Message, frozen=True, kw_only=True, tag="worker_died"):
     """A worker's process ended or was given up. ``cause``: exit | signal | silent; ``code``: exit status or signal."""
 
-    worker: str
+    worker: Id
     cause: Literal["exit", "signal", "silent"]
-    code: int
-    at: float
-    kind: str | None = None
+    code: Code
+    at: Wall
+    kind: Word | None = None
     """What it is if it is more than an abnormal exit: ``out_of_memory``."""
     meaning: str = ""
     """For people: ``signal 11 (SIGSEGV): it touched memory that is not its own, core dumped``."""

@@ -133,6 +133,9 @@ async def test_nonsense_closes_that_connection_only(coordinator, garbage):
         async with aiohttp.ClientSession(headers=shown()) as http, http.ws_connect(url) as socket_:
             await (socket_.send_bytes(garbage) if isinstance(garbage, bytes) else socket_.send_str(garbage))
             frame = await socket_.receive(timeout=5)
+            if "register" in str(garbage):  # whoever meant to take part is told why it can't
+                assert isinstance(wire.decode_to_agent(frame.data), wire.Refused)
+                frame = await socket_.receive(timeout=5)
             assert frame.type is aiohttp.WSMsgType.CLOSE
             assert frame.extra
         await a.say(wire.Lookup(worker=a.worker, key="k"))

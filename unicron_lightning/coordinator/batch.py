@@ -6,7 +6,7 @@ It is written as one transaction, then told. A message for many is encoded once.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 import msgspec
 
@@ -30,6 +30,19 @@ class Batch:
     def add(self, now: float, actions: list[ev.Action]) -> None:
         """One more answer, given at time.time() ``now``."""
         self._decided.append((now, actions))
+
+    def withhold(self, tasks: Container[str], conns: Container[int]) -> None:
+        """Neither write these tasks nor send anything over these connections: they are set back."""
+
+        def stays(action: ev.Action) -> bool:
+            match action:
+                case ev.Save(task=task) | ev.Forget(task=task):
+                    return task not in tasks
+                case ev.Send(conn=conn):
+                    return conn not in conns
+            return True
+
+        self._decided = [(now, [each for each in actions if stays(each)]) for now, actions in self._decided]
 
     def actions(self) -> Iterator[ev.Action]:
         """All of it."""

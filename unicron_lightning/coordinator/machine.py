@@ -12,6 +12,7 @@ from unicron_lightning.coordinator import (
     accounting,
     admission,
     injection,
+    isolation,
     jobs,
     measuring,
     membership,
@@ -48,6 +49,8 @@ class Machine:
         self.limits = limits
         self._cluster = Cluster() if cluster is None else cluster
         self._told, self._daemons = nodes.Told(), DaemonPlaces()
+        self._failures = isolation.Failures()
+        self._touched: dict[str, None] = {}
 
     @property
     def tasks(self) -> dict[str, Task]:
@@ -83,7 +86,52 @@ class Machine:
         Returns:
             Actions to carry out in order. `ev.Save`, `ev.Forget` and `ev.Emit` are to be made durable before any other.
         """
-        turn = Turn(now=now, limits=self.limits, cluster=self._cluster, daemons=self._daemons)
+        turn = self._begin(now)
+        self._take_in(turn, event)
+        self._follow(turn)
+        return turn.actions
+
+    def contain(self, event: ev.Input, error: Exception, stored: isolation.Stored, now: float) -> list[ev.Action]:
+        """Go on after `handle` has raised: set back the tasks of that turn, or stop them; see `isolation`.
+
+        Args:
+            event: the input that could not be taken in.
+            error: what was raised.
+            stored: reads a task from the store.
+            now: time.time().
+
+        Returns:
+            Actions as by `handle`. Decisions on tasks in `touched` that are not written yet must not be carried out.
+        """
+        why, touched = isolation.diagnosis(error), self.touched
+        sender = isolation.agent_of(event, self._cluster)
+        conn = event.conn if isinstance(event, ev.Received | ev.NodeSaid) else None
+        turn = self._begin(now)
+        if conn is not None and sender is not None and self._failures.of_agent(sender, now):
+            turn.refuse(conn, f"the coordinator cannot handle the messages of {sender}: {why}")
+        elif conn is not None:
+            turn.close(conn, f"the coordinator cannot handle this message: {why}")
+        if conn is not None:
+            self._cluster.conns.pop(conn, None)
+        for task in touched:
+            if self._failures.of_task(task, now):
+                isolation.stop(self._cluster, turn, task, why)
+            else:
+                isolation.set_back(self._cluster, turn, task, stored(task), why)
+        turn.save_lasting()
+        self._follow(turn)
+        return turn.actions
+
+    @property
+    def touched(self) -> list[str]:
+        """Tasks that the newest turn has looked at."""
+        return list(self._touched)
+
+    def _begin(self, now: float) -> Turn:
+        self._touched = {}
+        return Turn(now=now, limits=self.limits, cluster=self._cluster, daemons=self._daemons)
+
+    def _take_in(self, turn: Turn, event: ev.Input) -> None:
         match event:
             case ev.Started():
                 self._start(turn, event)
@@ -110,6 +158,9 @@ class Machine:
                 take_plan(self._cluster, turn, event)
             case ev.TimerFired():
                 self._timer(turn, event.key)
+
+    def _follow(self, turn: Turn) -> None:
+        """Do what is due after an input."""
         self._replay_pending(turn)
         while turn.concerned:
             self._review(turn, turn.concerned.pop(next(iter(turn.concerned))))
@@ -122,7 +173,6 @@ class Machine:
             self._review_places(turn)
         self._review_idle(turn)
         self._keep_books(turn)
-        return turn.actions
 
     # ---- inputs ----------------------------------------------------------------------------------------------------
 
@@ -140,6 +190,7 @@ class Machine:
             fields = {"tasks": sorted(cluster.tasks)}
             turn.actions.append(ev.Emit(name="coordinator_restored", task=None, incident=None, fields=fields))
         for task in list(cluster.tasks.values()):
+            self._touched = {task.id: None}
             registration.restore(task, turn)
             severity.restore(task)
             hangs.restore(task, turn)
@@ -165,6 +216,7 @@ class Machine:
             turn.close(conn, "the first message must be register")
         else:
             task_id, agent_id = self._cluster.conns[conn]
+            self._touched[task_id] = None
             task = self._cluster.tasks.get(task_id)
             agent = task.agents.get(agent_id) if task else None
             if task is not None and agent is not None:
@@ -175,6 +227,7 @@ class Machine:
 
     def _register(self, turn: Turn, conn: int, message: wire.Register) -> None:
         task = self._cluster.tasks.get(message.task)
+        self._touched[message.task] = None
         known = task is not None and (message.agent in task.agents or message.agent in task.lost)
         if task is not None and not known and _undecided(task):
             self._cluster.pending.setdefault(task.id, []).append(Pending(conn=conn, messages=[message]))
@@ -265,6 +318,8 @@ class Machine:
             self._cluster.pending[task_id] = [item for item in pending if item.conn != conn]
         task_id, agent_id = self._cluster.conns.pop(conn, ("", ""))
         task = self._cluster.tasks.get(task_id)
+        if task is not None:
+            self._touched[task_id] = None
         agent = task.agents.get(agent_id) if task else None
         if task is not None and agent is not None and agent.conn == conn:
             registration.disconnected(task, turn, agent, event.silent)
@@ -307,6 +362,7 @@ class Machine:
         task = self._cluster.tasks.get(key.task)
         if task is None:
             return
+        self._touched[task.id] = None
         agent = task.agents.get(key.agent)
         match key.kind:
             case "lost" if agent is not None:
@@ -336,6 +392,7 @@ class Machine:
 
     def _review(self, turn: Turn, task: Task) -> None:
         """Do what is due for the task now."""
+        self._touched[task.id] = None
         again = True
         while again:
             pairing.review(task, turn)
@@ -360,6 +417,7 @@ class Machine:
     def _keep_books(self, turn: Turn) -> None:
         """Measure and account for what has happened. Nothing is decided by it."""
         for task, logged in list(turn.news):
+            self._touched[task.id] = None
             measuring.take(task, turn, logged)
             accounting.take(task, turn, logged)
         if turn.actions:

@@ -256,7 +256,9 @@ def _resize(task: Task, turn: Turn) -> None:
         staying = [member for member in members if member.agent not in away]
         for agent_id in sorted(away - {member.agent for member in members}):
             _dismiss(task, turn, agent_id)
-    usable = min([task.workers[member.worker].capacity for member in task.live_members()])
+    usable = min([task.workers[member.worker].capacity for member in task.live_members()], default=0)
+    if not usable:
+        return
     staying = staying if awaited(task) else _within(usable, staying)
     if len(staying) < len(members) and (
         len(staying) >= usable or len({member.agent for member in staying}) >= task.min_nodes

@@ -25,6 +25,7 @@ from unicron_lightning.coordinator.severity import apply as severity
 from unicron_lightning.coordinator.severity import reports
 from unicron_lightning.coordinator.state import Agent, Task
 from unicron_lightning.coordinator.turn import Turn
+from unicron_lightning.fields import shortened
 
 _LOST_REMEMBERED = 1000
 
@@ -36,9 +37,24 @@ def refusal(task: Task | None, message: wire.Register) -> str | None:
     low, high = message.min_nodes, message.max_nodes
     if not (message.task and message.agent) or not 1 <= low <= high:
         return f"expected a task, an agent and 1 <= min_nodes <= max_nodes, got {low}:{high} for {message.task!r}"
+    if (reason := _contradiction(message)) is not None:
+        return reason
     if task is not None and task.agents and (task.min_nodes, task.max_nodes) != (low, high):
         theirs = f"{task.min_nodes}:{task.max_nodes}"
         return f"--nnodes {low}:{high} of {message.agent} differs from {theirs} of task {task.id!r}'s first agent"
+    return None
+
+
+def _contradiction(message: wire.Register) -> str | None:
+    """What cannot be true of an agent, in one sentence; None if nothing is."""
+    started = message.granted or message.warm
+    if message.granted and message.warm:
+        return "granted=true, warm=true: expected at most one of them"
+    if started and message.store is None:
+        return f"{'granted' if message.granted else 'warm'}=true, store=null: expected the store of the granted round"
+    names = [info.worker for info in message.workers]
+    if len(set(names)) < len(names):
+        return f"workers={shortened(names)}: expected different ones"
     return None
 
 

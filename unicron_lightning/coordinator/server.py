@@ -22,10 +22,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from aiohttp import WSCloseCode, WSMsgType, web
 
 from unicron_lightning import nodewire, wire
+from unicron_lightning.coordinator import edge
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.allocation import standing
 from unicron_lightning.coordinator.api import Api
@@ -42,6 +42,7 @@ from unicron_lightning.coordinator.store import Store
 from unicron_lightning.coordinator.unplanned import keep
 from unicron_lightning.credentials import Token, find_token, is_loopback, user_file
 from unicron_lightning.errors import ConfigError, PortInUse
+from unicron_lightning.fields import shortened
 
 logger = logging.getLogger(__name__)
 
@@ -153,14 +154,11 @@ class Server:
         now = time.time()
         try:
             actions = self.machine.handle(event, now)
-        except Exception:
-            # Supervisor boundary. The state in memory may be half changed, the one in the store is not: end, and go on
-            # from that one (agents start an embedded coordinator again by themselves).
-            logger.exception("machine_broken event=%s", event)
-            self._failed = True
-            self._stop.set()
-            self._batch = Batch()
-            return
+        except Exception as error:
+            # Supervisor boundary. The state in memory may be half changed, the one in the store is not: tasks that are
+            # concerned go on from that one, as all would after a restart.
+            logger.exception("input_failed input=%s", shortened(str(event), 400))
+            actions = self._contain(event, error, now)
         for action in actions:
             if isinstance(action, ev.SetTimer):
                 self._cancel(action.key)
@@ -168,6 +166,37 @@ class Server:
             elif isinstance(action, ev.CancelTimer):
                 self._cancel(action.key)
         self._batch.add(now, actions)
+
+    def _contain(self, event: ev.Input, error: Exception, now: float) -> list[ev.Action]:
+        """Have an input that the machine could not take in end with what it is about."""
+        if isinstance(event, ev.Started):
+            return self._start_without(event, now)
+        touched = set(self.machine.touched)
+        conns = {conn for conn, (task, _) in self.machine.cluster.conns.items() if task in touched}
+        self._batch.withhold(touched, conns)
+        for key in [key for key in self._timers if key.task in touched]:
+            self._cancel(key)
+        try:
+            return self.machine.contain(event, error, self.store.task, now)
+        except Exception:
+            logger.exception("machine_broken")
+            self._failed = True
+            self._stop.set()
+            self._batch = Batch()
+            return []
+
+    def _start_without(self, event: ev.Started, now: float) -> list[ev.Action]:
+        """Begin without the tasks that cannot be gone on with: they are set aside."""
+        while True:
+            for task in self.machine.touched:
+                self.store.set_aside(task, "the coordinator cannot go on with it")
+            self.machine = Machine(self._config.limits(), self.store.load())
+            try:
+                return self.machine.handle(event, now)
+            except Exception:
+                logger.exception("task_not_restored tasks=%s", self.machine.touched)
+                if not self.machine.touched:
+                    raise
 
     def _flush(self) -> None:
         """Make durable what the machine has decided, then tell."""
@@ -292,10 +321,13 @@ class Server:
                 return
             try:
                 take(conn, frame.data)
-            except (msgspec.DecodeError, UnicodeError) as error:
-                logger.warning("message_malformed conn=%d error=%s", conn, error)
-                reason = f"malformed message: {error}".encode()[:120]
-                await socket_.close(code=WSCloseCode.INVALID_TEXT, message=reason)
+            except edge.UNREADABLE as error:
+                reason = edge.described(frame.data, error)
+                logger.warning("message_malformed conn=%d error=%s", conn, reason)
+                if timeout is not None and edge.is_first(frame.data):
+                    await socket_.send_str(wire.encode(wire.Refused(reason=reason)).decode())
+                reason = f"malformed message: {reason}"
+                await socket_.close(code=WSCloseCode.INVALID_TEXT, message=reason.encode()[:120])
                 return
             timeout = None
 

@@ -339,6 +339,7 @@ class Cluster(msgspec.Struct, kw_only=True):
         return self.lasting.nodes
 
 
+_ROUND_DIGITS = 15
 _task_decoder = msgspec.json.Decoder(Task)
 _cluster_decoder = msgspec.json.Decoder(Cluster)
 encode = msgspec.json.Encoder().encode
@@ -350,4 +351,4 @@ decode_cluster = _cluster_decoder.decode
 def round_of(worker: str) -> int:
     """The rendezvous round in a worker's id; -1 if the id is malformed."""
     _, _, digits = worker.rpartition("#")
-    return int(digits) if digits.isdecimal() else -1
+    return int(digits) if digits.isdecimal() and len(digits) <= _ROUND_DIGITS else -1

@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import sqlite3
+import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Final, TypedDict
 
 import msgspec
 
 from unicron_lightning.coordinator import state
 from unicron_lightning.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
+_UNREADABLE: Final = (msgspec.DecodeError, ValueError, RecursionError)
 _SCHEMA_VERSION = 1
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS tasks (id TEXT PRIMARY KEY, state BLOB NOT NULL);
@@ -26,6 +31,7 @@ CREATE TABLE IF NOT EXISTS events (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, at REAL NOT NULL, name TEXT NOT NULL, task TEXT, incident TEXT,
     fields TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS lasting (only INTEGER PRIMARY KEY CHECK (only = 1), state BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS unreadable (id TEXT NOT NULL, at REAL NOT NULL, reason TEXT NOT NULL, state BLOB NOT NULL);
 CREATE INDEX IF NOT EXISTS events_of_task ON events (task, seq);
 """
 _EVENTS_KEPT = 100_000
@@ -83,12 +89,51 @@ class Store:
         self._db.execute(f"DELETE FROM events WHERE seq <= {newest} - ?", (events_kept,))
 
     def load(self) -> state.Cluster:
-        """The tasks as last written."""
-        rows = self._db.execute("SELECT state FROM tasks ORDER BY rowid").fetchall()
-        tasks = [state.decode_task(row[0]) for row in rows]
+        """The tasks as last written; one that cannot be read is set aside."""
+        names = [row[0] for row in self._db.execute("SELECT id FROM tasks ORDER BY rowid").fetchall()]
+        tasks = [task for name in names if (task := self.task(name)) is not None]
         row = self._db.execute("SELECT state FROM lasting").fetchone()
-        lasting = state.Lasting() if row is None else state.decode_lasting(row[0])
+        lasting = state.Lasting()
+        if row is not None:
+            try:
+                lasting = state.decode_lasting(row[0])
+            except _UNREADABLE as error:
+                self._move("lasting", None, row[0], str(error))
         return state.Cluster(tasks={task.id: task for task in tasks}, lasting=lasting)
+
+    def task(self, task_id: str) -> state.Task | None:
+        """A task as last written; None if there is none, or if it cannot be read, in which case it is set aside."""
+        row = self._db.execute("SELECT state FROM tasks WHERE id = ?", (task_id,)).fetchone()
+        if row is None:
+            return None
+        try:
+            task = state.decode_task(row[0])
+            if task.id != task_id:
+                raise ValueError(f"expected task {task_id!r}, got {task.id!r}")
+        except _UNREADABLE as error:
+            self._move("tasks", task_id, row[0], str(error))
+            return None
+        return task
+
+    def set_aside(self, task_id: str, reason: str) -> None:
+        """Move a stored task to the table ``unreadable``, where it is kept for people and not read any more."""
+        row = self._db.execute("SELECT state FROM tasks WHERE id = ?", (task_id,)).fetchone()
+        if row is not None:
+            self._move("tasks", task_id, row[0], reason)
+
+    def _move(self, table: str, task_id: str | None, blob: bytes, reason: str) -> None:
+        logger.error("state_unreadable table=%s task=%s error=%s", table, task_id, reason)
+        self._db.execute("BEGIN IMMEDIATE")
+        self._db.execute("INSERT INTO unreadable VALUES (?, ?, ?, ?)", (task_id or table, time.time(), reason, blob))
+        if task_id is None:
+            self._db.execute("DELETE FROM lasting")
+        else:
+            self._db.execute("DELETE FROM tasks WHERE id = ?", (task_id,))
+        self._db.execute(
+            "INSERT INTO events (at, name, task, incident, fields) VALUES (?, 'state_unreadable', ?, NULL, ?)",
+            (time.time(), task_id, state.encode({"error": reason}).decode()),
+        )
+        self._db.execute("COMMIT")
 
     def write(
         self,

@@ -1,0 +1,132 @@
+"""What becomes of an input that the machine cannot take in: it ends with the task that it is about.
+
+An exception in the middle of a turn leaves the tasks of that turn half changed, and nothing of it has been written or
+sent. Each of them is *set back* to its state in the store, and its agents' connections are closed: they register anew,
+as they do after a restart of the coordinator, and training continues meanwhile. An agent whose messages fail twice is
+refused. A task that had to be set back too often is *stopped*: its agents are told that it has failed, and why.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Final
+
+from unicron_lightning import wire
+from unicron_lightning.coordinator import events as ev
+from unicron_lightning.coordinator import jobs, pairing, registration
+from unicron_lightning.coordinator.severity import apply as severity
+from unicron_lightning.coordinator.state import Agent, Cluster, Task
+from unicron_lightning.coordinator.turn import Turn
+from unicron_lightning.coordinator.watch import hangs
+from unicron_lightning.fields import shortened
+
+WINDOW: Final = 60.0
+"""Seconds for which failures count."""
+MOST_OF_AN_AGENT: Final = 2
+MOST_OF_A_TASK: Final = 5
+
+Stored = Callable[[str], Task | None]
+"""Gives a task as it is in the store; None if it is not there, or not readable."""
+
+
+class Failures:
+    """The failures of the last minute, by task and agent."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[str, list[float]] = {}
+        self._agents: dict[str, list[float]] = {}
+
+    def of_task(self, task: str, now: float) -> bool:
+        """One more; whether there are too many."""
+        return _count(self._tasks, task, now) >= MOST_OF_A_TASK
+
+    def of_agent(self, agent: str, now: float) -> bool:
+        """One more; whether there are too many."""
+        return _count(self._agents, agent, now) >= MOST_OF_AN_AGENT
+
+
+def diagnosis(error: Exception) -> str:
+    """The error and where it was raised, in one line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" at {frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}: {shortened(str(error))}{where}"
+
+
+def agent_of(event: ev.Input, cluster: Cluster) -> str | None:
+    """The agent that sent the input; None if none did."""
+    if not isinstance(event, ev.Received):
+        return None
+    if isinstance(event.message, wire.Register):
+        return event.message.agent
+    return cluster.conns.get(event.conn, ("", None))[1]
+
+
+def set_back(cluster: Cluster, turn: Turn, task_id: str, stored: Task | None, why: str) -> None:
+    """Forget what was changed in a task since it was written; its agents register anew."""
+    _disconnect(cluster, turn, task_id)
+    cluster.tasks.pop(task_id, None)
+    if stored is not None:
+        cluster.tasks[task_id] = stored
+        _log(turn, "task_set_back", task_id, why)
+        registration.restore(stored, turn)
+        severity.restore(stored)
+        hangs.restore(stored, turn)
+        pairing.restore(stored)
+        turn.concerned[task_id] = stored
+        return
+    turn.actions.append(ev.Forget(task=task_id))
+    _log(turn, "task_set_back", task_id, why)
+    if (job := cluster.lasting.jobs.get(task_id)) is not None:
+        jobs.adopt(cluster, turn, job)
+
+
+def stop(cluster: Cluster, turn: Turn, task_id: str, why: str) -> None:
+    """End a task as failed without relying on its state; agents that come back are told so, too."""
+    old = cluster.tasks.get(task_id)
+    reason = f"the coordinator cannot handle this task: {why}"
+    if old is None:
+        _disconnect(cluster, turn, task_id)
+        turn.actions.append(ev.Forget(task=task_id))
+        _log(turn, "task_stopped", task_id, reason)
+        return
+    task = Task(id=task_id, min_nodes=old.min_nodes, max_nodes=old.max_nodes, created_at=old.created_at, over=False)
+    by_agent = {agent: conn for conn, (of, agent) in cluster.conns.items() if of == task_id}
+    for each in old.agents.values():
+        conn = by_agent.get(each.id)
+        task.agents[each.id] = Agent(
+            id=each.id, task=task_id, node=each.node, host=each.host, pid=each.pid, slot=each.slot, conn=conn
+        )
+        turn.send(task.agents[each.id], wire.TaskOver(succeeded=False, reason=reason))
+        if conn is None:
+            turn.timer("lost", turn.limits.reconnect_grace, task=task_id, agent=each.id)
+    cluster.tasks[task_id] = task
+    jobs.ended(task, turn, succeeded=False, reason=reason)
+    _log(turn, "task_stopped", task_id, reason)
+    turn.save(task)
+    turn.concerned[task_id] = task
+
+
+def _disconnect(cluster: Cluster, turn: Turn, task_id: str) -> None:
+    conns = [conn for conn, (of, _) in cluster.conns.items() if of == task_id]
+    conns += [item.conn for item in cluster.pending.pop(task_id, [])]
+    for conn in conns:
+        cluster.conns.pop(conn, None)
+        turn.close(conn, "the task was set back: register anew")
+
+
+def _log(turn: Turn, name: str, task_id: str, why: str) -> None:
+    turn.actions.append(ev.Emit(name=name, task=task_id, incident=None, fields={"reason": why}))
+
+
+def _count(table: dict[str, list[float]], key: str, now: float) -> int:
+    _expire(table, now)
+    table.setdefault(key, []).append(now)
+    return len(table[key])
+
+
+def _expire(table: dict[str, list[float]], now: float) -> None:
+    for key in list(table):
+        table[key] = [at for at in table[key] if 0 <= now - at < WINDOW]
+        if not table[key]:
+            del table[key]

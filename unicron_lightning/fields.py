@@ -1,0 +1,81 @@
+"""Types of the fields of messages: what a text or a number received over a network must be to be taken in.
+
+msgspec checks them when a message is decoded. They bound what arithmetic, the log, the store and terminals get to see;
+whether a message makes sense at this moment is the receiver's to judge.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final
+
+from msgspec import Meta
+
+_UNSEEN: Final = r"\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff"
+"""Control characters, and those that are not shown or change the direction of writing."""
+_NAME: Final = rf"^[^\[\]{_UNSEEN}]*\Z"
+MOST_STEPS: Final = 2**53
+MOST_WEIGHT: Final = 1e6
+
+Name = Annotated[str, Meta(min_length=1, max_length=255, pattern=_NAME)]
+"""Of a task, node, slot: one line of visible characters, without brackets, which terminals' markup is made of."""
+Id = Annotated[str, Meta(min_length=1, max_length=600, pattern=_NAME)]
+"""Of an agent or a worker: made from names."""
+Word = Annotated[str, Meta(max_length=100, pattern=_NAME)]
+"""A kind, a phase, the name of an event; "" where none is known."""
+Host = Annotated[str, Meta(max_length=255, pattern=rf"^[^\s{_UNSEEN}]*\Z")]
+Key = Annotated[str, Meta(max_length=1000)]
+Path = Annotated[str, Meta(min_length=1, max_length=4096, pattern=r"^[^\x00]*\Z")]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Pid = Annotated[int, Meta(ge=0, le=2**31)]
+Code = Annotated[int, Meta(ge=-(2**31), le=2**32)]
+"""How a process ended: an exit status, or a signal."""
+Count = Annotated[int, Meta(ge=0, le=MOST_STEPS)]
+"""Steps, rounds, epochs, bytes: exact as a float, too."""
+Size = Annotated[int, Meta(ge=1, le=1_000_000)]
+"""Workers, nodes, micro-batches: at least one."""
+Index = Annotated[int, Meta(ge=0, lt=1_000_000)]
+Wall = Annotated[float, Meta(ge=0, le=1e11)]
+"""time.time()."""
+Seconds = Annotated[float, Meta(ge=0, le=1e11)]
+Rate = Annotated[float, Meta(ge=0, le=1e30)]
+Weight = Annotated[float, Meta(gt=0, le=MOST_WEIGHT)]
+
+
+def check_numbers(fields: dict[str, Any], *names: str) -> None:
+    """Check entries of an otherwise opaque object that are whole numbers where they are given.
+
+    Raises:
+        ValueError: one is not, or is no count; msgspec makes a `msgspec.ValidationError` of it.
+    """
+    for name in names:
+        value = fields.get(name)
+        if value is not None and not (type(value) is int and 0 <= value <= MOST_STEPS):
+            raise ValueError(f"expected {name} to be a whole number from 0 to {MOST_STEPS}, got {shortened(value)}")
+
+
+def check_flags(fields: dict[str, Any], *names: str) -> None:
+    """Check entries of an otherwise opaque object that are true or false where they are given.
+
+    Raises:
+        ValueError: one is not.
+    """
+    for name in names:
+        value = fields.get(name, False)
+        if type(value) is not bool:
+            raise ValueError(f"expected {name} to be true or false, got {shortened(value)}")
+
+
+def shortened(value: object, most: int = 80) -> str:
+    """A value as ASCII on one line, for errors and logs; of a long one the beginning."""
+    if isinstance(value, str):
+        text = ascii(value[: most + 1])
+    elif isinstance(value, int | float | bool) or value is None:
+        text = "a very large number" if isinstance(value, int) and abs(value) > 10**most else repr(value)
+    elif isinstance(value, list | tuple):
+        text = "[" + ", ".join(shortened(each, 20) for each in value[:5]) + (", ...]" if len(value) > 5 else "]")
+    elif isinstance(value, dict):
+        items = [f"{shortened(key, 20)}: {shortened(each, 20)}" for key, each in list(value.items())[:5]]
+        text = "{" + ", ".join(items) + (", ...}" if len(value) > 5 else "}")
+    else:
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= most else f"{text[:most]}..."
