@@ -15,7 +15,13 @@ from unicron_lightning.strategies.collectives import Collectives
 
 
 class CollectingStrategy(ParallelStrategy):
-    """What Lightning and scripts call to exchange values; before the first run nothing is exchanged."""
+    """What Lightning and scripts call to exchange values; before the first run nothing is exchanged.
+
+    Attributes:
+        is_distributed: has Lightning pass `reduce` on for ``self.log(sync_dist=True)`` in hooks.
+    """
+
+    is_distributed = True
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)

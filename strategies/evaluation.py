@@ -56,11 +56,7 @@ class Passes:
         loader.limit(int(loop.max_batches[place]))
         loader.set_epoch(self._trainer.current_epoch)
         planned = plan_evaluation(loader.num_batches, self._engine.reports, self._engine.world.rank)
-        results, sanity = self._results_of(loop), self._trainer.sanity_checking
-        if results.local and not sanity:
-            results.clear()  # logged with other options than from now on
-        results.local = sanity
-        if sanity:  # Lightning throws its results away: each rank keeps to its own
+        if self._trainer.sanity_checking:  # Lightning throws its results away: each rank keeps to its own
             return planned
         self._pass = _Pass(loop, loader, place if len(loaders) > 1 else None)
         if not planned and len(loaders) > 1:

@@ -187,8 +187,8 @@ class UnicronMegatronStrategy(UnicronStrategy):
         if self.engine.control is not None:
             self.engine.control.flops_per_step = told_flops(module)
         self._gather.interrupted = lambda: trainer.state.status == TrainerStatus.INTERRUPTED
-        trainer.fit_loop.epoch_loop._results = RecordingResults(True)
-        trainer.fit_loop.epoch_loop.val_loop._results = RecordingResults(False)
+        trainer.fit_loop.epoch_loop._results = RecordingResults(True, self.reduce)
+        trainer.fit_loop.epoch_loop.val_loop._results = RecordingResults(False, self.reduce)
         keep_to_itself(trainer)
         ParallelStrategy.setup(self, trainer)
         session.fits += 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
@@ -18,6 +18,13 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import override
+
+
+class Reduce(Protocol):
+    """`Strategy.reduce`."""
+
+    def __call__(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any: ...
+
 
 Options = tuple[str, str, bool, bool, bool, bool, str, bool]
 """fx, name, prog_bar, logger, on_step, on_epoch, reduce, add_dataloader_idx: what tells one logged value from
@@ -57,17 +64,24 @@ class RecordingResults(_ResultCollection):
 
     Args:
         training: as upstream.
+        reduce: the strategy's, for what hooks log with ``sync_dist=True``.
         on_epoch_metrics: called before epoch-level metrics are read: the place to finish an evaluation pass.
-
-    Attributes:
-        local: whether what is not recorded stays on this rank, whatever ``sync_dist`` says.
+        is_local: tells whether what is logged now stays on this rank, whatever ``sync_dist`` says.
     """
 
-    def __init__(self, training: bool, on_epoch_metrics: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        training: bool,
+        reduce: Reduce = lambda tensor, group=None, reduce_op="mean": tensor,
+        on_epoch_metrics: Callable[[], None] = lambda: None,
+        is_local: Callable[[], bool] = lambda: False,
+    ) -> None:
         super().__init__(training)
         self._calls: list[LogCall] | None = None
+        self._reduce = reduce
         self._on_epoch_metrics = on_epoch_metrics
-        self.local = False
+        self._is_local = is_local
+        self._was_local = False
 
     @contextmanager
     def recording(self, batch: Any) -> Iterator[list[LogCall]]:
@@ -87,9 +101,7 @@ class RecordingResults(_ResultCollection):
     @override
     def log(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         if self._calls is None or args:
-            if self.local:
-                kwargs["sync_dist"] = False
-            super().log(fx, name, value, *args, **kwargs)
+            self._log_in_hook(fx, name, value, *args, **kwargs)
             return
         options: Options = (
             fx,
@@ -121,6 +133,9 @@ class RecordingResults(_ResultCollection):
     def metrics(self, on_step: bool) -> Any:
         if not on_step:
             self._on_epoch_metrics()
+            # Reduced in one order on all ranks: a joiner may have logged in another one.
+            for _, metric in sorted(self.valid_items(), key=lambda item: str(item[0])):
+                self._get_cache(metric, on_step)
         return super().metrics(on_step)
 
     def state(self) -> list[Any]:
@@ -149,7 +164,28 @@ class RecordingResults(_ResultCollection):
             metric._forward_cache, metric.has_reset, metric._update_count = cache, has_reset, updates
             metric.to(device)
 
+    def _log_in_hook(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """Outside the steps: Lightning keeps the value on this rank, and reduces it when it is wanted."""
+        if self._forget_local():
+            kwargs["sync_dist"] = False
+        if "sync_dist_fn" in kwargs:
+            kwargs["sync_dist_fn"] = self._synchronise
+        super().log(fx, name, value, *args, **kwargs)
+
+    def _forget_local(self) -> bool:
+        """Drops what was logged while values stayed on this rank, with other options; whether they still do."""
+        local = self._is_local()
+        if self._was_local and not local:
+            self.clear()
+        self._was_local = local
+        return local
+
+    def _synchronise(self, value: Tensor, *, reduce_op: str | None, group: Any) -> Any:
+        """Reduces in floating point: Lightning also takes the mean of batch sizes, which are integers."""
+        return self._reduce(value if value.is_floating_point() else value.double(), group=group, reduce_op=reduce_op)
+
     def _log_as(self, options: Options, value: Any, batch_size: int, metric: str | None) -> None:
+        self._forget_local()
         fx, name, prog_bar, logger, on_step, on_epoch, reduce, add_dataloader_idx = options
         super().log(
             fx,

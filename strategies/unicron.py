@@ -164,6 +164,7 @@ class UnicronStrategy(CollectingStrategy):
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         check_trainer(trainer)
+        trainer._accelerator_connector.use_distributed_sampler = False  # `Loaders` deals out what a sampler would
         if self._shape is None:
             self._shape = self._declare(trainer)
         self._runs += 1
@@ -196,8 +197,10 @@ class UnicronStrategy(CollectingStrategy):
         self._gather.interrupted = lambda: trainer.state.status == TrainerStatus.INTERRUPTED
         self._passes = Passes(trainer, self.engine)
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.fit_loop.epoch_loop.val_loop):
-            loop._results = RecordingResults(False, self._passes.epoch_metrics)
-        trainer.fit_loop.epoch_loop._results = RecordingResults(True)
+            loop._results = RecordingResults(
+                False, self.reduce, self._passes.epoch_metrics, lambda: trainer.sanity_checking
+            )
+        trainer.fit_loop.epoch_loop._results = RecordingResults(True, self.reduce)
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             check_optimizers(self.optimizers)

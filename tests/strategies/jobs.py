@@ -122,6 +122,40 @@ def job(module: Job | None = None, loader: Job | None = None, val: int = 1, **tr
     return {"module": module or {}, "loader": loader or {}, "val": val, "trainer": {"max_epochs": 3} | trainer}
 
 
+class HookLogging(pl.Callback):
+    """Logs values that differ between ranks in hooks outside the steps, to be reduced."""
+
+    def _log(self, module: Any, name: str, **settings: Any) -> None:
+        world = module.trainer.world_size
+        rank = float(module.global_rank) if world > 1 else (DEVICES - 1) / 2
+        module.log(f"{name}_mean", rank, sync_dist=True, **settings)
+        module.log(f"{name}_sum", 1.0 / world, sync_dist=True, reduce_fx="sum", **settings)
+
+    def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
+        self._log(module, "train_start")
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, module: Any) -> None:
+        self._log(module, "epoch_start")
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, *args: Any) -> None:
+        self._log(module, "batch_start", on_step=True, on_epoch=False)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *args: Any) -> None:
+        self._log(module, "batch_end", on_step=True, on_epoch=True, batch_size=3)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
+        self._log(module, "epoch_end")
+
+    def on_validation_epoch_start(self, trainer: pl.Trainer, module: Any) -> None:
+        self._log(module, "val_start")
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
+        self._log(module, "val_end")
+
+    def on_test_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
+        self._log(module, "test_end")
+
+
 CASES: dict[str, Callable[[], Job]] = {
     "sgd": job,
     "sgd_accumulate": lambda: job(accumulate_grad_batches=3),
@@ -154,6 +188,7 @@ CASES: dict[str, Callable[[], Job]] = {
             ModelCheckpoint("every", "{epoch}-{step}", every_n_train_steps=5, save_top_k=-1),
         ]
     ),
+    "hook_logging": lambda: job(callbacks=[HookLogging()]),
     "loggers": lambda: job(
         {"scheduler": "step"}, callbacks=[LearningRateMonitor("step")], logger=CSVLogger("."), log_every_n_steps=2
     ),

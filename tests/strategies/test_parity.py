@@ -38,7 +38,7 @@ STEP_VALUES = ("loss_step", "loss")
 """Under ddp with accumulation these are the last micro-batches' only; unicron logs the whole step's."""
 
 
-def launch(arguments: list[str], folder: Path, seconds: float = 100, **environment: str) -> None:
+def launch(arguments: list[str], folder: Path, seconds: float = 300, **environment: str) -> None:
     """Runs torchrun to its end."""
     command = [sys.executable, "-m", "torch.distributed.run", *arguments]
     settings = os.environ | {"OMP_NUM_THREADS": "1"} | environment
@@ -67,6 +67,7 @@ WORLD_OF_TWO = (
     "alternate",
     "several_val",
     "loggers",
+    "hook_logging",
     "early_stopping",
     "checkpoints",
     "bf16",
