@@ -9,7 +9,18 @@ from typing import Final
 
 import msgspec
 
+from unicron_lightning.fields import MOST_WEIGHT, shortened
+
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+MOST_NODES: Final = 1_000_000
+MOST_WORKERS: Final = 1024
+"""Of a slot: each is a process with a log of its own."""
+_MOST_RESTARTS: Final = 2**31 - 1
+_MOST_TEXT_BYTES: Final = 128 << 10
+"""Of one argument or variable: Linux' MAX_ARG_STRLEN."""
+_MOST_BYTES: Final = 1 << 20
+"""Of all of them together: half of what Linux allows by default."""
+_MOST_PATH_BYTES: Final = 4096
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,30 +56,59 @@ def problem(job: Job) -> str | None:
     """What is wrong with a definition, in one sentence that quotes it; None if nothing is."""
     low, high = job.min_nodes, job.max_nodes
     if not _NAME.fullmatch(job.name):
-        return (
-            f"name={job.name!r}: expected up to 100 letters, digits, '.', '_' or '-', beginning with a letter or digit"
-        )
+        allowed = "up to 100 letters, digits, '.', '_' or '-', beginning with a letter or digit"
+        return f"name={shortened(job.name)}: expected {allowed}"
     if not job.command or not job.command[0]:
-        return f"command={job.command!r}: expected the script and its arguments"
-    if not 1 <= low <= high:
-        return f"min_nodes={low}, max_nodes={high}: expected 1 <= min_nodes <= max_nodes"
-    if job.workers_per_node < 1:
-        return f"workers_per_node={job.workers_per_node}: expected a number >= 1"
-    if job.max_restarts < 0:
-        return f"max_restarts={job.max_restarts}: expected a number >= 0"
-    if not _positive(job.weight):
-        return f"weight={job.weight}: expected a number > 0"
+        return f"command={shortened(job.command)}: expected the script and its arguments"
+    if not 1 <= low <= high <= MOST_NODES:
+        nodes = f"min_nodes={shortened(low)}, max_nodes={shortened(high)}"
+        return f"{nodes}: expected 1 <= min_nodes <= max_nodes <= {MOST_NODES}"
+    if not 1 <= job.workers_per_node <= MOST_WORKERS:
+        return f"workers_per_node={shortened(job.workers_per_node)}: expected a number >= 1 and <= {MOST_WORKERS}"
+    if not 0 <= job.max_restarts <= _MOST_RESTARTS:
+        return f"max_restarts={shortened(job.max_restarts)}: expected a number >= 0 and <= {_MOST_RESTARTS}"
+    if not _positive(job.weight) or job.weight > MOST_WEIGHT:
+        return f"weight={job.weight}: expected a number > 0 and <= {MOST_WEIGHT:g}"
+    return _problem_of_numbers(job) or _problem_of_texts(job)
+
+
+def _problem_of_numbers(job: Job) -> str | None:
     if job.flops_per_step is not None and not _positive(job.flops_per_step):
         return f"flops_per_step={job.flops_per_step}: expected a number > 0"
     for slots, flops in job.profile.items():
-        if slots < 1 or not _positive(flops):
-            return f"profile={job.profile}: expected FLOP/s > 0 by numbers of slots >= 1"
-    if job.folder is not None and not PurePosixPath(job.folder).is_absolute():
-        return f"folder={job.folder!r}: expected an absolute path"
-    for key, value in job.environment.items():
-        if not key or "=" in key or "\0" in key + value:
-            return f"environment: {key!r}={value!r} can't be a variable"
+        if not 1 <= slots <= MOST_NODES or not _positive(flops):
+            return f"profile={shortened(job.profile)}: expected FLOP/s > 0 by numbers of slots >= 1"
     return None
+
+
+def _problem_of_texts(job: Job) -> str | None:
+    """Why no process can be started with these arguments, variables and folder."""
+    if job.folder is not None:
+        wrong = _unusable(job.folder, _MOST_PATH_BYTES)
+        if wrong is not None or not PurePosixPath(job.folder).is_absolute():
+            return f"folder={shortened(job.folder)}: {wrong or 'expected an absolute path'}"
+    for word in job.command:
+        if (wrong := _unusable(word, _MOST_TEXT_BYTES)) is not None:
+            return f"command: {shortened(word)}: {wrong}"
+    for key, value in job.environment.items():
+        wrong = _unusable(f"{key}={value}", _MOST_TEXT_BYTES)
+        if not key or "=" in key or wrong is not None:
+            why = "" if wrong is None else f": {wrong}"
+            return f"environment: {shortened(key)}={shortened(value)} can't be a variable{why}"
+    size = sum(len(text) + 9 for text in (*job.command, *job.environment, *job.environment.values()))
+    if size > _MOST_BYTES:
+        return f"command and environment have {size} characters: expected <= {_MOST_BYTES}"
+    return None
+
+
+def _unusable(text: str, most: int) -> str | None:
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError:
+        return "expected characters that UTF-8 has"
+    if "\0" in text:
+        return "expected no null character"
+    return None if size <= most else f"{size} bytes: expected <= {most}"
 
 
 def _positive(value: float) -> bool:

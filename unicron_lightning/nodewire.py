@@ -8,9 +8,10 @@ depends on a message that was lost, and a daemon or a coordinator that comes bac
 
 from __future__ import annotations
 
-from typing import Union
+from typing import Annotated, Union
 
 import msgspec
+from msgspec import Meta
 
 from unicron_lightning.fields import Code, Count, Host, Name, Pid, Wall
 from unicron_lightning.jobs import Job
@@ -37,6 +38,8 @@ class NodeTask(msgspec.Struct, frozen=True, kw_only=True):
     """How often it was started."""
     code: Code | None = None
     """How it ended the last time: exit status, or minus the signal's number; None if it never did."""
+    reason: Annotated[str, Meta(max_length=1000)] = ""
+    """Why it could not be started the last time; "" if it could."""
 
 
 # ---- daemon -> coordinator -----------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import aiohttp
 import msgspec
 import pytest
 from coordinator.driver import World, running, settle
-from coordinator.shell import Coordinator, connected, get, train
+from coordinator.shell import Coordinator, connected, get, shown, train
 
 from unicron_lightning import nodewire, wire
 from unicron_lightning.coordinator import edge, state
@@ -131,7 +131,7 @@ def test_a_daemons_message_out_of_range_is_not_decoded(bad):
 async def test_bad_messages_end_their_connection_and_no_other(coordinator):
     async with connected(coordinator.url, "a", "b", nodes=(2, 2)) as (a, b):
         await train([a, b])
-        async with aiohttp.ClientSession() as http:
+        async with aiohttp.ClientSession(headers=shown()) as http:
             for bad in BAD_REGISTRATIONS:
                 async with http.ws_connect(f"{coordinator.url}/v1/agent") as socket_:
                     await socket_.send_str(json.dumps({**REGISTER, **bad}))

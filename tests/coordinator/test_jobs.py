@@ -12,6 +12,7 @@ from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.jobs import job_status, refusal
 from unicron_lightning.jobs import Job, problem
+from unicron_lightning.nodewire import NodeTask
 
 AWAY = 0.3
 """Seconds after which a daemon is lost."""
@@ -154,6 +155,20 @@ def test_a_job_that_torchrun_gave_up_has_failed():
     daemon.ends("j", "1", 1)
     assert status(world, "j") == "failed"
     assert job_status(world.machine.cluster, "j")["reason"].startswith("torchrun ended with status 1 at n/")
+
+
+def test_the_reason_why_a_job_could_not_be_started_is_that_of_its_failure():
+    world = World()
+    daemon = FakeDaemon(world, "n", "0").connect()
+    submit(world, "j")
+    world.advance(1.0)
+    (launch,) = daemon.launches
+    failed = NodeTask(job=launch.job, slot="0", starts=1, code=127, reason="can't be started: no such folder")
+    daemon.runs["j", "0"] = failed
+    daemon.tell()
+    assert job_status(world.machine.cluster, "j")["reason"] == "torchrun at n/0 can't be started: no such folder"
+    assert status(world, "j") == "failed"
+    assert world.event("launch_ended").fields["reason"] == failed.reason
 
 
 def test_a_job_that_ended_well_while_the_coordinator_was_away_has_succeeded():

@@ -14,13 +14,15 @@ from unicron_lightning.cli.job_file import read_job
 from unicron_lightning.cli.node import Tail
 from unicron_lightning.cli.top import Speeds
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.jobs import Job
+from unicron_lightning.jobs import Job, problem
 from unicron_lightning.node.command import hand_token, torchrun_command, torchrun_environment
+from unicron_lightning.node.daemon import Daemon
 from unicron_lightning.node.logs import LogPipe, RotatingFile
 from unicron_lightning.node.options import NodeOptions, make_options
+from unicron_lightning.node.process import CANT_START
 from unicron_lightning.node.reconcile import GIVEN_UP_SECONDS, KILLED_SECONDS, Key, State, Steps, steps
 from unicron_lightning.node.slots import Slot, slots_of, visible_devices
-from unicron_lightning.nodewire import Launch
+from unicron_lightning.nodewire import Launch, NodeRun
 
 EIGHT = [str(number) for number in range(8)]
 
@@ -244,3 +246,44 @@ def test_a_wrong_job_file_is_refused_in_words(text: str, override: str, words: s
     with pytest.raises(ConfigError) as caught:
         read_job(file, [override])
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        ({"command": ["train.py", "a\0b"]}, "expected no null character"),
+        ({"environment": {"A": "a\0b"}}, "expected no null character"),
+        ({"folder": "/tmp/\0"}, "expected no null character"),
+        ({"command": ["train.py", "\ud800"]}, "expected characters that UTF-8 has"),
+        ({"workers_per_node": 10**9}, "workers_per_node=1000000000: expected a number >= 1 and <= 1024"),
+        ({"min_nodes": 10**9, "max_nodes": 10**9}, "max_nodes <= 1000000"),
+        ({"command": ["train.py", "a" * 200_000]}, "200000 bytes: expected <= 131072"),
+        ({"command": ["train.py"] * 200_000}, "characters: expected <= 1048576"),
+        ({"name": "../../trav"}, "name='../../trav'"),
+        ({"folder": "/no/such/folder"}, "FileNotFoundError"),
+    ],
+)
+async def test_a_job_that_cannot_be_launched_is_reported_and_the_daemon_lives(
+    tmp_path: Path, bad: dict[str, Any], said: str
+) -> None:
+    job = Job(**{"name": "bad", "command": ["train.py"], **bad})
+    wrong = problem(job)
+    assert (wrong is None) == ("/no/such/folder" in bad.values())
+    daemon = Daemon(options(logs=str(tmp_path), endpoint="127.0.0.1:1"))
+    before = len(os.listdir("/proc/self/fd"))
+    daemon._run(NodeRun(launches=[Launch(job=job, slot="0")]))
+    (report,) = daemon._tasks()
+    assert (report.pid, report.starts, report.code) == (None, 1, CANT_START)
+    assert said in report.reason
+    assert len(report.reason) < 800
+    assert report.reason.isprintable()
+    assert "trav" not in os.listdir(tmp_path.parent)
+    daemon._run(NodeRun(launches=[]))
+    await daemon._stop_all()
+    assert daemon._tasks() == []
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_job_of_usual_size_can_be_launched() -> None:
+    job = Job(name="j", command=["train.py", "--x", "a" * 10_000], environment={"A": "é" * 1000}, folder="/tmp")
+    assert problem(job) is None

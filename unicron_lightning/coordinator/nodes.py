@@ -66,6 +66,7 @@ def report(turn: Turn, node: Node, message: NodeReport) -> None:
         known = before.get(_key(each))
         if each.pid is None and each.code is not None and (known is None or known.pid is not None):
             fields = {"node": node.label, "slot": each.slot, "code": each.code, "starts": each.starts}
+            fields["reason"] = each.reason
             turn.actions.append(ev.Emit(name="launch_ended", task=each.job.name, incident=None, fields=fields))
     node.tasks = message.tasks
     turn.places_changed = True  # not worth saving: a daemon tells it anew
@@ -152,6 +153,7 @@ def review_ended(cluster: Cluster, turn: Turn) -> list[Task]:
         if done and all(each.pid is None for _, each in of_job):
             node, each = done[0]
             reason = f"torchrun ended with status {each.code} at {node.label}/{each.slot}"
+            reason = f"torchrun at {node.label}/{each.slot} {each.reason}" if each.reason else reason
             finish(task, turn, succeeded=not failed, reason=reason)
             ended.append(task)
     return ended

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
+from unicron_lightning.fields import shortened
+from unicron_lightning.jobs import problem
 from unicron_lightning.node.command import hand_token, torchrun_command, torchrun_environment
 from unicron_lightning.node.launch import pipe_name
 from unicron_lightning.node.logs import LogPipe, RotatingFile
@@ -50,6 +52,7 @@ class AgentProcess:
         self._terminated = False
         self._below: list[psutil.Process] = []
         self._starts = 0
+        self._reason = ""
         self._state = State(running=False)
 
     @property
@@ -61,17 +64,40 @@ class AgentProcess:
     def report(self) -> NodeTask:
         """How it is, for the coordinator."""
         pid = self._process.pid if self._process is not None else None
-        return NodeTask(job=self.launch.job, slot=self.launch.slot, pid=pid, starts=self._starts, code=self._state.code)
+        return NodeTask(
+            job=self.launch.job,
+            slot=self.launch.slot,
+            pid=pid,
+            starts=self._starts,
+            code=self._state.code,
+            reason=self._reason,
+        )
 
     def start(self) -> None:
         """Start it; one that can't be started has ended at once."""
         self._starts += 1
+        self._reason = ""
         try:
+            if (wrong := problem(self.launch.job)) is not None:
+                raise ValueError(wrong)
             self._open_logs()
             self._spawn()
-        except OSError as error:
-            logger.error("launch_failed task=%s slot=%s error=%s", self.launch.job.name, self.launch.slot, error)
-            self._ended(CANT_START, f"can't be started: {error}")
+        except (OSError, ValueError, MemoryError, subprocess.SubprocessError) as error:
+            # A job that the daemon can't start is that job's failure: all else that it runs goes on.
+            self._reason = f"can't be started: {type(error).__name__}: {shortened(str(error), 600)}"
+            name = shortened(self.launch.job.name)
+            logger.error("launch_failed task=%s slot=%s reason=%s", name, self.launch.slot, self._reason)
+            self._put_away()
+            self._ended(CANT_START, self._reason)
+
+    def _put_away(self) -> None:
+        """Kill a process that was started and can't be watched."""
+        if self._process is not None:
+            self.kill()
+            self._process.wait()
+            if self._pidfd >= 0:
+                os.close(self._pidfd)
+        self._pidfd = -1
 
     def stop(self, patience_seconds: float) -> None:
         """Have it end: by itself if it does so in time, else by SIGTERM; what has not ended then in time is killed.
@@ -136,6 +162,7 @@ class AgentProcess:
         assert self._process is not None
         asyncio.get_running_loop().remove_reader(self._pidfd)
         os.close(self._pidfd)
+        self._pidfd = -1
         # What it left behind of its own, if it was killed before it could stop them.
         for process in self._below:
             with contextlib.suppress(psutil.Error):
@@ -149,7 +176,7 @@ class AgentProcess:
             self._timer.cancel()
             self._timer = None
         self._note(words)
-        logger.info("agent_ended task=%s slot=%s code=%d", self.launch.job.name, self.launch.slot, code)
+        logger.info("agent_ended task=%s slot=%s code=%d", shortened(self.launch.job.name), self.launch.slot, code)
         for pipe in self._pipes:
             pipe.close()
         self._pipes = []
