@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from unicron_lightning import wire
 from unicron_lightning.detection.exceptions import describe
+from unicron_lightning.detection.exits import LEFT_EARLY
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.worker.balance import Balance
 from unicron_lightning.worker.control import Control
@@ -90,6 +91,13 @@ def report_exception(control: Control | None, error: BaseException, step: int) -
     if isinstance(error, SIGTERMException):
         # Lightning raises it without a status; a worker that ends with 0 would have finished the task.
         error.code = 128 + signal.SIGTERM
+    elif control is not None and isinstance(error, SystemExit) and error.code in (None, 0):
+        cause = (
+            f"the script left by SystemExit({error.code!r}) in the middle of a run, after step {step}; expected the "
+            "trainer to end the run, e.g. by trainer.should_stop=True"
+        )
+        error.code = LEFT_EARLY
+        control.report("other_software_error", cause, phase="script", step=step, details={}, ends=True)
     elif control is not None and isinstance(error, Exception):
         told = describe(error)
         control.report(told.kind, told.cause, phase=told.phase, step=step, details=told.details, ends=True)

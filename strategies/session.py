@@ -102,6 +102,11 @@ class Session:
             self.monitor.take()
         return self.monitor.summary()
 
+    def runs(self, *, active: bool) -> None:
+        """Says that a trainer's run has begun, or has come to its end: an exit within one is no end of the task."""
+        if self.control is not None:
+            self.control.send(wire.Training(worker=self.control.worker, active=active))
+
     def wait_admission(self) -> None:
         """Says that this joiner is built and may be admitted; `Engine.run` then waits for its first epoch."""
         assert self.control is not None

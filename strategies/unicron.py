@@ -114,6 +114,8 @@ class UnicronStrategy(CollectingStrategy):
         self._seed = 0
         self._loaders = Loaders(self)
         self._runs = 0
+        self._broken_off = False
+        """Whether an exception has ended the present run."""
 
     @classmethod
     @override
@@ -168,11 +170,13 @@ class UnicronStrategy(CollectingStrategy):
         if self._shape is None:
             self._shape = self._declare(trainer)
         self._runs += 1
+        self._broken_off = False
         begins = self._session is None
         if self._session is None:  # before the device is touched: a warm worker waits in there until it has a slot
             self._session, is_new = self._open_session(self._shape)
             self._collectives = Collectives(self._session)
             self._collectives.records = is_new
+        self._session.runs(active=True)
         self.engine.activity.enter("start")
         super().setup_environment()
         self._gather.scope = f"{self._runs}"
@@ -387,12 +391,15 @@ class UnicronStrategy(CollectingStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        self._broken_off = True
         if self._session is not None:
             report_exception(self._session.control, exception, self.engine.step)
 
     @override
     def teardown(self) -> None:
         if self._session is not None:
+            if not self._broken_off:
+                self._session.runs(active=False)
             self.engine.activity.enter("over")
         if self._gradients is not None:
             self._gradients.close()

@@ -159,6 +159,15 @@ class WorkerDone(Message, frozen=True, kw_only=True, tag="worker_done"):
     worker: Id
 
 
+class Training(Message, frozen=True, kw_only=True, tag="training"):
+    """A run of a trainer (``fit``, ``validate``, ...) has begun in the worker, or has come to its end. Stays on the
+    UNIX socket: the agent takes an exit status 0 within a run for a failure.
+    """
+
+    worker: str
+    active: bool
+
+
 class Heartbeat(Message, frozen=True, kw_only=True, tag="heartbeat"):
     """The worker's control thread runs. Stays on the UNIX socket; without it the agent declares a silent death."""
 
@@ -398,7 +407,7 @@ Forwarded = Union[
     Doing,
     Replicas,
 ]
-FromWorker = Union[Forwarded, Heartbeat]
+FromWorker = Union[Forwarded, Heartbeat, Training]
 ToWorker = Union[Welcome, Epoch, Go, LookupReply, TaskOver, Notice, FaultNoted, Inject, Ask]
 FromPair = Union[PairServing, PairResult]
 ToPair = Union[PairServe, PairConnect, PairEnd]

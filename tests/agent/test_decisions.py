@@ -231,6 +231,21 @@ def test_silence_counts_after_the_hello_and_before_the_end() -> None:
     assert excused.silent(11.0, 10.0) == []
 
 
+def test_a_run_is_under_way_from_its_beginning_to_its_end() -> None:
+    begins, ends = (wire.Training(worker=WORKER, active=active) for active in (True, False))
+    assert [roster(*said).trains(WORKER) for said in ((HELLO,), (HELLO, begins), (HELLO, begins, ends))] == [
+        False,
+        True,
+        False,
+    ]
+    known = roster(HELLO, begins)
+    assert not known.has_left(WORKER), "its end may lie unread"
+    known.leaves(WORKER)
+    assert known.has_left(WORKER) and known.trains(WORKER)
+    known.remove(WORKER)
+    assert not known.trains(WORKER) and not known.has_left(WORKER)
+
+
 def test_lookup_is_open_until_answered() -> None:
     lookup = wire.Lookup(worker=WORKER, key="k")
     asked = roster(HELLO, lookup)

@@ -17,6 +17,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -38,6 +39,7 @@ from unicron_lightning.agent.session import CoordinatorSession, SessionHooks
 from unicron_lightning.agent.slot_lock import SlotLock
 from unicron_lightning.agent.supervisor import Exit, Supervisor, WatchedProcess
 from unicron_lightning.agent.view import RoundView, SharedView
+from unicron_lightning.detection.exits import LEFT_EARLY
 from unicron_lightning.errors import SessionRefused, UnicronError
 
 logger = logging.getLogger(__name__)
@@ -47,6 +49,9 @@ T = TypeVar("T")
 TICK_SECONDS: Final = 0.25
 DEFAULT_WORKER_TIMEOUT: Final = 10.0  # seconds, until the coordinator has said
 _GOODBYE_SECONDS: Final = 2.0
+_LOOK_SECONDS: Final = 0.02
+_LOOKS: Final = 50
+"""How often, and for how long in all, the last words of a worker that has ended are waited for."""
 
 
 class Agent:
@@ -78,6 +83,8 @@ class Agent:
         )
         self._gate = Gate(lock, self._goes_on, self._local.send)
         self._fenced: set[str] = set()
+        self._undecided: set[str] = set()
+        """Workers that have ended with status 0, in the middle of a run as far as is known: more may lie unread."""
         self._leaving = False
         self._failed = False
         self._said_bye = False
@@ -139,7 +146,7 @@ class Agent:
         """[main thread] Tell that the agent ends; said once."""
         if not self._said_bye:
             self._said_bye = True
-            self._call(self._send, wire.Bye(succeeded=succeeded))
+            self._call(self._say_bye, succeeded)
 
     @property
     def failed(self) -> bool:
@@ -227,6 +234,12 @@ class Agent:
     def _read(self, reading: wire.NodeReading) -> None:
         self._reading = reading
         self._send(reading)
+
+    def _say_bye(self, succeeded: bool) -> None:
+        if self._undecided:
+            self._loop.call_later(_LOOK_SECONDS, self._say_bye, succeeded)
+            return
+        self._send(wire.Bye(succeeded=succeeded and not self._failed))
 
     def _send(self, message: wire.Message) -> None:
         self._session.send(message)
@@ -360,7 +373,7 @@ class Agent:
             return
         self._roster.heard(worker, message, time.monotonic())
         self._inspector.heard(worker)
-        if isinstance(message, wire.Heartbeat):
+        if isinstance(message, wire.Heartbeat | wire.Training):
             return
         if isinstance(message, wire.ErrorReport) and message.ends:  # the coordinator does not wait for it any more
             self._loop.call_later(ENDING_SECONDS, self._supervisor.kill, worker)
@@ -375,12 +388,21 @@ class Agent:
         if process.worker in self._fenced:
             self._supervisor.kill(process.worker)
 
-    def _on_exit(self, worker: str, how: Exit) -> None:
+    def _on_exit(self, worker: str, how: Exit, looks: int = _LOOKS) -> None:
+        early = how.is_clean and self._roster.trains(worker) and (worker in self._undecided or not self._leaving)
+        if early and looks and not self._roster.has_left(worker):  # what it said last may lie unread
+            self._undecided.add(worker)
+            self._loop.call_later(_LOOK_SECONDS, self._on_exit, worker, how, looks - 1)
+            return
+        self._undecided.discard(worker)
         known = self._roster.remove(worker)
         if known is None:  # told when it was given up
             return
+        early = early and not (known.done or self._shared.now.over)
+        if early:
+            how = replace(how, code=LEFT_EARLY)  # for torchelastic it is a success; for the task it is not
         logger.info("worker_ended worker=%s cause=%s code=%d", worker, how.cause, how.code)
-        self._failed = self._failed or not (how.is_clean or self._leaving)
+        self._failed = self._failed or early or not (how.is_clean or self._leaving)
         self._send(self._deaths.tell(worker, how))
         if not how.is_clean:
             self._give_up_siblings()

@@ -21,6 +21,8 @@ class LocalWorker:
     ready: wire.WorkerReady | None = None
     replicas: wire.Replicas | None = None
     done: bool = False
+    training: bool = False
+    """Whether a run of its trainer is under way: its script has not come to its end."""
     heard_at: float = 0.0
     """When it last said anything; counts only after its hello."""
     left: bool = False
@@ -70,6 +72,8 @@ class Roster:
                 known = replace(known, replicas=message)
             case wire.WorkerDone():
                 known = replace(known, done=True)
+            case wire.Training():
+                known = replace(known, training=message.active)
             case wire.Lookup():
                 self._lookups[worker, message.key] = message
         self._workers[worker] = known
@@ -78,6 +82,14 @@ class Roster:
         """A worker has closed its connection: its process is about to end."""
         if worker in self._workers:
             self._workers[worker] = replace(self._workers[worker], left=True)
+
+    def trains(self, worker: str) -> bool:
+        """Whether a run of the worker's trainer is under way."""
+        return worker in self._workers and self._workers[worker].training
+
+    def has_left(self, worker: str) -> bool:
+        """Whether the worker's connection has ended, so that all it said is known."""
+        return worker in self._workers and self._workers[worker].left
 
     def saw_epoch(self, epoch: wire.Epoch) -> None:
         """A newer epoch makes out of date what its members said; who waits to become a member goes on waiting."""

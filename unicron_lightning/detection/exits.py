@@ -8,11 +8,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
+LEFT_EARLY: Final = 77
+"""Stands for status 0 of a worker that was in the middle of a run: that is no end of a task."""
 STATUSES: Final = {
     1: "an uncaught exception, in Python",
     2: "wrong arguments, or a shell's own error",
     75: "expelled: it was given up while it lived",
     76: "its agent was gone",
+    LEFT_EARLY: "its script left with status 0 in the middle of a run",
     120: "its last output could not be written",
     126: "the command is not executable",
     127: "the command was not found",
