@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.megatron.randomness import seed_micro_batch
+from unicron_lightning.strategies.module_buffers import ModuleBuffers
 from unicron_lightning.strategies.recording import LogCall, RecordingResults
 from unicron_lightning.strategies.sums import Layout, NormStatistics, StepSums
 
@@ -70,7 +71,8 @@ class StageBatches:
     def sums(self, layout: Layout, micro_batches: Sequence[int]) -> StepSums:
         """What else the step sums: told by one worker of each replica."""
         assert self._strategy.lightning_module is not None
-        sums = StepSums(layout, NormStatistics(self._strategy.lightning_module), _AllUsed())
+        norms, no_buffers = NormStatistics(self._strategy.lightning_module), ModuleBuffers(nn.Module())
+        sums = StepSums(layout, norms, no_buffers, _AllUsed())
         if self._strategy.fabric.tells:
             for micro_batch in micro_batches:
                 sums.add(*self._done[micro_batch])

@@ -13,6 +13,7 @@ from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.data.order import StepShape
 from unicron_lightning.data.seeding import place_seed, seed_all
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.strategies.module_buffers import ModuleBuffers
 from unicron_lightning.strategies.recording import RecordingResults
 from unicron_lightning.strategies.sums import NormStatistics, StepSums
 
@@ -27,7 +28,7 @@ class MicroBatches:
     """Runs the micro-batches of one step.
 
     Random state depends on (seed, epoch, step, micro-batch) only, the loss is divided by M, and what is logged or
-    changed on the side (metrics, batch-norm statistics) goes to ``sums`` and ``norms``.
+    changed on the side (metrics, batch-norm statistics, buffers) goes to ``sums``, ``norms`` and ``buffers``.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class MicroBatches:
         takes_index: bool,
         sums: StepSums,
         norms: NormStatistics,
+        buffers: ModuleBuffers,
     ) -> None:
         self._strategy = strategy
         self._trainer = trainer
@@ -51,6 +53,7 @@ class MicroBatches:
         self._takes_index = takes_index
         self._sums = sums
         self._norms = norms
+        self._buffers = buffers
         self._last_output: Any = None
         self._scaler = getattr(strategy.precision_plugin, "scaler", None)
         if self._scaler is not None:
@@ -70,6 +73,7 @@ class MicroBatches:
         index = self._batch.step * self._shape.accumulation + micro_batch // self._shape.devices
         results = self._trainer.fit_loop.epoch_loop._results
         assert isinstance(results, RecordingResults)
+        self._buffers.start_micro_batch()
         with results.recording(data) as calls, torch.enable_grad():
             with plugin.train_step_context():
                 output = module.training_step(data, index) if self._takes_index else module.training_step(data)
@@ -80,6 +84,7 @@ class MicroBatches:
             plugin.backward(scaled, module, strategy.optimizers[0])
         self._sums.add(loss, calls)
         self._norms.finish_micro_batch()
+        self._buffers.finish_micro_batch(micro_batch)
         self._last_output = apply_to_collection(output, Tensor, Tensor.detach)
 
     def output(self, loss: float) -> Any:

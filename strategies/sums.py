@@ -1,20 +1,22 @@
-"""What is summed over a step's micro-batches besides the gradients: loss, logged values, batch-norm statistics.
+"""What is summed over a step's micro-batches besides the gradients: loss, logged values, statistics and other buffers.
 
 One float64 vector per step, which goes with the commit, carries the loss and the logged means and sums; its layout is
 the set of values logged in the step before, which all ranks know. When a step logs something new (or a minimum or
-maximum), or leaves other parameters unused than before, the ranks then exchange their records as bytes, agree on the
-new layout and commit once more; in a steady program that happens once.
+maximum), leaves other parameters unused than before, or changes other buffers, the ranks exchange their records as
+bytes, agree on the new layout and commit once more; in a steady program that happens once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from unicron_lightning.strategies.module_buffers import ModuleBuffers
 from unicron_lightning.strategies.recording import LogCall, Options, merge_calls
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.buckets import Bucket, FlatBucket
@@ -35,18 +37,23 @@ class Uses(Protocol):
 
 
 class Layout:
-    """What the members agree on from step to step: the logged values of the vector, and the parameters left unused."""
+    """What the members agree on from step to step: the logged values of the vector, the parameters left unused, and the
+    buffers that forward changes.
+    """
 
     def __init__(self) -> None:
         self.options: list[Options] = []
         self.unused: list[int] = []
+        self.buffers: list[int] = []
 
     def state(self) -> dict[str, Any]:
-        return {"options": [list(options) for options in self.options], "unused": self.unused}
+        options = [list(options) for options in self.options]
+        return {"options": options, "unused": self.unused, "buffers": self.buffers}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.options = [tuple(options) for options in state["options"]]
         self.unused = list(state["unused"])
+        self.buffers = list(state["buffers"])
 
 
 class NormStatistics:
@@ -96,27 +103,39 @@ class NormStatistics:
             count.copy_(base + (self.bucket.reduced[offset + slot] > 0).to(base.dtype))
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Agreed:
+    """What the members have settled in a step in which something was new."""
+
+    calls: list[LogCall]
+    unused: list[int]
+    buffers: list[int]
+    values: dict[int, Tensor]
+
+
 class StepSums:
     """The sums of one step; implements `unicron_lightning.worker.step.Sums`.
 
     Args:
         layout: agreed; updated by `finish`.
         norms: the model's batch-norm statistics, begun.
+        buffers: the model's other buffers, begun.
         gradients: tells which parameters were used.
     """
 
-    def __init__(self, layout: Layout, norms: NormStatistics, gradients: Uses) -> None:
+    def __init__(self, layout: Layout, norms: NormStatistics, buffers: ModuleBuffers, gradients: Uses) -> None:
         self._layout = layout
         self._norms = norms
+        self._buffers = buffers
         self._gradients = gradients
         self._totals: Sequence[float] = ()
         self._losses: list[Tensor] = []
         self._calls: list[LogCall] = []
-        self._agreed: tuple[list[LogCall], list[int]] | None = None
+        self._agreed: _Agreed | None = None
 
     @property
     def buckets(self) -> Sequence[Bucket]:
-        return [] if self._norms.bucket is None else [self._norms.bucket]
+        return [*([] if self._norms.bucket is None else [self._norms.bucket]), *self._buffers.buckets]
 
     def add(self, loss: Tensor, calls: Sequence[LogCall]) -> None:
         """Adds what one micro-batch gave."""
@@ -136,7 +155,8 @@ class StepSums:
                 totals[_HEADER + 2 * place + 1] = call.weight
         known = set(self._layout.options)
         changed = any(options not in known for options in merged)
-        totals[_CHANGED] = float(bool(self._losses) and (changed or self._unused() != self._layout.unused))
+        changed = changed or self._unused() != self._layout.unused or bool(self._new_buffers())
+        totals[_CHANGED] = float(bool(self._losses) and changed)
         return totals
 
     def read(self, totals: Sequence[float]) -> bool:
@@ -147,22 +167,32 @@ class StepSums:
         mine = {
             "calls": [call.plain() for call in merge_calls(self._calls)],
             "unused": self._unused() if self._losses else None,
+            "buffers": self._new_buffers(),
+            "values": {str(i): v.cpu() for i, v in self._buffers.values.items() if i in self._new_buffers()},
         }
         gathered = gather_bytes(engine.communicator, codec.encode(mine), engine.tag("sums"))
         parts = [codec.decode(part) for part in gathered]
         calls = merge_calls([LogCall.from_plain(call) for part in parts for call in part["calls"]])
         sets = [set(part["unused"]) for part in parts if part["unused"] is not None]
-        self._agreed = calls, sorted(set.intersection(*sets)) if sets else []
+        self._agreed = _Agreed(
+            calls=calls,
+            unused=sorted(set.intersection(*sets)) if sets else [],
+            buffers=sorted({index for part in parts for index in part["buffers"]}),
+            values={int(index): value for part in parts for index, value in part["values"].items()},
+        )
 
     def finish(self) -> tuple[float, list[LogCall], list[bool]]:
-        """After the commit: mean loss, the global logged values, and for each parameter whether it was used."""
+        """After the commit: sets the buffers; mean loss, the global logged values, whether each parameter was used."""
         if self._totals[_CHANGED] != 0:
             assert self._agreed is not None, "a step was committed unsettled"
-            calls, self._layout.unused = self._agreed
+            calls, self._layout.unused = self._agreed.calls, self._agreed.unused
             summable = {call.options for call in calls if call.value is not None and call.options[6] in ("mean", "sum")}
             self._layout.options = sorted({*self._layout.options, *summable})
         else:
             calls = [call for call in map(self._call, range(len(self._layout.options))) if call is not None]
+        self._buffers.commit({} if self._agreed is None else self._agreed.values)
+        if self._agreed is not None:
+            self._layout.buffers = sorted({*self._layout.buffers, *self._agreed.buffers})
         unused = set(self._layout.unused)
         used = [index not in unused for index in range(len(self._gradients.parameters))]
         return self._totals[_LOSS] / self._totals[_COUNT], calls, used
@@ -174,6 +204,9 @@ class StepSums:
             return None
         value = torch.tensor(total / weight if options[6] == "mean" else total, dtype=torch.float64)
         return LogCall(options=options, value=value, weight=weight)
+
+    def _new_buffers(self) -> list[int]:
+        return sorted(self._buffers.changed.difference(self._layout.buffers))
 
     def _unused(self) -> list[int]:
         return [index for index, used in enumerate(self._gradients.used) if not used]

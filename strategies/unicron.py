@@ -36,6 +36,7 @@ from unicron_lightning.strategies.global_batch import declare
 from unicron_lightning.strategies.loading import Loaders
 from unicron_lightning.strategies.loggers import take_over
 from unicron_lightning.strategies.micro_batch import MicroBatches
+from unicron_lightning.strategies.module_buffers import ModuleBuffers
 from unicron_lightning.strategies.recording import RecordingResults
 from unicron_lightning.strategies.reporting import StepReports, balance_of, report_exception, told_flops
 from unicron_lightning.strategies.session import Session
@@ -104,6 +105,7 @@ class UnicronStrategy(CollectingStrategy):
         self._trained = TrainedParameters()
         self._gradients: GradientBuckets | None = None
         self._norms: NormStatistics | None = None
+        self._buffers: ModuleBuffers | None = None
         self._layout = Layout()
         self._arrival: dict[str, Any] | None = None
         self._parts = False
@@ -209,6 +211,7 @@ class UnicronStrategy(CollectingStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             check_optimizers(self.optimizers)
             self._norms = NormStatistics(module)
+            self._buffers = ModuleBuffers(module)
             if self._rebalance and self._shape is not None:
                 self._balance = balance_of(self.engine, self._shape.micro_batches)
             self._session.fits += 1
@@ -294,8 +297,12 @@ class UnicronStrategy(CollectingStrategy):
                 f"the training data is a {type(batch).__qualname__} of several loaders; the unicron strategy takes one "
                 "DataLoader: combine the data sets into one"
             )
-        trainer, module, shape, norms = self._trainer, self.lightning_module, self._shape, self._norms
-        assert trainer is not None and module is not None and shape is not None and norms is not None
+        trainer, module, shape, norms, buffers = (
+            *(self._trainer, self.lightning_module, self._shape),
+            *(self._norms, self._buffers),
+        )
+        assert trainer is not None and module is not None and shape is not None
+        assert norms is not None and buffers is not None
         if batch is self._last_batch:
             raise ConfigError(
                 f"the optimizer {type(self.optimizers[0]).__qualname__} calls its closure more than once per step; the "
@@ -305,8 +312,9 @@ class UnicronStrategy(CollectingStrategy):
         gradients = self._gradient_buckets(module, first=batch.step == 0)
         gradients.begin()
         norms.begin()
-        sums = StepSums(self._layout, norms, gradients)
-        runner = MicroBatches(self, trainer, module, shape, self._seed, batch, len(args) > 1, sums, norms)
+        buffers.begin(batch.micro_batches[0], self._layout.buffers)
+        sums = StepSums(self._layout, norms, buffers, gradients)
+        runner = MicroBatches(self, trainer, module, shape, self._seed, batch, len(args) > 1, sums, norms, buffers)
         operation = GradientStep(batch.micro_batches, gradients, sums, runner.run, self._balance)
         with self._gather.refused("training_step"), preserved():
             self.engine.run(operation)

@@ -65,6 +65,7 @@ def ddp(tmp_path_factory: pytest.TempPathFactory) -> Path:
 WORLD_OF_TWO = (
     "adamw_accumulate_clip_norm",
     "alternate",
+    "buffers",
     "several_val",
     "loggers",
     "hook_logging",

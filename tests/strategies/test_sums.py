@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from worker.simulation import Coordinator, run_threads
 
+from unicron_lightning.strategies.module_buffers import ModuleBuffers
 from unicron_lightning.strategies.recording import LogCall, Options, RecordingResults, merge_calls
 from unicron_lightning.strategies.sums import Layout, NormStatistics, StepSums
 from unicron_lightning.strategies.torch_metrics import merge_metric_states, metric_states
@@ -112,7 +113,7 @@ class Rank:
         layout, norms = Layout(), NormStatistics(self.module)
         for calls in self.steps:
             buckets.begin()
-            sums = StepSums(layout, norms, buckets)
+            sums = StepSums(layout, norms, ModuleBuffers(nn.Module()), buckets)
 
             def run(micro_batch: int, sums: StepSums = sums, calls: dict[int, list[LogCall]] = calls) -> None:
                 out = self.module.weight.sum() if micro_batch else self.module(torch.ones(1, 1)).sum()
