@@ -13,7 +13,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+from lightning.pytorch.trainer.connectors.logger_connector.result import (
+    _Metadata,
+    _ResultCollection,
+    _ResultMetric,
+    _Sync,
+)
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 from torchmetrics import Metric
@@ -143,6 +148,7 @@ class RecordingResults(_ResultCollection):
         return [
             [
                 _options(m),
+                [m.enable_graph, m.sync.should, m.sync.rank_zero_only, m.sync.fn is not _Sync.no_op],
                 metric.value,
                 metric.cumulated_batch_size if m.is_mean_reduction else None,
                 metric.has_reset,
@@ -154,15 +160,36 @@ class RecordingResults(_ResultCollection):
         ]
 
     def load_state(self, state: Sequence[Sequence[Any]], device: torch.device) -> None:
-        """Takes over what `state` gave on another worker."""
-        for options, value, batch_size, has_reset, cache, updates in state:
-            self._log_as(tuple(options), value, 1, None)  # registers it with the metadata that `replay` will give
-            metric = self[f"{options[0]}.{options[1]}"]
+        """Takes over what `state` gave on another worker, in the place of what this one has logged alone."""
+        self.clear()
+        for options, sync, value, batch_size, has_reset, cache, updates in state:
+            meta = self._metadata(options, *sync)
+            self[f"{meta.fx}.{meta.name}"] = metric = _ResultMetric(meta, True)
             metric.value = value
-            if metric.meta.is_mean_reduction:
+            if meta.is_mean_reduction:
                 metric.cumulated_batch_size = batch_size
             metric._forward_cache, metric.has_reset, metric._update_count = cache, has_reset, updates
             metric.to(device)
+
+    def _metadata(
+        self, options: Sequence[Any], graph: bool, synchronised: bool, first_rank: bool, in_hook: bool
+    ) -> _Metadata:
+        """Equal to that with which Lightning, or `replay`, will log the value again."""
+        fx, name, prog_bar, logger, on_step, on_epoch, reduce, add_dataloader_idx = options
+        meta = _Metadata(
+            fx=fx,
+            name=name,
+            prog_bar=prog_bar,
+            logger=logger,
+            on_step=on_step,
+            on_epoch=on_epoch,
+            reduce_fx=getattr(torch, reduce),
+            enable_graph=graph,
+            add_dataloader_idx=add_dataloader_idx,
+        )
+        function = self._synchronise if in_hook else _Sync.no_op
+        meta.sync = _Sync(fn=function, _should=synchronised, rank_zero_only=first_rank)
+        return meta
 
     def _log_in_hook(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Outside the steps: Lightning keeps the value on this rank, and reduces it when it is wanted."""
@@ -170,12 +197,14 @@ class RecordingResults(_ResultCollection):
             kwargs["sync_dist"] = False
         if "sync_dist_fn" in kwargs:
             kwargs["sync_dist_fn"] = self._synchronise
+        if kwargs.get("reduce_fx") in (min, max, sum):  # the same function of torch's, as for a joiner
+            kwargs["reduce_fx"] = kwargs["reduce_fx"].__name__
         super().log(fx, name, value, *args, **kwargs)
 
     def _forget_local(self) -> bool:
-        """Drops what was logged while values stayed on this rank, with other options; whether they still do."""
+        """Whether values stay on this rank. When that changes, what was logged with other options is dropped."""
         local = self._is_local()
-        if self._was_local and not local:
+        if self._was_local != local:
             self.clear()
         self._was_local = local
         return local

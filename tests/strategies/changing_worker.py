@@ -97,6 +97,7 @@ class Changes(pl.Callback):
         self.notes = notes
 
     def on_train_epoch_start(self, trainer: pl.Trainer, module: Any) -> None:
+        module.log("hook_epoch", float(trainer.current_epoch), sync_dist=True)
         self.notes.point("epoch_start")
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
@@ -107,9 +108,12 @@ class Changes(pl.Callback):
             module.base.requires_grad_(False)
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        module.log("hook_rate", 1.0, on_step=True, on_epoch=True, batch_size=1)
         self.notes.write("step", step=trainer.global_step, world=trainer.world_size, rank=trainer.global_rank)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
+        module.log("hook_lr", trainer.optimizers[0].param_groups[0]["lr"])
+        module.log("hook_share", 1.0 / trainer.world_size, sync_dist=True, reduce_fx="sum")
         if trainer.max_epochs == -1:
             enough = trainer.world_size == DEVICES and (self.notes.folder / "finish").exists()
             trainer.should_stop = bool(trainer.strategy.broadcast(enough, 0))

@@ -113,6 +113,14 @@ def test_frozen_parameters_and_groups_reach_joiners(run: Run, alone: dict[str, A
         assert result["groups"][1][1] == ["extra.weight", "extra.bias"]
 
 
+def test_what_hooks_log_is_as_in_a_world_of_one(run: Run, alone: dict[str, Any]) -> None:
+    """A worker that joins later has logged it in other steps only, or not at all."""
+    for result in (alone, *run.results):
+        values = {name: value for name, value in result["metrics"].items() if name.startswith("hook_")}
+        rates = {"hook_rate": 1.0, "hook_rate_step": 1.0, "hook_rate_epoch": 1.0}
+        assert values == pytest.approx({"hook_epoch": alone["epochs"] - 1, "hook_lr": 0.02, "hook_share": 1.0, **rates})
+
+
 def test_batch_norm_counts_steps_on_everyone(run: Run, alone: dict[str, Any]) -> None:
     """Not micro-batches, of which a step has one or two; and a worker of two computes one of them or none."""
     for result in (alone, *run.results):
@@ -124,7 +132,8 @@ def test_metric_objects_of_several_loaders_are_those_of_all_data(run: Run, alone
     places = range(len(changing_worker.VALIDATION_BATCHES))
     names = {f"{name}/dataloader_idx_{place}" for name in ("error", "largest", "plain") for place in places}
     for result in (alone, *run.results):
-        assert result["metrics"].keys() == names
+        hooks = {name for name in result["metrics"] if name.startswith("hook_")}
+        assert result["metrics"].keys() - hooks == names
         for name, value in alone["metrics"].items():
             assert result["metrics"][name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
         for place, part in enumerate(changing_worker.validation_data()):

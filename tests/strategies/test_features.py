@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from typing_extensions import override
@@ -242,6 +242,19 @@ def test_random_augmentation_does_not_depend_on_workers(tmp_path: Path) -> None:
         trainer(tmp_path, max_epochs=1).fit(module, DataLoader(Augmented(), batch_size=4, num_workers=workers))
         losses.append(module.losses)
     assert losses[0] == losses[1]
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+def test_validation_after_the_learning_rate_finder(tmp_path: Path) -> None:
+    """The finder validates before the sanity check."""
+
+    class Rated(Net):
+        lr = 0.02
+
+    finder = LearningRateFinder(num_training_steps=8, early_stop_threshold=None)
+    run = trainer(tmp_path, max_epochs=1, callbacks=[finder])
+    run.fit(Rated(), loader(), loader(16, shuffle=False))
+    assert finder.optimal_lr is not None and run.global_step == 6 and "val" in run.callback_metrics
 
 
 class Reloading(pl.LightningDataModule):

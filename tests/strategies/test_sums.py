@@ -99,6 +99,30 @@ def test_accumulated_results_pass_to_a_joiner() -> None:
     assert float(first["x"]) == pytest.approx((2 * 1 + 2 * 4 + 4 * 10) / 8) and float(first["y"]) == 15
 
 
+def hook_log(results: RecordingResults, value: float, **settings: Any) -> None:
+    """Logs as Lightning does for ``self.log`` in a hook."""
+    basic = {"prog_bar": False, "logger": True, "on_step": True, "on_epoch": True, "reduce_fx": "mean"}
+    results.log(
+        "on_train_batch_end",
+        "lr",
+        torch.tensor(value),
+        **basic | {"batch_size": 1, "sync_dist_fn": lambda value, **_: value} | settings,
+    )
+
+
+@pytest.mark.parametrize("settings", [{}, {"sync_dist": True}, {"reduce_fx": max}, {"enable_graph": True}])
+def test_a_joiner_goes_on_with_what_hooks_have_logged(settings: dict[str, Any]) -> None:
+    """Also after its own hooks have logged something before it had the state."""
+    donor, joiner = RecordingResults(True), RecordingResults(True)
+    hook_log(donor, 1.0, **settings)
+    hook_log(joiner, 7.0, **settings)
+    joiner.load_state(codec.decode(codec.encode(donor.state())), torch.device("cpu"))
+    for results in (donor, joiner):
+        hook_log(results, 4.0, **settings)
+    first, second = donor.metrics(False)["callback"], joiner.metrics(False)["callback"]
+    assert first == second and float(first["lr"]) == (4.0 if "reduce_fx" in settings else 2.5)
+
+
 class Rank:
     """One rank's steps with `StepSums`."""
 
