@@ -217,6 +217,13 @@ def test_newer_epoch_outdates_its_members_ready() -> None:
     assert waiting.epoch == 2
 
 
+def test_a_report_for_an_epoch_that_is_over_is_not_told_again() -> None:
+    known = roster(HELLO, ready(1))
+    known.saw_epoch(epoch(2, WORKER))
+    known.heard(WORKER, ready(1), now=0.0)
+    assert known.infos()[0].ready is None
+
+
 def test_silence_counts_after_the_hello_and_before_the_end() -> None:
     assert roster().silent(100.0, 10.0) == []
     assert roster(HELLO).silent(9.0, 10.0) == []

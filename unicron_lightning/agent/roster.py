@@ -66,7 +66,7 @@ class Roster:
         match message:
             case wire.WorkerHello():
                 known = replace(known, hello=message, ready=None, left=False)
-            case wire.WorkerReady():
+            case wire.WorkerReady() if not 0 < message.epoch < self.epoch:
                 known = replace(known, ready=message)
             case wire.Replicas():
                 known = replace(known, replicas=message)

@@ -99,7 +99,7 @@ def rebuild_due(task: Task, turn: Turn) -> None:
     task.rebuilding = False
     turn.places_changed = True
     turn.save(task)
-    holders = [w for w in task.workers.values() if w.ready > 0 and w.state.get("has_state", True)]
+    holders = [worker for worker in task.workers.values() if worker.ready > 0 and _holds_state(worker)]
     if not holders or task.over is not None:
         return
     holders.sort(key=task.place)
@@ -107,6 +107,12 @@ def rebuild_due(task: Task, turn: Turn) -> None:
     open_incident(task)
     _publish(task, turn, "fail", [_member(task, worker) for worker in holders])
     _turn_into_joiners(task, turn, set(task.established))
+
+
+def _holds_state(worker: Worker) -> bool:
+    """Whether the worker has the task's state: it has said so, or has stepped since it said that it had none."""
+    told = worker.state.get("step")
+    return bool(worker.state.get("has_state", True)) or worker.step > (told if isinstance(told, int) else 0)
 
 
 def finish(task: Task, turn: Turn, *, succeeded: bool, reason: str) -> None:

@@ -338,6 +338,11 @@ class Engine:
         )
         return result
 
+    def report_again(self, operation: Operation) -> None:
+        """This worker has the state now: a coordinator that has lost its store must not take it for a joiner."""
+        if self.control is not None:
+            self.control.ready(self._world.epoch, self._state(operation))
+
     def _state(self, operation: Operation) -> Report:
         return {
             "position": self._position,

@@ -133,6 +133,7 @@ class Join(Indivisible):
                 engine.position, engine.step = _sizes(position)
                 self.received = state
                 engine.has_state = True
+                engine.report_again(self)
         gather_bytes(communicator, b"", engine.tag(self.name))
         if engine.world.hold and engine.control is not None:
             logger.warning("training_held world=%d reason=fewer nodes than the minimum", engine.world.size)
