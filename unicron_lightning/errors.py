@@ -5,6 +5,7 @@
     ├── PortInUse                           another program listens where the coordinator should
     ├── SessionRefused                      the coordinator will not have this agent
     ├── CoordinatorUnavailable              no coordinator answers at the endpoint
+    ├── StoreUnusable (coordinator.database)  the coordinator's folder or database cannot be used
     ├── AgentUnavailable                    the worker has no agent, or lost it
     ├── RendezvousFailed (agent.handler)    torchrun is told that this agent can't take part
     ├── NotPlainData (worker.codec)         state to be sent holds something other than plain data

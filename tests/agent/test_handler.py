@@ -375,3 +375,37 @@ def test_refused_later_stops_the_workers(bench: Bench) -> None:
     until("the workers are to stop", bench.handler.num_nodes_waiting)
     with pytest.raises(RendezvousFailed, match="forgotten"):
         bench.handler.next_rendezvous()
+
+
+def test_a_coordinator_that_cannot_be_started_again_ends_no_training(bench: Bench, tmp_path: Path) -> None:
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "coordinator.sqlite").mkdir()  # no database can be opened there
+    first = FakeCoordinator()
+    with first.serving():
+        bench.fake = first
+        handler = bench.make(embedded="true", state_dir=str(tmp_path / "state"))
+        bench.rendezvous()
+        name = bench.spawn(0)
+        agent: Any = handler._agent
+        agent._embedded.met = lambda: None  # as if it had been started by an agent
+        agent._embedded._foreign = False
+        port = first.port
+    log = tmp_path / "state" / "coordinator.log"
+    until("two failed starts", lambda: log.exists() and log.read_text().count("unable to open database file") >= 2)
+    assert "Traceback" not in log.read_text()
+    assert handler.num_nodes_waiting() == 0 and agent.view.fatal is None
+    assert bench.children[0].poll() is None
+    second = FakeCoordinator()
+    with second.serving(port):
+        until("the agent is back", lambda: second.registers)
+        assert [info.worker for info in second.registers[0].workers] == [name]
+        handler.shutdown()
+
+
+def test_a_first_coordinator_that_cannot_be_started_is_an_error_at_once(bench: Bench, tmp_path: Path) -> None:
+    (tmp_path / "coordinator.sqlite").mkdir()
+    with FakeCoordinator().serving() as gone:
+        bench.fake = gone
+    bench.make(embedded="true", state_dir=str(tmp_path), connect_timeout="1000")
+    with pytest.raises(RendezvousFailed, match=r"(?s)could be started: .*unable to open database file"):
+        bench.rendezvous()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import sqlite3
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -94,6 +96,27 @@ def test_coordinator_dies_while_nothing_else_happens(tmp_path: Path, reference: 
         check_exact(tmp_path, reference, workers=3)
 
 
+def test_coordinator_dies_and_its_database_is_garbage(tmp_path: Path, reference: Reference) -> None:
+    with Cluster(tmp_path) as cluster:
+        before = {line["epoch"] for line in cluster.wait_world(3)}
+        pid, killed_at = cluster.coordinator(), time.time()
+        assert pid is not None
+        for name in ("coordinator.sqlite", "coordinator.sqlite-wal"):
+            (cluster.state_dir / name).write_bytes(b"no database " * 10_000)
+        assert kill(pid)
+        until("another coordinator", lambda: cluster.coordinator() not in (None, pid))
+        cluster.watch(lambda: _started(cluster), "a coordinator with a new database", 120)
+        assert cluster.events("store_set_aside")
+        (aside,) = cluster.state_dir.glob("coordinator.sqlite.corrupt-*[0-9]")
+        assert aside.read_bytes().startswith(b"no database")
+        back_at = time.time()
+        cluster.watch(lambda: any(line["at"] > back_at + 2 for line in cluster.notes("step")), "more steps", 60)
+        print(f"longest time between steps: {1e3 * _longest_gap(cluster, killed_at):.0f} ms")
+        assert {line["epoch"] for line in cluster.world()} == before, "the world is as it was"
+        cluster.finish()
+        check_exact(tmp_path, reference, workers=3)
+
+
 def test_coordinator_dies_in_a_recovery(tmp_path: Path, reference: Reference) -> None:
     schedule = [
         group("kill coordinator rank=1 micro_batch=0", "kill rank=1 micro_batch=0"),
@@ -177,6 +200,13 @@ def _wait_step_without(cluster: Cluster, dead: Note) -> None:
         return any(line["epoch"] > dead["epoch"] for line in cluster.notes("step") if line["at"] > dead["at"])
 
     cluster.watch(there, f"a step without {dead['node']}", 120)
+
+
+def _started(cluster: Cluster) -> bool:
+    """Whether a coordinator has noted its start in a database that can be read."""
+    with contextlib.suppress(sqlite3.Error):
+        return bool(cluster.events("coordinator_started"))
+    return False
 
 
 def _longest_gap(cluster: Cluster, since: float) -> float:

@@ -3,7 +3,8 @@
 Several agents may find at once that nothing listens. A lock in the state folder lets one of them start the
 coordinator while the others go on trying to connect; across folders or hosts the bind of the port decides, and the
 loser of that ends by itself with status 0. A coordinator that is killed is started again with the same state folder
-and goes on from there.
+and goes on from there. After a start that failed, e.g. because the disk is full, the next one is tried a second
+later, then after twice the time, up to half a minute.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 START_SECONDS: Final = 30.0
 _POLL_SECONDS: Final = 0.05
+FIRST_DELAY_SECONDS: Final = 1.0
+LAST_DELAY_SECONDS: Final = 30.0
 _LOG_NAME: Final = "coordinator.log"
 
 
@@ -37,9 +40,13 @@ class EmbeddedCoordinator:
         self._options = options
         self._process: subprocess.Popen[bytes] | None = None
         self._foreign = False
+        self._delay = FIRST_DELAY_SECONDS
+        self._not_before = 0.0
+        """time.monotonic() of the next start."""
 
     def met(self) -> None:
         """A coordinator runs: if it does not keep its state in our folder it is the user's, who will restart it."""
+        self._delay, self._not_before = FIRST_DELAY_SECONDS, 0.0
         try:
             lock = os.open(self._options.state_dir / "lock", os.O_RDWR | os.O_CLOEXEC)
         except OSError:
@@ -58,9 +65,18 @@ class EmbeddedCoordinator:
 
         Raises:
             CoordinatorUnavailable: it ended at once with an error; the message quotes the end of its log.
+            OSError: it could not be started at all, e.g. the disk is full.
         """
-        if self._foreign:
+        if self._foreign or time.monotonic() < self._not_before:
             return
+        try:
+            await self._start_unless_another_does()
+        except (CoordinatorUnavailable, OSError):
+            self._not_before = time.monotonic() + self._delay
+            self._delay = min(2 * self._delay, LAST_DELAY_SECONDS)
+            raise
+
+    async def _start_unless_another_does(self) -> None:
         folder = self._options.state_dir
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         lock = os.open(folder / "starting.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)

@@ -2,7 +2,8 @@
 
 It is opened at the first rendezvous and reopened whenever it breaks, with waiting times that double from 50 ms to 2
 s. Each connection begins with `wire.Register`, built anew. Only three things end a session: `close`, a refusal, and
-- before it ever stood - the coordinator's absence for the time allowed.
+- before it ever stood - the coordinator's absence for the time allowed, or a coordinator that cannot be started. Once
+the session has stood, the agent goes on trying for as long as it lives: its workers train without a coordinator.
 """
 
 from __future__ import annotations
@@ -193,11 +194,19 @@ class CoordinatorSession:
             self._away_since = time.monotonic()
         self._outbox.closed(time.monotonic())
 
+    async def _have_one_started(self) -> None:
+        try:
+            await self._hooks.nothing_listens()
+        except (CoordinatorUnavailable, OSError) as error:
+            if not self._ever_stood:
+                raise CoordinatorUnavailable(f"no coordinator for {self._url} could be started: {error}") from error
+            logger.error("coordinator_not_started url=%s error=%s", self._url, error)
+
     async def _not_reached(self, error: BaseException) -> None:
         self._lost()
         logger.debug("coordinator_not_reached url=%s error=%r", self._url, error)
         if isinstance(getattr(error, "os_error", error), ConnectionRefusedError):
-            await self._hooks.nothing_listens()
+            await self._have_one_started()
         if not self._ever_stood and self.away_seconds > self._connect_timeout:
             raise CoordinatorUnavailable(
                 f"no coordinator answered at {self._url} within {self._connect_timeout:g} s "

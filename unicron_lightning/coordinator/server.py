@@ -31,6 +31,7 @@ from unicron_lightning.coordinator.allocation import standing
 from unicron_lightning.coordinator.api import Api
 from unicron_lightning.coordinator.batch import Batch
 from unicron_lightning.coordinator.config import CoordinatorConfig, default_state_dir, prepare_state_dir
+from unicron_lightning.coordinator.database import StoreUnusable
 from unicron_lightning.coordinator.liveness import ANSWER, Liveness
 from unicron_lightning.coordinator.machine import Machine
 from unicron_lightning.coordinator.planning import Knowledge, Planning
@@ -59,6 +60,7 @@ class Server:
 
     Raises:
         ConfigError: unusable address or state directory.
+        StoreUnusable: the state directory or its database cannot be used, e.g. the disk is full.
         PortInUse: the address is taken.
     """
 
@@ -79,7 +81,10 @@ class Server:
         except BaseException:
             self._socket.close()
             raise
-        self.machine = Machine(config.limits(), self.store.load())
+        try:
+            self.machine = Machine(config.limits(), self.store.load())
+        except sqlite3.Error as error:
+            raise StoreUnusable(f"can't read {self.state_dir}: {error}") from error
         self._sessions: dict[int, Session] = {}
         self._liveness = Liveness(config.detection.silence(), lambda conn: self._sessions[conn].abort())
         self._presence = Presence()
@@ -112,6 +117,7 @@ class Server:
         try:
             await web.SockSite(runner, self._socket).start()
             self._announce()
+            self._note_set_aside()
             self._liveness.start()
             self.apply(ev.Started(about=self.about()))
             for event in inputs_at_start(self._config, self.machine.cluster):
@@ -344,10 +350,18 @@ class Server:
     def _announce(self) -> None:
         path = self.state_dir / "coordinator.json"
         partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(self.about()), encoding="utf-8")
-        partial.replace(path)
+        try:
+            partial.write_text(json.dumps(self.about()), encoding="utf-8")
+            partial.replace(path)
+        except OSError as error:
+            raise StoreUnusable(f"can't write {path}: {error.strerror or error}") from error
         host = self._config.coordinator.host
         logger.info("coordinator_listens host=%s port=%d state_dir=%s", host, self.port, self.state_dir)
+
+    def _note_set_aside(self) -> None:
+        if self.store.corrupt is not None:
+            fields = {"path": str(self.store.corrupt)}
+            self._batch.add(time.time(), [ev.Emit(name="store_set_aside", task=None, incident=None, fields=fields)])
 
     def _look_for_ended(self) -> None:
         """While restored agents of this machine are awaited: tells of those whose process is gone.

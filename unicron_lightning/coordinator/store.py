@@ -6,6 +6,7 @@ the last moments may be lost when the machine's power fails, and then the agents
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import logging
@@ -19,21 +20,12 @@ from typing import Any, Final, TypedDict
 import msgspec
 
 from unicron_lightning.coordinator import state
+from unicron_lightning.coordinator.database import StoreUnusable, open_database
 from unicron_lightning.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 _UNREADABLE: Final = (msgspec.DecodeError, ValueError, RecursionError)
-_SCHEMA_VERSION = 1
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS tasks (id TEXT PRIMARY KEY, state BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS events (
-    seq INTEGER PRIMARY KEY AUTOINCREMENT, at REAL NOT NULL, name TEXT NOT NULL, task TEXT, incident TEXT,
-    fields TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS lasting (only INTEGER PRIMARY KEY CHECK (only = 1), state BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS unreadable (id TEXT NOT NULL, at REAL NOT NULL, reason TEXT NOT NULL, state BLOB NOT NULL);
-CREATE INDEX IF NOT EXISTS events_of_task ON events (task, seq);
-"""
 _EVENTS_KEPT = 100_000
 
 
@@ -65,28 +57,24 @@ class Store:
         state_dir: folder of the database.
         events_kept: newest events that are kept; older ones are deleted here.
 
+    Attributes:
+        corrupt: new name of a corrupt database that was found, None if there was none.
+
     Raises:
         ConfigError: another coordinator holds the directory, or a newer version wrote it.
+        StoreUnusable: the directory or the database cannot be used, e.g. the disk is full.
     """
 
     def __init__(self, state_dir: Path, *, events_kept: int = _EVENTS_KEPT) -> None:
-        self._lock = os.open(state_dir / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        self._lock = _lock(state_dir)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+            self._db, self.corrupt = open_database(state_dir / "coordinator.sqlite")
+        except BaseException:
             os.close(self._lock)
-            raise ConfigError(f"store.state_dir={state_dir} is in use by another coordinator") from error
-        self._db = sqlite3.connect(state_dir / "coordinator.sqlite", isolation_level=None)
-        self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=NORMAL")
-        (version,) = self._db.execute("PRAGMA user_version").fetchone()
-        if version > _SCHEMA_VERSION:
-            self.close()
-            raise ConfigError(f"store.state_dir={state_dir} was written by a newer version (schema {version})")
-        self._db.executescript(_SCHEMA)
-        self._db.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
+            raise
         newest = "(SELECT max(seq) FROM events)"
-        self._db.execute(f"DELETE FROM events WHERE seq <= {newest} - ?", (events_kept,))
+        with contextlib.suppress(sqlite3.OperationalError):  # a full disk: the next start deletes them
+            self._db.execute(f"DELETE FROM events WHERE seq <= {newest} - ?", (events_kept,))
 
     def load(self) -> state.Cluster:
         """The tasks as last written; one that cannot be read is set aside."""
@@ -191,3 +179,16 @@ class Store:
         """Close the database and let go of the directory."""
         self._db.close()
         os.close(self._lock)
+
+
+def _lock(state_dir: Path) -> int:
+    try:
+        lock = os.open(state_dir / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise StoreUnusable(f"can't use store.state_dir={state_dir}: {error.strerror or error}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock)
+        raise ConfigError(f"store.state_dir={state_dir} is in use by another coordinator") from error
+    return lock

@@ -20,10 +20,14 @@ def prepare_state_dir(path: Path) -> None:
     """Create the directory (mode 0700, parents too).
 
     Raises:
-        ConfigError: it belongs to another user, as could be arranged in a shared temporary directory.
+        ConfigError: it cannot be created, or belongs to another user, as could be arranged in a shared temporary
+            directory.
     """
-    for folder in (path.parent, path):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    owner = path.stat().st_uid
+    try:
+        for folder in (path.parent, path):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        owner = path.stat().st_uid
+    except OSError as error:
+        raise ConfigError(f"store.state_dir={path}: {error.strerror or error}; expected a folder of yours") from error
     if owner != os.getuid():
         raise ConfigError(f"store.state_dir={path} belongs to user {owner}, not to you: choose another directory")
