@@ -371,6 +371,8 @@ class Epoch(Message, frozen=True, kw_only=True, tag="epoch"):
     """Fewer nodes than the minimum: finish the step, then wait at the boundary for a newer epoch."""
     incident: str | None
     published_at: float
+    key: str = ""
+    """Part of the names under which the members find each other in the store: nobody else can foresee it."""
 
 
 class Go(Message, frozen=True, kw_only=True, tag="go"):

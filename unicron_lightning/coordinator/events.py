@@ -68,6 +68,8 @@ class Limits:
     nan_loss: str = "tell"
     allow_injection: bool = False
     exit_when_idle: bool = False
+    secret: bytes = b""
+    """Drawn by the shell at its start: the keys of epochs follow from it."""
     idle_linger: float = 3.0
     startup_linger: float = 30.0
 

@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import hmac
 from collections import Counter
 from typing import Any
 
@@ -337,11 +338,17 @@ def _publish(task: Task, turn: Turn, kind: wire.EpochKind, members: list[wire.Me
         hold=nodes < task.min_nodes and len(members) < task.capacity(),
         incident=task.incident,
         published_at=turn.now,
+        key=_key(turn.limits.secret, f"{task.id}/{task.number}/{turn.now}"),
     )
     for agent_id in concerned(task):
         turn.send(task.agents[agent_id], task.epoch)
     fields: dict[str, Any] = {"number": task.number, "kind": kind, "hold": task.epoch.hold}
     turn.emit(task, "epoch_published", **fields, members=[member.worker for member in members])
+
+
+def _key(secret: bytes, epoch: str) -> str:
+    """128 bits that follow from the epoch for whoever knows the secret."""
+    return hmac.new(secret, epoch.encode(), "sha256").hexdigest()[:32]
 
 
 def _member(task: Task, worker: Worker) -> wire.Member:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import itertools
 import json
 import logging
 import os
+import secrets
 import signal
 import socket
 import sqlite3
@@ -82,7 +84,8 @@ class Server:
             self._socket.close()
             raise
         try:
-            self.machine = Machine(config.limits(), self.store.load())
+            self._limits = dataclasses.replace(config.limits(), secret=secrets.token_bytes(32))
+            self.machine = Machine(self._limits, self.store.load())
         except sqlite3.Error as error:
             raise StoreUnusable(f"can't read {self.state_dir}: {error}") from error
         self._sessions: dict[int, Session] = {}
@@ -196,7 +199,7 @@ class Server:
         while True:
             for task in self.machine.touched:
                 self.store.set_aside(task, "the coordinator cannot go on with it")
-            self.machine = Machine(self._config.limits(), self.store.load())
+            self.machine = Machine(self._limits, self.store.load())
             try:
                 return self.machine.handle(event, now)
             except Exception:

@@ -43,7 +43,7 @@ def claim_shard(lacking: dict[str, Any], first: int) -> int:
     """
     shards: list[int] = lacking["shards"]
     wanted = [shard for shard in (first, *shards) if shard in shards]
-    prefix = f"{LACKING}/{lacking['epoch']}"
+    prefix = f"{LACKING}/{lacking['epoch']}/{lacking['key']}"
     try:
         store = dist.TCPStore(lacking["host"], lacking["port"], is_master=False, timeout=_CLAIM_TIMEOUT)
         for shard in dict.fromkeys(wanted):

@@ -31,7 +31,7 @@ from unicron_lightning.megatron.layout import Layout, Shape, StateLost, Word, pl
 from unicron_lightning.megatron.partners import PartnerWatch
 from unicron_lightning.megatron.peers import PeerGroup
 from unicron_lightning.worker.communicator import Communicator, CommunicatorAborted, Handle
-from unicron_lightning.worker.connect import STORE_TIMEOUT, connector
+from unicron_lightning.worker.connect import connector, open_store
 from unicron_lightning.worker.connecting import Connect
 from unicron_lightning.worker.control import EXIT_EXPELLED, Control
 from unicron_lightning.worker.engine import Report
@@ -107,6 +107,7 @@ class GridFabric:
         self._built: dict[int, Channels | None] = {}
         self._control: Control | None = None
         self._store: wire.Address | None = None
+        self._key = ""
         self._worker = ""
         self._lock = threading.Lock()
         self.intact = False
@@ -167,7 +168,7 @@ class GridFabric:
         members = tuple(member.worker for member in epoch.members)
         built = all(word.built for word in words)
         self.place = Place(epoch=epoch.number, rank=rank, layout=layout, members=members, built=built)
-        self.shard, self._store = layout.shards[rank], epoch.store
+        self.shard, self._store, self._key = layout.shards[rank], epoch.store, epoch.key
 
     def abort(self, epoch: wire.Epoch) -> None:
         """A replica whose every worker lives is left in peace."""
@@ -302,6 +303,7 @@ class GridFabric:
         if place.rank == 0 and self._store is not None:
             lacking = {
                 "epoch": place.epoch,
+                "key": self._key,
                 "shards": place.layout.missing(self.shape),
                 "host": self._store.host,
                 "port": self._store.port,
@@ -322,14 +324,13 @@ class GridFabric:
         if place.replica is None:
             return None
         replica = place.layout.replicas[place.replica]
-        client = dist.TCPStore(epoch.store.host, epoch.store.port, is_master=False, timeout=STORE_TIMEOUT)
         grid = Grid(
             shape=self.shape,
             replicas=len(place.layout.replicas),
             place=place.replica,
             shard=place.layout.shards[place.rank],
         )
-        store = dist.PrefixStore(f"unicron/{task}/{epoch.number}/grid", client)
+        store = dist.PrefixStore("grid", open_store(task, epoch))
         return Channels(grid, store, host, self._inner if replica.carried else None, mirrors=self._copies is not None)
 
 

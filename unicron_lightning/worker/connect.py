@@ -15,6 +15,15 @@ from unicron_lightning.worker.connecting import Connect
 STORE_TIMEOUT: Final = timedelta(seconds=60)
 
 
+def open_store(task: str, epoch: wire.Epoch) -> dist.Store:
+    """A client of the epoch's store, with a prefix that nobody else can foresee: the store is open to all who reach it.
+
+    A client of its own for each use: a blocked one would hold up the next epoch.
+    """
+    client = dist.TCPStore(epoch.store.host, epoch.store.port, is_master=False, timeout=STORE_TIMEOUT)
+    return dist.PrefixStore(f"unicron/{task}/{epoch.number}/{epoch.key}", client)
+
+
 def connector(task: str, host: str, device: torch.device) -> Connect:
     """What builds communicators for tensors on ``device`` (and on the CPU).
 
@@ -34,9 +43,7 @@ def connector(task: str, host: str, device: torch.device) -> Connect:
     def connect(epoch: wire.Epoch, rank: int, world: int) -> Communicator:
         if world == 1:
             return SoloCommunicator()
-        # A client of its own: a blocked one would hold up the next epoch.
-        client = dist.TCPStore(epoch.store.host, epoch.store.port, is_master=False, timeout=STORE_TIMEOUT)
-        store = dist.PrefixStore(f"unicron/{task}/{epoch.number}", client)
+        store = open_store(task, epoch)
         from unicron_lightning.worker.gloo import GlooCommunicator
 
         cpu = GlooCommunicator(dist.PrefixStore("gloo", store), rank, world, host)
