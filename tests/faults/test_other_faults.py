@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import signal
 import sqlite3
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults.cluster import Cluster, Note, kill, until
+from faults.cluster import Cluster, Note, kill, lives, until
 from faults.judge import Reference, check_exact
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(420)]
@@ -91,6 +92,21 @@ def test_coordinator_dies_while_nothing_else_happens(tmp_path: Path, reference: 
         assert len(alone) > 3, f"steps without a coordinator in {back_at - killed_at:.2f} s"
         victim = cluster.world()[0]
         kill(victim["pid"])
+        _wait_step_without(cluster, {**victim, "at": time.time()})
+        cluster.finish()
+        check_exact(tmp_path, reference, workers=3)
+
+
+def test_a_stopped_coordinator_is_replaced(tmp_path: Path, reference: Reference) -> None:
+    """It keeps its port and wakes no more; a worker that dies meanwhile is made up for by the next one."""
+    with Cluster(tmp_path) as cluster:
+        cluster.wait_world(3)
+        pid = cluster.coordinator()
+        assert pid is not None and kill(pid, signal.SIGSTOP)
+        victim = cluster.world()[0]
+        kill(victim["pid"])
+        until("another coordinator", lambda: cluster.coordinator() not in (None, pid), 120)
+        assert not lives(pid), "the old one could wake up"
         _wait_step_without(cluster, {**victim, "at": time.time()})
         cluster.finish()
         check_exact(tmp_path, reference, workers=3)

@@ -99,6 +99,7 @@ class Agent:
                 register=self._register,
                 received=self._from_coordinator,
                 nothing_listens=self._nothing_listens,
+                not_answering=self._not_answering,
             ),
         )
         self._faults = AgentFaults(self._supervisor.kill, self._local.send, self._session.cut)
@@ -212,6 +213,10 @@ class Agent:
     async def _nothing_listens(self) -> None:
         if self._options.embedded and not self._said_bye:
             await self._embedded.ensure()
+
+    def _not_answering(self) -> None:
+        if self._options.embedded and not self._said_bye:
+            self._embedded.end_if_stopped()
 
     async def _tick(self) -> None:
         last = time.monotonic()

@@ -5,6 +5,10 @@ coordinator while the others go on trying to connect; across folders or hosts th
 loser of that ends by itself with status 0. A coordinator that is killed is started again with the same state folder
 and goes on from there. After a start that failed, e.g. because the disk is full, the next one is tried a second
 later, then after twice the time, up to half a minute.
+
+A coordinator that is stopped (SIGSTOP, a debugger) keeps its port, and no failure is healed meanwhile. An embedded one
+is killed when an agent gets no answer from it, so that it can't wake up beside its successor. One that a user has
+started is left alone.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import json
 import logging
 import os
 import subprocess
@@ -19,6 +24,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Final
+
+import psutil  # type: ignore[import-untyped]
 
 from unicron_lightning import environ
 from unicron_lightning.agent.options import AgentOptions, bind_address
@@ -31,6 +38,7 @@ _POLL_SECONDS: Final = 0.05
 FIRST_DELAY_SECONDS: Final = 1.0
 LAST_DELAY_SECONDS: Final = 30.0
 _LOG_NAME: Final = "coordinator.log"
+_STOPPED: Final = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
 class EmbeddedCoordinator:
@@ -89,6 +97,20 @@ class EmbeddedCoordinator:
         finally:
             os.close(lock)
 
+    def end_if_stopped(self) -> None:
+        """Kill the coordinator that does not answer if it is an embedded one and its process is stopped."""
+        if self._foreign:
+            return
+        process = _of_folder(self._options.state_dir)
+        if process is None:
+            return
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() in _STOPPED:
+                logger.warning(
+                    "coordinator_replaced endpoint=%s pid=%d reason=stopped", self._options.endpoint, process.pid
+                )
+                process.kill()
+
     def reap(self) -> None:
         """Collect the exit status of a coordinator that this agent started and that has ended."""
         if self._process is not None and self._process.poll() is not None:
@@ -130,6 +152,16 @@ class EmbeddedCoordinator:
         with contextlib.suppress(OSError):
             await writer.wait_closed()
         return True
+
+
+def _of_folder(state_dir: Path) -> psutil.Process | None:
+    """The coordinator that was the last to note itself in the folder, if it lives and is this user's."""
+    try:
+        process = psutil.Process(int(json.loads((state_dir / "coordinator.json").read_text(encoding="utf-8"))["pid"]))
+        is_ours = process.uids().real == os.getuid() and f"store.state_dir={state_dir}" in process.cmdline()
+    except (OSError, ValueError, KeyError, TypeError, psutil.Error):
+        return None
+    return process if is_ours else None
 
 
 def _spawn(options: AgentOptions, log: Path) -> subprocess.Popen[bytes]:

@@ -48,6 +48,8 @@ class SessionHooks:
     """A message arrived."""
     nothing_listens: Callable[[], Awaitable[None]]
     """The endpoint refuses connections."""
+    not_answering: Callable[[], None]
+    """The endpoint takes connections and does not answer in them."""
 
 
 class CoordinatorSession:
@@ -207,6 +209,8 @@ class CoordinatorSession:
         logger.debug("coordinator_not_reached url=%s error=%r", self._url, error)
         if isinstance(getattr(error, "os_error", error), ConnectionRefusedError):
             await self._have_one_started()
+        elif isinstance(error, asyncio.TimeoutError):
+            self._hooks.not_answering()
         if not self._ever_stood and self.away_seconds > self._connect_timeout:
             raise CoordinatorUnavailable(
                 f"no coordinator answered at {self._url} within {self._connect_timeout:g} s "
