@@ -39,6 +39,25 @@ WHOLE: Final = "unicron_state"
 """Key of a checkpoint: the rest of the state at a step boundary, encoded. One that was written there is resumed by it,
 as Lightning takes such counters for those of the end of a step.
 """
+LOGGED: Final = "unicron_logged"
+"""Key of a checkpoint: what has been logged in the epoch so far, encoded; Lightning's own checkpoints leave it out."""
+
+
+def logged(trainer: pl.Trainer) -> bytes:
+    """The values accumulated since the epoch began, for `LOGGED`."""
+    results = trainer.fit_loop.epoch_loop._results
+    assert isinstance(results, RecordingResults)
+    return codec.encode(results.state())
+
+
+def restore_logged(trainer: pl.Trainer, saved: bytes, device: torch.device) -> None:
+    """Takes over what `logged` gave, where the checkpoint was written within an epoch."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    results = epoch_loop._results
+    assert isinstance(results, RecordingResults)
+    if epoch_loop.batch_progress.current.ready > 0:
+        results.load_state(codec.decode(saved), device)
+        trainer._logger_connector._first_loop_iter = False  # else the first value logged resets the others
 
 
 def share_initial(module: pl.LightningModule, engine: Engine) -> None:

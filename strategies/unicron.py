@@ -9,6 +9,7 @@ Failures are healed inside `UnicronStrategy.training_step` and the other operati
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,7 @@ class UnicronStrategy(CollectingStrategy):
         self._buffers: ModuleBuffers | None = None
         self._layout = Layout()
         self._arrival: dict[str, Any] | None = None
+        self._logged: bytes | None = None
         self._parts = False
         self._used: list[bool] = []
         self._last_batch: GlobalBatch | None = None
@@ -266,6 +268,9 @@ class UnicronStrategy(CollectingStrategy):
         if self._arrival is not None:
             state, self._arrival = self._arrival, None
             join_state.arrive(trainer, state, self._layout, self.root_device)
+        elif self._logged is not None:
+            join_state.restore_logged(trainer, self._logged, self.root_device)
+        self._logged = None
         if trainer.received_sigterm:
             raise SIGTERMException
         engine.step = trainer.global_step
@@ -366,6 +371,11 @@ class UnicronStrategy(CollectingStrategy):
     # ---- checkpoints, end
 
     @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        super().load_model_state_dict(checkpoint, strict)
+        self._logged = checkpoint.get(join_state.LOGGED)
+
+    @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Written by one worker, and by another if that one dies meanwhile."""
 
@@ -373,6 +383,8 @@ class UnicronStrategy(CollectingStrategy):
             self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
         engine = self.engine
+        if self._trainer is not None and "optimizer_states" in checkpoint:
+            checkpoint[join_state.LOGGED] = join_state.logged(self._trainer)
         with engine.activity.during("checkpoint"):
             if self._gather.interrupted():
                 if self.is_global_zero:

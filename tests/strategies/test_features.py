@@ -126,6 +126,34 @@ def test_resuming_is_exact(tmp_path: Path, where: str) -> None:
     assert same(again, full)
 
 
+class Means(Net):
+    """Keeps each epoch's mean of the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.means: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("mean", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def on_train_epoch_start(self) -> None:
+        self.log("epoch", float(self.current_epoch))
+
+    def on_train_epoch_end(self) -> None:
+        self.means.append(float(self.trainer.fit_loop.epoch_loop._results.metrics(False)["callback"]["mean"]))
+
+
+def test_a_resumed_epochs_mean_is_that_of_the_whole_epoch(tmp_path: Path) -> None:
+    full, again = Means(), Means()
+    saving = ModelCheckpoint(tmp_path / "ck", "{step}", save_top_k=-1, every_n_train_steps=4)
+    trainer(tmp_path, callbacks=[saving], enable_checkpointing=True).fit(full, loader(), loader(16, shuffle=False))
+    path = tmp_path / "ck" / "step=8.ckpt"
+    trainer(tmp_path).fit(again, loader(), loader(16, shuffle=False), ckpt_path=path, weights_only=True)
+    assert len(full.means) == 3 and again.means == full.means[1:]
+
+
 class Keeping(UnicronStrategy):
     """Writes a checkpoint before each step, or resumes one as a new life does."""
 
