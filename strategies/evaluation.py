@@ -12,7 +12,12 @@ from lightning.pytorch.loops import _EvaluationLoop
 
 from unicron_lightning.data.loader import EvaluationLoader
 from unicron_lightning.strategies.recording import LogCall, RecordingResults
-from unicron_lightning.strategies.torch_metrics import merge_metric_states, metric_states, restore_own_states
+from unicron_lightning.strategies.torch_metrics import (
+    merge_metric_states,
+    metric_states,
+    restore_own_states,
+    update_counts,
+)
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.evaluation import Evaluation, plan_evaluation
@@ -22,13 +27,16 @@ from unicron_lightning.worker.operations import unpack_parts
 class _Pass:
     """One loader's pass in progress."""
 
-    def __init__(self, loop: _EvaluationLoop, loader: EvaluationLoader, index: int | None) -> None:
+    def __init__(
+        self, loop: _EvaluationLoop, loader: EvaluationLoader, index: int | None, before: dict[str, int]
+    ) -> None:
         self.loop = loop
         self.loader = loader
         self.index = index
         self.current: int | None = None
         self.finished: set[int] = set()
         self.calls: dict[int, list[LogCall]] = {}
+        self.before = before
 
 
 class Passes:
@@ -58,7 +66,8 @@ class Passes:
         planned = plan_evaluation(loader.num_batches, self._engine.reports, self._engine.world.rank)
         if self._trainer.sanity_checking:  # Lightning throws its results away: each rank keeps to its own
             return planned
-        self._pass = _Pass(loop, loader, place if len(loaders) > 1 else None)
+        before = update_counts(self._trainer.lightning_module)
+        self._pass = _Pass(loop, loader, place if len(loaders) > 1 else None, before)
         if not planned and len(loaders) > 1:
             # Lightning tells the loader's change by its first batch, which this rank doesn't have.
             if place > 0:
@@ -161,4 +170,4 @@ class Passes:
 
 def _encode(current: _Pass, module: torch.nn.Module) -> bytes:
     calls = {number: [call.plain() for call in current.calls.get(number, [])] for number in sorted(current.finished)}
-    return codec.encode({"calls": calls, "metrics": metric_states(module)})
+    return codec.encode({"calls": calls, "metrics": metric_states(module, current.before)})

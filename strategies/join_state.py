@@ -17,6 +17,7 @@ from lightning.pytorch.loops import _FitLoop
 
 from unicron_lightning.data.seeding import random_states, restore_random_states
 from unicron_lightning.strategies.recording import RecordingResults
+from unicron_lightning.strategies.step_metrics import StepMetrics
 from unicron_lightning.strategies.sums import Layout
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.engine import Engine
@@ -95,6 +96,7 @@ def loop_state(trainer: pl.Trainer, layout: Layout, seed: int, fit: int) -> dict
         "checkpoint": {key: value for key, value in checkpoint.items() if key not in _LEFT_OUT},
         "counters": counters(trainer.fit_loop),
         "results": results.state(),
+        "metric_states": StepMetrics(trainer.lightning_module).states(),
         "first_loop_iter": connector._first_loop_iter,
         "current_fx": connector._current_fx,
         "metrics": [connector._callback_metrics, connector._logged_metrics, connector._progress_bar_metrics],
@@ -169,7 +171,8 @@ def arrive(trainer: pl.Trainer, state: dict[str, Any], layout: Layout, device: t
     fetcher.fetched = fit_loop.epoch_loop.batch_progress.current.ready
     results = fit_loop.epoch_loop._results
     assert isinstance(results, RecordingResults)
-    results.load_state(state["results"], device)
+    results.load_state(state["results"], device, trainer.lightning_module)
+    StepMetrics(trainer.lightning_module).load_states(state["metric_states"])
     connector = trainer._logger_connector
     connector._first_loop_iter, connector._current_fx = state["first_loop_iter"], state["current_fx"]
     connector._callback_metrics, connector._logged_metrics, connector._progress_bar_metrics = state["metrics"]

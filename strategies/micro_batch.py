@@ -15,6 +15,7 @@ from unicron_lightning.data.seeding import place_seed, seed_all
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies.module_buffers import ModuleBuffers
 from unicron_lightning.strategies.recording import RecordingResults
+from unicron_lightning.strategies.step_metrics import StepMetrics
 from unicron_lightning.strategies.sums import NormStatistics, StepSums
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class MicroBatches:
         sums: StepSums,
         norms: NormStatistics,
         buffers: ModuleBuffers,
+        metrics: StepMetrics,
     ) -> None:
         self._strategy = strategy
         self._trainer = trainer
@@ -53,6 +55,7 @@ class MicroBatches:
         self._takes_index = takes_index
         self._sums = sums
         self._norms = norms
+        self._metrics = metrics
         self._buffers = buffers
         self._last_output: Any = None
         self._scaler = getattr(strategy.precision_plugin, "scaler", None)
@@ -74,6 +77,7 @@ class MicroBatches:
         results = self._trainer.fit_loop.epoch_loop._results
         assert isinstance(results, RecordingResults)
         self._buffers.start_micro_batch()
+        self._metrics.start_micro_batch()
         with results.recording(data) as calls, torch.enable_grad():
             with plugin.train_step_context():
                 output = module.training_step(data, index) if self._takes_index else module.training_step(data)
@@ -84,6 +88,7 @@ class MicroBatches:
             plugin.backward(scaled, module, strategy.optimizers[0])
         self._sums.add(loss, calls)
         self._norms.finish_micro_batch()
+        self._metrics.finish_micro_batch(micro_batch)
         self._buffers.finish_micro_batch(micro_batch)
         self._last_output = apply_to_collection(output, Tensor, Tensor.detach)
 

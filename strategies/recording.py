@@ -144,29 +144,42 @@ class RecordingResults(_ResultCollection):
         return super().metrics(on_step)
 
     def state(self) -> list[Any]:
-        """Accumulated tensor results, as plain data for a joiner."""
+        """Accumulated results, as plain data for a joiner; of metric objects only that they were logged."""
         return [
             [
                 _options(m),
                 [m.enable_graph, m.sync.should, m.sync.rank_zero_only, m.sync.fn is not _Sync.no_op],
-                metric.value,
-                metric.cumulated_batch_size if m.is_mean_reduction else None,
+                metric.value if metric.is_tensor else m.metric_attribute,
+                metric.cumulated_batch_size if metric.is_tensor and m.is_mean_reduction else None,
                 metric.has_reset,
                 metric._forward_cache,
                 metric._update_count,
             ]
             for metric in self.values()
-            if metric.is_tensor and (m := metric.meta)
+            if (m := metric.meta) and (metric.is_tensor or m.metric_attribute)
         ]
 
-    def load_state(self, state: Sequence[Sequence[Any]], device: torch.device) -> None:
-        """Takes over what `state` gave on another worker, in the place of what this one has logged alone."""
+    def load_state(
+        self, state: Sequence[Sequence[Any]], device: torch.device, module: torch.nn.Module | None = None
+    ) -> None:
+        """Takes over what `state` gave on another worker, in the place of what this one has logged alone.
+
+        Args:
+            state: what it gave.
+            device: of tensors.
+            module: of which metric objects are submodules.
+        """
         self.clear()
         for options, sync, value, batch_size, has_reset, cache, updates in state:
             meta = self._metadata(options, *sync)
-            self[f"{meta.fx}.{meta.name}"] = metric = _ResultMetric(meta, True)
+            attribute = value if isinstance(value, str) else None
+            meta.metric_attribute = attribute
+            self[f"{meta.fx}.{meta.name}"] = metric = _ResultMetric(meta, attribute is None)
             metric.value = value
-            if meta.is_mean_reduction:
+            if attribute is not None:
+                assert module is not None
+                metric.value = module.get_submodule(attribute)
+            elif meta.is_mean_reduction:
                 metric.cumulated_batch_size = batch_size
             metric._forward_cache, metric.has_reset, metric._update_count = cache, has_reset, updates
             metric.to(device)

@@ -2,8 +2,9 @@
 
 One float64 vector per step, which goes with the commit, carries the loss and the logged means and sums; its layout is
 the set of values logged in the step before, which all ranks know. When a step logs something new (or a minimum or
-maximum), leaves other parameters unused than before, or changes other buffers, the ranks exchange their records as
-bytes, agree on the new layout and commit once more; in a steady program that happens once.
+maximum), updates torchmetrics objects, leaves other parameters unused than before, or changes other buffers, the ranks
+exchange their records as bytes, agree on the new layout and commit once more; in a steady program without minima,
+maxima and metric objects that happens once.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from unicron_lightning.strategies.module_buffers import ModuleBuffers
 from unicron_lightning.strategies.recording import LogCall, Options, merge_calls
+from unicron_lightning.strategies.step_metrics import StepMetrics
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.buckets import Bucket, FlatBucket
 from unicron_lightning.worker.communicator import gather_bytes
@@ -121,13 +123,23 @@ class StepSums:
         norms: the model's batch-norm statistics, begun.
         buffers: the model's other buffers, begun.
         gradients: tells which parameters were used.
+        metrics: the module's metric objects, begun; None: they are left alone.
     """
 
-    def __init__(self, layout: Layout, norms: NormStatistics, buffers: ModuleBuffers, gradients: Uses) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        norms: NormStatistics,
+        buffers: ModuleBuffers,
+        gradients: Uses,
+        metrics: StepMetrics | None = None,
+    ) -> None:
         self._layout = layout
         self._norms = norms
         self._buffers = buffers
         self._gradients = gradients
+        self._metrics = metrics
+        self._states: dict[int, Any] = {}
         self._totals: Sequence[float] = ()
         self._losses: list[Tensor] = []
         self._calls: list[LogCall] = []
@@ -156,6 +168,7 @@ class StepSums:
         known = set(self._layout.options)
         changed = any(options not in known for options in merged)
         changed = changed or self._unused() != self._layout.unused or bool(self._new_buffers())
+        changed = changed or bool(self._metrics is not None and self._metrics.recorded)
         totals[_CHANGED] = float(bool(self._losses) and changed)
         return totals
 
@@ -167,6 +180,7 @@ class StepSums:
         mine = {
             "calls": [call.plain() for call in merge_calls(self._calls)],
             "unused": self._unused() if self._losses else None,
+            "metrics": {} if self._metrics is None else self._metrics.recorded,
             "buffers": self._new_buffers(),
             "values": {str(i): v.cpu() for i, v in self._buffers.values.items() if i in self._new_buffers()},
         }
@@ -174,6 +188,7 @@ class StepSums:
         parts = [codec.decode(part) for part in gathered]
         calls = merge_calls([LogCall.from_plain(call) for part in parts for call in part["calls"]])
         sets = [set(part["unused"]) for part in parts if part["unused"] is not None]
+        self._states = {number: states for part in parts for number, states in part["metrics"].items()}
         self._agreed = _Agreed(
             calls=calls,
             unused=sorted(set.intersection(*sets)) if sets else [],
@@ -186,6 +201,8 @@ class StepSums:
         if self._totals[_CHANGED] != 0:
             assert self._agreed is not None, "a step was committed unsettled"
             calls, self._layout.unused = self._agreed.calls, self._agreed.unused
+            if self._metrics is not None:
+                self._metrics.commit(self._states)
             summable = {call.options for call in calls if call.value is not None and call.options[6] in ("mean", "sum")}
             self._layout.options = sorted({*self._layout.options, *summable})
         else:

@@ -6,13 +6,15 @@ The states travel with the pass's results instead and are merged by torchmetrics
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat
+
+from unicron_lightning.strategies.step_metrics import GLOBAL
 
 _OWN = "_unicron_own_state"
 """Where a merged metric keeps its own rank's state, to go on from it."""
@@ -28,10 +30,30 @@ def _state(metric: Metric) -> dict[str, Any]:
     return {**copied, "_update_count": metric._update_count}
 
 
-def metric_states(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """This rank's state of every updated metric in ``module``, by name."""
+def update_counts(module: nn.Module) -> dict[str, int]:
+    """How often this rank has updated each metric in ``module``."""
+    counts = {}
+    for name, metric in _metrics(module):
+        own = getattr(metric, _OWN, None)
+        counts[name] = own["_update_count"] if own is not None and metric._update_count else metric._update_count
+    return counts
+
+
+def metric_states(module: nn.Module, before: Mapping[str, int] | None = None) -> dict[str, dict[str, Any]]:
+    """This rank's state of every updated metric in ``module``, by name.
+
+    Args:
+        module: that has the metrics.
+        before: `update_counts` when the pass began. Training's metrics, which are the same on all ranks, are left out
+            if the pass has not updated them.
+    """
     restore_own_states(module)
-    return {name: _state(metric) for name, metric in _metrics(module) if metric.update_called}
+    counts = before or {}
+    return {
+        name: _state(metric)
+        for name, metric in _metrics(module)
+        if metric.update_called and not (hasattr(metric, GLOBAL) and counts.get(name) == metric._update_count)
+    }
 
 
 def merge_metric_states(module: nn.Module, by_rank: Sequence[dict[str, dict[str, Any]]]) -> None:

@@ -41,6 +41,7 @@ from unicron_lightning.strategies.module_buffers import ModuleBuffers
 from unicron_lightning.strategies.recording import RecordingResults
 from unicron_lightning.strategies.reporting import StepReports, balance_of, report_exception, told_flops
 from unicron_lightning.strategies.session import Session
+from unicron_lightning.strategies.step_metrics import StepMetrics
 from unicron_lightning.strategies.sums import Layout, NormStatistics, StepSums
 from unicron_lightning.strategies.trained import TrainedParameters
 from unicron_lightning.worker import codec
@@ -106,6 +107,7 @@ class UnicronStrategy(CollectingStrategy):
         self._trained = TrainedParameters()
         self._gradients: GradientBuckets | None = None
         self._norms: NormStatistics | None = None
+        self._metrics: StepMetrics | None = None
         self._buffers: ModuleBuffers | None = None
         self._layout = Layout()
         self._arrival: dict[str, Any] | None = None
@@ -213,6 +215,7 @@ class UnicronStrategy(CollectingStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             check_optimizers(self.optimizers)
             self._norms = NormStatistics(module)
+            self._metrics = StepMetrics(module)
             self._buffers = ModuleBuffers(module)
             if self._rebalance and self._shape is not None:
                 self._balance = balance_of(self.engine, self._shape.micro_batches)
@@ -302,12 +305,12 @@ class UnicronStrategy(CollectingStrategy):
                 f"the training data is a {type(batch).__qualname__} of several loaders; the unicron strategy takes one "
                 "DataLoader: combine the data sets into one"
             )
-        trainer, module, shape, norms, buffers = (
+        trainer, module, shape, norms, buffers, metrics = (
             *(self._trainer, self.lightning_module, self._shape),
-            *(self._norms, self._buffers),
+            *(self._norms, self._buffers, self._metrics),
         )
         assert trainer is not None and module is not None and shape is not None
-        assert norms is not None and buffers is not None
+        assert norms is not None and buffers is not None and metrics is not None
         if batch is self._last_batch:
             raise ConfigError(
                 f"the optimizer {type(self.optimizers[0]).__qualname__} calls its closure more than once per step; the "
@@ -317,9 +320,11 @@ class UnicronStrategy(CollectingStrategy):
         gradients = self._gradient_buckets(module, first=batch.step == 0)
         gradients.begin()
         norms.begin()
+        metrics.begin(anew=batch.step == 0)
         buffers.begin(batch.micro_batches[0], self._layout.buffers)
-        sums = StepSums(self._layout, norms, buffers, gradients)
-        runner = MicroBatches(self, trainer, module, shape, self._seed, batch, len(args) > 1, sums, norms, buffers)
+        sums = StepSums(self._layout, norms, buffers, gradients, metrics)
+        parts = sums, norms, buffers, metrics
+        runner = MicroBatches(self, trainer, module, shape, self._seed, batch, len(args) > 1, *parts)
         operation = GradientStep(batch.micro_batches, gradients, sums, runner.run, self._balance)
         with self._gather.refused("training_step"), preserved():
             self.engine.run(operation)

@@ -20,6 +20,11 @@ T = TypeVar("T")
 HERE = Path(__file__).parent
 
 
+def _whole_lines(path: Path) -> list[str]:
+    """Without a last one that is still being written."""
+    return path.read_text().rpartition("\n")[0].splitlines()
+
+
 def until(what: str, probe: Callable[[], T | None], seconds: float = 60.0) -> T:
     """Wait until ``probe`` returns something true."""
     deadline = time.monotonic() + seconds
@@ -91,7 +96,7 @@ class Cluster:
     def events(self, what: str, **fields: Any) -> list[dict[str, Any]]:
         """What the workers noted, oldest first."""
         path = self.folder / "events.jsonl"
-        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        lines = [json.loads(line) for line in _whole_lines(path)] if path.exists() else []
         return [line for line in lines if line["what"] == what and fields.items() <= line.items()]
 
     def wait_events(self, count: int, what: str, seconds: float = 60.0, **fields: Any) -> list[dict[str, Any]]:

@@ -62,6 +62,7 @@ class Net(pl.LightningModule):
         self.extra.requires_grad_(False)
         self.errors = nn.ModuleList(torchmetrics.MeanSquaredError() for _ in VALIDATION_BATCHES)
         self.largest = nn.ModuleList(torchmetrics.MaxMetric() for _ in VALIDATION_BATCHES)
+        self.trained = torchmetrics.MetricCollection([torchmetrics.MeanSquaredError(), torchmetrics.PearsonCorrCoef()])
         self.notes, self.pace = notes, pace
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -73,7 +74,10 @@ class Net(pl.LightningModule):
         self.notes.point("training_step")
         time.sleep(self.pace)
         x, y = batch
-        return (self(x) - y).square().mean()
+        out = self(x)
+        self.trained(out.flatten(), y.flatten())
+        self.log_dict({f"train_{name}": metric for name, metric in self.trained.items()}, on_step=True, on_epoch=True)
+        return (out - y).square().mean()
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.notes.point("validation_step")

@@ -29,7 +29,9 @@ SAMPLES = 96
 class Regression(pl.LightningModule):
     """Logs every kind of value; the keyword arguments choose what else it does."""
 
-    def __init__(self, optimizer: str = "sgd", scheduler: str = "", branch: str = "", tied: bool = False) -> None:
+    def __init__(
+        self, optimizer: str = "sgd", scheduler: str = "", branch: str = "", tied: bool = False, metrics: bool = False
+    ) -> None:
         super().__init__()
         self.optimizer, self.scheduler, self.branch = optimizer, scheduler, branch
         torch.manual_seed(0)
@@ -48,6 +50,8 @@ class Regression(pl.LightningModule):
         self.mean = nn.ModuleList(torchmetrics.MeanMetric() for _ in range(2))
         self.error = nn.ModuleList(torchmetrics.MeanSquaredError() for _ in range(2))
         self.concordance = torchmetrics.SpearmanCorrCoef()
+        self.metrics = metrics
+        self.train_error, self.by_hand = torchmetrics.MeanSquaredError(), torchmetrics.SpearmanCorrCoef()
         self.history: list[tuple[Any, ...]] = []
 
     def forward(self, x: Tensor, step: int = 0) -> Tensor:
@@ -78,11 +82,20 @@ class Regression(pl.LightningModule):
         for name in ("sum", "min", "max"):
             self.log(f"x_{name}", x.sum(), on_step=False, on_epoch=True, sync_dist=True, reduce_fx=name)
         self.log("weighted", x.mean(), on_step=False, on_epoch=True, sync_dist=True, batch_size=7)
+        if self.metrics:
+            self.train_error(self(x), y)
+            self.by_hand.update(self(x).flatten(), y.flatten())
+            self.log("train_error", self.train_error, on_step=False, on_epoch=True)
         return loss
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.branch == "freeze" and self.trainer.global_step == 3:
             self.net[0].requires_grad_(False)
+
+    def on_train_epoch_end(self) -> None:
+        if self.metrics:
+            self.log("by_hand", self.by_hand.compute())
+            self.by_hand.reset()
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         norm = torch.stack([p.grad.norm() for p in self.parameters() if p.grad is not None]).norm()
@@ -211,6 +224,7 @@ CASES: dict[str, Callable[[], Job]] = {
             ModelCheckpoint("every", "{epoch}-{step}", every_n_train_steps=5, save_top_k=-1),
         ]
     ),
+    "train_metrics_accumulate": lambda: job({"metrics": True}, accumulate_grad_batches=3),
     "hook_logging": lambda: job(callbacks=[HookLogging()]),
     "loggers": lambda: job(
         {"scheduler": "step"}, callbacks=[LearningRateMonitor("step")], logger=CSVLogger("."), log_every_n_steps=2

@@ -132,7 +132,7 @@ def test_metric_objects_of_several_loaders_are_those_of_all_data(run: Run, alone
     places = range(len(changing_worker.VALIDATION_BATCHES))
     names = {f"{name}/dataloader_idx_{place}" for name in ("error", "largest", "plain") for place in places}
     for result in (alone, *run.results):
-        hooks = {name for name in result["metrics"] if name.startswith("hook_")}
+        hooks = {name for name in result["metrics"] if name.startswith(("hook_", "train_"))}
         assert result["metrics"].keys() - hooks == names
         for name, value in alone["metrics"].items():
             assert result["metrics"][name] == pytest.approx(value, rel=1e-4, abs=1e-5), name

@@ -69,6 +69,7 @@ WORLD_OF_TWO = (
     "several_val",
     "loggers",
     "hook_logging",
+    "train_metrics_accumulate",
     "early_stopping",
     "checkpoints",
     "bf16",

@@ -15,6 +15,7 @@ from worker.simulation import Coordinator, run_threads
 
 from unicron_lightning.strategies.module_buffers import ModuleBuffers
 from unicron_lightning.strategies.recording import LogCall, Options, RecordingResults, merge_calls
+from unicron_lightning.strategies.step_metrics import StepMetrics
 from unicron_lightning.strategies.sums import Layout, NormStatistics, StepSums
 from unicron_lightning.strategies.torch_metrics import merge_metric_states, metric_states
 from unicron_lightning.worker import codec
@@ -226,5 +227,49 @@ def test_metric_objects_have_the_whole_datas_value(shares: list[range]) -> None:
     for rank in ranks:
         merge_metric_states(rank, states)
         assert rank.values()[:-1] == pytest.approx(whole.values()[:-1], rel=1e-5)
+        assert rank.values()[-1] == pytest.approx(whole.values()[-1])
+        assert not rank.unused.update_called
+
+
+class Grouped(Metrics):
+    """With a collection, of which two metrics share a state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        kinds = (torchmetrics.Accuracy, torchmetrics.F1Score, torchmetrics.AUROC)
+        self.all = torchmetrics.MetricCollection([kind(task="binary") for kind in kinds])
+
+    def update(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        super().update(x, y)
+        self.all(x.sigmoid(), (y > 0).long())
+
+    def values(self) -> list[Any]:
+        return [*(float(value) for value in self.all.compute().values()), *super().values()]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_metric_objects_in_training_have_the_global_batches_value(world: int) -> None:
+    """On every rank, also on one without micro-batches, and on one that joins after the second of four steps."""
+    x, y = torch.randn(4, 2, 40), torch.randn(4, 2, 40)
+    whole, ranks = Grouped(), [Grouped() for _ in range(world)]
+    steps = [StepMetrics(rank) for rank in ranks]
+    for step in range(4):
+        if step == 2:
+            ranks.append(Grouped())
+            steps.append(StepMetrics(ranks[-1]))
+            steps[-1].load_states(codec.decode(codec.encode(steps[0].states())))
+        for metrics in steps:
+            metrics.begin(anew=True)
+        for number in range(2):
+            whole.update(x[step, number], y[step, number])
+            place = number % len(ranks)
+            steps[place].start_micro_batch()
+            ranks[place].update(x[step, number], y[step, number])
+            steps[place].finish_micro_batch(number)
+        recorded = [codec.decode(codec.encode(metrics.recorded)) for metrics in steps]
+        for metrics in steps:
+            metrics.commit({number: states for part in recorded for number, states in part.items()})
+    for rank in ranks:
+        assert rank.values()[:-1] == pytest.approx(whole.values()[:-1], rel=1e-4)
         assert rank.values()[-1] == pytest.approx(whole.values()[-1])
         assert not rank.unused.update_called

@@ -1,0 +1,143 @@
+"""torchmetrics objects in training: their state is that of all micro-batches, whichever rank ran them.
+
+Each micro-batch starts from an empty state, and the state that it leaves is recorded. At the commit the records of all
+ranks are added to the state before the step, by the metrics' own reductions, in the order of the micro-batches. So
+every rank has the state over the global batches, and nothing is lost with a rank. A metric's attributes that are no
+declared states stay on their rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
+
+State = dict[str, Any]
+"""The declared states of a metric, ``_update_count``, and ``_forwarded``: whether it was called, not only updated."""
+
+GLOBAL = "_unicron_global"
+"""Set on a metric whose state is the same on every rank already."""
+
+
+class StepMetrics:
+    """The metric objects of a module, over the micro-batches of one step after the other.
+
+    Args:
+        module: the trained one.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self.find()
+
+    def find(self) -> None:
+        """Looks for the metrics anew: scripts may add some."""
+        modules = list(self._module.named_modules())
+        self._metrics = {name: child for name, child in modules if isinstance(child, Metric)}
+        self._collections = [child for _, child in modules if isinstance(child, MetricCollection)]
+
+    def begin(self, anew: bool = False) -> None:
+        """A step begins, for which metrics are looked for ``anew``."""
+        if anew:
+            self.find()
+        self.recorded: dict[int, dict[str, State]] = {}
+        self._base: dict[str, State] = {}
+        for metric in self._metrics.values():
+            metric._forward_cache = None
+
+    def start_micro_batch(self) -> None:
+        """Empties the states."""
+        self._settle_groups()
+        self._base = {name: _state(metric) for name, metric in self._metrics.items()}
+        for metric in self._metrics.values():
+            empty: State = {k: [] if isinstance(v, list) else v.clone() for k, v in metric._defaults.items()}
+            _set(metric, {**empty, "_update_count": 0})
+            metric._forward_cache = None
+
+    def finish_micro_batch(self, number: int) -> None:
+        """Records the states and goes back to those before the step."""
+        self._settle_groups()
+        found = {name: _state(metric) for name, metric in self._metrics.items() if metric.update_called}
+        if found:
+            self.recorded[number] = found
+        for name, metric in self._metrics.items():
+            _set(metric, self._base[name])
+
+    def commit(self, recorded: Mapping[int, Mapping[str, State]]) -> None:
+        """Adds what all ranks have recorded, by micro-batch."""
+        for name, metric in self._metrics.items():
+            states = [recorded[number][name] for number in sorted(recorded) if name in recorded[number]]
+            if not states:
+                continue
+            base = _state(metric)
+            if any(state["_forwarded"] for state in states):
+                _set(metric, merge_states(metric, states))
+                metric._forward_cache = metric.compute()  # of the whole step
+            _set(metric, merge_states(metric, [base, *states] if base["_update_count"] else states))
+            setattr(metric, GLOBAL, True)
+
+    def states(self) -> dict[str, State]:
+        """For a joiner: the metrics that hold anything."""
+        self._settle_groups()
+        return {name: _state(metric) for name, metric in self._metrics.items() if metric.update_called}
+
+    def load_states(self, states: Mapping[str, State]) -> None:
+        """Sets what `states` gave on another worker."""
+        for name, metric in self._metrics.items():
+            if name in states:
+                _set(metric, states[name])
+                setattr(metric, GLOBAL, True)
+
+    def _settle_groups(self) -> None:
+        """Metrics of a collection that share a state have it in the first one only, at times."""
+        for collection in self._collections:
+            collection._compute_groups_create_state_ref()
+
+
+def merge_states(metric: Metric, states: Sequence[State]) -> State:
+    """One state of several, all updated, by the metric's reductions."""
+    counts = [state["_update_count"] for state in states]
+    merged: State = {"_update_count": sum(counts)}
+    reductions: dict[str, Any] = metric._reductions
+    for key, reduction in reductions.items():
+        default = metric._defaults[key]
+        values = [state[key] for state in states]
+        if isinstance(default, list):
+            parts = [part for value in values for part in (value if isinstance(value, list) else [value])]
+            merged[key] = [part.to(metric.device) if isinstance(part, Tensor) else part for part in parts]
+            continue
+        values = [value.to(metric.device) for value in values]
+        if reduction is None:
+            rows = [value if value.ndim > default.ndim else value.unsqueeze(0) for value in values]
+            merged[key] = values[0] if len(values) == 1 else torch.cat(rows)
+        elif reduction is dim_zero_mean:
+            weighted = sum(value * count for value, count in zip(values, counts, strict=True))
+            merged[key] = weighted / sum(counts)
+        elif reduction is dim_zero_cat:
+            merged[key] = dim_zero_cat(values)
+        else:
+            merged[key] = reduction(torch.stack(values))
+    return merged
+
+
+def _state(metric: Metric) -> State:
+    states = {key: getattr(metric, key) for key in metric._reductions}
+    kept = {
+        key: [item.detach() if isinstance(item, Tensor) else item for item in value]
+        if isinstance(value, list)
+        else value.detach()
+        for key, value in states.items()
+    }
+    return {**kept, "_update_count": metric._update_count, "_forwarded": metric._forward_cache is not None}
+
+
+def _set(metric: Metric, state: State) -> None:
+    for key in metric._reductions:
+        value = state[key]
+        setattr(metric, key, list(value) if isinstance(value, list) else value.to(metric.device))
+    metric._update_count = state["_update_count"]
+    metric._computed = None
