@@ -71,7 +71,7 @@ def share_initial(module: pl.LightningModule, engine: Engine) -> None:
             tensor.copy_(value)
 
 
-def donate(trainer: pl.Trainer, layout: Layout, seed: int, fit: int) -> bytes:
+def donate(trainer: pl.Trainer, layout: Layout, seed: int, fit: int, described: dict[str, str]) -> bytes:
     """The state of this worker, which must be at a step boundary.
 
     Raises:
@@ -82,6 +82,7 @@ def donate(trainer: pl.Trainer, layout: Layout, seed: int, fit: int) -> bytes:
             **loop_state(trainer, layout, seed, fit),
             "requires_grad": [p.requires_grad for p in trainer.lightning_module.parameters()],
             "groups": _group_names(trainer),
+            "described": described,
         }
     )
 

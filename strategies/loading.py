@@ -56,6 +56,11 @@ class Loaders:
         self._made.append(loader)
         return loader
 
+    @property
+    def training(self) -> TrainingLoader | None:
+        """The present run's of training data."""
+        return next((made for made in reversed(self._made) if isinstance(made, TrainingLoader)), None)
+
     def end_passes(self) -> None:
         """A validation is over: worker processes end that are not persistent."""
         for loader in self._made:

@@ -75,6 +75,7 @@ class UnicronMegatronStrategy(UnicronStrategy):
     """
 
     strategy_name = "unicron_megatron"
+    _replicated = False
 
     def __init__(
         self,

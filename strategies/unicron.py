@@ -31,6 +31,7 @@ from unicron_lightning.strategies import join_state
 from unicron_lightning.strategies.checks import check_module, check_optimizers, check_trainer
 from unicron_lightning.strategies.collecting import CollectingStrategy
 from unicron_lightning.strategies.collectives import Collectives
+from unicron_lightning.strategies.describing import describe_data, describe_model
 from unicron_lightning.strategies.environment import UnicronEnvironment
 from unicron_lightning.strategies.evaluation import Passes
 from unicron_lightning.strategies.global_batch import declare
@@ -45,11 +46,12 @@ from unicron_lightning.strategies.step_metrics import StepMetrics
 from unicron_lightning.strategies.sums import Layout, NormStatistics, StepSums
 from unicron_lightning.strategies.trained import TrainedParameters
 from unicron_lightning.worker import codec
+from unicron_lightning.worker.agreement import check_agreement
 from unicron_lightning.worker.balance import Balance, deal
 from unicron_lightning.worker.buckets import GradientBuckets
 from unicron_lightning.worker.engine import Engine, World
 from unicron_lightning.worker.ledger import share
-from unicron_lightning.worker.operations import Join, LeaderAction
+from unicron_lightning.worker.operations import Agreement, Join, LeaderAction, unpack_parts
 from unicron_lightning.worker.statistics import Summary
 from unicron_lightning.worker.step import GradientStep
 
@@ -64,6 +66,8 @@ class UnicronStrategy(CollectingStrategy):
         overlap: start reductions during the last micro-batch's backward.
         num_micro_batches: M of a global batch, instead of accumulate_grad_batches x devices x num_nodes.
         rebalance: a rank that is slower than the others gets fewer of a step's micro-batches.
+        compare: workers compare seed, data, parameters and settings when the task begins and at each join, and one that
+            differs is refused; see `describing`. False where `hparams` differ on purpose.
         accelerator, parallel_devices, checkpoint_io, precision_plugin: given by Lightning.
 
     Raises:
@@ -71,6 +75,8 @@ class UnicronStrategy(CollectingStrategy):
     """
 
     strategy_name = "unicron"
+    _replicated = True
+    """Whether all workers hold the same model, so that they can be compared."""
 
     def __init__(
         self,
@@ -83,6 +89,7 @@ class UnicronStrategy(CollectingStrategy):
         overlap: bool = True,
         num_micro_batches: int | None = None,
         rebalance: bool = False,
+        compare: bool = True,
     ) -> None:
         self._environment = UnicronEnvironment()
         super().__init__(
@@ -99,6 +106,7 @@ class UnicronStrategy(CollectingStrategy):
         self._overlap = overlap
         self._num_micro_batches = num_micro_batches
         self._rebalance = rebalance
+        self._compares = compare and self._replicated
         self._balance: Balance | None = None
         self._shape: StepShape | None = None
         self._session: Session | None = None
@@ -117,6 +125,7 @@ class UnicronStrategy(CollectingStrategy):
         self._last_batch: GlobalBatch | None = None
         self._reports = StepReports()
         self._checked = False
+        self._described: dict[str, str] = {}
         self._seed = 0
         self._loaders = Loaders(self)
         self._runs = 0
@@ -220,6 +229,7 @@ class UnicronStrategy(CollectingStrategy):
             if self._rebalance and self._shape is not None:
                 self._balance = balance_of(self.engine, self._shape.micro_batches)
             self._session.fits += 1
+            self._described = describe_model(trainer) if self._compares else {}
         if self._session.is_joiner and not self.engine.has_state:
             if trainer.state.fn == TrainerFn.FITTING:
                 self._join(trainer)
@@ -227,6 +237,8 @@ class UnicronStrategy(CollectingStrategy):
             path, self._session.resume = self._session.resume, None
             self._arrival = join_state.resume(trainer, path)
         elif self.engine.world.size > 1 and self._gather.starting:
+            if self._compares:
+                self._agree("model", self._described)
             join_state.share_initial(module, self.engine)
 
     def _join(self, trainer: pl.Trainer) -> dict[str, Any]:
@@ -242,6 +254,9 @@ class UnicronStrategy(CollectingStrategy):
         assert join.received is not None
         state: dict[str, Any] = codec.decode(join.received)
         self._session.check_fit(state["fit"])
+        self._describe_data()
+        if self._compares and (expected := state.get("described")):
+            check_agreement(self._described, [expected], node=self._node())
         self._seed = state["seed"]
         join_state.receive(trainer, state)
         self._arrival, self._parts = state, join.parts
@@ -280,6 +295,9 @@ class UnicronStrategy(CollectingStrategy):
         if engine.control is not None and not self._checked:
             self._checked = True
             join_state.check(trainer)
+            if self._compares:
+                self._describe_data()
+                self._agree("training", self._described)
         join = Join(lambda: self._donate(trainer))
         engine.switch(join)
         if join.parts or self._parts:
@@ -293,7 +311,28 @@ class UnicronStrategy(CollectingStrategy):
     def _donate(self, trainer: pl.Trainer) -> bytes:
         """This worker's state at a step boundary, for a joiner."""
         assert self._session is not None
-        return join_state.donate(trainer, self._layout, self._seed, self._session.fits)
+        return join_state.donate(trainer, self._layout, self._seed, self._session.fits, self._described)
+
+    # ---- what all workers must agree on
+
+    def _describe_data(self) -> None:
+        """Adds the data to what this worker says of itself."""
+        loader = self._loaders.training
+        if self._compares and loader is not None:
+            self._described = {**self._described, **describe_data(loader)}
+
+    def _agree(self, name: str, described: dict[str, str]) -> None:
+        """Compares with the other workers, once all are there.
+
+        Raises:
+            WorkersDiffer: if it is this worker that differs.
+        """
+        said = self.engine.run(Agreement(f"agree on {name}", lambda rank: codec.encode(described)))
+        check_agreement(described, [codec.decode(part) for part in unpack_parts(said)], node=self._node())
+
+    def _node(self) -> str:
+        world = self.engine.world
+        return world.nodes[world.rank] if world.nodes else "local"
 
     # ---- the step
 

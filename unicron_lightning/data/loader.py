@@ -124,6 +124,10 @@ class TrainingLoader(_InPlace):
             lambda m: len(order.indices(epoch, step, m)),
         )
 
+    def samples(self, batch: GlobalBatch, micro_batch: int) -> list[Any]:
+        """The data set's indices in a micro-batch of a global batch."""
+        return self._order.indices(batch.epoch, batch.step, micro_batch)
+
     def state_dict(self) -> dict[str, Any]:
         """Nothing: the position is in Lightning's counters. That it exists tells Lightning that resuming is exact."""
         return {}

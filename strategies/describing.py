@@ -1,0 +1,75 @@
+"""Describes what all workers of a task must agree on: model, optimizer, settings, versions and data order."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator, Mapping
+from importlib.metadata import version
+from typing import Any, Final
+
+import lightning.pytorch as pl
+import torch
+
+from unicron_lightning.data.loader import TrainingLoader
+from unicron_lightning.worker.agreement import digest
+
+_PLAIN: Final = (bool, int, float, str, type(None))
+
+
+def describe_model(trainer: pl.Trainer) -> dict[str, str]:
+    """What is known when the optimizers are made: before anything is restored."""
+    module = trainer.lightning_module
+    named = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()]
+    versions = (torch.__version__, pl.__version__, version("unicron-lightning"))
+    return {
+        "versions": "torch {}, lightning {}, unicron-lightning {}".format(*(v.partition("+")[0] for v in versions)),
+        "seed": os.environ.get("PL_GLOBAL_SEED", "not set"),
+        "parameters": f"{len(named)}, digest of names, shapes, dtypes and requires_grad {digest(named)}",
+        "optimizer": ", ".join(_optimizer(each) for each in trainer.optimizers),
+        "scheduler": ", ".join(
+            f"{type(config.scheduler).__qualname__}({_text(config.scheduler.state_dict())}) per {config.interval}"
+            for config in trainer.lr_scheduler_configs
+        ),
+        "hparams": _text(dict(module.hparams)),
+    }
+
+
+def describe_data(loader: TrainingLoader) -> dict[str, str]:
+    """Length and order of the training data: of the first step and of a later one, the same on all workers."""
+    steps = len(loader)
+    later = random.Random(steps).randrange(steps) if steps else 0
+    places = [loader.at(0, step) for step in dict.fromkeys((0, later)) if step < steps]
+    orders = [(place.step, [loader.samples(place, m) for m in place.micro_batches]) for place in places]
+    return {
+        "data length": f"{_length(loader.dataset)} samples, {steps} steps an epoch",
+        "data order": f"digest of the samples of steps {[step for step, _ in orders]} {digest(orders)}",
+    }
+
+
+def _length(data: object) -> str:
+    try:
+        return str(len(data))  # type: ignore[arg-type]
+    except TypeError:
+        return "?"
+
+
+def _optimizer(optimizer: torch.optim.Optimizer) -> str:
+    groups = [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
+    return f"{type(optimizer).__qualname__}({'; '.join(_text(group) for group in groups)})"
+
+
+def _text(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in sorted(_plain(values)))
+
+
+def _plain(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Numbers and texts, and lists of them: paths may differ from node to node, and objects have no stable text."""
+    for key, value in values.items():
+        item = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        if isinstance(item, str) and os.sep in item:
+            continue
+        if isinstance(item, _PLAIN) or (
+            isinstance(item, list | tuple) and all(isinstance(each, _PLAIN) for each in item)
+        ):
+            yield str(key), repr(item)

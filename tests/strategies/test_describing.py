@@ -1,0 +1,91 @@
+"""What workers compare shows a difference in each thing that must be the same, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from unicron_lightning.data.loader import TrainingLoader
+from unicron_lightning.data.order import DataOrder, StepShape
+from unicron_lightning.strategies.describing import describe_data, describe_model
+
+
+class Model(pl.LightningModule):
+    def __init__(self, width: int = 2, folder: str = "/data/n0", **settings: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = torch.nn.Linear(width, 1)
+
+
+class Trainer:
+    """As much of one as is asked."""
+
+    def __init__(self, model: Model, lr: float = 0.1, gamma: float = 0.5) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        self.lightning_module = model
+        self.optimizers = [optimizer]
+        scheduler = StepLR(optimizer, 10, gamma)
+        self.lr_scheduler_configs = [type("Config", (), {"scheduler": scheduler, "interval": "step"})]
+
+
+def model_of(trainer: Any) -> dict[str, str]:
+    return describe_model(trainer)
+
+
+def data_of(length: int = 40, seed: int = 3, *, shuffle: bool = True) -> dict[str, str]:
+    loader = DataLoader(TensorDataset(torch.zeros(length, 2)), batch_size=2, shuffle=shuffle)
+    order = DataOrder(loader, StepShape(devices=2, accumulation=1), seed)
+    made = TrainingLoader(loader, order, 0, None, lambda: (0, 0), lambda m: list(m), lambda: None)
+    try:
+        return describe_data(made)
+    finally:
+        made.close()
+
+
+def differing(one: dict[str, str], other: dict[str, str]) -> list[str]:
+    assert one.keys() == other.keys()
+    return [name for name in one if one[name] != other[name]]
+
+
+def test_the_same_program_is_described_alike_on_every_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PL_GLOBAL_SEED", "7")
+    one, other = (model_of(Trainer(Model(folder=folder))) for folder in ("/data/n0", "/data/n1"))
+    assert one == other
+    assert data_of() == data_of()
+
+
+@pytest.mark.parametrize(
+    ("trainer", "names"),
+    [
+        (lambda: Trainer(Model(), lr=0.2), ["optimizer", "scheduler"]),
+        (lambda: Trainer(Model(), gamma=0.4), ["scheduler"]),
+        (lambda: Trainer(Model(width=3)), ["parameters", "hparams"]),
+        (lambda: Trainer(Model(dropout=0.1)), ["hparams"]),
+    ],
+)
+def test_a_model_or_setting_that_differs_is_named(trainer: Any, names: list[str]) -> None:
+    assert differing(model_of(Trainer(Model())), model_of(trainer())) == names
+
+
+def test_another_seed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PL_GLOBAL_SEED", "7")
+    one = model_of(Trainer(Model()))
+    monkeypatch.setenv("PL_GLOBAL_SEED", "8")
+    assert differing(one, model_of(Trainer(Model()))) == ["seed"]
+
+
+def test_frozen_parameters_are_named() -> None:
+    frozen = Model()
+    frozen.layer.bias.requires_grad_(requires_grad=False)
+    assert differing(model_of(Trainer(Model())), model_of(Trainer(frozen))) == ["parameters"]
+
+
+def test_data_of_another_length_or_order_are_named() -> None:
+    assert differing(data_of(), data_of(length=44)) == ["data length", "data order"]
+    assert differing(data_of(), data_of(seed=4)) == ["data order"]
+    assert differing(data_of(), data_of(shuffle=False)) == ["data order"]
