@@ -20,7 +20,7 @@ import aiohttp
 from unicron_lightning import wire
 from unicron_lightning.credentials import token_for
 
-NO_STORE = wire.Address(host="0.0.0.0", port=1)
+NO_STORE = wire.Address(host="127.0.0.1", port=1)
 """Nobody listens there, and nothing follows from that: it has never been reached."""
 
 

@@ -33,6 +33,11 @@ def test_a_manifest_with_a_misspelt_key_would_be_noticed() -> None:
         kubernetes_validate.validate({**secret, "stringdata": {}}, kubernetes_validate.latest_version(), strict=True)
 
 
+def test_there_is_no_default_token() -> None:
+    (secret,) = documents(DEPLOY / "kubernetes" / "secret.yaml")
+    assert not {"data", "stringData"} & secret.keys()
+
+
 def test_manifests_refer_to_each_other() -> None:
     texts = {path.name: path.read_text() for path in MANIFESTS}
     everything = [document for path in MANIFESTS for document in documents(path)]

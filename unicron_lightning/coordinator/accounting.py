@@ -38,6 +38,8 @@ _NOTHING: Final = Level(slots=0, workers=0)
 _FIRST_STEPS: Final = ("worker.started", "worker.recovered", "worker.grown", "worker.shrunk")
 _OWN_DEATHS: Final = ("exit", "signal", "silent", "reported")
 
+_MOST_DETECTION_SECONDS: Final = 3600.0
+"""More than any limit of detection: a fault dated earlier was dated by another clock."""
 _HAPPENED: Final = {"worker_died": "died_at", "agent_lost": "away_since", "error_reported": "happened_at"}
 """By event: which of its fields is when it happened."""
 
@@ -167,6 +169,8 @@ def _open(task: Task, turn: Turn, event: ev.Emit) -> None:
     assert event.incident is not None
     accounts.opened = _number(event.incident)
     fault = fields.get(_HAPPENED.get(event.name, "")) or turn.now
+    if turn.now - fault > _MOST_DETECTION_SECONDS:
+        fault = turn.now  # by a clock that differs: nobody was that late
     standing = any(incident.stepped_at is None for incident in accounts.open)
     level = _NOTHING if standing else accounts.level
     incident = Incident(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hmac
 import random
-import time
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -17,6 +16,7 @@ from aiohttp import web
 from unicron_lightning import wire
 from unicron_lightning.coordinator import accounting, injection, jobs, relayout, replicas
 from unicron_lightning.coordinator import events as ev
+from unicron_lightning.coordinator.hosts import misdirected
 from unicron_lightning.coordinator.machine import Machine
 from unicron_lightning.coordinator.status import cluster_status, task_status
 from unicron_lightning.coordinator.store import LoggedEvent, Store
@@ -24,6 +24,7 @@ from unicron_lightning.credentials import Token
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.faults.arrivals import draw
 from unicron_lightning.faults.language import parse, text
+from unicron_lightning.fields import shortened
 from unicron_lightning.jobs import Job, problem
 
 _MOST_INCIDENTS: Final = 100_000
@@ -40,6 +41,16 @@ def _decode_job(data: bytes) -> Job:
     return Job(**msgspec.structs.asdict(_decode_submission(data)))
 
 
+def _number(word: str, digits: int = 6) -> int | None:
+    """A whole number of so many digits at most; None if the word is none."""
+    return int(word) if word.isascii() and word.isdecimal() and len(word) <= digits else None
+
+
+def _plain(word: str) -> str:
+    """A word of a request as it was given, or quoted and shortened if it is not a plain one."""
+    return word if len(word) <= 20 and word.isprintable() else shortened(word)
+
+
 class Shell(Protocol):
     """What the routes need of the server."""
 
@@ -47,6 +58,10 @@ class Shell(Protocol):
     store: Store
     store_error: str | None
     started_at: float
+
+    def now(self) -> float:
+        """The machine's time."""
+        ...
 
     def apply(self, event: ev.Input) -> None:
         """Have the machine take in an input, and carry out its answer."""
@@ -63,9 +78,11 @@ class Api:
     Args:
         shell: the server whose they are.
         token: what requests must show.
+        only_host: ``coordinator.host`` if it is a loopback address: requests must be meant for one; None: any host.
     """
 
-    def __init__(self, shell: Shell, token: Token) -> None:
+    def __init__(self, shell: Shell, token: Token, only_host: str | None = None) -> None:
+        self._only_host = only_host
         self._shell = shell
         self._token = token
 
@@ -77,6 +94,10 @@ class Api:
             # A browser page may open WebSockets to loopback addresses; no client of ours sends an origin.
             if "Origin" in request.headers:
                 return web.json_response({"error": "requests by web pages are refused"}, status=403)
+            if self._only_host is not None:
+                wrong = misdirected(request.headers.get("Host", ""), self._only_host)
+                if wrong is not None:
+                    return web.json_response({"error": wrong}, status=421)
             if request.path != "/healthz" and not self._authorized(request):
                 return web.json_response({"error": "missing or wrong token"}, status=401)
             response: web.StreamResponse = await handler(request)
@@ -116,7 +137,7 @@ class Api:
         """What failures have cost; ``?task=`` only those of one task."""
         only = request.query.get("task")
         closed = self._shell.store.events(task=only, name=accounting.CLOSED, limit=_MOST_INCIDENTS)
-        return web.json_response(accounting.book(closed, self._shell.machine.cluster, time.time(), only=only))
+        return web.json_response(accounting.book(closed, self._shell.machine.cluster, self._shell.now(), only=only))
 
     async def _post_resize(self, request: web.Request) -> web.Response:
         """``?nodes=N``: have N nodes train the task; ``nodes=all``: as many as there are."""
@@ -125,10 +146,10 @@ class Api:
         task = tasks.get(name)
         if task is None or task.over is not None:
             return self._no_task(name)
-        nodes = int(word) if word.isdecimal() else None
+        nodes = _number(word)
         if word != "all" and (nodes is None or not task.min_nodes <= nodes <= task.max_nodes):
-            error = f"nodes={word}: expected {task.min_nodes} to {task.max_nodes} (its --nnodes), or all"
-            return web.json_response({"error": error}, status=404)
+            error = f"nodes={_plain(word)}: expected {task.min_nodes} to {task.max_nodes} (its --nnodes), or all"
+            return web.json_response({"error": error}, status=400 if nodes is None else 404)
         if nodes is not None and (refused := replicas.refusal(task, nodes)) is not None:
             return web.json_response({"error": refused}, status=404)
         self._shell.apply(ev.Resize(task=name, nodes=nodes))
@@ -142,9 +163,11 @@ class Api:
             return self._no_task(name)
         words = {key: request.query.get(key, "") for key in ("tp", "pp")}
         for key, word in words.items():
-            if not (word.isdecimal() and int(word) > 0):
-                return web.json_response({"error": f"{key}={word}: expected a whole number, 1 or more"}, status=400)
-        layout = wire.Layout(tensor=int(words["tp"]), pipeline=int(words["pp"]))
+            if not _number(word):
+                return web.json_response(
+                    {"error": f"{key}={_plain(word)}: expected a whole number, 1 or more"}, status=400
+                )
+        layout = wire.Layout(tensor=_number(words["tp"]) or 1, pipeline=_number(words["pp"]) or 1)
         if (refused := relayout.refusal(task, layout)) is not None:
             return web.json_response({"error": refused}, status=409)
         self._shell.apply(ev.Relayout(task=name, layout=layout))
@@ -224,9 +247,9 @@ class Api:
         return web.json_response({"drained": machine.drained})
 
     async def _get_events(self, request: web.Request) -> web.Response:
-        try:
-            since = int(request.query.get("since", "0"))
-        except ValueError:
-            return web.json_response({"error": "since: expected a sequence number"}, status=400)
+        word = request.query.get("since", "0")
+        since = _number(word, digits=18)
+        if since is None:
+            return web.json_response({"error": f"since={shortened(word)}: expected a sequence number"}, status=400)
         events: list[LoggedEvent] = self._shell.store.events(task=request.query.get("task"), since=since)
         return web.json_response(events)

@@ -9,7 +9,12 @@ import msgspec
 
 from unicron_lightning.fields import shortened
 
-UNREADABLE: Final = (msgspec.DecodeError, UnicodeError, RecursionError)
+
+class Misplaced(Exception):
+    """A message names a place that its sender may not name."""
+
+
+UNREADABLE: Final = (msgspec.DecodeError, UnicodeError, RecursionError, Misplaced)
 """Raised by decoders for messages that they cannot take in."""
 _PLACE: Final = re.compile(r" - at `\$([^`]*)`\Z")
 _STEP: Final = re.compile(r"\.([^.\[]+)|\[(\d+)\]")
@@ -24,6 +29,8 @@ def described(data: str, error: Exception) -> str:
         error: one of `UNREADABLE`, raised for it.
     """
     text = str(error)
+    if isinstance(error, Misplaced):
+        return text
     found = _PLACE.search(text)
     if found is None:
         return f"{text}, got {shortened(data)}"

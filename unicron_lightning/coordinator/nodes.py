@@ -11,13 +11,15 @@ judged by those.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator import jobs
 from unicron_lightning.coordinator.membership import finish
 from unicron_lightning.coordinator.state import Cluster, Lasting, Node, Task
 from unicron_lightning.coordinator.turn import Turn
-from unicron_lightning.jobs import Job
+from unicron_lightning.jobs import Job, problem
 from unicron_lightning.nodewire import Launch, NodeHello, NodeReport, NodeRun, NodeTask
 
 
@@ -40,7 +42,8 @@ def hello(cluster: Cluster, turn: Turn, conn: int, message: NodeHello) -> None:
                 turn.close(old.conn, "the daemon has a newer connection")
             else:
                 turn.refuse(old.conn, f"a newer daemon has the label {old.label!r}")
-    for each in message.tasks:
+    tasks = _usable(turn, message.node, message.tasks)
+    for each in tasks:
         _adopt(cluster, turn, each.job)
     same = old is not None and (old.host, old.pid) == (message.host, message.pid)
     cluster.nodes[message.node] = Node(
@@ -50,8 +53,8 @@ def hello(cluster: Cluster, turn: Turn, conn: int, message: NodeHello) -> None:
         started_at=message.started_at,
         conn=conn,
         slots=message.slots,
-        launches=[Launch(job=each.job, slot=each.slot) for each in message.tasks],
-        tasks=message.tasks,
+        launches=[Launch(job=each.job, slot=each.slot) for each in tasks],
+        tasks=tasks,
         untold=True,
     )
     fields = {"node": message.node, "host": message.host, "pid": message.pid, "slots": message.slots, "resumed": same}
@@ -62,13 +65,14 @@ def hello(cluster: Cluster, turn: Turn, conn: int, message: NodeHello) -> None:
 def report(turn: Turn, node: Node, message: NodeReport) -> None:
     """A daemon tells what it runs now."""
     before = {_key(each): each for each in node.tasks}
-    for each in message.tasks:
+    tasks = [each for each in message.tasks if problem(each.job) is None]
+    for each in tasks:
         known = before.get(_key(each))
         if each.pid is None and each.code is not None and (known is None or known.pid is not None):
             fields = {"node": node.label, "slot": each.slot, "code": each.code, "starts": each.starts}
             fields["reason"] = each.reason
             turn.actions.append(ev.Emit(name="launch_ended", task=each.job.name, incident=None, fields=fields))
-    node.tasks = message.tasks
+    node.tasks = tasks
     turn.places_changed = True  # not worth saving: a daemon tells it anew
 
 
@@ -181,6 +185,18 @@ def _refusal(old: Node | None, message: NodeHello) -> str | None:
     if old is not None and old.conn is not None and old.started_at > message.started_at:
         return f"a newer daemon (process {old.pid} on {old.host}) has the label {message.node!r}"
     return None
+
+
+def _usable(turn: Turn, node: str, tasks: Sequence[NodeTask]) -> list[NodeTask]:
+    """Those of a daemon's jobs that could have been submitted; it is told to stop others."""
+    usable: list[NodeTask] = []
+    for each in tasks:
+        if (wrong := problem(each.job)) is None:
+            usable.append(each)
+        else:
+            fields = {"node": node, "slot": each.slot, "reason": wrong}
+            turn.actions.append(ev.Emit(name="job_not_adopted", task=None, incident=None, fields=fields))
+    return usable
 
 
 def _adopt(cluster: Cluster, turn: Turn, job: Job) -> None:

@@ -32,8 +32,10 @@ from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.allocation import standing
 from unicron_lightning.coordinator.api import Api
 from unicron_lightning.coordinator.batch import Batch
+from unicron_lightning.coordinator.clock import SteadyClock
 from unicron_lightning.coordinator.config import CoordinatorConfig, default_state_dir, prepare_state_dir
 from unicron_lightning.coordinator.database import StoreUnusable
+from unicron_lightning.coordinator.hosts import misplaced
 from unicron_lightning.coordinator.liveness import ANSWER, Liveness
 from unicron_lightning.coordinator.machine import Machine
 from unicron_lightning.coordinator.planning import Knowledge, Planning
@@ -71,6 +73,7 @@ class Server:
         self._token = token
         host, port = config.coordinator.host, config.coordinator.port
         address = _resolve(host, port)
+        self._only_host = host if is_loopback(address[4][0]) else None
         # The port decides which of several coordinators lives: bind before the state is touched.
         self._socket = _bind(address)
         try:
@@ -101,6 +104,8 @@ class Server:
         self._stop = asyncio.Event()
         self._failed = False
         self.store_error: str | None = None
+        self._clock = SteadyClock()
+        self._hosts: dict[int, str] = {}
         self.started_at = time.time()
 
     async def run(self) -> bool:
@@ -112,7 +117,7 @@ class Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
-        app = Api(self, self._token).app()
+        app = Api(self, self._token, self._only_host).app()
         app.router.add_get("/v1/agent", self._serve_agent)
         app.router.add_get("/v1/node", self._serve_node)
         runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
@@ -160,7 +165,7 @@ class Server:
     def _handle(self, event: ev.Input) -> None:
         if self._stop.is_set():
             return
-        now = time.time()
+        now = self.now()
         try:
             actions = self.machine.handle(event, now)
         except Exception as error:
@@ -174,7 +179,7 @@ class Server:
                 self._timers[action.key] = asyncio.get_running_loop().call_later(action.seconds, self._fire, action.key)
             elif isinstance(action, ev.CancelTimer):
                 self._cancel(action.key)
-        self._batch.add(now, actions)
+        self._batch.add(time.time(), actions)
 
     def _contain(self, event: ev.Input, error: Exception, now: float) -> list[ev.Action]:
         """Have an input that the machine could not take in end with what it is about."""
@@ -267,6 +272,8 @@ class Server:
     # ---- connections -----------------------------------------------------------------------------------------
 
     async def _serve_agent(self, request: web.Request) -> web.StreamResponse:
+        peer = request.remote or ""
+
         def take(conn: int, data: str) -> None:
             message = wire.decode_from_agent(data)
             if isinstance(message, wire.Beat):
@@ -275,7 +282,13 @@ class Server:
                 return
             self._liveness.heard(conn)
             if isinstance(message, wire.Register | wire.RendezvousBegin):
-                self._presence.told(conn, message.store)
+                host = message.host if isinstance(message, wire.Register) else self._hosts.get(conn, peer)
+                self._hosts[conn] = host
+                store = message.store
+                if store is not None and (reason := misplaced(store.host, host, peer)) is not None:
+                    raise edge.Misplaced(reason)
+                # Only the machine that the connection comes from is ever asked whether it listens.
+                self._presence.told(conn, store and wire.Address(host=peer, port=store.port))
             self._take(ev.Received(conn=conn, message=message))
 
         return await self._serve(request, take)
@@ -303,6 +316,7 @@ class Server:
             await self._read(conn, socket_, take)
         finally:
             del self._sessions[conn]
+            self._hosts.pop(conn, None)
             place = self.machine.cluster.conns.get(conn)
             self._presence.ended(conn, lambda: self._gone(place))
             self._take(ev.Disconnected(conn=conn, silent=self._liveness.forget(conn)))
@@ -341,6 +355,10 @@ class Server:
             timeout = None
 
     # ---- about itself ----------------------------------------------------------------------------------------------
+
+    def now(self) -> float:
+        """The machine's time."""
+        return self._clock.now()
 
     def about(self) -> dict[str, Any]:
         """What tells this process from another."""
