@@ -27,6 +27,7 @@ import os
 import sys
 
 from unicron_lightning.cli import incidents, inject, inspection, jobs, node, orders, top
+from unicron_lightning.cli.output import visible
 from unicron_lightning.errors import UnicronError
 from unicron_lightning.planning.command import add_parser as add_plan_parser
 
@@ -48,7 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         status: int = options.run(options)
     except UnicronError as error:
-        print(f"unicron: {error}", file=sys.stderr)
+        print(f"unicron: {visible(str(error), lines=True)}", file=sys.stderr)
         status = 2
     except BrokenPipeError:
         # The reader, e.g. `head`, has seen enough; keep Python from complaining at its exit.

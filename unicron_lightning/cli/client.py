@@ -10,6 +10,7 @@ import urllib.parse
 import urllib.request
 from typing import Any, Final
 
+from unicron_lightning.cli.output import visible
 from unicron_lightning.credentials import Token, token_for
 from unicron_lightning.errors import CoordinatorUnavailable, UnicronError
 
@@ -88,6 +89,6 @@ def fetch(
 
 def _reason(error: urllib.error.HTTPError) -> str | None:
     try:
-        return str(json.load(error)["error"])
+        return visible(str(json.load(error)["error"]))
     except (ValueError, KeyError, TypeError):
         return None

@@ -10,6 +10,7 @@ import time
 from typing import Any, Final
 
 from unicron_lightning.cli.client import connecting, fetch, token_of
+from unicron_lightning.cli.output import all_visible, console
 
 _PHASES: Final = ("detection", "transition", "sub_healthy")
 _UNITS: Final = ("seconds", "worker_seconds", "waf_seconds")
@@ -35,9 +36,9 @@ def _incidents(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(answer, indent=2))
     elif options.csv:
-        _print_csv(answer["incidents"])
+        _print_csv(all_visible(answer["incidents"]))
     else:
-        _print_table(answer)
+        _print_table(all_visible(answer))
     return 0
 
 
@@ -50,8 +51,6 @@ def _print_csv(bills: list[dict[str, Any]]) -> None:
 
 
 def _print_table(answer: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
 
     table = Table(title="seconds / weighted worker-seconds lost / WAF-seconds (FLOP) lost", title_justify="left")
@@ -60,15 +59,13 @@ def _print_table(answer: dict[str, Any]) -> None:
     for bill in answer["incidents"]:
         at = time.strftime("%m-%d %H:%M:%S", time.localtime(bill["fault_at"]))
         costs = [_cost(bill["phases"][phase]) for phase in _PHASES]
-        table.add_row(
-            *(escape(bill["task"]), bill["incident"], at, escape(bill["cause"])), *costs, bill["outcome"] or "open"
-        )
+        table.add_row(*(bill["task"], bill["incident"], at, bill["cause"]), *costs, bill["outcome"] or "open")
     sums = answer["totals"]
     table.add_section()
     table.add_row("all", str(sums["incidents"]), "", "", *(_cost(sums["phases"][phase]) for phase in _PHASES), "")
     if sums["unknown_waf"]:
         table.caption = f"{sums['unknown_waf']} without WAF-seconds: their FLOPs per step, or their pace, is not known"
-    Console().print(table)
+    console().print(table)
 
 
 def _cost(phase: dict[str, float | None]) -> str:

@@ -11,6 +11,7 @@ from heapq import merge
 from typing import Any
 
 from unicron_lightning.cli.client import connecting, fetch, quoted, token_of
+from unicron_lightning.cli.output import visible
 from unicron_lightning.errors import CoordinatorUnavailable, UnicronError
 from unicron_lightning.faults.arrivals import arrivals
 from unicron_lightning.faults.fault import Fault
@@ -73,4 +74,4 @@ def _order(options: argparse.Namespace, fault: Fault) -> None:
         if not fatal:
             raise
         answer = {"fault": text(fault), "targets": ["coordinator"]}
-    print(f"{answer['fault']}: {', '.join(answer['targets'])}", flush=True)
+    print(visible(f"{answer['fault']}: {', '.join(answer['targets'])}"), flush=True)

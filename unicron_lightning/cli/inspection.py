@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 from unicron_lightning.cli.client import connecting, fetch, token_of
+from unicron_lightning.cli.output import all_visible, console
 from unicron_lightning.errors import UnicronError
 
 
@@ -33,32 +34,30 @@ def _status(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(answer, indent=2))
         return 0
-    from rich.console import Console
-    from rich.markup import escape
-
-    console = Console()
+    answer = all_visible(answer)
+    tasks = answer["tasks"]
+    screen = console()
     about = answer["coordinator"]
-    console.print(f"coordinator {options.endpoint}  pid {about['pid']}  version {about['version']}", highlight=False)
+    screen.print(f"coordinator {options.endpoint}  pid {about['pid']}  version {about['version']}", highlight=False)
     if about["store_error"]:
-        console.print(f"[red]its state is not being saved: {escape(about['store_error'])}")
+        screen.print(f"its state is not being saved: {about['store_error']}", style="red")
     if not tasks:
-        console.print("no tasks")
+        screen.print("no tasks")
     for task_id, task in tasks.items():
-        console.print(_task_table(task_id, task))
+        screen.print(_task_table(task_id, task))
     drained = [node for node in answer["drained"] if node not in answer["cordoned"]]
     if drained:
-        console.print(f"drained: {escape(', '.join(drained))}", highlight=False)
+        screen.print(f"drained: {', '.join(drained)}", highlight=False)
     for node, reason in answer["cordoned"].items():
-        console.print(f"cordoned: {escape(node)}: {escape(reason)}", highlight=False)
+        screen.print(f"cordoned: {node}: {reason}", highlight=False)
     return 0
 
 
 def _task_table(task_id: str, task: dict[str, Any]) -> Any:
-    from rich.markup import escape
     from rich.table import Table
 
     nodes = f"{task['min_nodes']}:{task['max_nodes']} nodes" + (f", {task['target']} wanted" if task["target"] else "")
-    title = f"{escape(task_id)}  {task['state']}  epoch {task['epoch']}  life {task['life']}  {nodes}"
+    title = f"{task_id}  {task['state']}  epoch {task['epoch']}  life {task['life']}  {nodes}"
     caption = f"incidents {task['incidents']}, restarts {task['restarts']}"
     if (layout := task.get("layout")) is not None:
         caption += f", tp={layout['tp']} pp={layout['pp']}"
@@ -67,9 +66,9 @@ def _task_table(task_id: str, task: dict[str, Any]) -> Any:
     if task["degraded"]:
         caption += ", slower than usual"
     if task["checkpoint"]:
-        caption += f", checkpoint of step {task['checkpoint']['step']}: {escape(task['checkpoint']['path'])}"
+        caption += f", checkpoint of step {task['checkpoint']['step']}: {task['checkpoint']['path']}"
     if (failure := task.get("last_failure")) is not None:
-        caption += f"\nlast failure: {escape(failure['worker'] or failure['node'])}: {escape(failure['cause'])}"
+        caption += f"\nlast failure: {failure['worker'] or failure['node']}: {failure['cause']}"
     table = Table(title=title, caption=caption, min_width=len(title), title_justify="left", caption_justify="left")
     for column in ("rank", "worker", "node", "state", "step"):
         table.add_column(column, justify="right" if column in ("rank", "step") else "left")
@@ -78,14 +77,14 @@ def _task_table(task_id: str, task: dict[str, Any]) -> Any:
         if member["worker"] in task["stragglers"]:
             state += f", straggler ({task['stragglers'][member['worker']]}x)"
         step = "" if member["step"] is None else str(member["step"])
-        table.add_row(str(member["rank"]), escape(member["worker"]), escape(member["node"]), state, step)
+        table.add_row(str(member["rank"]), member["worker"], member["node"], state, step)
     for state in ("candidates", "starting"):
         for worker in task[state]:
-            table.add_row("", escape(worker["worker"]), "", state.rstrip("s"), "")
+            table.add_row("", worker["worker"], "", state.rstrip("s"), "")
     for agent in task["agents"]:
         # An agent whose workers are shown needs no line of its own.
         if agent["slot"] != "granted" or not agent["connected"] or not task["members"]:
-            table.add_row("", escape(agent["agent"]), escape(agent["node"]), _agent_state(agent), "")
+            table.add_row("", agent["agent"], agent["node"], _agent_state(agent), "")
     return table
 
 
@@ -104,7 +103,7 @@ def _events(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(events, indent=2))
         return 0
-    for event in events:
+    for event in all_visible(events):
         at = time.strftime("%H:%M:%S", time.localtime(event["at"])) + f"{event['at'] % 1:.3f}"[1:]
         fields = " ".join(f"{name}={json.dumps(value)}" for name, value in event["fields"].items())
         print(f"{event['seq']:6d} {at} {event['task'] or '-'} {event['incident'] or '-'} {event['name']} {fields}")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from unicron_lightning.cli.client import connecting, fetch, quoted, token_of
+from unicron_lightning.cli.output import all_visible, console, visible
 from unicron_lightning.errors import ConfigError, CoordinatorUnavailable
 
 _EXAMPLE = "examples/job.yaml"
@@ -46,7 +47,7 @@ def _submit(options: argparse.Namespace) -> int:
 
     job = msgspec.to_builtins(read_job(Path(options.file), options.set), str_keys=True)
     answer = fetch(options.endpoint, "/v1/jobs", token_of(options), method="POST", body=job)
-    print(f"{answer['name']}: {answer['state']}", flush=True)
+    print(visible(f"{answer['name']}: {answer['state']}"), flush=True)
     return _wait(options, answer["name"]) if options.wait else 0
 
 
@@ -57,14 +58,14 @@ def _wait(options: argparse.Namespace, name: str) -> int:
         time.sleep(_POLL_SECONDS)
         with contextlib.suppress(CoordinatorUnavailable):
             job = fetch(options.endpoint, f"/v1/jobs/{quoted(name)}", token_of(options))
-    print(f"{name}: {job['state']} ({job['reason']})")
+    print(visible(f"{name}: {job['state']} ({job['reason']})"))
     return 0 if job["state"] == "succeeded" else 1
 
 
 def _cancel(options: argparse.Namespace) -> int:
     path = f"/v1/tasks/{quoted(options.task)}/cancel"
     answer = fetch(options.endpoint, path, token_of(options), method="POST")
-    print(f"{answer['name']}: {answer['state']}")
+    print(visible(f"{answer['name']}: {answer['state']}"))
     return 0
 
 
@@ -73,20 +74,14 @@ def _jobs(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(jobs, indent=2))
         return 0
-    from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
 
     table = Table()
     for column in ("task", "state", "since", "started by", "reason"):
         table.add_column(column)
-    for job in jobs:
+    for job in all_visible(jobs):
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(job["ended_at"] or job["submitted_at"]))
         by = "unicron submit" if job["managed"] else "torchrun"
-        table.add_row(escape(job["name"]), job["state"], since, by, escape(job["reason"] or ""))
-    console = Console()
-    if jobs:
-        console.print(table)
-    else:
-        console.print("no jobs")
+        table.add_row(job["name"], job["state"], since, by, job["reason"] or "")
+    console().print(table if jobs else "no jobs")
     return 0

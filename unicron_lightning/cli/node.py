@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from unicron_lightning.cli.client import connecting, fetch, token_of
+from unicron_lightning.cli.output import visible
 from unicron_lightning.errors import ConfigError, CoordinatorUnavailable, UnicronError
 
 _POLL_SECONDS: Final = 0.2
@@ -80,7 +81,7 @@ def _logs(options: argparse.Namespace) -> int:
                     tails[path] = Tail(path)
                 text = tails[path].read()
                 if text and len(tails) > 1 and last != path:
-                    print(f"==> {path.relative_to(folder)} <==")
+                    print(f"==> {visible(str(path.relative_to(folder)))} <==")
                 if text:
                     last = path
                     print(text, end="", flush=True)

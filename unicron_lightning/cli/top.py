@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from unicron_lightning.cli.client import connecting, fetch, token_of
+from unicron_lightning.cli.output import all_visible, console, visible
 from unicron_lightning.errors import ConfigError, CoordinatorUnavailable
 
 
@@ -19,31 +20,28 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _top(options: argparse.Namespace) -> int:
-    from rich.console import Console
     from rich.live import Live
 
     if not options.interval > 0:
         raise ConfigError(f"--interval {options.interval}: expected seconds > 0")
     token = token_of(options)
     speeds = Speeds()
-    status = fetch(options.endpoint, "/v1/status", token)
+    status = all_visible(fetch(options.endpoint, "/v1/status", token))
     speeds.saw(status, time.monotonic())
-    console = Console()
+    screen = console()
     if options.once:
         time.sleep(options.interval)  # two looks make a speed
-        status = fetch(options.endpoint, "/v1/status", token)
+        status = all_visible(fetch(options.endpoint, "/v1/status", token))
         speeds.saw(status, time.monotonic())
-        console.print(picture(status, speeds, None))
+        screen.print(picture(status, speeds, None))
         return 0
     try:
-        with Live(
-            picture(status, speeds, None), console=console, screen=console.is_terminal, auto_refresh=False
-        ) as live:
+        with Live(picture(status, speeds, None), console=screen, screen=screen.is_terminal, auto_refresh=False) as live:
             while True:
                 time.sleep(options.interval)
                 away = None
                 try:
-                    status = fetch(options.endpoint, "/v1/status", token)
+                    status = all_visible(fetch(options.endpoint, "/v1/status", token))
                     speeds.saw(status, time.monotonic())
                 except CoordinatorUnavailable as error:
                     away = str(error)
@@ -93,21 +91,20 @@ def picture(status: dict[str, Any], speeds: Speeds, away: str | None) -> Any:
         away: why there is no newer one, if so.
     """
     from rich.console import Group
-    from rich.markup import escape
+    from rich.text import Text
 
     about = status["coordinator"]
     head = f"coordinator {about['host']}:{about['port']}  pid {about['pid']}"
-    parts: list[Any] = [head] if away is None else [f"[red]{escape(away)}[/]"]
+    parts: list[Any] = [head] if away is None else [Text(visible(away), style="red")]
     parts.append(_tasks(status, speeds) if status["tasks"] else "no tasks")
     if status["nodes"]:
         parts.append(_nodes(status))
     if status["drained"]:
-        parts.append(f"drained: {escape(', '.join(status['drained']))}")
+        parts.append(f"drained: {', '.join(status['drained'])}")
     return Group(*parts)
 
 
 def _tasks(status: dict[str, Any], speeds: Speeds) -> Any:
-    from rich.markup import escape
     from rich.table import Table
 
     table = Table()
@@ -119,20 +116,19 @@ def _tasks(status: dict[str, Any], speeds: Speeds) -> Any:
         speed = speeds.of(name)
         places = [place for place, owner in status["assigned"].items() if owner == name]
         table.add_row(
-            escape(name),
+            name,
             task["state"],
             f"{has} of {task['min_nodes']}:{task['max_nodes']}",
             str(alive),
             str(task["progress"]["step"]) if task["progress"] else "",
             "" if speed is None else f"{speed:.2f}",
             str(task["incidents"]),
-            escape(" ".join(places)),
+            " ".join(places),
         )
     return table
 
 
 def _nodes(status: dict[str, Any]) -> Any:
-    from rich.markup import escape
     from rich.table import Table
 
     table = Table()
@@ -141,6 +137,6 @@ def _nodes(status: dict[str, Any]) -> Any:
     for label, node in status["nodes"].items():
         state = "away" if not node["connected"] else "drained" if node["drained"] else "ready"
         for place, (slot, about) in enumerate(node["slots"].items()):
-            first = (escape(label), escape(node["host"]), state) if place == 0 else ("", "", "")
-            table.add_row(*first, escape(slot), escape(about["assigned"] or ""), escape(" ".join(about["agents"])))
+            first = (label, node["host"], state) if place == 0 else ("", "", "")
+            table.add_row(*first, slot, about["assigned"] or "", " ".join(about["agents"]))
     return table

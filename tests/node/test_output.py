@@ -1,0 +1,144 @@
+"""Names and errors that mean to deceive a terminal are shown, not obeyed, by every command."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from unicron_lightning.cli import main
+from unicron_lightning.cli.output import all_visible, visible
+
+EVIL = "[red]\x1b]0;owned\x07\u202e\n:smile:[/nothing]\x9b31m"
+SHOWN = "[red]\\x1b]0;owned\\x07\\u202e\\n:smile:[/nothing]\\x9b31m"
+MEMBER = {"rank": 0, "worker": EVIL, "node": EVIL, "alive": True, "finished": False, "step": 1}
+AGENT = {"agent": EVIL, "node": EVIL, "connected": True, "slot": "waiting", "unhealthy": EVIL, "place": None}
+TASK: dict[str, Any] = {
+    "min_nodes": 1,
+    "max_nodes": 1,
+    "target": None,
+    "state": "running",
+    "epoch": 1,
+    "life": 1,
+    "incidents": 0,
+    "restarts": 0,
+    "degraded": False,
+    "checkpoint": {"step": 1, "path": EVIL},
+    "stragglers": {EVIL: 2.0},
+    "last_failure": {"worker": EVIL, "node": EVIL, "cause": EVIL},
+    "members": [MEMBER],
+    "agents": [AGENT],
+    "candidates": [{"worker": EVIL}],
+    "starting": [],
+    "progress": None,
+}
+STATUS = {
+    "coordinator": {"pid": 1, "version": EVIL, "host": EVIL, "port": 1, "store_error": EVIL},
+    "tasks": {EVIL: TASK},
+    "drained": [EVIL],
+    "cordoned": {EVIL: EVIL},
+    "assigned": {EVIL: EVIL},
+    "nodes": {EVIL: {"connected": True, "drained": False, "host": EVIL,
+                     "slots": {EVIL: {"assigned": EVIL, "agents": [EVIL]}}}},
+}  # fmt: skip
+JOB = {"name": EVIL, "state": "failed", "reason": EVIL, "managed": True, "submitted_at": 1.0, "ended_at": 1.0}
+COSTS = {"seconds": 1.0, "worker_seconds": 1.0, "waf_seconds": None}
+PHASES = {"detection": COSTS, "transition": COSTS, "sub_healthy": COSTS}
+BILL = {
+    "task": EVIL,
+    "incident": EVIL,
+    "outcome": EVIL,
+    "cause": EVIL,
+    "failures": 1,
+    "fault_at": 1.0,
+    "known_at": 1.0,
+    "stepped_at": None,
+    "closed_at": None,
+    "slots_before": 1,
+    "workers_before": 1,
+    "weight": 1.0,
+    "flops_per_step": None,
+    "phases": PHASES,
+}
+ANSWERS: dict[str, Any] = {
+    "/v1/status": STATUS,
+    "/v1/jobs": [JOB],
+    "/v1/incidents": {"incidents": [BILL], "totals": {"incidents": 1, "unknown_waf": 0, "phases": PHASES}},
+    "/v1/events": [{"seq": 1, "at": 1.0, "name": EVIL, "task": EVIL, "incident": EVIL, "fields": {EVIL: EVIL}}],
+}
+
+
+class _Evil(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self._answer(200, ANSWERS[self.path.partition("?")[0]])
+
+    def do_POST(self) -> None:
+        if self.path.endswith("/cancel"):
+            self._answer(404, {"error": EVIL})
+        else:
+            self._answer(200, {"task": EVIL, "nodes": EVIL, "tp": EVIL, "pp": EVIL, "drained": [EVIL]})
+
+    def _answer(self, status: int, value: Any) -> None:
+        body = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Evil) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            yield f"127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["status"],
+        ["events"],
+        ["incidents"],
+        ["incidents", "--csv"],
+        ["jobs"],
+        ["top", "--once", "--interval", "0.01"],
+        ["cancel", "x"],
+        ["resize", "x", "1"],
+        ["relayout", "x", "--tp", "1", "--pp", "1"],
+        ["drain", "x"],
+        ["status", "--json"],
+        ["status", "--task", EVIL + "?"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_what_comes_from_elsewhere_is_shown_and_not_obeyed(
+    words: list[str], endpoint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "2000")
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "--endpoint", endpoint])
+    captured = capsys.readouterr()
+    text = captured.out + captured.err
+    assert ended.value.code == (2 if words[0] == "cancel" or "--task" in words else 0), captured.err
+    assert all(line.isprintable() for line in text.split("\n"))
+    asked = json.dumps(EVIL)[1:-1] if "--json" in words else repr(EVIL)[1:-1] if "--task" in words else SHOWN
+    assert asked in text
+
+
+def test_visible_text_is_left_as_it_is() -> None:
+    assert visible("rank 3: größer, 中文 [0]") == "rank 3: größer, 中文 [0]"
+    assert visible("a\nb", lines=True) == "a\nb"
+    assert visible("\ud800") == "\\ud800"
+    assert all_visible({"a\x1b": ["\r", 1, None]}) == {"a\\x1b": ["\\r", 1, None]}

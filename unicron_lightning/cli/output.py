@@ -1,0 +1,41 @@
+r"""Text from elsewhere as commands show it: names, labels and errors come over the network, and may mean to deceive.
+
+Control characters (escape sequences and newlines among them), and those that are not shown or change the direction of
+writing, are shown as escapes such as ``\x1b``. Terminals' markup is never looked for in text.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def visible(text: str, *, lines: bool = False) -> str:
+    """A text as one line of visible characters, or as several if its own newlines stay (``lines``)."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() or (lines and each == "\n") else _escaped(each) for each in text)
+
+
+def all_visible(value: Any) -> Any:
+    """An answer of the coordinator (decoded JSON) with all texts in it, keys as well, made visible."""
+    if isinstance(value, str):
+        return visible(value)
+    if isinstance(value, list):
+        return [all_visible(each) for each in value]
+    if isinstance(value, dict):
+        return {visible(key): all_visible(each) for key, each in value.items()}
+    return value
+
+
+def console() -> Console:
+    """Where tables are printed; it takes no text for markup."""
+    from rich.console import Console
+
+    return Console(markup=False, emoji=False)
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode()
