@@ -48,7 +48,7 @@ def logged(trainer: pl.Trainer) -> bytes:
     """The values accumulated since the epoch began, for `LOGGED`."""
     results = trainer.fit_loop.epoch_loop._results
     assert isinstance(results, RecordingResults)
-    return codec.encode(results.state())
+    return codec.encode([results.state(), StepMetrics(trainer.lightning_module).states()])
 
 
 def restore_logged(trainer: pl.Trainer, saved: bytes, device: torch.device) -> None:
@@ -57,7 +57,9 @@ def restore_logged(trainer: pl.Trainer, saved: bytes, device: torch.device) -> N
     results = epoch_loop._results
     assert isinstance(results, RecordingResults)
     if epoch_loop.batch_progress.current.ready > 0:
-        results.load_state(codec.decode(saved), device)
+        values, states = codec.decode(saved)
+        results.load_state(values, device, trainer.lightning_module)
+        StepMetrics(trainer.lightning_module).load_states(states)
         trainer._logger_connector._first_loop_iter = False  # else the first value logged resets the others
 
 

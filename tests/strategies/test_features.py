@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torchmetrics
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -127,22 +128,26 @@ def test_resuming_is_exact(tmp_path: Path, where: str) -> None:
 
 
 class Means(Net):
-    """Keeps each epoch's mean of the loss."""
+    """Keeps each epoch's mean of the loss, as a value and as a metric object's."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.means: list[float] = []
+        self.means: list[tuple[float, float]] = []
+        self.object = torchmetrics.MeanMetric()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         self.log("mean", loss, on_step=False, on_epoch=True)
+        self.object.update(loss)
+        self.log("object", self.object, on_step=False, on_epoch=True)
         return loss
 
     def on_train_epoch_start(self) -> None:
         self.log("epoch", float(self.current_epoch))
 
     def on_train_epoch_end(self) -> None:
-        self.means.append(float(self.trainer.fit_loop.epoch_loop._results.metrics(False)["callback"]["mean"]))
+        values: Any = self.trainer.fit_loop.epoch_loop._results.metrics(False)["callback"]
+        self.means.append((float(values["mean"]), float(values["object"])))
 
 
 def test_a_resumed_epochs_mean_is_that_of_the_whole_epoch(tmp_path: Path) -> None:
