@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from unicron_lightning import wire
+from unicron_lightning.credentials import token_for
+from unicron_lightning.proof import Meeting, authorization, new_nonce
 
 QUIET_SECONDS = 0.3
 """Without a further arrival for so long, a client tells of an epoch."""
@@ -23,7 +25,8 @@ BACK_SECONDS = 2.0
 """A new worker, or agent, comes so long after the end of the one before."""
 HANDSHAKE = (
     "GET /v1/agent HTTP/1.1\r\nHost: coordinator\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
-    "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+    "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n"
+    "Authorization: {authorization}\r\n\r\n"
 )
 
 
@@ -45,6 +48,7 @@ class Agent(asyncio.Protocol):
         self._kind = ""
         self._buffer = bytearray()
         self._open = False
+        self._nonce = new_nonce()
         self._transport: asyncio.Transport | None = None
 
     @property
@@ -54,7 +58,7 @@ class Agent(asyncio.Protocol):
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        transport.write(HANDSHAKE.encode())
+        transport.write(f"GET /v1/challenge?nonce={self._nonce} HTTP/1.1\r\nHost: coordinator\r\n\r\n".encode())
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self.closed:
@@ -62,6 +66,8 @@ class Agent(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
+        if self._nonce and not self._challenged():
+            return
         if not self._open:
             head = self._buffer.find(b"\r\n\r\n")
             if head < 0:
@@ -75,6 +81,20 @@ class Agent(asyncio.Protocol):
                 self._hear(payload)
             elif kind == 9:
                 self._write(10, payload)
+
+    def _challenged(self) -> bool:
+        """Answer the coordinator's challenge once it has come whole; the load is trusted."""
+        _, gap, body = bytes(self._buffer).partition(b"\r\n\r\n")
+        if not gap or not body.endswith(b"}"):
+            return False
+        found = json.loads(body)
+        meeting = Meeting(client=self._nonce, server=found["nonce"], address=found["address"])
+        shown = authorization(token_for("127.0.0.1", None).secret, meeting, "GET", "/v1/agent")
+        self._nonce = ""
+        self._buffer.clear()
+        assert self._transport is not None
+        self._transport.write(HANDSHAKE.format(authorization=shown).encode())
+        return True
 
     def _frames(self) -> Iterator[tuple[int, bytes]]:
         while len(buffer := self._buffer) >= 2:

@@ -81,7 +81,8 @@ class Watched(Run):
         port = self.proxy.port if self.proxy is not None and slot == VICTIM else self.port
         command: list[str | Path] = [self._bin / "torchrun", "--nproc-per-node=1", "--max-restarts=1000"]
         command += ["--nnodes=2:3", "--rdzv-backend=unicron", f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-id={TASK}"]
-        command += [f"--rdzv-conf=node=n{slot},embedded=false", HERE / "job_detection.py"]
+        forwarded = str(port != self.port).lower()
+        command += [f"--rdzv-conf=node=n{slot},embedded=false,forwarded={forwarded}", HERE / "job_detection.py"]
         self.processes.start(f"agent{slot}", command, BENCH_SLOT=str(slot))
 
     def until(self, there: Callable[[], Any], what: str, seconds: float) -> Any:

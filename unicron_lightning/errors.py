@@ -5,6 +5,7 @@
     ├── PortInUse                           another program listens where the coordinator should
     ├── SessionRefused                      the coordinator will not have this agent
     ├── CoordinatorUnavailable              no coordinator answers at the endpoint
+    │   └── CoordinatorUnproven             what answers there does not know the token
     ├── StoreUnusable (coordinator.database)  the coordinator's folder or database cannot be used
     ├── AgentUnavailable                    the worker has no agent, or lost it
     ├── RendezvousFailed (agent.handler)    torchrun is told that this agent can't take part
@@ -46,6 +47,10 @@ class SessionRefused(UnicronError):
 
 class CoordinatorUnavailable(UnicronError):
     """No coordinator answered at the endpoint within the time allowed."""
+
+
+class CoordinatorUnproven(CoordinatorUnavailable):
+    """What answers at the endpoint cannot prove that it knows the token; it was sent nothing that it could use."""
 
 
 class AgentUnavailable(UnicronError):

@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 from aiohttp import WSMsgType, web
 
 from unicron_lightning import wire
+from unicron_lightning.coordinator.guard import Guard
+from unicron_lightning.credentials import token_for
 
 M = TypeVar("M", bound=wire.Message)
 
@@ -22,9 +24,8 @@ class FakeCoordinator:
     ``answers`` may be switched off to test what happens without them.
     """
 
-    def __init__(self, agents: int = 1, token: str | None = None) -> None:
+    def __init__(self, agents: int = 1) -> None:
         self.agents = agents
-        self.token = token
         self.answers = True
         self.refuse: str | None = None
         self.worker_timeout: float | None = None
@@ -95,7 +96,7 @@ class FakeCoordinator:
 
     async def _serve(self, port: int, ready: threading.Event, stop: asyncio.Event) -> None:
         self._loop = asyncio.get_running_loop()
-        app = web.Application()
+        app = Guard(token_for("127.0.0.1", None)).app()
         app.router.add_get("/v1/agent", self._session)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
@@ -109,8 +110,6 @@ class FakeCoordinator:
         await runner.cleanup()
 
     async def _session(self, request: web.Request) -> web.StreamResponse:
-        if self.token is not None and request.headers.get("Authorization") != f"Bearer {self.token}":
-            return web.Response(status=401)
         socket = web.WebSocketResponse()
         await socket.prepare(request)
         agent = ""

@@ -168,8 +168,9 @@ def test_wrong_token(tmp_path: Path) -> None:
     with Cluster(tmp_path, "toy_worker.py", "1") as cluster:
         cluster.start(UNICRON_TOKEN="right")
         cluster.wait_events(1, "go", world=1)
+        cluster.conf = "connect_timeout=1"
         cluster.start(UNICRON_TOKEN="wrong")
-        one_error(cluster, 1, "refused the token")
+        one_error(cluster, 1, "cannot prove that it knows the token (that of UNICRON_TOKEN)", "connect_timeout")
         cluster.agents[1] = cluster.agents[0]
         assert cluster.finish() == [0, 0]
 

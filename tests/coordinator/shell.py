@@ -18,7 +18,9 @@ from typing import Any
 import aiohttp
 
 from unicron_lightning import wire
-from unicron_lightning.credentials import token_for
+from unicron_lightning.cli.client import Access, request
+from unicron_lightning.credentials import Token, token_for
+from unicron_lightning.link import open_socket
 
 NO_STORE = wire.Address(host="127.0.0.1", port=1)
 """Nobody listens there, and nothing follows from that: it has never been reached."""
@@ -154,9 +156,8 @@ async def connected(
     url: str, *names: str, nodes: tuple[int, int] = (1, 4), token: str | None = None
 ) -> AsyncIterator[list[SocketAgent]]:
     """Agents with open connections; nothing said yet."""
-    headers = shown(token)
-    async with aiohttp.ClientSession(headers=headers) as http:
-        sockets = [await http.ws_connect(f"{url}/v1/agent") for _ in names]
+    async with aiohttp.ClientSession() as http:
+        sockets = [await open_socket(http, f"{url}/v1/agent", known(token)) for _ in names]
         try:
             yield [SocketAgent(name, nodes, socket_) for name, socket_ in zip(names, sockets, strict=True)]
         finally:
@@ -176,16 +177,23 @@ async def train(agents: list[SocketAgent]) -> None:
         assert (await agent.hear(wire.Go)).epoch == 1
 
 
-def shown(token: str | None = None) -> dict[str, str]:
-    """The header with a token; default: that of the user who runs the tests."""
-    return {"Authorization": f"Bearer {token or token_for('127.0.0.1', None).secret}"}
+def known(token: str | None = None) -> Token:
+    """A token; default: that of the user who runs the tests."""
+    return token_for("127.0.0.1", None) if token is None else Token(secret=token, origin="a test")
+
+
+async def ask(url: str, method: str, target: str, body: bytes = b"", token: str | None = None) -> tuple[int, Any]:
+    """Status and decoded answer of a proven request."""
+    endpoint = url.removeprefix("http://")
+    status, answer = await asyncio.to_thread(request, endpoint, method, target, Access(token=known(token)), body)
+    return status, json.loads(answer)
 
 
 async def get(url: str, token: str | None = None) -> Any:
-    headers = shown(token)
-    async with aiohttp.ClientSession(headers=headers) as http, http.get(url) as answer:
-        assert answer.status == 200, answer
-        return json.loads(await answer.text())
+    place, _, target = url.removeprefix("http://").partition("/")
+    status, answer = await ask(place, "GET", f"/{target}", token=token)
+    assert status == 200, answer
+    return answer
 
 
 def free_port() -> int:

@@ -7,21 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from coordinator.shell import Coordinator, connected, get, train
+from coordinator.shell import Coordinator, connected, get, known, train
+from coordinator.shell import ask as proven
 
 from unicron_lightning import nodewire, wire
-
-TOKEN = {"Authorization": "Bearer secret"}
+from unicron_lightning.link import open_socket
 
 
 async def test_jobs_are_taken_in_told_to_daemons_and_cancelled(tmp_path: Path) -> None:
     with Coordinator(tmp_path / "state", env={"UNICRON_TOKEN": "secret"}) as coordinator:
-        async with aiohttp.ClientSession(headers=TOKEN) as http:
+        async with aiohttp.ClientSession() as http:
 
             async def ask(method: str, path: str, body: Any = None) -> tuple[int, Any]:
-                data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
-                async with http.request(method, f"{coordinator.url}{path}", data=data) as answer:
-                    return answer.status, json.loads(await answer.text())
+                data = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
+                return await proven(coordinator.url, method, path, data, "secret")
 
             job = {"name": "j", "command": ["train.py"], "profile": {"1": 1e12}}
             assert (await ask("POST", "/v1/jobs", job))[1]["state"] == "queued"
@@ -36,7 +35,7 @@ async def test_jobs_are_taken_in_told_to_daemons_and_cancelled(tmp_path: Path) -
                 answered, answer = await ask("POST", "/v1/jobs", body)
                 assert (answered, answer["error"][: len(words)]) == (status, words)
             assert await ask("GET", "/v1/jobs/x") == (404, {"error": "no job 'x' is known"})
-            async with http.ws_connect(f"{coordinator.url}/v1/node") as daemon:
+            async with await open_socket(http, f"{coordinator.url}/v1/node", known("secret")) as daemon:
                 hello = nodewire.NodeHello(protocol=wire.PROTOCOL_VERSION, node="n", host="h", pid=1, started_at=1.0,
                                            slots=["0"], tasks=[])  # fmt: skip
                 await daemon.send_str(wire.encode(hello).decode())

@@ -12,9 +12,10 @@ import time
 
 import aiohttp
 import pytest
-from coordinator.shell import Coordinator, connected, get, shown, train
+from coordinator.shell import Coordinator, connected, get, known, train
 
 from unicron_lightning import wire
+from unicron_lightning.link import open_socket
 
 
 @pytest.fixture
@@ -109,7 +110,10 @@ async def test_a_silent_cut_is_noticed_by_missing_pongs(tmp_path):
         async with connected(coordinator.url, "a", nodes=(1, 2)) as (a,):
             await train([a])
             url = f"{coordinator.url}/v1/agent"
-            async with aiohttp.ClientSession(headers=shown()) as http, http.ws_connect(url, autoping=False) as socket_:
+            async with (
+                aiohttp.ClientSession() as http,
+                await open_socket(http, url, known(), autoping=False) as socket_,
+            ):
                 fields = {**register_fields("b"), "min_nodes": 1, "max_nodes": 2}
                 await socket_.send_str(json.dumps(fields))
                 async for frame in socket_:
@@ -130,7 +134,7 @@ async def test_nonsense_closes_that_connection_only(coordinator, garbage):
     async with connected(coordinator.url, "a", nodes=(1, 2)) as (a,):
         await train([a])
         url = f"{coordinator.url}/v1/agent"
-        async with aiohttp.ClientSession(headers=shown()) as http, http.ws_connect(url) as socket_:
+        async with aiohttp.ClientSession() as http, await open_socket(http, url, known()) as socket_:
             await (socket_.send_bytes(garbage) if isinstance(garbage, bytes) else socket_.send_str(garbage))
             frame = await socket_.receive(timeout=5)
             if "register" in str(garbage):  # whoever meant to take part is told why it can't
@@ -145,7 +149,7 @@ async def test_nonsense_closes_that_connection_only(coordinator, garbage):
 async def test_too_large_a_message_closes_the_connection(tmp_path):
     with Coordinator(tmp_path / "state", "coordinator.max_message_bytes=1000") as coordinator:
         url = f"{coordinator.url}/v1/agent"
-        async with aiohttp.ClientSession(headers=shown()) as http, http.ws_connect(url) as socket_:
+        async with aiohttp.ClientSession() as http, await open_socket(http, url, known()) as socket_:
             await socket_.send_str("x" * 2000)
             frame = await socket_.receive(timeout=5)
             assert (frame.type, frame.data) == (aiohttp.WSMsgType.CLOSE, aiohttp.WSCloseCode.MESSAGE_TOO_BIG)
@@ -163,7 +167,7 @@ async def test_a_refusal_is_told_and_closes_the_connection(coordinator):
 
 async def test_the_token_is_asked_for(tmp_path):
     with Coordinator(tmp_path / "state", env={"UNICRON_TOKEN": "secret"}) as coordinator:
-        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer s\u00e9cret"}):
+        for headers in ({}, {"Authorization": "Bearer secret"}, {"Authorization": "Unicron s\u00e9cret"}):
             async with aiohttp.ClientSession(headers=headers) as http:
                 for path in ("/v1/status", "/v1/events", "/v1/agent"):
                     async with http.get(coordinator.url + path) as answer:

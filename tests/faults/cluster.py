@@ -177,10 +177,11 @@ class Cluster:
 
     def start(self, node: str, port: int | None = None) -> None:
         """Start an agent; one that had this label must be gone. ``port``: of a proxy before the coordinator."""
+        conf = [self._conf, f"node={node},state_dir={self.state_dir}", "" if port is None else "forwarded=true"]
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "unicron"),
             *("--rdzv-endpoint", f"127.0.0.1:{port or self.port}", "--rdzv-id", self.task),
-            *("--rdzv-conf", ",".join(filter(None, [self._conf, f"node={node},state_dir={self.state_dir}"]))),
+            *("--rdzv-conf", ",".join(filter(None, conf))),
             *("--nnodes", self._nodes, "--nproc-per-node", str(self._per_node), "--max-restarts", "1000"),
             *(str(self._script), str(self.folder)),
         ]

@@ -17,6 +17,7 @@ from faults.cluster import Cluster, until
 from faults.proxy import Proxy
 
 from unicron_lightning import wire
+from unicron_lightning.proof import ANSWER_HEADER
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(420)]
 
@@ -58,6 +59,7 @@ class Detour:
     async def _run(self) -> None:
         app = web.Application()
         app.router.add_get("/v1/agent", self._serve)
+        app.router.add_get("/v1/challenge", self._challenge)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -66,12 +68,19 @@ class Detour:
         await self._stop.wait()
         await runner.cleanup()
 
+    async def _challenge(self, request: web.Request) -> web.Response:
+        await self._opened.wait()
+        url = self._url.removesuffix("/v1/agent") + request.raw_path
+        async with aiohttp.ClientSession() as http, http.get(url) as answer:
+            return web.Response(body=await answer.read(), status=answer.status)
+
     async def _serve(self, request: web.Request) -> web.WebSocketResponse:
         await self._opened.wait()
         near = web.WebSocketResponse(compress=False)
-        await near.prepare(request)
         headers = {"Authorization": request.headers["Authorization"]}
         async with aiohttp.ClientSession(headers=headers) as http, http.ws_connect(self._url) as far:
+            near.headers[ANSWER_HEADER] = far._response.headers[ANSWER_HEADER]
+            await near.prepare(request)
             there = asyncio.create_task(self._pass(near, far))
             await self._pass(far, near)
             await near.close()

@@ -11,7 +11,7 @@ from coordinator.driver import World, running
 from coordinator.shell import Coordinator
 
 from unicron_lightning import wire
-from unicron_lightning.cli.client import fetch
+from unicron_lightning.cli.client import Access, fetch
 from unicron_lightning.cli.inject import _schedule
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator import injection
@@ -157,13 +157,13 @@ def test_over_http(tmp_path: Path) -> None:
             fetch(endpoint, "/v1/tasks/t/inject", method="POST", body={"fault": "kill"})
     with Coordinator(tmp_path / "open", "coordinator.allow_injection=true", env={"UNICRON_TOKEN": "t"}) as coordinator:
         endpoint = f"127.0.0.1:{coordinator.port}"
-        with pytest.raises(CoordinatorUnavailable, match="401"):
+        with pytest.raises(CoordinatorUnavailable, match="cannot prove that it knows the token"):
             fetch(endpoint, "/v1/tasks/t/inject", method="POST", body={"fault": "kill"})
         with pytest.raises(UnicronError, match="no task 't'"):
             fetch(
                 endpoint,
                 "/v1/tasks/t/inject",
-                Token(secret="t", origin="a test"),
+                Access(token=Token(secret="t", origin="a test")),
                 method="POST",
                 body={"fault": "kill"},
             )

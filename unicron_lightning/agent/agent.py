@@ -101,6 +101,7 @@ class Agent:
                 nothing_listens=self._nothing_listens,
                 not_answering=self._not_answering,
             ),
+            forwarded=options.forwarded,
         )
         self._faults = AgentFaults(self._supervisor.kill, self._local.send, self._session.cut)
         self._thread = threading.Thread(target=self._run, name="unicron-agent", daemon=True)

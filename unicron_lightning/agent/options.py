@@ -32,6 +32,7 @@ DEFAULT_PORT: Final = 29461
 CONF_KEYS: Final = {
     "node": "label of the node (default: host name); agents of one machine may share it",
     "token_file": "file with the shared secret (default: UNICRON_TOKEN, else the file made for the user)",
+    "forwarded": "whether something forwards from the endpoint to the coordinator, e.g. a tunnel (default false)",
     "slot": "label of the accelerators on the node that this agent's workers use, if other tasks' agents use them too",
     "weight": "what the task's work is worth beside that of other tasks (default 1)",
     "worker_timeout": "seconds without a heartbeat after which a worker is killed (default: the coordinator's, 10)",
@@ -69,6 +70,8 @@ class AgentOptions:
     token: Token
     host: str
     """This agent's address for sockets of other nodes' workers."""
+    forwarded: bool = False
+    """Whether something forwards from the endpoint to the coordinator."""
     allow_injection: bool = False
     """Whether a coordinator that this agent starts lets tasks be broken on purpose."""
     pair_check: bool = False
@@ -117,6 +120,7 @@ def from_parameters(parameters: RendezvousParameters) -> AgentOptions:
         state_dir=_state_dir(conf.get("state_dir"), host, port),
         token=token,
         host=DEFAULT_HOST if loopback else own_address(parameters.local_addr, host, port),
+        forwarded=_flag(conf, "forwarded", default=False),
         allow_injection=_flag(conf, "allow_injection", default=False),
         pair_check=_flag(conf, "pair_check", default=False),
         worker_timeout=_seconds(conf, "worker_timeout", 10.0) if "worker_timeout" in conf else None,

@@ -26,7 +26,8 @@ from unicron_lightning.agent.outbox import Outbox
 from unicron_lightning.agent.pulse import Pulse
 from unicron_lightning.credentials import Token
 from unicron_lightning.detection.silence import SilenceLimits
-from unicron_lightning.errors import CoordinatorUnavailable, SessionRefused, UnicronError
+from unicron_lightning.errors import CoordinatorUnavailable, CoordinatorUnproven
+from unicron_lightning.link import open_socket
 
 logger = logging.getLogger(__name__)
 
@@ -60,11 +61,15 @@ class CoordinatorSession:
         token: what proves this agent.
         connect_timeout: seconds that the first connection may take.
         hooks: what to do with what happens.
+        forwarded: whether something forwards from ``url`` to the coordinator.
     """
 
-    def __init__(self, url: str, token: Token, connect_timeout: float, hooks: SessionHooks) -> None:
+    def __init__(
+        self, url: str, token: Token, connect_timeout: float, hooks: SessionHooks, *, forwarded: bool = False
+    ) -> None:
         self._url = url
-        self._headers = {"Authorization": f"Bearer {token.secret}"}
+        self._token, self._forwarded = token, forwarded
+        self._unproven_told = False
         self._connect_timeout = connect_timeout
         self._hooks = hooks
         self._outbox = Outbox()
@@ -121,7 +126,7 @@ class CoordinatorSession:
         """
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_ATTEMPT_SECONDS)
         try:
-            async with aiohttp.ClientSession(headers=self._headers, timeout=timeout) as http:
+            async with aiohttp.ClientSession(timeout=timeout) as http:
                 await self._keep(http)
         finally:
             if self._cut is not None:
@@ -132,7 +137,7 @@ class CoordinatorSession:
             await self._passable.wait()
             try:
                 await self._one_connection(http)
-            except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+            except (aiohttp.ClientError, OSError, asyncio.TimeoutError, CoordinatorUnproven) as error:
                 await self._not_reached(error)
             self._lost()
             if self._said_bye:
@@ -142,13 +147,8 @@ class CoordinatorSession:
 
     async def _one_connection(self, http: aiohttp.ClientSession) -> None:
         closing = aiohttp.ClientWSTimeout(ws_close=_CLOSE_SECONDS)
-        try:
-            socket = await asyncio.wait_for(
-                http.ws_connect(self._url, timeout=closing, heartbeat=_PING_SECONDS, max_msg_size=_MESSAGE_BYTES),
-                _ATTEMPT_SECONDS,
-            )
-        except aiohttp.WSServerHandshakeError as error:
-            raise _explain(self._url, error) from None
+        options: dict[str, Any] = {"timeout": closing, "heartbeat": _PING_SECONDS, "max_msg_size": _MESSAGE_BYTES}
+        socket = await open_socket(http, self._url, self._token, forwarded=self._forwarded, **options)
         async with socket:
             self._transport = _transport_of(socket)
             self._outbox.opened()
@@ -188,6 +188,7 @@ class CoordinatorSession:
         logger.info("session_stands coordinator=%s url=%s", message.coordinator, self._url)
         self._ever_stood = True
         self._away_since = None
+        self._unproven_told = False
         self._retry_seconds = FIRST_RETRY_SECONDS
 
     def _lost(self) -> None:
@@ -207,6 +208,9 @@ class CoordinatorSession:
     async def _not_reached(self, error: BaseException) -> None:
         self._lost()
         logger.debug("coordinator_not_reached url=%s error=%r", self._url, error)
+        if isinstance(error, CoordinatorUnproven) and not self._unproven_told:
+            self._unproven_told = True
+            logger.warning("coordinator_unproven %s; nothing was sent to it; trying on", error)
         if isinstance(getattr(error, "os_error", error), ConnectionRefusedError):
             await self._have_one_started()
         elif isinstance(error, asyncio.TimeoutError):
@@ -248,14 +252,3 @@ def _decode(frame: Any) -> Any:
     except msgspec.DecodeError as error:
         logger.error("coordinator_message_unreadable error=%s", error)
         return None
-
-
-def _explain(url: str, error: aiohttp.WSServerHandshakeError) -> UnicronError | aiohttp.ClientError:
-    if error.status == 401:
-        return SessionRefused(
-            f"the coordinator at {url} refused the token (HTTP 401): "
-            "UNICRON_TOKEN or --rdzv-conf token_file=PATH must be the same for all agents and the coordinator"
-        )
-    if error.status == 404:
-        return SessionRefused(f"what answers at {url} is no coordinator (HTTP 404): check --rdzv-endpoint")
-    return error

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import json
-import urllib.error
 import urllib.parse
-import urllib.request
+from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any, Final
 
+from unicron_lightning.address import address_of
 from unicron_lightning.cli.output import visible
 from unicron_lightning.credentials import Token, token_for
 from unicron_lightning.errors import CoordinatorUnavailable, UnicronError
+from unicron_lightning.proof import (
+    ANSWER_HEADER,
+    MOST_CHALLENGE_BYTES,
+    Meeting,
+    answer_proof,
+    authorization,
+    check_coordinator,
+    new_nonce,
+    same,
+    unproven,
+)
 
 DEFAULT_ENDPOINT: Final = "127.0.0.1:29461"
 _TIMEOUT_SECONDS: Final = 5.0
@@ -24,16 +37,30 @@ def connecting() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--endpoint", default=DEFAULT_ENDPOINT, metavar="HOST:PORT", help="default: %(default)s")
     parser.add_argument("--token-file", metavar="PATH", help="default: UNICRON_TOKEN, else the file made for you")
+    parser.add_argument("--forwarded", action="store_true", help="a tunnel or service forwards from the endpoint to it")
     return parser
 
 
-def token_of(options: argparse.Namespace) -> Token:
-    """The token for the options of `connecting`.
+@dataclass(frozen=True, kw_only=True)
+class Access:
+    """How a coordinator is asked.
+
+    Attributes:
+        token: the shared secret.
+        forwarded: whether something forwards from the endpoint to the coordinator.
+    """
+
+    token: Token
+    forwarded: bool = False
+
+
+def access_of(options: argparse.Namespace) -> Access:
+    """How to ask, by the options of `connecting`.
 
     Raises:
-        ConfigError: there is none, or a file can't be used.
+        ConfigError: there is no token, or a file can't be used.
     """
-    return _token_at(options.endpoint, options.token_file)
+    return Access(token=_token_at(options.endpoint, options.token_file), forwarded=options.forwarded)
 
 
 def _token_at(endpoint: str, token_file: str | None) -> Token:
@@ -46,14 +73,14 @@ def quoted(name: str) -> str:
 
 
 def fetch(
-    endpoint: str, path: str, token: Token | None = None, *, method: str = "GET", body: Any = None, **query: str
+    endpoint: str, path: str, access: Access | None = None, *, method: str = "GET", body: Any = None, **query: str
 ) -> Any:
     """Ask a coordinator, or order something of it.
 
     Args:
         endpoint: ``HOST:PORT``.
         path: e.g. ``/v1/status``.
-        token: the shared secret; None: that of this user or the environment.
+        access: how to ask; None: with the token of the environment or of this user.
         method: GET, or POST for an order.
         body: what goes with an order, as JSON; None for nothing.
         query: parameters.
@@ -62,33 +89,62 @@ def fetch(
         The decoded JSON.
 
     Raises:
-        CoordinatorUnavailable: nobody answers there, not a coordinator, or it wants another token.
+        CoordinatorUnavailable: nobody answers there, or it cannot prove that it knows the token.
         UnicronError: the coordinator refuses the order; the reason is its own.
     """
-    url = f"http://{endpoint}{path}" + (f"?{urllib.parse.urlencode(query)}" if query else "")
-    token = token or _token_at(endpoint, None)
-    headers = {"Authorization": f"Bearer {token.secret}"}
-    # No proxy: an endpoint is a host of the cluster.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(url, data=data, headers=headers, method=method)
-        with opener.open(request, timeout=_TIMEOUT_SECONDS) as answer:
-            return json.load(answer)
-    except urllib.error.HTTPError as error:
-        with error:
-            refusal = _reason(error) if method == "POST" and error.code in _REFUSALS else None
+    access = access or Access(token=_token_at(endpoint, None))
+    target = path + (f"?{urllib.parse.urlencode(query)}" if query else "")
+    status, answer = request(endpoint, method, target, access, b"" if body is None else json.dumps(body).encode())
+    if status != HTTPStatus.OK:
+        refusal = _reason(answer) if method == "POST" and status in _REFUSALS else None
         if refusal is not None:
-            raise UnicronError(refusal) from None
-        hint = f" (token: that of {token.origin}; see UNICRON_TOKEN and --token-file)" if error.code == 401 else ""
-        raise CoordinatorUnavailable(f"{endpoint} answers HTTP {error.code}{hint}") from None
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        reason = getattr(error, "reason", error)
-        raise CoordinatorUnavailable(f"no coordinator answers at {endpoint}: {reason}") from None
-
-
-def _reason(error: urllib.error.HTTPError) -> str | None:
+            raise UnicronError(refusal)
+        raise CoordinatorUnavailable(f"{endpoint} answers HTTP {status}")
     try:
-        return visible(str(json.load(error)["error"]))
+        return json.loads(answer)
+    except ValueError as error:
+        raise CoordinatorUnavailable(f"no coordinator answers at {endpoint}: {error}") from None
+
+
+def request(endpoint: str, method: str, target: str, access: Access, body: bytes = b"") -> tuple[int, bytes]:
+    """Send one request after mutual proof; return the proven status and body.
+
+    Raises:
+        CoordinatorUnavailable: nobody answers there.
+        CoordinatorUnproven: what answers does not know the token.
+    """
+    try:
+        parts = urllib.parse.urlsplit(f"//{endpoint}")
+        # No proxy: an endpoint is a host of the cluster.
+        connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=_TIMEOUT_SECONDS)
+        with contextlib.closing(connection):
+            connection.connect()
+            meeting = _meet(connection, endpoint, access)
+            headers = {"Authorization": authorization(access.token.secret, meeting, method, target, body)}
+            connection.request(method, target, body=body or None, headers=headers)
+            answer = connection.getresponse()
+            content = answer.read()
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        raise CoordinatorUnavailable(f"no coordinator answers at {endpoint}: {error}") from None
+    expected = answer_proof(access.token.secret, meeting, answer.status, content)
+    if not same(answer.headers.get(ANSWER_HEADER, ""), expected):
+        raise unproven(endpoint, access.token)
+    return answer.status, content
+
+
+def _meet(connection: http.client.HTTPConnection, endpoint: str, access: Access) -> Meeting:
+    client = new_nonce()
+    connection.request("GET", f"/v1/challenge?nonce={client}")
+    dialled = address_of(connection.sock.getpeername())
+    answer = connection.getresponse()
+    content = answer.read(MOST_CHALLENGE_BYTES) if answer.status == HTTPStatus.OK else b""
+    meeting = check_coordinator(endpoint, access.token, client, content, dialled, forwarded=access.forwarded)
+    answer.read()
+    return meeting
+
+
+def _reason(answer: bytes) -> str | None:
+    try:
+        return visible(str(json.loads(answer)["error"]))
     except (ValueError, KeyError, TypeError):
         return None

@@ -9,7 +9,7 @@ import sys
 import time
 from typing import Any, Final
 
-from unicron_lightning.cli.client import connecting, fetch, token_of
+from unicron_lightning.cli.client import access_of, connecting, fetch
 from unicron_lightning.cli.output import all_visible, console
 
 _PHASES: Final = ("detection", "transition", "sub_healthy")
@@ -32,7 +32,7 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def _incidents(options: argparse.Namespace) -> int:
     query = {"task": options.task} if options.task is not None else {}
-    answer = fetch(options.endpoint, "/v1/incidents", token_of(options), **query)
+    answer = fetch(options.endpoint, "/v1/incidents", access_of(options), **query)
     if options.json:
         print(json.dumps(answer, indent=2))
     elif options.csv:

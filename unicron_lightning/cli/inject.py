@@ -10,7 +10,7 @@ from dataclasses import replace
 from heapq import merge
 from typing import Any
 
-from unicron_lightning.cli.client import connecting, fetch, quoted, token_of
+from unicron_lightning.cli.client import access_of, connecting, fetch, quoted
 from unicron_lightning.cli.output import visible
 from unicron_lightning.errors import CoordinatorUnavailable, UnicronError
 from unicron_lightning.faults.arrivals import arrivals
@@ -64,7 +64,7 @@ def _schedule(faults: Faults, seed: int) -> Iterator[tuple[float, Fault]]:
 
 def _order(options: argparse.Namespace, fault: Fault) -> None:
     path = f"/v1/tasks/{quoted(fault.task or options.task)}/inject"
-    token = token_of(options)
+    token = access_of(options)
     fatal = fault.kind == "kill coordinator" and not fault.waits
     if fatal:  # afterwards nobody tells a coordinator that is gone from one that was never there
         fetch(options.endpoint, "/v1/status", token)

@@ -7,7 +7,7 @@ import json
 import time
 from typing import Any
 
-from unicron_lightning.cli.client import connecting, fetch, token_of
+from unicron_lightning.cli.client import access_of, connecting, fetch
 from unicron_lightning.cli.output import all_visible, console
 from unicron_lightning.errors import UnicronError
 
@@ -25,7 +25,7 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _status(options: argparse.Namespace) -> int:
-    answer = fetch(options.endpoint, "/v1/status", token_of(options))
+    answer = fetch(options.endpoint, "/v1/status", access_of(options))
     tasks: dict[str, Any] = answer["tasks"]
     if options.task is not None:
         if options.task not in tasks:
@@ -99,7 +99,7 @@ def _agent_state(agent: dict[str, Any]) -> str:
 
 def _events(options: argparse.Namespace) -> int:
     query = {"since": str(options.since)} | ({"task": options.task} if options.task is not None else {})
-    events = fetch(options.endpoint, "/v1/events", token_of(options), **query)
+    events = fetch(options.endpoint, "/v1/events", access_of(options), **query)
     if options.json:
         print(json.dumps(events, indent=2))
         return 0

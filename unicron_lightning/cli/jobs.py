@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from unicron_lightning.cli.client import connecting, fetch, quoted, token_of
+from unicron_lightning.cli.client import access_of, connecting, fetch, quoted
 from unicron_lightning.cli.output import all_visible, console, visible
 from unicron_lightning.errors import ConfigError, CoordinatorUnavailable
 
@@ -46,7 +46,7 @@ def _submit(options: argparse.Namespace) -> int:
     from unicron_lightning.cli.job_file import read_job
 
     job = msgspec.to_builtins(read_job(Path(options.file), options.set), str_keys=True)
-    answer = fetch(options.endpoint, "/v1/jobs", token_of(options), method="POST", body=job)
+    answer = fetch(options.endpoint, "/v1/jobs", access_of(options), method="POST", body=job)
     print(visible(f"{answer['name']}: {answer['state']}"), flush=True)
     return _wait(options, answer["name"]) if options.wait else 0
 
@@ -57,20 +57,20 @@ def _wait(options: argparse.Namespace, name: str) -> int:
     while job["ended_at"] is None:
         time.sleep(_POLL_SECONDS)
         with contextlib.suppress(CoordinatorUnavailable):
-            job = fetch(options.endpoint, f"/v1/jobs/{quoted(name)}", token_of(options))
+            job = fetch(options.endpoint, f"/v1/jobs/{quoted(name)}", access_of(options))
     print(visible(f"{name}: {job['state']} ({job['reason']})"))
     return 0 if job["state"] == "succeeded" else 1
 
 
 def _cancel(options: argparse.Namespace) -> int:
     path = f"/v1/tasks/{quoted(options.task)}/cancel"
-    answer = fetch(options.endpoint, path, token_of(options), method="POST")
+    answer = fetch(options.endpoint, path, access_of(options), method="POST")
     print(visible(f"{answer['name']}: {answer['state']}"))
     return 0
 
 
 def _jobs(options: argparse.Namespace) -> int:
-    jobs: list[dict[str, Any]] = fetch(options.endpoint, "/v1/jobs", token_of(options))
+    jobs: list[dict[str, Any]] = fetch(options.endpoint, "/v1/jobs", access_of(options))
     if options.json:
         print(json.dumps(jobs, indent=2))
         return 0

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from unicron_lightning.cli.client import connecting, fetch, token_of
+from unicron_lightning.cli.client import access_of, connecting, fetch
 from unicron_lightning.cli.output import visible
 from unicron_lightning.errors import ConfigError, CoordinatorUnavailable, UnicronError
 
@@ -97,7 +97,7 @@ def _logs(options: argparse.Namespace) -> int:
 
 def _where(options: argparse.Namespace) -> tuple[str, int]:
     """Place and local rank of a global rank."""
-    tasks: dict[str, Any] = fetch(options.endpoint, "/v1/status", token_of(options))["tasks"]
+    tasks: dict[str, Any] = fetch(options.endpoint, "/v1/status", access_of(options))["tasks"]
     task = tasks.get(options.task)
     if task is None:
         raise CoordinatorUnavailable(f"no task {options.task!r} runs: expected --node and --slot instead of --rank")

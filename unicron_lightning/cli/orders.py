@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from unicron_lightning.cli.client import connecting, fetch, quoted, token_of
+from unicron_lightning.cli.client import access_of, connecting, fetch, quoted
 from unicron_lightning.cli.output import all_visible
 
 
@@ -28,14 +28,14 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def _resize(options: argparse.Namespace) -> int:
     path = f"/v1/tasks/{quoted(options.task)}/resize"
-    answer = all_visible(fetch(options.endpoint, path, token_of(options), method="POST", nodes=options.nodes))
+    answer = all_visible(fetch(options.endpoint, path, access_of(options), method="POST", nodes=options.nodes))
     print(f"{answer['task']}: {answer['nodes'] or 'all'} nodes")
     return 0
 
 
 def _relayout(options: argparse.Namespace) -> int:
     path = f"/v1/tasks/{quoted(options.task)}/relayout"
-    answer = all_visible(fetch(options.endpoint, path, token_of(options), method="POST", tp=options.tp, pp=options.pp))
+    answer = all_visible(fetch(options.endpoint, path, access_of(options), method="POST", tp=options.tp, pp=options.pp))
     print(f"{answer['task']}: tp={answer['tp']}, pp={answer['pp']} after a checkpoint")
     return 0
 
@@ -43,6 +43,6 @@ def _relayout(options: argparse.Namespace) -> int:
 def _drain(options: argparse.Namespace) -> int:
     for node in options.nodes:
         path = f"/v1/nodes/{quoted(node)}/{options.verb}"
-        answer = all_visible(fetch(options.endpoint, path, token_of(options), method="POST"))
+        answer = all_visible(fetch(options.endpoint, path, access_of(options), method="POST"))
     print(f"drained: {', '.join(answer['drained']) or 'none'}")
     return 0

@@ -6,7 +6,7 @@ import argparse
 import time
 from typing import Any
 
-from unicron_lightning.cli.client import connecting, fetch, token_of
+from unicron_lightning.cli.client import access_of, connecting, fetch
 from unicron_lightning.cli.output import all_visible, console, visible
 from unicron_lightning.errors import ConfigError, CoordinatorUnavailable
 
@@ -24,7 +24,7 @@ def _top(options: argparse.Namespace) -> int:
 
     if not options.interval > 0:
         raise ConfigError(f"--interval {options.interval}: expected seconds > 0")
-    token = token_of(options)
+    token = access_of(options)
     speeds = Speeds()
     status = all_visible(fetch(options.endpoint, "/v1/status", token))
     speeds.saw(status, time.monotonic())

@@ -6,7 +6,6 @@ machine, and its state into answers; what an order does is the machine's.
 
 from __future__ import annotations
 
-import hmac
 import random
 from typing import Any, Final, Protocol
 
@@ -16,7 +15,7 @@ from aiohttp import web
 from unicron_lightning import wire
 from unicron_lightning.coordinator import accounting, injection, jobs, relayout, replicas
 from unicron_lightning.coordinator import events as ev
-from unicron_lightning.coordinator.hosts import misdirected
+from unicron_lightning.coordinator.guard import Guard
 from unicron_lightning.coordinator.machine import Machine
 from unicron_lightning.coordinator.status import cluster_status, task_status
 from unicron_lightning.coordinator.store import LoggedEvent, Store
@@ -77,33 +76,17 @@ class Api:
 
     Args:
         shell: the server whose they are.
-        token: what requests must show.
-        only_host: ``coordinator.host`` if it is a loopback address: requests must be meant for one; None: any host.
+        token: what requests must prove.
+        only_host: as for `Guard`.
     """
 
     def __init__(self, shell: Shell, token: Token, only_host: str | None = None) -> None:
-        self._only_host = only_host
         self._shell = shell
-        self._token = token
+        self._guard = Guard(token, only_host)
 
     def app(self) -> web.Application:
-        """An application with all routes; more may be added, and need the token as well."""
-
-        @web.middleware
-        async def authorize(request: web.Request, handler: Any) -> web.StreamResponse:
-            # A browser page may open WebSockets to loopback addresses; no client of ours sends an origin.
-            if "Origin" in request.headers:
-                return web.json_response({"error": "requests by web pages are refused"}, status=403)
-            if self._only_host is not None:
-                wrong = misdirected(request.headers.get("Host", ""), self._only_host)
-                if wrong is not None:
-                    return web.json_response({"error": wrong}, status=421)
-            if request.path != "/healthz" and not self._authorized(request):
-                return web.json_response({"error": "missing or wrong token"}, status=401)
-            response: web.StreamResponse = await handler(request)
-            return response
-
-        app = web.Application(middlewares=[authorize])
+        """An application with all routes; more may be added, and need the proof as well."""
+        app = self._guard.app()
         app.router.add_get("/healthz", self._get_health)
         app.router.add_get("/v1/status", self._get_status)
         app.router.add_get("/v1/events", self._get_events)
@@ -117,10 +100,6 @@ class Api:
         app.router.add_get("/v1/jobs/{name}", self._get_job)
         app.router.add_post("/v1/nodes/{node}/{verb:drain|undrain}", self._post_drain)
         return app
-
-    def _authorized(self, request: web.Request) -> bool:
-        shown = request.headers.get("Authorization", "")
-        return hmac.compare_digest(shown.encode(errors="replace"), f"Bearer {self._token.secret}".encode())
 
     async def _get_health(self, _request: web.Request) -> web.Response:
         return web.json_response({"ok": True})

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from unicron_lightning.cli.client import fetch
+from unicron_lightning.cli.client import Access, fetch
 from unicron_lightning.credentials import Token
 from unicron_lightning.demo.cluster import free_port
 from unicron_lightning.demo.diary import Diary, Line
@@ -173,7 +173,7 @@ class Nodes:
     def get(self, path: str) -> Any:
         """Asks the coordinator."""
         token = Token(secret=self._environment["UNICRON_TOKEN"], origin="the demonstration")
-        return fetch(f"127.0.0.1:{self._port}", path, token)
+        return fetch(f"127.0.0.1:{self._port}", path, Access(token=token))
 
     def _trains(self, task: str, size: int, since: float) -> bool:
         return self.world(task, since) == size

@@ -15,7 +15,9 @@ class LauncherConfig:
     endpoint: str = "127.0.0.1:29461"
     """``HOST:PORT`` of the coordinator."""
     token_file: str | None = None
-    """File with the coordinator's token; None: the variable UNICRON_TOKEN."""
+    """File with the coordinator's token; None: the variable UNICRON_TOKEN, else the file made for the user."""
+    forwarded: bool = False
+    """Whether something forwards from the endpoint to the coordinator, e.g. a tunnel."""
     weight: float = 1.0
     """What the work of each job is worth beside that of other tasks."""
     min_nodes: int = 1

@@ -14,7 +14,8 @@ from hydra.core.utils import JobReturn, JobRuntime, JobStatus, configure_log, fi
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from unicron_lightning.credentials import Token, token_for
+from unicron_lightning.cli.client import Access
+from unicron_lightning.credentials import token_for
 from unicron_lightning.errors import ConfigError, UnicronError
 from unicron_lightning.jobs import Job, problem
 from unicron_lightning.launcher import result
@@ -65,9 +66,9 @@ def launch(
         jobs.append(_job(options, script, composed, overrides, sweep_dir, folder, identity))
         returns.append(_unfinished(composed, folder))
         result.forget(folder)
-    with _cluster(options, sweep_dir) as (endpoint, token):
+    with _cluster(options, sweep_dir) as (endpoint, access):
         sweep = Sweep(
-            asking(endpoint, token),
+            asking(endpoint, access),
             poll_seconds=options.poll_seconds,
             unavailable_seconds=options.unavailable_seconds,
         )
@@ -103,13 +104,14 @@ def finish(returned: JobReturn, name: str, end: Ended) -> None:
 
 
 @contextmanager
-def _cluster(options: LauncherConfig, sweep_dir: Path) -> Iterator[tuple[str, Token]]:
+def _cluster(options: LauncherConfig, sweep_dir: Path) -> Iterator[tuple[str, Access]]:
     if options.embedded and nothing_listens(options.endpoint):
         with local_cluster(options.slots, sweep_dir / ".unicron") as cluster:
             yield cluster
     else:
         host = options.endpoint.rpartition(":")[0] or options.endpoint
-        yield options.endpoint, token_for(host, options.token_file, option="hydra.launcher.token_file=")
+        token = token_for(host, options.token_file, option="hydra.launcher.token_file=")
+        yield options.endpoint, Access(token=token, forwarded=options.forwarded)
 
 
 def _composed(context: HydraContext, config: DictConfig, overrides: Sequence[str], number: int) -> DictConfig:

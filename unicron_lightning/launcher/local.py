@@ -17,6 +17,7 @@ from typing import Final
 
 from unicron_lightning import environ
 from unicron_lightning.agent.options import parse_endpoint
+from unicron_lightning.cli.client import Access
 from unicron_lightning.credentials import Token, is_loopback
 from unicron_lightning.errors import CoordinatorUnavailable
 
@@ -38,11 +39,11 @@ def nothing_listens(endpoint: str) -> bool:
 
 
 @contextmanager
-def local_cluster(slots: int, logs: Path) -> Iterator[tuple[str, Token]]:
+def local_cluster(slots: int, logs: Path) -> Iterator[tuple[str, Access]]:
     """Run a coordinator and a daemon; their outputs and the jobs' are in ``logs``.
 
     Yields:
-        Endpoint and token.
+        Endpoint, and how to ask there.
 
     Raises:
         CoordinatorUnavailable: the coordinator does not start.
@@ -62,7 +63,7 @@ def local_cluster(slots: int, logs: Path) -> Iterator[tuple[str, Token]]:
         # One node, whatever the host is called: its name is in the paths of logs.
         arguments = ["agent", "--endpoint", endpoint, "--node", "local", "--slots", str(slots), "--logs", str(logs)]
         stack.enter_context(_process(["unicron_lightning.cli", *arguments], token, logs / "agent.log"))
-        yield endpoint, Token(secret=token, origin="this sweep")
+        yield endpoint, Access(token=Token(secret=token, origin="this sweep"))
 
 
 @contextmanager

@@ -14,8 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
-from unicron_lightning.cli.client import fetch, quoted
-from unicron_lightning.credentials import Token
+from unicron_lightning.cli.client import Access, fetch, quoted
 from unicron_lightning.errors import CoordinatorUnavailable, UnicronError
 from unicron_lightning.jobs import Job
 
@@ -41,7 +40,7 @@ class Sweep:
     """The jobs of one sweep.
 
     Args:
-        ask: `fetch` with endpoint and token.
+        ask: `fetch` with endpoint and access.
         poll_seconds: how often the coordinator is asked.
         unavailable_seconds: how long it may be away.
     """
@@ -111,11 +110,11 @@ class Sweep:
                 logger.warning("job_not_cancelled name=%s error=%s", name, error)
 
 
-def asking(endpoint: str, token: Token) -> Callable[..., Any]:
+def asking(endpoint: str, access: Access) -> Callable[..., Any]:
     """`fetch` for one coordinator."""
 
     def ask(path: str, **options: Any) -> Any:
-        return fetch(endpoint, path, token, **options)
+        return fetch(endpoint, path, access, **options)
 
     return ask
 

@@ -38,6 +38,8 @@ def torchrun_command(launch: Launch, options: NodeOptions, scratch: Path) -> lis
     # The daemon was just told to start it: a coordinator that is not there is being restarted.
     conf["connect_timeout"] = f"{_CONNECT_SECONDS}"
     conf["token_file"] = str(options.token_file or scratch / _TOKEN_FILE)
+    if options.forwarded:
+        conf["forwarded"] = "true"
     return [
         *(sys.executable, "-m", "unicron_lightning.node.launch"),
         *("--rdzv-backend", "unicron", "--rdzv-endpoint", options.endpoint, "--rdzv-id", job.name),

@@ -17,7 +17,8 @@ import msgspec
 
 from unicron_lightning import nodewire, wire
 from unicron_lightning.credentials import Token
-from unicron_lightning.errors import SessionRefused
+from unicron_lightning.errors import CoordinatorUnproven, SessionRefused
+from unicron_lightning.link import open_socket
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ class NodeLink:
         token: the shared secret.
         hello: builds the first message of a connection.
         received: called with what the coordinator says.
+        forwarded: whether something forwards from ``url`` to the coordinator.
     """
 
     def __init__(
@@ -44,9 +46,11 @@ class NodeLink:
         token: Token,
         hello: Callable[[], nodewire.NodeHello],
         received: Callable[[nodewire.NodeRun], None],
+        *,
+        forwarded: bool = False,
     ) -> None:
         self._url = url
-        self._headers = {"Authorization": f"Bearer {token.secret}"}
+        self._token, self._forwarded = token, forwarded
         self._hello = hello
         self._received = received
         self._unsent: asyncio.Queue[nodewire.NodeReport] = asyncio.Queue()
@@ -66,12 +70,12 @@ class NodeLink:
         """
         retry = _FIRST_RETRY_SECONDS
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_ATTEMPT_SECONDS)
-        async with aiohttp.ClientSession(headers=self._headers, timeout=timeout) as http:
+        async with aiohttp.ClientSession(timeout=timeout) as http:
             while True:
                 try:
                     await self._one_connection(http)
                     retry = _FIRST_RETRY_SECONDS
-                except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+                except (aiohttp.ClientError, OSError, asyncio.TimeoutError, CoordinatorUnproven) as error:
                     if not self._away_told:
                         self._away_told = True
                         logger.warning("coordinator_not_reached url=%s error=%s; trying on", self._url, error)
@@ -80,12 +84,8 @@ class NodeLink:
                 retry = min(2 * retry, _LAST_RETRY_SECONDS)
 
     async def _one_connection(self, http: aiohttp.ClientSession) -> None:
-        try:
-            socket = await asyncio.wait_for(
-                http.ws_connect(self._url, heartbeat=_PING_SECONDS, max_msg_size=_MESSAGE_BYTES), _ATTEMPT_SECONDS
-            )
-        except aiohttp.WSServerHandshakeError as error:
-            raise _explain(self._url, error) from None
+        options: dict[str, Any] = {"heartbeat": _PING_SECONDS, "max_msg_size": _MESSAGE_BYTES}
+        socket = await open_socket(http, self._url, self._token, forwarded=self._forwarded, **options)
         async with socket:
             self._unsent = asyncio.Queue()
             self._stands, self._away_told = True, False
@@ -115,11 +115,3 @@ class NodeLink:
         if isinstance(message, wire.Refused):
             raise SessionRefused(f"the coordinator refuses this daemon: {message.reason}")
         self._received(message)
-
-
-def _explain(url: str, error: aiohttp.WSServerHandshakeError) -> Exception:
-    if error.status == 401:
-        return SessionRefused(f"{url} refused the token (HTTP 401): expected the coordinator's, see --token-file")
-    if error.status == 404:
-        return SessionRefused(f"what answers at {url} is no coordinator that runs jobs (HTTP 404): see --endpoint")
-    return error

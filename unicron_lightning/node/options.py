@@ -32,6 +32,7 @@ class NodeOptions:
         log_files: full log files kept of each stream.
         token: the shared secret.
         token_file: where the user has it; None: the torchrun agents get it in a file of the daemon's.
+        forwarded: whether something forwards from the endpoint to the coordinator.
         local_addr: this machine's address for other nodes' workers; None: found out.
         stop_seconds: how long torchrun may take to stop before everything of it is killed.
     """
@@ -44,6 +45,7 @@ class NodeOptions:
     log_files: int
     token: Token
     token_file: Path | None
+    forwarded: bool
     local_addr: str | None
     stop_seconds: float
 
@@ -64,6 +66,7 @@ def make_options(
     token_file: str | None,
     local_addr: str | None,
     stop_seconds: float,
+    forwarded: bool = False,
 ) -> NodeOptions:
     """Check them.
 
@@ -89,6 +92,7 @@ def make_options(
         log_files=log_files,
         token=token,
         token_file=Path(token_file).absolute() if token_file else None,
+        forwarded=forwarded,
         local_addr=None if is_loopback(host) else local_addr,
         stop_seconds=stop_seconds,
     )

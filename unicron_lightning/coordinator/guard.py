@@ -1,0 +1,94 @@
+"""The coordinator's side of the mutual proof: who is let in, and how answers are proven."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Any, Final
+
+from aiohttp import web
+
+from unicron_lightning.address import address_of
+from unicron_lightning.coordinator.hosts import misdirected
+from unicron_lightning.credentials import Token
+from unicron_lightning.proof import (
+    ANSWER_HEADER,
+    Challenges,
+    Meeting,
+    answer_proof,
+    coordinator_proof,
+    is_nonce,
+    parse_authorization,
+)
+
+_OPEN: Final = ("/healthz", "/v1/challenge")
+_MEETING: Final = "unicron-meeting"
+
+
+class Guard:
+    """Lets in only requests that prove the token.
+
+    Args:
+        token: the shared secret.
+        only_host: ``coordinator.host`` if it is a loopback address: requests must be meant for one; None: any host.
+    """
+
+    def __init__(self, token: Token, only_host: str | None = None) -> None:
+        self._only_host = only_host
+        self._secret = token.secret
+        self._challenges = Challenges(secrets.token_bytes(32))
+
+    def app(self) -> web.Application:
+        """An application with the challenge's route; all routes that are added to it need a proof."""
+
+        @web.middleware
+        async def authorize(request: web.Request, handler: Any) -> web.StreamResponse:
+            # A browser page may open WebSockets to loopback addresses; no client of ours sends an origin.
+            if "Origin" in request.headers:
+                return web.json_response({"error": "requests by web pages are refused"}, status=403)
+            wrong = self._only_host and misdirected(request.headers.get("Host", ""), self._only_host)
+            if wrong:
+                return web.json_response({"error": wrong}, status=421)
+            if not await self._proven(request) and request.path not in _OPEN:
+                return web.json_response({"error": "missing or wrong proof of the token"}, status=401)
+            response: web.StreamResponse = await handler(request)
+            return response
+
+        app = web.Application(middlewares=[authorize])
+        app.router.add_get("/v1/challenge", self._get_challenge)
+        app.on_response_prepare.append(self._sign)
+        return app
+
+    async def _get_challenge(self, request: web.Request) -> web.Response:
+        client = request.query.get("nonce", "")
+        if not is_nonce(client):
+            return web.json_response({"error": "nonce: expected 64 hexadecimal digits"}, status=400)
+        server = self._challenges.issue(client, time.monotonic())
+        meeting = Meeting(client=client, server=server, address=_address(request))
+        proof = coordinator_proof(self._secret, meeting)
+        return web.json_response({"nonce": server, "address": meeting.address, "proof": proof})
+
+    async def _proven(self, request: web.Request) -> bool:
+        claim = parse_authorization(request.headers.get("Authorization", ""))
+        if claim is None:
+            return False
+        body = await request.read() if request.can_read_body else b""
+        address, target = _address(request), request.raw_path
+        if not self._challenges.accept(
+            self._secret, claim, address, method=request.method, target=target, body=body, now=time.monotonic()
+        ):
+            return False
+        request[_MEETING] = Meeting(client=claim.client, server=claim.server, address=address)
+        return True
+
+    async def _sign(self, request: web.Request, response: web.StreamResponse) -> None:
+        meeting = request.get(_MEETING)
+        if meeting is not None:
+            body = response.body if isinstance(response, web.Response) else None
+            content = body if isinstance(body, bytes | bytearray) else b""
+            response.headers[ANSWER_HEADER] = answer_proof(self._secret, meeting, response.status, bytes(content))
+
+
+def _address(request: web.Request) -> str:
+    assert request.transport is not None
+    return address_of(request.transport.get_extra_info("sockname"))

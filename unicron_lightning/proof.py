@@ -1,0 +1,207 @@
+"""The mutual proof on links to the coordinator: both ends know the token, and it never crosses the wire. Pure.
+
+    client                                                coordinator
+      GET /v1/challenge?nonce=CLIENT  ------------------>
+      <------------------ SERVER, address, HMAC("coordinator", CLIENT, SERVER, address)
+      request, Authorization: Unicron CLIENT:SERVER:HMAC("client", CLIENT, SERVER, address, method, target, body)
+                                      ------------------>
+      <------------------ answer, Unicron-Proof: HMAC("answer", CLIENT, SERVER, address, status, body)
+
+The client sends nothing but its nonce before the coordinator's proof has been checked, and believes no answer without
+its own proof: another process may have taken the port between the two. A WebSocket is opened by such a request, so its
+proof is that of the connection that stays.
+
+`address` is where the coordinator's end of the connection is. A client that knows where it has connected to compares: a
+process that forwards to the true coordinator from another address is found out.
+
+A challenge is accepted once, within `CHALLENGE_SECONDS`, by the process that issued it. Challenges that are not yet
+used take no memory: they carry a code of that process. Only used ones are kept, until they expire, and to use one takes
+the token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import re
+import secrets
+from dataclasses import dataclass
+from typing import Final
+
+from unicron_lightning.credentials import Token
+from unicron_lightning.errors import CoordinatorUnproven
+
+CHALLENGE_SECONDS: Final = 60.0
+MOST_USED: Final = 200_000
+"""Challenges used within that time, at most; further requests are refused until some expire."""
+MOST_CHALLENGE_BYTES: Final = 4096
+"""Of the answer to a request for a challenge, at most."""
+SCHEME: Final = "Unicron"
+ANSWER_HEADER: Final = "Unicron-Proof"
+_NONCE: Final = re.compile(r"[0-9a-f]{64}")
+_CHALLENGE: Final = re.compile(r"[0-9a-f]{32}[0-9a-f]{16}[0-9a-f]{64}")
+_HEADER: Final = re.compile(rf"{SCHEME} ([0-9a-f]{{64}}):([0-9a-f]{{112}}):([0-9a-f]{{64}})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """One exchange between a client and the coordinator, as both must see it.
+
+    Attributes:
+        client: the client's nonce.
+        server: the coordinator's challenge.
+        address: the coordinator's end of the connection.
+    """
+
+    client: str
+    server: str
+    address: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """Parsed header of a request."""
+
+    client: str
+    server: str
+    proof: str
+
+
+def new_nonce() -> str:
+    """Return a nonce of a client, 256 random bits."""
+    return secrets.token_hex(32)
+
+
+def is_nonce(text: str) -> bool:
+    """Tell whether ``text`` could be a client's nonce."""
+    return _NONCE.fullmatch(text) is not None
+
+
+def coordinator_proof(secret: str, meeting: Meeting) -> str:
+    """Return what only a coordinator that knows the token can answer."""
+    return _code(secret, "unicron coordinator", meeting, ())
+
+
+def client_proof(secret: str, meeting: Meeting, method: str, target: str, body: bytes) -> str:
+    """Return what only a client that knows the token can send with this request; ``target`` is path and query."""
+    return _code(secret, "unicron client", meeting, (method, target, hashlib.sha256(body).hexdigest()))
+
+
+def answer_proof(secret: str, meeting: Meeting, status: int, body: bytes) -> str:
+    """Return what only the coordinator of this meeting can send with this answer."""
+    return _code(secret, "unicron answer", meeting, (str(status), hashlib.sha256(body).hexdigest()))
+
+
+def authorization(secret: str, meeting: Meeting, method: str, target: str, body: bytes = b"") -> str:
+    """Return the value of the header ``Authorization``."""
+    proof = client_proof(secret, meeting, method, target, body)
+    return f"{SCHEME} {meeting.client}:{meeting.server}:{proof}"
+
+
+def parse_authorization(header: str) -> Claim | None:
+    """Return what the header claims; None if it is not of this form."""
+    found = _HEADER.fullmatch(header)
+    return None if found is None else Claim(client=found[1], server=found[2], proof=found[3])
+
+
+def same(one: str, other: str) -> bool:
+    """Compare proofs in constant time."""
+    return hmac.compare_digest(one.encode(errors="replace"), other.encode(errors="replace"))
+
+
+def check_coordinator(
+    endpoint: str, token: Token, client: str, answer: bytes, dialled: str, *, forwarded: bool
+) -> Meeting:
+    """Check the answer to the request for a challenge.
+
+    Args:
+        endpoint: as the user wrote it, for messages.
+        token: the shared secret.
+        client: the nonce that was sent.
+        answer: its body.
+        dialled: `address_of` the other end of the connection.
+        forwarded: whether the coordinator may be elsewhere.
+
+    Raises:
+        CoordinatorUnproven: it is no coordinator with this token, or elsewhere.
+    """
+    try:
+        found = json.loads(answer)
+        meeting = Meeting(client=client, server=str(found["nonce"]), address=str(found["address"]))
+        proven = same(str(found["proof"]), coordinator_proof(token.secret, meeting))
+    except (ValueError, KeyError, TypeError, RecursionError):
+        proven = False
+    if not proven:
+        raise unproven(endpoint, token)
+    if not forwarded and meeting.address != dialled:
+        raise CoordinatorUnproven(
+            f"what answers at {endpoint} forwards to a coordinator at {meeting.address.partition('@')[0]}: "
+            "expected the option forwarded if that is meant (an SSH tunnel, a Kubernetes service)"
+        )
+    return meeting
+
+
+def unproven(endpoint: str, token: Token) -> CoordinatorUnproven:
+    """Return the error of an answer without a proof."""
+    return CoordinatorUnproven(
+        f"what answers at {endpoint} cannot prove that it knows the token (that of {token.origin})"
+    )
+
+
+class Challenges:
+    """The challenges of one coordinator process; times are monotonic seconds.
+
+    Args:
+        key: random, of this process alone.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._used: dict[str, float] = {}
+
+    def issue(self, client: str, now: float) -> str:
+        """Return a challenge for a client's nonce."""
+        head = f"{secrets.token_hex(16)}{int(1e3 * (now + CHALLENGE_SECONDS)):016x}"
+        return head + self._seal(client, head)
+
+    def accept(
+        self, secret: str, claim: Claim, address: str, *, method: str, target: str, body: bytes, now: float
+    ) -> bool:
+        """Tell whether a request is proven, and use its challenge up if so."""
+        if not self._open(claim, now):
+            return False
+        meeting = Meeting(client=claim.client, server=claim.server, address=address)
+        if not same(claim.proof, client_proof(secret, meeting, method, target, body)):
+            return False
+        self._used[claim.server] = _expiry(claim.server)
+        return True
+
+    def _open(self, claim: Claim, now: float) -> bool:
+        if _CHALLENGE.fullmatch(claim.server) is None:
+            return False
+        self._forget(now)
+        if claim.server in self._used or len(self._used) >= MOST_USED or _expiry(claim.server) <= now:
+            return False
+        return same(claim.server[48:], self._seal(claim.client, claim.server[:48]))
+
+    def _forget(self, now: float) -> None:
+        # Nearly in the order of their expiry: what is left at the front for moments costs nothing.
+        while self._used:
+            first = next(iter(self._used))
+            if self._used[first] > now:
+                return
+            del self._used[first]
+
+    def _seal(self, client: str, head: str) -> str:
+        return hmac.digest(self._key, f"{client}:{head}".encode(), "sha256").hex()
+
+
+def _expiry(challenge: str) -> float:
+    return int(challenge[32:48], 16) / 1e3
+
+
+def _code(secret: str, purpose: str, meeting: Meeting, rest: tuple[str, ...]) -> str:
+    fields = (purpose, meeting.client, meeting.server, meeting.address, *rest)
+    message = b"".join(len(data := field.encode(errors="replace")).to_bytes(8, "big") + data for field in fields)
+    return hmac.digest(secret.encode(), message, "sha256").hex()
