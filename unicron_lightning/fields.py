@@ -20,6 +20,8 @@ Name = Annotated[str, Meta(min_length=1, max_length=255, pattern=_NAME)]
 """Of a task, node, slot: one line of visible characters, without brackets, which terminals' markup is made of."""
 Id = Annotated[str, Meta(min_length=1, max_length=600, pattern=_NAME)]
 """Of an agent or a worker: made from names."""
+Secret = Annotated[str, Meta(max_length=64, pattern=r"^[0-9a-f]*\Z")]
+"""Hexadecimal digits of a secret or of its digest; "" for none."""
 Word = Annotated[str, Meta(max_length=100, pattern=_NAME)]
 """A kind, a phase, the name of an event; "" where none is known."""
 Host = Annotated[str, Meta(max_length=255, pattern=rf"^[^\s{_UNSEEN}]*\Z")]

@@ -16,6 +16,7 @@ rank>#<round>`` where the round counts the agent's rendezvous: a restarted worke
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any, Final, Literal, Union
 
 import msgspec
@@ -33,6 +34,7 @@ from unicron_lightning.fields import (
     Path,
     Pid,
     Port,
+    Secret,
     Size,
     Wall,
     Weight,
@@ -223,6 +225,14 @@ class Register(Message, frozen=True, kw_only=True, tag="register"):
     """Whether a warm grant of ``round`` is all that has arrived: the workers are not of the task yet."""
     reading: NodeReading | None = None
     """The newest of its machine."""
+    secret: Secret = ""
+    """Random, of this agent's life alone: who registers with another one is not this agent. Beyond the coordinator's
+    socket it is its SHA-256, see `sealed`."""
+
+
+def sealed(message: Register) -> Register:
+    """Return the registration with the digest of its secret in place of the secret, as it is kept and may be logged."""
+    return msgspec.structs.replace(message, secret=hashlib.sha256(message.secret.encode()).hexdigest())
 
 
 class RendezvousBegin(Message, frozen=True, kw_only=True, tag="rendezvous"):

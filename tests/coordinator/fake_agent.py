@@ -89,6 +89,7 @@ class FakeAgent:
             workers=list(self.workers.values()),
             epoch=self.epoch,
             warm=self.warm,
+            secret=self.name.encode().hex()[:32],
         )
 
     def register(self, **changes: Any) -> FakeAgent:

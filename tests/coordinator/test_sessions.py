@@ -45,6 +45,41 @@ def test_a_connection_cannot_change_its_agent():
     assert "another agent" in a.last(wire.Refused).reason
 
 
+def test_an_agents_id_cannot_be_taken_over():
+    world = World()
+    a, b = running(world, 2)
+    false = world.agent("a").register(secret="0" * 32, round=1, granted=True, store=a.store)
+    assert "agent 'a' has registered before, with another secret" in false.last(wire.Refused).reason
+    assert false.conn is None
+    assert a.conn is not None, "the true one stays"
+    world.start()
+    assert "with another secret" in world.agent("a").register(secret="").last(wire.Refused).reason, (
+        "after a restart, too"
+    )
+    a.register()
+    b.register()
+    assert (world.task().settled, members(world)) == (True, ["a/0#1", "b/0#1"])
+
+
+def test_the_secret_of_an_agent_is_kept_as_a_digest():
+    world = World()
+    message = world.agent("a").registration()
+    kept = wire.sealed(message)
+    assert message.secret not in repr(kept)
+    assert (len(kept.secret), kept) == (64, wire.sealed(message))
+
+
+def test_only_workers_that_train_tell_of_checkpoints():
+    world = World()
+    a, _ = running(world, 2)
+    c = world.agent("c").start().launch()
+    c.hello()
+    a.say(wire.CheckpointSaved(worker=a.worker(), path="/theirs", step=3))
+    c.say(wire.CheckpointSaved(worker=c.worker(), path="/other", step=4, parting=True))
+    assert world.task().checkpoint.path == "/theirs"
+    assert world.task().life == 1
+
+
 def test_back_in_time_nothing_has_happened():
     world = World()
     a, b = running(world, 2)

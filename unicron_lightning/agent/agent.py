@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import signal
 import threading
 import time
@@ -65,6 +66,7 @@ class Agent:
 
     def __init__(self, options: AgentOptions, num_keys: Callable[[], int], lock: SlotLock | None = None) -> None:
         self._options = options
+        self._secret = secrets.token_hex(16)
         self._worker_timeout = options.worker_timeout or DEFAULT_WORKER_TIMEOUT
         self._num_keys = num_keys
         self._scratch = ScratchFolder()
@@ -290,7 +292,7 @@ class Agent:
         options, view = self._options, self._shared.now
         for lookup in self._roster.unanswered():
             self._send(lookup)
-        return registration(options, view, self._roster, self._reading)
+        return registration(options, view, self._roster, self._reading, self._secret)
 
     def _from_coordinator(self, message: wire.ToAgent) -> None:
         view = self._shared.now

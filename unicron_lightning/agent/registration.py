@@ -11,7 +11,7 @@ from unicron_lightning.agent.view import RoundView
 
 
 def registration(
-    options: AgentOptions, view: RoundView, roster: Roster, reading: wire.NodeReading | None
+    options: AgentOptions, view: RoundView, roster: Roster, reading: wire.NodeReading | None, secret: str
 ) -> wire.Register:
     """The agent and its workers as of now."""
     return wire.Register(
@@ -34,4 +34,5 @@ def registration(
         weight=options.weight,
         warm=view.grant is not None and view.grant.warm,
         reading=reading,
+        secret=secret,
     )

@@ -39,6 +39,9 @@ def refusal(task: Task | None, message: wire.Register) -> str | None:
         return f"expected a task, an agent and 1 <= min_nodes <= max_nodes, got {low}:{high} for {message.task!r}"
     if (reason := _contradiction(message)) is not None:
         return reason
+    known = None if task is None else task.agents.get(message.agent)
+    if known is not None and known.secret and known.secret != message.secret:
+        return f"agent {message.agent!r} has registered before, with another secret: expected the agent that did"
     if task is not None and task.agents and (task.min_nodes, task.max_nodes) != (low, high):
         theirs = f"{task.min_nodes}:{task.max_nodes}"
         return f"--nnodes {low}:{high} of {message.agent} differs from {theirs} of task {task.id!r}'s first agent"
@@ -69,6 +72,7 @@ def register(task: Task, turn: Turn, conn: int, message: wire.Register, *, creat
             node=message.node,
             host=message.host,
             pid=message.pid,
+            secret=message.secret,
             slot=message.slot,
             conn=conn,
         )

@@ -281,6 +281,8 @@ class Server:
                 self._sessions[conn].send(ANSWER)
                 return
             self._liveness.heard(conn)
+            if isinstance(message, wire.Register):
+                message = wire.sealed(message)
             if isinstance(message, wire.Register | wire.RendezvousBegin):
                 host = message.host if isinstance(message, wire.Register) else self._hosts.get(conn, peer)
                 self._hosts[conn] = host

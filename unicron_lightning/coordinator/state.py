@@ -50,6 +50,8 @@ class Agent(msgspec.Struct, kw_only=True):
     node: str
     host: str
     pid: int
+    secret: str = ""
+    """SHA-256 of the secret that it registered with; another one is not this agent."""
     slot: str | None = None
     """Label of the accelerators on its node that its workers use; None: nobody else uses them."""
     conn: int | None

@@ -88,7 +88,8 @@ def said(task: Task, turn: Turn, agent: Agent, message: Said) -> None:
         case wire.Lookup():
             value = task.records.get(message.key)
             turn.send(agent, wire.LookupReply(worker=worker.id, key=message.key, value=value))
-        case wire.CheckpointSaved():
+        case wire.CheckpointSaved() if worker.ready or any(worker.id == member.worker for member in task.members()):
+            # Only one that trains has one to tell of: a new life loads what is at the path.
             _checkpoint(task, turn, worker, message)
             if message.parting:
                 start_anew(task, turn)
