@@ -10,7 +10,7 @@ import aiohttp
 import msgspec
 import pytest
 from coordinator.driver import World, running, settle
-from coordinator.shell import Coordinator, connected, get, shown, train
+from coordinator.shell import Coordinator, connected, get, known, train
 
 from unicron_lightning import nodewire, wire
 from unicron_lightning.coordinator import edge, state
@@ -19,6 +19,7 @@ from unicron_lightning.coordinator.isolation import MOST_OF_A_TASK
 from unicron_lightning.coordinator.registration import refusal
 from unicron_lightning.coordinator.store import Store
 from unicron_lightning.fields import shortened
+from unicron_lightning.link import open_socket
 
 REGISTER: dict[str, Any] = {
     "type": "register",
@@ -131,15 +132,15 @@ def test_a_daemons_message_out_of_range_is_not_decoded(bad):
 async def test_bad_messages_end_their_connection_and_no_other(coordinator):
     async with connected(coordinator.url, "a", "b", nodes=(2, 2)) as (a, b):
         await train([a, b])
-        async with aiohttp.ClientSession(headers=shown()) as http:
+        async with aiohttp.ClientSession() as http:
             for bad in BAD_REGISTRATIONS:
-                async with http.ws_connect(f"{coordinator.url}/v1/agent") as socket_:
+                async with await open_socket(http, f"{coordinator.url}/v1/agent", known()) as socket_:
                     await socket_.send_str(json.dumps({**REGISTER, **bad}))
                     frame = await socket_.receive(timeout=30)
                     assert isinstance(wire.decode_to_agent(frame.data), wire.Refused), bad
                     assert (await socket_.receive(timeout=30)).type is aiohttp.WSMsgType.CLOSE
             for number, bad in enumerate([*BAD_WORDS, "[" * 50_000]):
-                async with http.ws_connect(f"{coordinator.url}/v1/agent") as socket_:
+                async with await open_socket(http, f"{coordinator.url}/v1/agent", known()) as socket_:
                     fields = {"agent": f"x{number}", "granted": False, "waiting": True, "local_world": None}
                     await socket_.send_str(json.dumps({**REGISTER, **fields}))
                     await socket_.send_str(bad if isinstance(bad, str) else json.dumps(bad))

@@ -114,7 +114,9 @@ def session(url: str, *, forwarded: bool = False) -> CoordinatorSession:
     def register() -> wire.Register:
         raise AssertionError("an impostor was told of the agent")
 
-    hooks = SessionHooks(register=register, received=lambda _: None, nothing_listens=nothing)
+    hooks = SessionHooks(
+        register=register, received=lambda _: None, nothing_listens=nothing, not_answering=lambda: None
+    )
     return CoordinatorSession(f"{url}/v1/agent", TOKEN, 0.3, hooks, forwarded=forwarded)
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -72,37 +69,19 @@ ANSWERS: dict[str, Any] = {
 }
 
 
-class _Evil(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        self._answer(200, ANSWERS[self.path.partition("?")[0]])
-
-    def do_POST(self) -> None:
-        if self.path.endswith("/cancel"):
-            self._answer(404, {"error": EVIL})
-        else:
-            self._answer(200, {"task": EVIL, "nodes": EVIL, "tp": EVIL, "pp": EVIL, "drained": [EVIL]})
-
-    def _answer(self, status: int, value: Any) -> None:
-        body = json.dumps(value).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: Any) -> None:
-        """Print nothing."""
+def evil(_endpoint: str, method: str, target: str, _access: Any, _body: bytes = b"") -> tuple[int, bytes]:
+    """What a coordinator answers that has been told evil names."""
+    if method == "GET":
+        return 200, json.dumps(ANSWERS[target.partition("?")[0]]).encode()
+    if target.endswith("/cancel"):
+        return 404, json.dumps({"error": EVIL}).encode()
+    return 200, json.dumps({"task": EVIL, "nodes": EVIL, "tp": EVIL, "pp": EVIL, "drained": [EVIL]}).encode()
 
 
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Evil) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
-        try:
-            yield f"127.0.0.1:{server.server_address[1]}"
-        finally:
-            server.shutdown()
-            thread.join()
+@pytest.fixture
+def endpoint(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr("unicron_lightning.cli.client.request", evil)
+    return "127.0.0.1:1"
 
 
 @pytest.mark.parametrize(
