@@ -29,7 +29,7 @@ from unicron_lightning.proof import (
 
 DEFAULT_ENDPOINT: Final = "127.0.0.1:29461"
 _TIMEOUT_SECONDS: Final = 5.0
-_REFUSALS: Final = (400, 403, 404, 409)
+_REFUSALS: Final = (400, 403, 404, 409, 503)
 
 
 def connecting() -> argparse.ArgumentParser:

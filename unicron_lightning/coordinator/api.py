@@ -7,6 +7,7 @@ machine, and its state into answers; what an order does is the machine's.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -55,15 +56,19 @@ class Shell(Protocol):
 
     machine: Machine
     store: Store
-    store_error: str | None
     started_at: float
+
+    @property
+    def store_error(self) -> str | None:
+        """Why not everything is written; None if it is."""
+        ...
 
     def now(self) -> float:
         """The machine's time."""
         ...
 
-    def apply(self, event: ev.Input) -> None:
-        """Have the machine take in an input, and carry out its answer."""
+    def order(self, event: ev.Input) -> str | None:
+        """Have the machine take in an operator's order; return why it is not confirmed, None once it is durable."""
         ...
 
     def about(self) -> dict[str, Any]:
@@ -131,8 +136,7 @@ class Api:
             return web.json_response({"error": error}, status=400 if nodes is None else 404)
         if nodes is not None and (refused := replicas.refusal(task, nodes)) is not None:
             return web.json_response({"error": refused}, status=404)
-        self._shell.apply(ev.Resize(task=name, nodes=nodes))
-        return web.json_response({"task": name, "nodes": nodes})
+        return self._ordered(ev.Resize(task=name, nodes=nodes), lambda: {"task": name, "nodes": nodes})
 
     async def _post_relayout(self, request: web.Request) -> web.Response:
         """``?tp=T&pp=P``: have the model spread over T x P workers, from a checkpoint after this step."""
@@ -149,8 +153,7 @@ class Api:
         layout = wire.Layout(tensor=_number(words["tp"]) or 1, pipeline=_number(words["pp"]) or 1)
         if (refused := relayout.refusal(task, layout)) is not None:
             return web.json_response({"error": refused}, status=409)
-        self._shell.apply(ev.Relayout(task=name, layout=layout))
-        return web.json_response({"task": name, **layout.plain()})
+        return self._ordered(ev.Relayout(task=name, layout=layout), lambda: {"task": name, **layout.plain()})
 
     async def _post_cancel(self, request: web.Request) -> web.Response:
         """End a task now, submitted or not."""
@@ -158,8 +161,7 @@ class Api:
         task = self._shell.machine.tasks.get(name)
         if task is None or task.over is not None:
             return self._no_task(name)
-        self._shell.apply(ev.Cancel(task=name))
-        return web.json_response(jobs.job_status(self._shell.machine.cluster, name))
+        return self._ordered(ev.Cancel(task=name), lambda: jobs.job_status(self._shell.machine.cluster, name))
 
     async def _post_inject(self, request: web.Request) -> web.Response:
         """``{"fault": TEXT}``: have it strike the task, see docs/faults.md."""
@@ -178,8 +180,12 @@ class Api:
         if refused is not None:
             return web.json_response({"error": refused}, status=409)
         targets = injection.targets(task, order)
-        self._shell.apply(order)
-        return web.json_response({"task": name, "fault": text(fault), "targets": targets})
+        return self._ordered(order, lambda: {"task": name, "fault": text(fault), "targets": targets})
+
+    def _ordered(self, order: ev.Input, answer: Callable[[], Any]) -> web.Response:
+        """Carry out an order; confirm it by ``answer`` if it is durable."""
+        refused = self._shell.order(order)
+        return web.json_response(answer()) if refused is None else web.json_response({"error": refused}, status=503)
 
     def _no_task(self, name: str) -> web.Response:
         known = sorted(task.id for task in self._shell.machine.tasks.values() if task.over is None)
@@ -198,8 +204,7 @@ class Api:
         refused = jobs.refusal(cluster, job)
         if refused is not None:
             return web.json_response({"error": refused}, status=409)
-        self._shell.apply(ev.Submit(job=job))
-        return web.json_response(jobs.job_status(cluster, job.name))
+        return self._ordered(ev.Submit(job=job), lambda: jobs.job_status(cluster, job.name))
 
     async def _get_job(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
@@ -222,8 +227,7 @@ class Api:
         known |= set(machine.cluster.nodes)
         if name not in known | set(machine.drained):
             return web.json_response({"error": f"no node or agent {name!r}; there are: {sorted(known)}"}, status=404)
-        self._shell.apply(ev.Drain(node=name, drained=drained))
-        return web.json_response({"drained": machine.drained})
+        return self._ordered(ev.Drain(node=name, drained=drained), lambda: {"drained": machine.drained})
 
     async def _get_events(self, request: web.Request) -> web.Response:
         word = request.query.get("since", "0")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Container, Iterator
+from typing import Final
 
 import msgspec
 
@@ -18,6 +19,9 @@ from unicron_lightning.coordinator.store import NewEvent, Store
 
 logger = logging.getLogger(__name__)
 
+MOST_UNWRITTEN_EVENTS: Final = 10_000
+"""Newest events that are kept in memory while nothing can be written."""
+
 
 class Batch:
     """Answers of the machine, in order."""
@@ -26,23 +30,49 @@ class Batch:
         self._decided: list[tuple[float, list[ev.Action]]] = []
         self._frames: dict[int, bytes] = {}
         """By the identity of messages, which ``_decided`` keeps alive."""
+        self._changed: set[str] = set()
+        self._gone: set[str] = set()
+        self._lasting = False
+        self._news: list[NewEvent] = []
 
     def add(self, now: float, actions: list[ev.Action]) -> None:
         """One more answer, given at time.time() ``now``."""
         self._decided.append((now, actions))
+        for action in actions:
+            match action:
+                case ev.Save(task=task):
+                    self._changed.add(task)
+                case ev.Forget(task=task):
+                    self._gone.add(task)
+                case ev.SaveLasting():
+                    self._lasting = True
+                case ev.Emit(name=name, task=of, incident=incident, fields=fields):
+                    self._news.append(NewEvent(at=now, name=name, task=of, incident=incident, fields=fields))
+                    logger.info("%s task=%s incident=%s %s", name, of, incident, fields)
 
     def withhold(self, tasks: Container[str], conns: Container[int]) -> None:
         """Neither write these tasks nor send anything over these connections: they are set back."""
 
         def stays(action: ev.Action) -> bool:
-            match action:
-                case ev.Save(task=task) | ev.Forget(task=task):
-                    return task not in tasks
-                case ev.Send(conn=conn):
-                    return conn not in conns
-            return True
+            return not (isinstance(action, ev.Send) and action.conn in conns)
 
         self._decided = [(now, [each for each in actions if stays(each)]) for now, actions in self._decided]
+        self._changed = {task for task in self._changed if task not in tasks}
+        self._gone = {task for task in self._gone if task not in tasks}
+
+    def unwritten(self) -> Batch:
+        """What has to be written, without the messages."""
+        rest = Batch()
+        rest.follow(self)
+        return rest
+
+    def follow(self, later: Batch) -> None:
+        """Have what a later batch writes written with this one; of its messages nothing is kept."""
+        self._changed |= later._changed
+        self._gone |= later._gone
+        self._lasting |= later._lasting
+        self._news += later._news
+        del self._news[:-MOST_UNWRITTEN_EVENTS]
 
     def actions(self) -> Iterator[ev.Action]:
         """All of it."""
@@ -62,24 +92,9 @@ class Batch:
         Raises:
             sqlite3.Error: e.g. the disk is full.
         """
-        changed: set[str] = set()
-        gone: set[str] = set()
-        news: list[NewEvent] = []
-        lasting = None
-        for now, actions in self._decided:
-            for action in actions:
-                match action:
-                    case ev.Save(task=task):
-                        changed.add(task)
-                    case ev.Forget(task=task):
-                        gone.add(task)
-                    case ev.SaveLasting():
-                        lasting = machine.lasting
-                    case ev.Emit(name=name, task=of, incident=incident, fields=fields):
-                        news.append(NewEvent(at=now, name=name, task=of, incident=incident, fields=fields))
-                        logger.info("%s task=%s incident=%s %s", name, of, incident, fields)
-        save = [machine.tasks[task] for task in sorted(changed) if task in machine.tasks]
-        forget = sorted(task for task in gone if task not in machine.tasks)
+        news, lasting = self._news, machine.lasting if self._lasting else None
+        save = [machine.tasks[task] for task in sorted(self._changed) if task in machine.tasks]
+        forget = sorted(task for task in self._gone if task not in machine.tasks)
         if not (save or forget or news or lasting):
             return False
         store.write(save=save, forget=forget, events=news, lasting=lasting)

@@ -1,7 +1,8 @@
 """The coordinator's shell: sockets, timers and the store around the pure `Machine`.
 
 One asyncio loop, no threads. The machine decides, the store commits, then messages leave: nobody ever acts on a
-decision that a restarted coordinator would not know of. What arrives together is one transaction.
+decision that a restarted coordinator would not know of. What arrives together is one transaction. While the store
+cannot be written, recovery goes on, orders are not confirmed, and decisions are kept and written later (`saving`).
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from unicron_lightning.coordinator.machine import Machine
 from unicron_lightning.coordinator.planning import Knowledge, Planning
 from unicron_lightning.coordinator.presence import Presence
 from unicron_lightning.coordinator.question import Question
+from unicron_lightning.coordinator.saving import Saving
 from unicron_lightning.coordinator.session import Session
 from unicron_lightning.coordinator.startup import inputs_at_start
 from unicron_lightning.coordinator.store import Store
@@ -103,9 +105,9 @@ class Server:
         self._flushing = False
         self._stop = asyncio.Event()
         self._failed = False
-        self.store_error: str | None = None
         self._clock = SteadyClock()
         self._hosts: dict[int, str] = {}
+        self._saving = Saving(self.store, lambda: self.machine)
         self.started_at = time.time()
 
     async def run(self) -> bool:
@@ -136,6 +138,7 @@ class Server:
         finally:
             self._stop.set()
             self._liveness.close()
+            self._saving.close(last_try=not self._failed)
             for timer in (*self._timers.values(), self._look, self._ahead):
                 if timer is not None:
                     timer.cancel()
@@ -154,6 +157,22 @@ class Server:
         """Have the machine take in an input, and carry out its answer."""
         self._handle(event)
         self._flush()
+
+    def order(self, event: ev.Input) -> str | None:
+        """Have the machine take in an operator's order; return why it is not confirmed, None once it is durable."""
+        if not self._saving.retry():
+            return f"not carried out, as the coordinator can't save its state: {self.store_error}"
+        self.apply(event)
+        if self._failed:
+            return "not carried out: the coordinator ends because of an error, see its log"
+        if self.store_error is not None:
+            return f"carried out, but lost if the coordinator ends now: it can't save its state: {self.store_error}"
+        return None
+
+    @property
+    def store_error(self) -> str | None:
+        """Why not everything is written; None if it is."""
+        return self._saving.error
 
     def _take(self, event: ev.Input) -> None:
         """The same a moment later, together with what else has arrived: a thousand reports are one transaction."""
@@ -216,13 +235,7 @@ class Server:
         """Make durable what the machine has decided, then tell."""
         self._flushing = False
         batch, self._batch = self._batch, Batch()
-        try:
-            if batch.write(self.store, self.machine):
-                self.store_error = None
-        except sqlite3.Error as error:
-            # Recovery must not end because a disk is full: go on without a memory, and say so.
-            self.store_error = str(error)
-            logger.error("state_not_saved error=%s", error)
+        self._saving.write(batch)  # Recovery must not end because a disk is full: what is not written is kept.
         for action in batch.actions():
             match action:
                 case ev.Send(conn=conn, message=message):
