@@ -63,3 +63,16 @@ async def test_without_the_token_nothing_is_run_or_ended(tmp_path: Path) -> None
                 async with http.request(method, coordinator.url + path, data=job) as answer:
                     assert answer.status == 401
             assert (await get(f"{coordinator.url}/v1/status"))["tasks"]["t"]["members"]
+
+
+async def test_a_jobs_environment_is_in_no_answer(tmp_path: Path) -> None:
+    job = {"name": "j", "command": ["train.py"], "environment": {"API_KEY": "hunter2"}}
+    with Coordinator(tmp_path / "state", env={"UNICRON_TOKEN": "secret"}) as coordinator:
+        async with aiohttp.ClientSession(headers=TOKEN) as http:
+            async with http.post(f"{coordinator.url}/v1/jobs", json=job) as answer:
+                assert answer.status == 200
+                assert "hunter2" not in await answer.text()
+            for path in ("status", "jobs", "jobs/j", "events", "incidents"):
+                async with http.get(f"{coordinator.url}/v1/{path}") as answer:
+                    assert answer.status == 200
+                    assert "hunter2" not in await answer.text()

@@ -134,3 +134,25 @@ def test_a_coordinator_starts_beside_a_corrupt_database(tmp_path: Path):
         assert [entry["name"] for entry in events] == ["store_set_aside", "coordinator_started"]
     (aside,) = tmp_path.glob("coordinator.sqlite.corrupt-*[0-9]")
     assert events[0]["fields"] == {"path": str(aside)} and aside.read_bytes().startswith(b"no database")
+
+
+def test_state_is_for_its_owner_only(tmp_path: Path):
+    folder = tmp_path / "shared"
+    folder.mkdir(mode=0o755)
+    folder.chmod(0o755)
+    for name in ("lock", "coordinator.sqlite"):  # as an older version left them
+        (folder / name).touch(mode=0o644)
+        (folder / name).chmod(0o644)
+    with Coordinator(folder) as coordinator:
+        assert asyncio.run(get(f"{coordinator.url}/v1/events"))
+        modes = {path.name: oct(path.stat().st_mode & 0o777) for path in folder.iterdir()}
+    assert modes.keys() >= {"lock", "coordinator.json", "coordinator.sqlite", "coordinator.sqlite-wal"}
+    assert set(modes.values()) == {"0o600"}, modes
+
+
+def test_a_symlink_is_not_followed(tmp_path: Path):
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StoreUnusable, match=r"store.state_dir=.*: Too many levels of symbolic links"):
+        Store(tmp_path / "state")
+    assert not (tmp_path / "elsewhere").exists()

@@ -30,6 +30,7 @@ import psutil  # type: ignore[import-untyped]
 from unicron_lightning import environ
 from unicron_lightning.agent.options import AgentOptions, bind_address
 from unicron_lightning.errors import CoordinatorUnavailable
+from unicron_lightning.private import open_private
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ class EmbeddedCoordinator:
     async def _start_unless_another_does(self) -> None:
         folder = self._options.state_dir
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        lock = os.open(folder / "starting.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        lock = open_private(folder / "starting.lock", os.O_RDWR)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not await self._answers():
@@ -179,7 +180,7 @@ def _spawn(options: AgentOptions, log: Path) -> subprocess.Popen[bytes]:
         f"coordinator.allow_injection={str(options.allow_injection).lower()}",
         f"health.pair_check={str(options.pair_check).lower()}",
     ]
-    with log.open("ab") as output:
+    with open(log, "ab", opener=open_private) as output:
         return subprocess.Popen(
             command,
             env=environment,

@@ -7,11 +7,13 @@ deleted. What the file alone knew (the event log, drained nodes, the record of e
 from __future__ import annotations
 
 import logging
+import os
 import sqlite3
 import time
 from pathlib import Path
 
 from unicron_lightning.errors import ConfigError, UnicronError
+from unicron_lightning.private import MODE, open_private
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +65,11 @@ class _Corrupt(Exception):
 
 
 def _open(path: Path) -> sqlite3.Connection:
+    """Open the file and give it its mode, which SQLite gives to the files beside it as well."""
+    if not path.exists():
+        os.close(open_private(path, os.O_RDWR))
+    elif path.is_file():
+        path.chmod(MODE)
     database = sqlite3.connect(path, isolation_level=None)
     try:
         _prepare(database, path)

@@ -50,6 +50,7 @@ from unicron_lightning.coordinator.unplanned import keep
 from unicron_lightning.credentials import Token, find_token, is_loopback, user_file
 from unicron_lightning.errors import ConfigError, PortInUse
 from unicron_lightning.fields import shortened
+from unicron_lightning.private import open_private
 
 logger = logging.getLogger(__name__)
 
@@ -387,7 +388,8 @@ class Server:
         path = self.state_dir / "coordinator.json"
         partial = path.with_suffix(".partial")
         try:
-            partial.write_text(json.dumps(self.about()), encoding="utf-8")
+            with open(partial, "w", encoding="utf-8", opener=open_private) as file:
+                file.write(json.dumps(self.about()))
             partial.replace(path)
         except OSError as error:
             raise StoreUnusable(f"can't write {path}: {error.strerror or error}") from error

@@ -22,6 +22,7 @@ import msgspec
 from unicron_lightning.coordinator import state
 from unicron_lightning.coordinator.database import StoreUnusable, open_database
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.private import open_private
 
 logger = logging.getLogger(__name__)
 
@@ -183,7 +184,7 @@ class Store:
 
 def _lock(state_dir: Path) -> int:
     try:
-        lock = os.open(state_dir / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        lock = open_private(state_dir / "lock", os.O_RDWR)
     except OSError as error:
         raise StoreUnusable(f"can't use store.state_dir={state_dir}: {error.strerror or error}") from error
     try:

@@ -10,8 +10,11 @@ import asyncio
 import contextlib
 import logging
 import os
+from io import FileIO
 from pathlib import Path
 from typing import Final
+
+from unicron_lightning.private import open_private
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +35,7 @@ class RotatingFile:
         self._most = size
         self._number = number
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab", buffering=0)
+        self._file = _append(path)
         self._size = self._file.tell()
 
     def write(self, data: bytes) -> None:
@@ -57,8 +60,12 @@ class RotatingFile:
                 newer.replace(older)
         if len(names) == 1:
             self._path.unlink(missing_ok=True)
-        self._file = self._path.open("ab", buffering=0)
+        self._file = _append(self._path)
         self._size = 0
+
+
+def _append(path: Path) -> FileIO:
+    return FileIO(path, "ab", opener=open_private)
 
 
 class LogPipe:
