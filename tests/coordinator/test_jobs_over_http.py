@@ -68,11 +68,10 @@ async def test_without_the_token_nothing_is_run_or_ended(tmp_path: Path) -> None
 async def test_a_jobs_environment_is_in_no_answer(tmp_path: Path) -> None:
     job = {"name": "j", "command": ["train.py"], "environment": {"API_KEY": "hunter2"}}
     with Coordinator(tmp_path / "state", env={"UNICRON_TOKEN": "secret"}) as coordinator:
-        async with aiohttp.ClientSession(headers=TOKEN) as http:
-            async with http.post(f"{coordinator.url}/v1/jobs", json=job) as answer:
-                assert answer.status == 200
-                assert "hunter2" not in await answer.text()
-            for path in ("status", "jobs", "jobs/j", "events", "incidents"):
-                async with http.get(f"{coordinator.url}/v1/{path}") as answer:
-                    assert answer.status == 200
-                    assert "hunter2" not in await answer.text()
+        assert "hunter2" not in str(
+            await proven(coordinator.url, "POST", "/v1/jobs", json.dumps(job).encode(), "secret")
+        )
+        for path in ("status", "jobs", "jobs/j", "events", "incidents"):
+            status, answer = await proven(coordinator.url, "GET", f"/v1/{path}", token="secret")
+            assert status == 200
+            assert "hunter2" not in str(answer)

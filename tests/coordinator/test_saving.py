@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -10,9 +11,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
-from coordinator.shell import connected, get, shown, train
+from coordinator.shell import ask, connected, get, train
 from hydra import compose, initialize_config_module
 
 from unicron_lightning import wire
@@ -65,8 +65,8 @@ async def serving(folder: Path) -> AsyncIterator[tuple[str, Disk]]:
 
 
 async def post(url: str, body: Any = None) -> tuple[int, Any]:
-    async with aiohttp.ClientSession(headers=shown()) as http, http.post(url, json=body) as answer:
-        return answer.status, await answer.json()
+    place, _, target = url.removeprefix("http://").partition("/")
+    return await ask(place, "POST", f"/{target}", b"" if body is None else json.dumps(body).encode())
 
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:

@@ -99,7 +99,12 @@ def _agent_state(agent: dict[str, Any]) -> str:
 
 def _events(options: argparse.Namespace) -> int:
     query = {"since": str(options.since)} | ({"task": options.task} if options.task is not None else {})
-    events = fetch(options.endpoint, "/v1/events", access_of(options), **query)
+    events: list[Any] = []
+    access, last = access_of(options), options.since
+    while (page := fetch(options.endpoint, "/v1/events", access, **query)) and page[-1]["seq"] > last:
+        events += page
+        last = page[-1]["seq"]
+        query["since"] = str(last)
     if options.json:
         print(json.dumps(events, indent=2))
         return 0

@@ -16,6 +16,7 @@ from aiohttp import web
 from unicron_lightning import wire
 from unicron_lightning.coordinator import accounting, injection, jobs, relayout, replicas
 from unicron_lightning.coordinator import events as ev
+from unicron_lightning.coordinator.eventlog import PAGE_BYTES
 from unicron_lightning.coordinator.guard import Guard
 from unicron_lightning.coordinator.machine import Machine
 from unicron_lightning.coordinator.status import cluster_status, task_status
@@ -28,6 +29,8 @@ from unicron_lightning.fields import shortened
 from unicron_lightning.jobs import Job, problem
 
 _MOST_INCIDENTS: Final = 100_000
+_MOST_EVENTS: Final = 10_000
+_MOST_DIGITS: Final = 18
 
 
 class _Submission(Job, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -230,9 +233,17 @@ class Api:
         return self._ordered(ev.Drain(node=name, drained=drained), lambda: {"drained": machine.drained})
 
     async def _get_events(self, request: web.Request) -> web.Response:
-        word = request.query.get("since", "0")
-        since = _number(word, digits=18)
-        if since is None:
-            return web.json_response({"error": f"since={shortened(word)}: expected a sequence number"}, status=400)
-        events: list[LoggedEvent] = self._shell.store.events(task=request.query.get("task"), since=since)
+        """A page of the log: ``?since=SEQ&limit=N&task=TASK``; the next one begins after its last ``seq``."""
+        words = {"since": request.query.get("since", "0"), "limit": request.query.get("limit", str(_MOST_EVENTS))}
+        numbers = {key: _number(word, digits=_MOST_DIGITS) for key, word in words.items()}
+        for key, number in numbers.items():
+            if number is None:
+                error = f"{key}={shortened(words[key])}: expected a number of up to {_MOST_DIGITS} digits"
+                return web.json_response({"error": error}, status=400)
+        events: list[LoggedEvent] = self._shell.store.events(
+            task=request.query.get("task"),
+            since=numbers["since"] or 0,
+            limit=min(numbers["limit"] or 0, _MOST_EVENTS),
+            most_bytes=PAGE_BYTES,
+        )
         return web.json_response(events)

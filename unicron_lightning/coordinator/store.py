@@ -21,6 +21,7 @@ import msgspec
 
 from unicron_lightning.coordinator import state
 from unicron_lightning.coordinator.database import StoreUnusable, open_database
+from unicron_lightning.coordinator.eventlog import EVENT_BYTES_KEPT, EventLog
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.private import open_private
 
@@ -56,7 +57,7 @@ class Store:
 
     Args:
         state_dir: folder of the database.
-        events_kept: newest events that are kept; older ones are deleted here.
+        events_kept: newest events that are kept; older ones are deleted here, and with later writes.
 
     Attributes:
         corrupt: new name of a corrupt database that was found, None if there was none.
@@ -76,6 +77,7 @@ class Store:
         newest = "(SELECT max(seq) FROM events)"
         with contextlib.suppress(sqlite3.OperationalError):  # a full disk: the next start deletes them
             self._db.execute(f"DELETE FROM events WHERE seq <= {newest} - ?", (events_kept,))
+        self._log = EventLog(self._db, events_kept)
 
     def load(self) -> state.Cluster:
         """The tasks as last written; one that cannot be read is set aside."""
@@ -137,6 +139,7 @@ class Store:
         Raises:
             sqlite3.Error: e.g. the disk is full.
         """
+        held = self._log.held
         self._db.execute("BEGIN IMMEDIATE")
         try:
             for task in save:
@@ -152,29 +155,40 @@ class Store:
                     (state.encode(lasting),),
                 )
             for event in events:
-                self._db.execute(
-                    "INSERT INTO events (at, name, task, incident, fields) VALUES (?, ?, ?, ?, ?)",
-                    (event.at, event.name, event.task, event.incident, state.encode(event.fields).decode()),
-                )
+                self._log.append(event.at, event.name, event.task, event.incident, event.fields)
+            self._log.prune()
             self._db.execute("COMMIT")
         except sqlite3.Error:
+            self._log.held = held
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             raise
 
     def events(
-        self, *, task: str | None = None, name: str | None = None, since: int = 0, limit: int = 10_000
+        self,
+        *,
+        task: str | None = None,
+        name: str | None = None,
+        since: int = 0,
+        limit: int = 10_000,
+        most_bytes: int = EVENT_BYTES_KEPT,
     ) -> list[LoggedEvent]:
-        """Events with a sequence number above ``since``, oldest first; None stands for all tasks, or all names."""
+        """Events with a sequence number above ``since``, oldest first; None stands for all tasks, or all names.
+
+        At most ``limit``, and no more once their fields have ``most_bytes``.
+        """
         rows = self._db.execute(
             "SELECT seq, at, name, task, incident, fields FROM events"
             " WHERE seq > ? AND (? IS NULL OR task = ?) AND (? IS NULL OR name = ?) ORDER BY seq LIMIT ?",
             (since, task, task, name, name, limit),
         )
-        return [
-            LoggedEvent(seq=seq, at=at, name=name, task=of, incident=incident, fields=json.loads(fields))
-            for seq, at, name, of, incident, fields in rows
-        ]
+        found: list[LoggedEvent] = []
+        for seq, at, named, of, incident, fields in rows:
+            found.append(LoggedEvent(seq=seq, at=at, name=named, task=of, incident=incident, fields=json.loads(fields)))
+            most_bytes -= len(fields)
+            if most_bytes <= 0:
+                break
+        return found
 
     def close(self) -> None:
         """Close the database and let go of the directory."""
