@@ -22,7 +22,7 @@ from unicron_lightning.proof import (
 )
 
 _OPEN: Final = ("/healthz", "/v1/challenge")
-_MEETING: Final = "unicron-meeting"
+_MEETING: Final = web.RequestKey("unicron-meeting", Meeting)
 
 
 class Guard:
