@@ -12,6 +12,7 @@
     ├── NotPlainData (worker.codec)         state to be sent holds something other than plain data
     ├── ProgramsDiffer (worker.engine)      the members' scripts have taken different paths
     ├── WorkersDiffer (worker.agreement)    this worker does not train what the others train
+    ├── ParametersDiffer (worker.agreement) this worker's parameters are not those of most of the others
     ├── CollectiveInStep (strategies.collectives)  a collective where ranks run different numbers of batches
     ├── SweepJobFailed (launcher.launch)    a job of a Hydra sweep failed
     ├── ShardsLost (megatron.mirror)        optimizer shards died with all their copies

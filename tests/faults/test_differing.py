@@ -1,4 +1,4 @@
-"""A worker that trains something else is refused when the task begins, and when it joins."""
+"""A worker that trains something else is refused; one whose parameters are not those of the others is replaced."""
 
 from __future__ import annotations
 
@@ -21,3 +21,17 @@ def test_a_worker_with_another_learning_rate_is_refused_with_the_values_and_its_
             assert f"the worker on node {report['node']} differs from the others of its task: optimizer is SGD" in (
                 report["cause"] + str(report["details"])
             )
+
+
+def test_a_flipped_bit_is_found_and_its_worker_replaced(tmp_path: Path) -> None:
+    script = SCRIPT.with_name("flipping.py")
+    with Cluster(tmp_path, agents=3, nodes="3:3", script=script) as cluster:
+        until("the coordinator", (cluster.state_dir / "coordinator.sqlite").exists, 120)
+        reports = cluster.watch(lambda: cluster.events("error_reported"), "the odd worker's report", 240)
+        (tmp_path / "finish").touch()
+        cluster.wait_end()
+        assert [report["node"] for report in reports] == ["n1"]
+        said = reports[0]["cause"] + str(reports[0]["details"])
+        assert "at step 10 the parameters of rank" in said
+        assert "on node n1 differ from those of the other 2 workers" in said
+        assert len({(tmp_path / f"digest-n{node}").read_text() for node in range(3)}) == 1

@@ -22,6 +22,10 @@ class WorkersDiffer(UnicronError):
     """This worker does not train what the others train; the message names what differs, and the values."""
 
 
+class ParametersDiffer(UnicronError):
+    """The workers' parameters are not equal any more, and this worker's are among those that can't be right."""
+
+
 def digest(items: Iterable[object]) -> str:
     """A short text that stands for many items, by their `repr`."""
     return hashlib.blake2b(repr(list(items)).encode(), digest_size=6).hexdigest()
@@ -61,6 +65,48 @@ def check_agreement(mine: Description, descriptions: Sequence[Description], *, n
     raise WorkersDiffer(
         f"the worker on node {node} differs from the others of its task: {'; '.join(items)}. All workers of a task run "
         "the same script with the same seed, data and settings"
+    )
+
+
+def odd_ranks(digests: Sequence[float]) -> list[int]:
+    """The ranks whose parameters can't be right: those that differ from most; all, where no value is that of most.
+
+    Args:
+        digests: of the parameters, by rank; 0.0 of a rank that has made none.
+    """
+    made = [digest for digest in digests if digest]
+    if len(set(made)) <= 1:
+        return []
+    value, number = Counter(made).most_common(1)[0]
+    if 2 * number <= len(made):
+        return list(range(len(digests)))
+    return [rank for rank, digest in enumerate(digests) if digest and digest != value]
+
+
+def check_parameters(odd: Sequence[int], rank: int, nodes: Sequence[str], step: int) -> None:
+    """Ends this worker if its parameters can't be right; its agent starts another, which gets those of the others.
+
+    Args:
+        odd: as `odd_ranks` gives them.
+        rank: of this worker.
+        nodes: of the workers, by rank.
+        step: for which the digests were made.
+
+    Raises:
+        ParametersDiffer: naming the ranks and nodes that differ.
+    """
+    if rank not in odd:
+        return
+    if len(odd) == len(nodes):
+        raise ParametersDiffer(
+            f"at step {step} the parameters of the {len(nodes)} workers differ, and no value is that of most: "
+            "expected equal ones, bit by bit. The task starts anew from its newest checkpoint"
+        )
+    where = ", ".join(f"rank {other} on node {nodes[other] if nodes else '?'}" for other in odd)
+    raise ParametersDiffer(
+        f"at step {step} the parameters of {where} differ from those of the other {len(nodes) - len(odd)} workers: "
+        "expected equal ones, bit by bit. The worker starts anew with theirs. Look at the node's memory and "
+        "accelerator, and for code that changes parameters on some ranks only"
     )
 
 

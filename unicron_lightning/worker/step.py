@@ -22,6 +22,7 @@ from typing import Final, Protocol
 import msgspec
 import torch
 
+from unicron_lightning.worker.agreement import odd_ranks
 from unicron_lightning.worker.balance import Balance
 from unicron_lightning.worker.buckets import Bucket, GradientBuckets
 from unicron_lightning.worker.communicator import Communicator, CommunicatorAborted, Handle, gather_rows
@@ -67,6 +68,11 @@ class GradientStep:
         sums: what else is summed.
         run: runs forward and backward of one micro-batch.
         balance: the ranks' shares; None: equal ones.
+        digest: of the parameters before the step; 0.0 where none was made.
+
+    Attributes:
+        recomputed: micro-batches that had been finished by workers that are lost.
+        odd: ranks of the present world whose parameters can't be right, see `agreement.odd_ranks`.
     """
 
     name = "step"
@@ -78,9 +84,12 @@ class GradientStep:
         sums: Sums,
         run: Callable[[int], None],
         balance: Balance | None = None,
+        digest: float = 0.0,
     ) -> None:
         self.micro_batches = list(micro_batches)
         self.recomputed: list[int] = []
+        self.odd: list[int] = []
+        self._digest = digest
         self._gradients = gradients
         self._sums = sums
         self._run = run
@@ -149,6 +158,7 @@ class GradientStep:
         return {"finished": sorted(self._finished), "reduced": sorted(self._reduced) if tells else []}
 
     def adopt(self, result: bytes) -> None:
+        self.odd = []  # of another world, if of any
         # A peer committed, so every rank was in the commit: all reductions are complete here too.
         assert len(self._reduced) == len(self._buckets), "a step was committed with reductions missing here"
         assert self._engine is not None
@@ -236,7 +246,8 @@ class GradientStep:
         pending = engine.control is not None and engine.control.newer_than(engine.world.epoch) is not None
         busy = activity.busy() / activity.micro_batches if activity.micro_batches else 0.0
         engine.fault("commit", engine.step)
-        ballots = gather_rows(engine.communicator, [float(pending), busy, *totals])
-        votes, _, *sums = ballots.sum(0).tolist()
+        ballots = gather_rows(engine.communicator, [float(pending), busy, self._digest, *totals])
+        votes, _, _, *sums = ballots.sum(0).tolist()
+        self.odd = odd_ranks(ballots[:, 2].tolist())
         leave = int(votes) == engine.world.size or engine.world.hold
         return (engine.world.epoch if leave else 0), ballots[:, 1].tolist(), sums

@@ -1,0 +1,55 @@
+"""Trains on three nodes; on node n1 a bit of the parameters flips once. At the end each rank writes its digest."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from differing import Ends, Line
+from torch.utils.data import DataLoader, TensorDataset
+
+from unicron_lightning import environ
+from unicron_lightning.strategies import UnicronStrategy
+from unicron_lightning.worker.digest import digest_of
+
+FOLDER = Path(sys.argv[1])
+
+
+class Plain(Line):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Flip(pl.Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *about: Any) -> None:
+        done = FOLDER / "flipped"
+        if trainer.global_step == 7 and environ.read().node == "n1" and not done.exists():
+            done.touch()
+            module.layer.weight.data.view(torch.int32)[0, 0] ^= 1
+
+
+def main() -> None:
+    pl.seed_everything(1, verbose=False)
+    data = DataLoader(TensorDataset(torch.randn(48, 2)), batch_size=4)
+    trainer = pl.Trainer(
+        strategy=UnicronStrategy(digest_every=5),
+        accelerator="cpu",
+        devices=1,
+        num_nodes=3,
+        max_epochs=-1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[Ends(), Flip()],
+    )
+    module = Plain()
+    trainer.fit(module, data)
+    (FOLDER / f"digest-{environ.read().node}").write_text(str(digest_of(module.parameters())))
+
+
+if __name__ == "__main__":
+    main()
