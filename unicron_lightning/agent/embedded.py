@@ -30,6 +30,7 @@ import psutil  # type: ignore[import-untyped]
 from unicron_lightning import environ
 from unicron_lightning.agent.options import AgentOptions, bind_address
 from unicron_lightning.errors import CoordinatorUnavailable
+from unicron_lightning.folders import make_private
 from unicron_lightning.private import open_private
 
 logger = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ class EmbeddedCoordinator:
 
     async def _start_unless_another_does(self) -> None:
         folder = self._options.state_dir
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private(folder)
         lock = open_private(folder / "starting.lock", os.O_RDWR)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

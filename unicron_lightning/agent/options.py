@@ -10,7 +10,6 @@ import ipaddress
 import logging
 import os
 import socket
-import tempfile
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from unicron_lightning import environ
 from unicron_lightning.credentials import Token, is_loopback, token_for
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.folders import user_path
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous.api import RendezvousParameters
@@ -240,4 +240,4 @@ def _state_dir(given: str | None, host: str, port: int) -> Path:
     chosen = given or os.environ.get(environ.STATE_DIR)
     if chosen:
         return Path(chosen).expanduser().absolute()
-    return Path(tempfile.gettempdir()) / f"unicron-{os.getuid()}" / f"{host.replace(':', '_')}-{port}"
+    return user_path() / f"{host.replace(':', '_')}-{port}"

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-from unicron_lightning.errors import ConfigError
+from unicron_lightning.folders import make_private, user_path
 
 _LOCK: Final = "lock"
 _PREFIX: Final = "agent-"
@@ -20,7 +20,7 @@ class ScratchFolder:
     """A folder of mode 0700 that exists until `close`; a lock in it tells others that it is in use."""
 
     def __init__(self) -> None:
-        parent = user_folder()
+        parent = make_private(user_path())
         sweep(parent)
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
@@ -37,20 +37,6 @@ class ScratchFolder:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
             self._lock = -1
-
-
-def user_folder() -> Path:
-    """Return this user's folder below the temporary one, made private.
-
-    Raises:
-        ConfigError: it exists and belongs to somebody else.
-    """
-    folder = Path(tempfile.gettempdir()) / f"unicron-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid() or folder.is_symlink():
-        raise ConfigError(f"{folder} belongs to another user: set TMPDIR to a folder of your own")
-    folder.chmod(0o700)
-    return folder
 
 
 def sweep(parent: Path) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import fcntl
 import os
-import tempfile
 import urllib.parse
 from pathlib import Path
+
+from unicron_lightning.folders import make_private, user_path
+from unicron_lightning.private import open_private
 
 
 class SlotLock:
@@ -24,7 +26,7 @@ class SlotLock:
     """
 
     def __init__(self, node: str, slot: str, folder: Path | None = None) -> None:
-        home = Path(tempfile.gettempdir()) / f"unicron-{os.getuid()}" / "slots" if folder is None else folder
+        home = user_path() / "slots" if folder is None else folder
         self._path = home / f"{urllib.parse.quote(f'{node}/{slot}', safe='')}.lock"
         self._file: int | None = None
 
@@ -32,8 +34,8 @@ class SlotLock:
         """Take it if nobody else has it; whether it is held now."""
         if self._file is not None:
             return True
-        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        file = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        make_private(self._path.parent)
+        file = open_private(self._path, os.O_RDWR)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

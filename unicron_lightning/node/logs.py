@@ -14,6 +14,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Final
 
+from unicron_lightning.folders import make_private
 from unicron_lightning.private import open_private
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ class RotatingFile:
         self._path = path
         self._most = size
         self._number = number
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_private(path.parent)
         self._file = _append(path)
         self._size = self._file.tell()
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import re
 import socket
-import tempfile
 from dataclasses import dataclass
-from os import getuid
 from pathlib import Path
 from typing import Final
 
 from unicron_lightning.agent.options import parse_endpoint
 from unicron_lightning.credentials import Token, is_loopback, token_for
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.folders import user_path
 from unicron_lightning.node.slots import Slot, slots_of, visible_devices
 
 _NODE: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -100,7 +99,7 @@ def make_options(
 
 def default_logs() -> Path:
     """Where logs are unless told otherwise."""
-    return Path(tempfile.gettempdir()) / f"unicron-{getuid()}" / "logs"
+    return user_path() / "logs"
 
 
 def log_folder(logs: Path, task: str, node: str, slot: str) -> Path:

@@ -1,0 +1,83 @@
+"""This user's folder on this machine: sockets of agents, locks of slots, state of coordinators and logs.
+
+It lies below the folder for temporary files (TMPDIR, else /tmp), which all users of the machine can write to. So
+another user may have made it beforehand, as a folder or a symbolic link; what is in it would then be theirs to read and
+to replace. Its owner and mode, and those of the folders within it, are checked at each use.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+from typing import Final
+
+from unicron_lightning.errors import ConfigError
+
+MODE: Final = 0o700
+_OTHERS_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
+_ELSE: Final = "set TMPDIR to a folder of your own"
+
+
+def user_path() -> Path:
+    """Return where this user's folder is; nothing is made or checked."""
+    return Path(tempfile.gettempdir()) / f"unicron-{os.getuid()}"
+
+
+def make_private(folder: Path) -> Path:
+    """Make a folder that only this user can read and write; check it if it is there.
+
+    Args:
+        folder: this user's folder, one within it, or one that the user has named, which must only be the user's.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ConfigError: it belongs to another user, can be written by others, is a symbolic link or no folder, or lies
+            where others can replace it.
+        OSError: it cannot be made.
+    """
+    home = user_path()
+    if folder != home and home not in folder.parents:
+        folder.mkdir(mode=MODE, parents=True, exist_ok=True)
+        _check_owner(folder, folder.stat())
+        return folder
+    _check_parent(home.parent)
+    for part in [home, *reversed([p for p in (folder, *folder.parents) if home in p.parents])]:
+        try:
+            part.mkdir(mode=MODE)
+        except FileExistsError:
+            _check(part)
+    return folder
+
+
+def _check(folder: Path) -> None:
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        kind = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "no folder"
+        raise ConfigError(f"{folder} is {kind}: expected a folder of yours with mode 0700; remove it, or {_ELSE}")
+    _check_owner(folder, found)
+    if found.st_mode & _OTHERS_WRITE:
+        mode = stat.S_IMODE(found.st_mode)
+        raise ConfigError(f"{folder} has mode {mode:04o}, others can write to it: expected 0700; remove it, or {_ELSE}")
+    if stat.S_IMODE(found.st_mode) != MODE:
+        folder.chmod(MODE)
+
+
+def _check_owner(folder: Path, found: os.stat_result) -> None:
+    if found.st_uid != os.getuid():
+        raise ConfigError(
+            f"{folder} belongs to user {found.st_uid}, not to you ({os.getuid()}): choose another folder, or {_ELSE}"
+        )
+
+
+def _check_parent(folder: Path) -> None:
+    """Others must not be able to rename what lies in the folder."""
+    found = folder.stat()
+    if found.st_uid not in (0, os.getuid()):
+        raise ConfigError(f"{folder} belongs to user {found.st_uid}: expected root or you; {_ELSE}")
+    if found.st_mode & _OTHERS_WRITE and not found.st_mode & stat.S_ISVTX:
+        mode = stat.S_IMODE(found.st_mode)
+        raise ConfigError(f"{folder} has mode {mode:04o}, anyone can replace what is in it: expected 1777; or {_ELSE}")
