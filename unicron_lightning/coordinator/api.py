@@ -90,11 +90,11 @@ class Api:
 
     def __init__(self, shell: Shell, token: Token, only_host: str | None = None) -> None:
         self._shell = shell
-        self._guard = Guard(token, only_host)
+        self.guard = Guard(token, only_host)
 
     def app(self) -> web.Application:
         """An application with all routes; more may be added, and need the proof as well."""
-        app = self._guard.app()
+        app = self.guard.app()
         app.router.add_get("/healthz", self._get_health)
         app.router.add_get("/v1/status", self._get_status)
         app.router.add_get("/v1/events", self._get_events)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+import weakref
 from typing import Any, Final
 
 from aiohttp import web
@@ -37,6 +38,8 @@ class Guard:
         self._only_host = only_host
         self._secret = token.secret
         self._challenges = Challenges(secrets.token_bytes(32))
+        self.proven: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Transports of connections over which a request has proven the token."""
 
     def app(self) -> web.Application:
         """An application with the challenge's route; all routes that are added to it need a proof."""
@@ -78,6 +81,7 @@ class Guard:
             self._secret, claim, address, method=request.method, target=target, body=body, now=time.monotonic()
         ):
             return False
+        self.proven.add(request.transport)
         request[_MEETING] = Meeting(client=claim.client, server=claim.server, address=address)
         return True
 

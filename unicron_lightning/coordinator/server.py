@@ -47,6 +47,7 @@ from unicron_lightning.coordinator.session import Session
 from unicron_lightning.coordinator.startup import inputs_at_start
 from unicron_lightning.coordinator.store import Store
 from unicron_lightning.coordinator.unplanned import keep
+from unicron_lightning.coordinator.unproven import UnprovenConnections
 from unicron_lightning.credentials import Token, find_token, is_loopback, user_file
 from unicron_lightning.errors import ConfigError, PortInUse
 from unicron_lightning.fields import shortened
@@ -120,12 +121,15 @@ class Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
-        app = Api(self, self._token, self._only_host).app()
+        api = Api(self, self._token, self._only_host)
+        app = api.app()
         app.router.add_get("/v1/agent", self._serve_agent)
         app.router.add_get("/v1/node", self._serve_node)
         runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
         await runner.setup()
+        unproven = UnprovenConnections(runner, api.guard.proven)
         try:
+            unproven.start()
             await web.SockSite(runner, self._socket).start()
             self._announce()
             self._note_set_aside()
@@ -139,6 +143,7 @@ class Server:
         finally:
             self._stop.set()
             self._liveness.close()
+            unproven.close()
             self._saving.close(last_try=not self._failed)
             for timer in (*self._timers.values(), self._look, self._ahead):
                 if timer is not None:

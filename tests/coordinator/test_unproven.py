@@ -1,0 +1,86 @@
+"""Connections without a proof of the token: closed after a while, and never so many that others can't be served."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import resource
+import socket
+import time
+from pathlib import Path
+
+from coordinator.shell import Coordinator, connected, get, train
+
+from unicron_lightning import wire
+from unicron_lightning.coordinator.unproven import PROOF_SECONDS, excess, raise_descriptor_limit
+from unicron_lightning.errors import CoordinatorUnavailable
+
+LIMIT = 128
+
+
+def test_who_is_closed() -> None:
+    ages = {"a": 0.0, "b": 1.0, "c": 2.0, "d": 5.5}
+    assert excess(ages, 5.6, 9) == ["a"]
+    assert excess(ages, 5.6, 2) == ["a", "b"]
+    assert excess(ages, 2.0, 4) == []
+    assert excess(ages, 99.0, 4) == list(ages)
+    assert PROOF_SECONDS == 5.0
+
+
+def test_the_limit_of_open_files_is_raised() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1024), hard))
+        assert raise_descriptor_limit() == hard == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def is_closed(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        return connection.recv(4096) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+async def closed(connections: list[socket.socket]) -> None:
+    deadline = time.monotonic() + 60
+    while not all(is_closed(connection) for connection in connections):
+        assert time.monotonic() < deadline, "connections without a proof stay open"
+        await asyncio.sleep(0.1)
+
+
+async def test_half_a_request_is_not_waited_for(tmp_path: Path) -> None:
+    with Coordinator(tmp_path / "state") as coordinator, contextlib.ExitStack() as stack:
+        async with connected(coordinator.url, "a", nodes=(1, 1)) as (a,):
+            await train([a])
+            address = ("127.0.0.1", coordinator.port)
+            idle, half = (stack.enter_context(socket.create_connection(address)) for _ in range(2))
+            half.sendall(b"GET /v1/status HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Endless: ")
+            await closed([idle, half])
+            await a.say(wire.Lookup(worker=a.worker, key="k"))
+            assert (await a.hear(wire.LookupReply)).value is None, "an agent's connection stays"
+
+
+async def test_idle_connections_beyond_the_limit_shut_nobody_out(tmp_path: Path) -> None:
+    with Coordinator(tmp_path / "state") as coordinator, contextlib.ExitStack() as stack:
+        assert coordinator.process is not None
+        async with connected(coordinator.url, "a", nodes=(1, 1)) as (a,):
+            await train([a])
+            resource.prlimit(coordinator.process.pid, resource.RLIMIT_NOFILE, (LIMIT, LIMIT))
+            address = ("127.0.0.1", coordinator.port)
+            flood = [stack.enter_context(socket.create_connection(address, timeout=60)) for _ in range(3 * LIMIT)]
+            deadline, answered = time.monotonic() + 90, False
+            while not answered:
+                with contextlib.suppress(CoordinatorUnavailable):
+                    answered = list((await get(f"{coordinator.url}/v1/status"))["tasks"]) == ["t"]
+                assert time.monotonic() < deadline, "no answer beside idle connections"
+            await a.say(wire.Lookup(worker=a.worker, key="k"))
+            assert (await a.hear(wire.LookupReply)).value is None
+            await closed(flood)
+        _, output = coordinator.stop()
+        assert "Traceback" not in output
+        assert output.count("descriptors_exhausted") < 60

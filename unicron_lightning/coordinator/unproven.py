@@ -1,0 +1,102 @@
+"""Connections that have not proven the token: few, and not for long.
+
+Whoever can reach the port can open connections, send half a request and wait. Such connections are closed after
+`PROOF_SECONDS`, and the oldest of them before that when there are too many for the descriptors that this process may
+open. Connections with a proof, those of agents, daemons and commands, are left alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import resource
+import time
+import weakref
+from typing import Any, Final
+
+from aiohttp import web
+
+logger = logging.getLogger(__name__)
+
+PROOF_SECONDS: Final = 5.0
+LOOK_SECONDS: Final = 0.25
+LOG_SECONDS: Final = 1.0
+_OUT_OF: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+def raise_descriptor_limit() -> int:
+    """Raise this process's soft limit of open files to the hard one; return the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (OSError, ValueError):
+        return soft
+    return hard
+
+
+def excess(ages: dict[Any, float], now: float, most: int) -> list[Any]:
+    """Tell which connections without a proof are to be closed.
+
+    Args:
+        ages: time at which each was first seen, oldest first.
+        now: the same clock's.
+        most: how many may stay.
+    """
+    late = [each for each, seen in ages.items() if now - seen > PROOF_SECONDS]
+    rest = [each for each in ages if each not in late]
+    return late + rest[: max(0, len(rest) - most)]
+
+
+class UnprovenConnections:
+    """Looks after the connections of one server, in its loop.
+
+    Args:
+        runner: whose server it is, set up.
+        proven: transports of connections that have proven the token.
+    """
+
+    def __init__(self, runner: web.AppRunner, proven: weakref.WeakSet[Any]) -> None:
+        self._runner = runner
+        self._proven = proven
+        self._seen: dict[Any, float] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._told = 0.0
+        self._silenced = 0
+
+    def start(self) -> None:
+        """Begin to look, and to log at most once a second that descriptors have run out."""
+        raise_descriptor_limit()
+        asyncio.get_running_loop().set_exception_handler(self._log)
+        self._look()
+
+    def close(self) -> None:
+        """Stop looking."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        server = self._runner.server
+        now = time.monotonic()
+        there = (
+            [each for each in server.connections if each.transport not in self._proven] if server is not None else []
+        )
+        self._seen = {each: self._seen.get(each, now) for each in there}
+        # The limit can be changed from outside while this process runs.
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        for handler in excess(self._seen, now, max(16, soft // 4)):
+            handler.force_close()
+            del self._seen[handler]
+        self._timer = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._look)
+
+    def _log(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if not (isinstance(error, OSError) and error.errno in _OUT_OF):
+            loop.default_exception_handler(context)
+            return
+        now = time.monotonic()
+        if now - self._told < LOG_SECONDS:
+            self._silenced += 1
+            return
+        logger.error("descriptors_exhausted error=%s more=%d", error, self._silenced)
+        self._told, self._silenced = now, 0
