@@ -170,6 +170,11 @@ class UnicronStrategy(CollectingStrategy):
         return devices[self.local_rank % len(devices)]
 
     @property
+    def num_processes(self) -> int:
+        """Workers of a node in the declared world, as Lightning's parallel strategies have it."""
+        return len(self.parallel_devices or [None])
+
+    @property
     @override
     def handles_gradient_accumulation(self) -> bool:
         return True

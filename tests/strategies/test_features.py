@@ -12,11 +12,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torchmetrics
-from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, ThroughputMonitor
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.trainer.states import RunningStage
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from typing_extensions import override
 
+from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies import join_state
 from unicron_lightning.strategies.unicron import UnicronStrategy
 from unicron_lightning.worker import codec
@@ -125,6 +128,74 @@ def test_resuming_is_exact(tmp_path: Path, where: str) -> None:
     assert resumed.global_step == whole.global_step == 18 and resumed.current_epoch == 3
     assert again.losses == full.losses[-len(again.losses) :] and len(again.losses) == 18 - int(path.stem[5:])
     assert same(again, full)
+
+
+class Looking(Net):
+    """Looks at batches in hooks, as image samplers and throughput monitors do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained: list[torch.Tensor] = []
+        self.seen: list[list[torch.Tensor]] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.trained = []
+        x, y = batch
+        self.seen.append([x, y])
+        self.log("largest", x.max(), on_epoch=True, on_step=False, reduce_fx="max")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.trained.append(batch[0])
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        assert len(batch) == 2 and batch[0].shape == (8, 4) and len(list(batch)) == 2
+        assert torch.equal(batch[0], torch.cat(self.trained)) and torch.equal(batch[0], self.seen[-1][0])
+        self.log("mean", batch[1].mean(), on_epoch=True, on_step=False)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_hooks_see_the_ranks_samples(tmp_path: Path, workers: int) -> None:
+    plain, module = Net(), Looking()
+    trainer(tmp_path, max_epochs=1).fit(plain, loader(num_workers=workers))
+    run = trainer(tmp_path, max_epochs=1)
+    run.fit(module, loader(num_workers=workers))
+    assert len(module.seen) == 6 and same(plain, module), "looking changes nothing"
+    everything = dataset().tensors
+    assert float(run.callback_metrics["largest"]) == pytest.approx(float(everything[0].max()))
+    assert float(run.callback_metrics["mean"]) == pytest.approx(float(everything[1].mean()), abs=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:When using the `ThroughputMonitor`:UserWarning")
+def test_a_throughput_monitor_counts_what_the_batch_function_says(tmp_path: Path) -> None:
+    monitor = ThroughputMonitor(batch_size_fn=lambda batch: batch[0].size(0), window_size=3)
+    run = trainer(tmp_path, max_epochs=1, callbacks=[monitor], log_every_n_steps=1, logger=CSVLogger(tmp_path))
+    run.fit(Net(), loader())
+    assert monitor._samples[RunningStage.TRAINING] == 48
+
+
+def test_loaders_and_strategy_have_what_callbacks_ask_for(tmp_path: Path) -> None:
+    asked: dict[str, Any] = {}
+
+    class Asking(Net):
+        def on_train_start(self) -> None:
+            train = self.trainer.train_dataloader
+            asked.update(batch_size=train.batch_size, drop_last=train.drop_last, collate=train.collate_fn)
+            asked["processes"] = self.trainer.strategy.num_processes  # type: ignore[attr-defined]
+
+    mine = loader(drop_last=True)
+    trainer(tmp_path, max_epochs=1).fit(Asking(), mine)
+    assert asked == {"batch_size": 4, "drop_last": True, "collate": mine.collate_fn, "processes": DEVICES}
+
+
+def test_a_loader_that_iterates_in_its_own_way_is_refused(tmp_path: Path) -> None:
+    class Prefetching(DataLoader):  # type: ignore[type-arg]
+        def __iter__(self) -> Any:
+            return super().__iter__()
+
+    with pytest.raises(ConfigError, match="Prefetching is a DataLoader with an __iter__ of its own"):
+        trainer(tmp_path, max_epochs=1).fit(Net(), Prefetching(dataset(), batch_size=4))
 
 
 class Means(Net):

@@ -7,17 +7,23 @@ counters (a checkpoint, a peer's state) restores the data position.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from unicron_lightning.data.fetch import Fetcher, Place
 from unicron_lightning.data.order import DataOrder, StepShape
+from unicron_lightning.data.seeding import preserved
 
 
 class GlobalBatch:
     """One optimizer step's data, as Lightning's loop sees it: not the samples but where they are.
+
+    To hooks such as ``on_train_batch_end`` it behaves like a batch of this rank's samples: what is asked of it beyond
+    its own attributes (an item, its length, ``.shape``) is asked of ``own()``. Samples are fetched for that only then.
 
     No dataclass: Lightning's precision plug-ins look for tensors in those, and refuse frozen ones.
 
@@ -28,24 +34,78 @@ class GlobalBatch:
         count: how many items of the data set a micro-batch has, by number.
     """
 
-    __slots__ = ("count", "epoch", "fetch", "micro_batches", "step")
+    __slots__ = ("_own", "_share", "count", "epoch", "fetch", "micro_batches", "step")
 
     def __init__(
-        self, epoch: int, step: int, micro_batches: range, fetch: Callable[[int], Any], count: Callable[[int], int]
+        self,
+        epoch: int,
+        step: int,
+        micro_batches: range,
+        fetch: Callable[[int], Any],
+        count: Callable[[int], int],
+        share: Callable[[range], list[int]] = lambda numbers: list(numbers[:1]),
     ) -> None:
         self.epoch = epoch
         self.step = step
         self.micro_batches = micro_batches
         self.fetch = fetch
         self.count = count
+        self._share = share
+        self._own: Any = None
+
+    def own(self) -> Any:
+        """This rank's micro-batches as one batch, on the CPU; the first of the step where the rank has none."""
+        if self._own is None:
+            numbers = self._share(self.micro_batches) or list(self.micro_batches[:1])
+            with preserved():
+                self._own = joined([self.fetch(number) for number in numbers])
+        return self._own
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.own()[key]
+
+    def __len__(self) -> int:
+        return len(self.own())
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.own())
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # what Python and its copiers look for is not in a batch
+            raise AttributeError(name)
+        return getattr(self.own(), name)
 
     def num_samples(self) -> int:
         """Items of the data set in the whole step, on all ranks together."""
         return sum(self.count(micro_batch) for micro_batch in self.micro_batches)
 
 
+def joined(batches: Sequence[Any]) -> Any:
+    """Batches as one: tensors one after another, mappings and sequences item by item, other values in a list.
+
+    Tensors that differ in more than their first dimension stay in a list.
+    """
+    first = batches[0]
+    if len(batches) == 1:
+        return first
+    if isinstance(first, Tensor):
+        if first.dim() and len({tuple(each.shape[1:]) for each in batches}) == 1:
+            return torch.cat(list(batches))
+        return list(batches)
+    if isinstance(first, Mapping):
+        return {key: joined([each[key] for each in batches]) for key in first}
+    if isinstance(first, tuple) and hasattr(first, "_fields"):
+        return type(first)(*(joined(parts) for parts in zip(*batches, strict=True)))
+    if isinstance(first, list | tuple) and len({len(each) for each in batches}) == 1:
+        return type(first)(joined(parts) for parts in zip(*batches, strict=True))
+    return list(batches)
+
+
 class _InPlace:
-    """What Lightning looks at in a loader that takes the place of the user's.
+    """What Lightning, and callbacks, look at in a loader that takes the place of the user's.
 
     Args:
         loader: the user's.
@@ -58,6 +118,13 @@ class _InPlace:
         self.sampler = loader.sampler
         self.batch_sampler = loader.batch_sampler
         self.num_workers = loader.num_workers
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        """What is not its own, such as ``batch_size`` and ``collate_fn``, is that of the user's loader."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._loader, name)
 
     def close(self) -> None:
         """Ends the loader's worker processes."""
@@ -122,6 +189,7 @@ class TrainingLoader(_InPlace):
             order.micro_batches(step),
             lambda m: self._fetcher.get((epoch, step, m)),
             lambda m: len(order.indices(epoch, step, m)),
+            self._share,
         )
 
     def samples(self, batch: GlobalBatch, micro_batch: int) -> list[Any]:

@@ -177,6 +177,11 @@ def check_loader(loader: object) -> None:
             f"the unicron strategy needs a torch.utils.data.DataLoader, found {type(loader).__qualname__}: a lost "
             "rank's micro-batches can be computed again only if they can be fetched by number"
         )
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        raise ConfigError(
+            f"{type(loader).__qualname__} is a DataLoader with an __iter__ of its own, which the unicron strategy "
+            "would bypass: it fetches batches by number. Move what it does into the data set or into collate_fn"
+        )
     if isinstance(loader.dataset, IterableDataset):
         raise ConfigError(
             f"{type(loader.dataset).__qualname__} is an iterable data set; the unicron strategy needs random access to "
