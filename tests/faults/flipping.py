@@ -12,7 +12,7 @@ from differing import Ends, Line
 from torch.utils.data import DataLoader, TensorDataset
 
 from unicron_lightning import environ
-from unicron_lightning.strategies import UnicronStrategy
+from unicron_lightning.strategies.unicron import UnicronStrategy
 from unicron_lightning.worker.digest import digest_of
 
 FOLDER = Path(sys.argv[1])

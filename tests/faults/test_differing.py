@@ -13,8 +13,7 @@ SCRIPT = Path(__file__).with_name("differing.py")
 
 def test_a_worker_with_another_learning_rate_is_refused_with_the_values_and_its_node(tmp_path: Path) -> None:
     with Cluster(tmp_path, agents=2, nodes="1:2", script=SCRIPT) as cluster:
-        database = cluster.state_dir / "coordinator.sqlite"
-        until("the coordinator", database.exists, 120)
+        until("the coordinator", cluster.coordinator, 120)
         cluster.watch(lambda: len(cluster.events("error_reported")) > 1, "two refusals: one of a joiner", 240)
         for report in cluster.events("error_reported"):
             assert report["node"] in ("n0", "n1")
@@ -26,8 +25,9 @@ def test_a_worker_with_another_learning_rate_is_refused_with_the_values_and_its_
 def test_a_flipped_bit_is_found_and_its_worker_replaced(tmp_path: Path) -> None:
     script = SCRIPT.with_name("flipping.py")
     with Cluster(tmp_path, agents=3, nodes="3:3", script=script) as cluster:
-        until("the coordinator", (cluster.state_dir / "coordinator.sqlite").exists, 120)
+        until("the coordinator", cluster.coordinator, 120)
         reports = cluster.watch(lambda: cluster.events("error_reported"), "the odd worker's report", 240)
+        cluster.watch(lambda: _joined(cluster), "its successor, with the others' parameters", 240)
         (tmp_path / "finish").touch()
         cluster.wait_end()
         assert [report["node"] for report in reports] == ["n1"]
@@ -35,3 +35,7 @@ def test_a_flipped_bit_is_found_and_its_worker_replaced(tmp_path: Path) -> None:
         assert "at step 10 the parameters of rank" in said
         assert "on node n1 differ from those of the other 2 workers" in said
         assert len({(tmp_path / f"digest-n{node}").read_text() for node in range(3)}) == 1
+
+
+def _joined(cluster: Cluster) -> bool:
+    return any(event["kind"] == "join" and event["world"] == 3 for event in cluster.events("worker.entered_epoch"))
