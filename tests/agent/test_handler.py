@@ -133,14 +133,15 @@ def test_life_of_a_round(bench: Bench) -> None:
 
 
 def test_workers_are_started_without_the_token(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(environ.TOKEN, "secret")
+    secret = token_for("127.0.0.1", None).secret
+    monkeypatch.setenv(environ.TOKEN, secret)
     bench.make()
     bench.rendezvous()
     assert environ.TOKEN not in os.environ, "which workers inherit"
     bench.rendezvous()
     assert environ.TOKEN not in os.environ
     bench.handler.shutdown()
-    assert os.environ[environ.TOKEN] == "secret", "another agent in this process finds it"
+    assert os.environ[environ.TOKEN] == secret, "another agent in this process finds it"
 
 
 def test_workers_on_the_cpu_keep_freed_memory_unless_the_user_says_otherwise(
