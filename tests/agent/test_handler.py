@@ -26,6 +26,7 @@ from torchrun import until
 
 from unicron_lightning import environ, wire
 from unicron_lightning.agent.handler import RendezvousFailed, UnicronRendezvousHandler
+from unicron_lightning.credentials import token_for
 
 SLEEPER = "import time; time.sleep(100)"
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(100)"

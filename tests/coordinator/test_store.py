@@ -118,12 +118,12 @@ def test_a_full_disk_is_not_a_corrupt_database(tmp_path: Path, monkeypatch: pyte
 
 def test_a_state_folder_that_cannot_be_used_is_one_message(tmp_path: Path):
     (tmp_path / "file").touch()
-    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+    for folder, wrong in ((tmp_path / "file", "File exists"), (tmp_path / "file" / "below", "Not a directory")):
         coordinator = Coordinator(folder)
         coordinator.spawn()
         output = coordinator.output()
         assert coordinator.process is not None and coordinator.process.returncode == 2
-        assert f"store.state_dir={folder}: File exists" in output
+        assert f"store.state_dir={folder}: {wrong}" in output
         assert output.count(" ERROR ") == 1 and "Traceback" not in output
 
 
