@@ -177,12 +177,13 @@ class StepSums:
         return totals[_CHANGED] != 0
 
     def settle(self, engine: Engine) -> None:
+        new = self._new_buffers()
         mine = {
             "calls": [call.plain() for call in merge_calls(self._calls)],
             "unused": self._unused() if self._losses else None,
             "metrics": {} if self._metrics is None else self._metrics.recorded,
-            "buffers": self._new_buffers(),
-            "values": {str(i): v.cpu() for i, v in self._buffers.values.items() if i in self._new_buffers()},
+            "buffers": new,
+            "values": {str(index): self._buffers.values[index].cpu() for index in new if index in self._buffers.values},
         }
         gathered = gather_bytes(engine.communicator, codec.encode(mine), engine.tag("sums"))
         parts = [codec.decode(part) for part in gathered]

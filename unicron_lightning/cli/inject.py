@@ -64,12 +64,12 @@ def _schedule(faults: Faults, seed: int) -> Iterator[tuple[float, Fault]]:
 
 def _order(options: argparse.Namespace, fault: Fault) -> None:
     path = f"/v1/tasks/{quoted(fault.task or options.task)}/inject"
-    token = access_of(options)
+    access = access_of(options)
     fatal = fault.kind == "kill coordinator" and not fault.waits
     if fatal:  # afterwards nobody tells a coordinator that is gone from one that was never there
-        fetch(options.endpoint, "/v1/status", token)
+        fetch(options.endpoint, "/v1/status", access)
     try:
-        answer: dict[str, Any] = fetch(options.endpoint, path, token, method="POST", body={"fault": text(fault)})
+        answer: dict[str, Any] = fetch(options.endpoint, path, access, method="POST", body={"fault": text(fault)})
     except CoordinatorUnavailable:
         if not fatal:
             raise

@@ -24,14 +24,14 @@ def _top(options: argparse.Namespace) -> int:
 
     if not options.interval > 0:
         raise ConfigError(f"--interval {options.interval}: expected seconds > 0")
-    token = access_of(options)
+    access = access_of(options)
     speeds = Speeds()
-    status = all_visible(fetch(options.endpoint, "/v1/status", token))
+    status = all_visible(fetch(options.endpoint, "/v1/status", access))
     speeds.saw(status, time.monotonic())
     screen = console()
     if options.once:
         time.sleep(options.interval)  # two looks make a speed
-        status = all_visible(fetch(options.endpoint, "/v1/status", token))
+        status = all_visible(fetch(options.endpoint, "/v1/status", access))
         speeds.saw(status, time.monotonic())
         screen.print(picture(status, speeds, None))
         return 0
@@ -41,7 +41,7 @@ def _top(options: argparse.Namespace) -> int:
                 time.sleep(options.interval)
                 away = None
                 try:
-                    status = all_visible(fetch(options.endpoint, "/v1/status", token))
+                    status = all_visible(fetch(options.endpoint, "/v1/status", access))
                     speeds.saw(status, time.monotonic())
                 except CoordinatorUnavailable as error:
                     away = str(error)

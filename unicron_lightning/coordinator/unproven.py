@@ -44,7 +44,7 @@ def excess(ages: dict[Any, float], now: float, most: int) -> list[Any]:
         most: how many may stay.
     """
     late = [each for each, seen in ages.items() if now - seen > PROOF_SECONDS]
-    rest = [each for each in ages if each not in late]
+    rest = [each for each, seen in ages.items() if now - seen <= PROOF_SECONDS]
     return late + rest[: max(0, len(rest) - most)]
 
 

@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 
 from torch import Tensor
 
-from unicron_lightning.worker.communicator import CommunicatorAborted, Gate, Handle
+from unicron_lightning.worker.communicator import Gate, Handle
 
 logger = logging.getLogger(__name__)
 
@@ -189,6 +189,7 @@ class OwnedGroup:
             ended = [handle for handle in waiting if handle.owned.is_completed()]
             if not ended:
                 self.gate.wait_for(lambda: False, POLL_SECONDS)
+                continue
             for handle in ended:
                 handle.owned.wait()
             with self.gate.condition:
@@ -206,9 +207,7 @@ class OwnedGroup:
         entered = self._enqueuing.acquire(timeout=ENQUEUE_SECONDS)
         try:
             if group is not None:
-                group.abort()
-        except RuntimeError as error:
-            logger.warning("group_abort_failed error=%s", error)
+                _abort(group)
         finally:
             self._group = None
             self._on_the_way = []
@@ -237,6 +236,3 @@ def _abort(group: Any) -> None:
         group.abort()
     except RuntimeError as error:
         logger.warning("group_abort_failed error=%s", error)
-
-
-__all__ = ["CommunicatorAborted", "OwnedGroup", "OwnedHandle", "abort_apart", "is_sticky"]
