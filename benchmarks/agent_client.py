@@ -1,6 +1,6 @@
-"""Simulated agents' sessions: a client process of `agents`, as small as can be, since it needs the coordinator's cores.
+"""Simulated agents' sessions: a client process of `agents`, kept small because it shares the coordinator's cores.
 
-Orders come as JSON lines on stdin, what was seen goes out on stdout.
+Orders arrive as JSON lines on stdin; observations are written to stdout in the same form.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from unicron_lightning.credentials import token_for
 from unicron_lightning.proof import Meeting, authorization, new_nonce
 
 QUIET_SECONDS = 0.3
-"""Without a further arrival for so long, a client tells of an epoch."""
+"""Time without a further arrival after which a client reports an epoch."""
 BACK_SECONDS = 2.0
-"""A new worker, or agent, comes so long after the end of the one before."""
+"""Delay between the end of a worker, or agent, and the start of its replacement."""
 HANDSHAKE = (
     "GET /v1/agent HTTP/1.1\r\nHost: coordinator\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
     "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n"
@@ -34,9 +34,9 @@ class Agent(asyncio.Protocol):
     """One agent with one worker.
 
     Args:
-        client: told of epochs.
-        name: its id.
-        task: its task.
+        client: notified of epochs.
+        name: the agent's id.
+        task: the agent's task.
         nodes: least and most nodes of the task.
     """
 
@@ -83,7 +83,7 @@ class Agent(asyncio.Protocol):
                 self._write(10, payload)
 
     def _challenged(self) -> bool:
-        """Answer the coordinator's challenge once it has come whole; the load is trusted."""
+        """Answer the coordinator's challenge once it has arrived completely; its content is trusted."""
         _, gap, body = bytes(self._buffer).partition(b"\r\n\r\n")
         if not gap or not body.endswith(b"}"):
             return False
@@ -116,7 +116,7 @@ class Agent(asyncio.Protocol):
         length = struct.pack("!B", 0x80 | size) if size < 126 else struct.pack("!BH", 254, size)
         head = bytes([0x80 | kind]) + length
         assert self._transport is not None
-        self._transport.write(head + bytes(4) + payload)  # masked with zeros: as it is
+        self._transport.write(head + bytes(4) + payload)  # masked with zeros, which leaves the payload unchanged
 
     def say(self, message: wire.FromAgent) -> None:
         self._write(1, wire.encode(message))
@@ -144,7 +144,8 @@ class Agent(asyncio.Protocol):
         )
 
     def _store(self) -> wire.Address:
-        return wire.Address(host="0.0.0.0", port=20_000 + self.round)  # never reached: no evidence of death
+        # never connected to, so a refused connection is no evidence of death
+        return wire.Address(host="0.0.0.0", port=20_000 + self.round)
 
     def _hear(self, payload: bytes) -> None:
         now = time.monotonic()
@@ -154,7 +155,7 @@ class Agent(asyncio.Protocol):
             self.epoch = int(head[head.index(b'"number":') + 9 :].split(b",")[0])
             self._kind = head[head.index(b'"kind":"') + 8 :].split(b'"')[0].decode()
             self.client.arrived(self.task, self.epoch, self._kind, now)
-            if self.worker.encode() in payload:  # else it is one that has left
+            if self.worker.encode() in payload:  # else this worker has left
                 self._ready(self.epoch)
         elif name == b"grant":
             self.say(wire.LocalWorld(round=self.round, size=1))
@@ -166,10 +167,10 @@ class Agent(asyncio.Protocol):
             self.client.settled(self.task, int(payload[payload.index(b'"epoch":') + 8 :].split(b",")[0]))
             self._first_step()
         elif name in (b"refused", b"fence", b"stop", b"task_over"):
-            print(f"{self.name} hears {payload[:200]!r}", file=sys.stderr)
+            print(f"{self.name} received {payload[:200]!r}", file=sys.stderr)
 
     def _ready(self, epoch: int) -> None:
-        # As large as a real worker's.
+        # The state has the size of a real worker's.
         state = {"position": self.step, "step": self.step, "has_state": epoch > 0, "operation": "GradientStep"}
         report = {"done": [0, 1, 2], "complete": [0, 1, 2, 3], "committed": False}
         about = {**state, "report": report} if epoch else {**state, "founder": self._founder}
@@ -182,13 +183,13 @@ class Agent(asyncio.Protocol):
         self.say(wire.WorkerEvent(worker=self.worker, name=name, at=time.time(), fields=fields))
 
     def progress(self) -> None:
-        """What a control thread sends once a second."""
+        """Send the progress report that a worker's control thread sends once a second."""
         if self.epoch and not self.closed:
             self.step = self.client.step(self.task)
             self.say(wire.Progress(worker=self.worker, step=self.step, metrics={"loss": 1.25}, at=time.time()))
 
     def die(self) -> None:
-        """The worker dies; torchrun starts another a moment later."""
+        """Report the worker's death; torchrun starts another one after `BACK_SECONDS`."""
         self.say(wire.WorkerDied(worker=self.worker, cause="signal", code=9, at=time.time()))
         self.epoch = 0
         self.client.later(BACK_SECONDS, self._again)
@@ -198,14 +199,14 @@ class Agent(asyncio.Protocol):
         self.say(wire.RendezvousBegin(round=self.round, store=self._store()))
 
     def close(self) -> None:
-        """The connection ends without a word."""
+        """Abort the connection without a message."""
         self.closed = True
         assert self._transport is not None
         self._transport.abort()
 
 
 class Client:
-    """A process with many agents. Orders come as JSON lines on stdin; what it has seen goes out the same way."""
+    """A process with many agents."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -218,11 +219,11 @@ class Client:
         asyncio.get_running_loop().call_later(seconds, what)
 
     def step(self, task: str) -> int:
-        """All members of a task are in the same step: one takes a second."""
+        """Step of all members of a task: steps take one second by the shared clock."""
         return int(time.time())
 
     def arrived(self, task: str, epoch: int, kind: str, now: float) -> None:
-        """An agent has the whole message of an epoch."""
+        """Count an agent that has received the whole message of an epoch."""
         seen = self._seen.setdefault((task, epoch), {"kind": kind, "count": 0, "last": 0.0, "told": 0})
         seen["count"] += 1
         seen["last"] = now
@@ -264,7 +265,7 @@ class Client:
         waits.add_done_callback(self._pending.discard)
 
     async def _beat(self) -> None:
-        """Every agent's worker tells of its progress once a second, spread over the second."""
+        """Send every worker's progress once a second, spread over the second."""
         while True:
             names = list(self.agents)
             for place in range(20):

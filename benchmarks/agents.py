@@ -1,19 +1,19 @@
-"""Many agents' sessions on one coordinator process: how long until the last of them has heard of a failure.
+"""Measure a coordinator under many agents: time until the last agent has received the epoch after a failure.
 
     python benchmarks/agents.py [--agents 1000] [--tasks 10 1] [--events 30] [--clients 3] [--seconds 10] [--json FILE]
 
-One real coordinator on loopback, with its store on disk, and client processes that simulate agents with one worker each
-over real WebSockets (`agent_client`): they register, are granted, say hello, are members, answer every epoch, tell of
-progress once a second, and of the first step of each epoch. Each of ``--tasks`` divides the agents among so many tasks,
-in a run of its own.
+One real coordinator runs on loopback with its store on disk. Client processes (`agent_client`) simulate agents with one
+worker each over real WebSockets: they register, receive grants, join, answer every epoch, and report progress once a
+second and the first step of each epoch. Each value of ``--tasks`` is a run that divides the agents among that many
+tasks.
 
-Then failures, one after the other, each when everything has settled: in turns a worker dies (its agent tells, and comes
-back with a new one), and an agent's connection is closed (another agent comes for it). What is measured is the time
-from that moment in the client that does it, to the moment at which the last of the other agents of the task has the
-whole message of the next epoch, by the clock that all processes share. An agent whose connection ends has
-``reconnect_grace`` (0.25 s) to come back before it is lost: that is subtracted, and said.
+Failures follow one after the other, each once the previous one has settled. In turns a worker dies (its agent reports
+the death and later a new worker) and an agent's connection is closed (another agent replaces it). Measured is the time
+from the fault in its client to the moment when the last other agent of the task has the whole message of the next
+epoch, by the clock that all processes share. An agent whose connection ends has ``reconnect_grace`` (0.25 s) to
+reconnect before it counts as lost; this time is subtracted, as the table states.
 
-Also: the coordinator's memory (largest resident set) and its share of a core while nothing happens but heartbeats.
+Also measured: the coordinator's memory (largest resident set) and its share of a core while only heartbeats arrive.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ RECONNECT_GRACE = 0.25
 
 
 class Clients:
-    """The client processes, and what they have told."""
+    """The client processes and their reports."""
 
     def __init__(self, number: int, port: int) -> None:
         command = [sys.executable, str(Path(__file__).with_name("agent_client.py")), str(port)]
@@ -53,7 +53,7 @@ class Clients:
             os.set_blocking(process.stdout.fileno(), False)
         self._buffers = [b"" for _ in self.processes]
         self.epochs: dict[tuple[str, int], dict[int, dict[str, Any]]] = defaultdict(dict)
-        """By task and epoch: what each client said last of it."""
+        """By task and epoch: the latest report of each client."""
         self.struck: dict[str, float] = {}
         self.settled: dict[str, int] = {}
 
@@ -64,7 +64,7 @@ class Clients:
         stdin.flush()
 
     def read(self) -> None:
-        """Take in what they have told since."""
+        """Read the clients' new reports."""
         for number, process in enumerate(self.processes):
             assert process.poll() is None, "a client has ended"
             assert process.stdout is not None
@@ -81,7 +81,7 @@ class Clients:
                     self.epochs[told["task"], told["epoch"]][number] = told
 
     def whole(self, task: str, size: int) -> bool:
-        """Whether the newest epoch of a task has settled, with so many members."""
+        """Whether the newest epoch of a task has settled with ``size`` members."""
         newest = max((epoch for of, epoch in self.epochs if of == task), default=0)
         settled = newest and self.settled.get(task, 0) == newest
         return bool(settled) and sum(part["count"] for part in self.epochs[task, newest].values()) == size
@@ -99,7 +99,7 @@ class Clients:
 
 
 def wait(clients: Clients, what: str, probe: Any, seconds: float = 300.0) -> Any:
-    """Until ``probe`` returns something true."""
+    """Poll until ``probe`` returns a true value, and return it."""
     deadline = time.monotonic() + seconds
     while not (found := probe()):
         assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
@@ -109,7 +109,7 @@ def wait(clients: Clients, what: str, probe: Any, seconds: float = 300.0) -> Any
 
 
 def measure(agents: int, tasks: int, events: int, number_of_clients: int, seconds: float) -> Figures:
-    """One run."""
+    """Run one coordinator with its clients and collect the figures."""
     size = agents // tasks
     nodes = (max(1, size - size // 10), size)
     names = [(f"n{place}.0", f"task{place % tasks}", nodes) for place in range(size * tasks)]
@@ -145,7 +145,11 @@ def measure(agents: int, tasks: int, events: int, number_of_clients: int, second
 
 
 def strike(clients: Clients, home: dict[str, int], number: int, tasks: int, size: int) -> float:
-    """One failure; milliseconds until the last of the others was told, then everything is as before."""
+    """Inject one failure and wait until the task is complete again.
+
+    Returns:
+        Milliseconds until the last of the other agents had the next epoch.
+    """
     task = f"task{number % tasks}"
     index = random.Random(number).randrange(size)
     name = f"n{index * tasks + number % tasks}.0"
@@ -170,7 +174,7 @@ def strike(clients: Clients, home: dict[str, int], number: int, tasks: int, size
 
 
 def await_port(port: int) -> None:
-    """Until the coordinator listens."""
+    """Wait until the coordinator listens."""
     deadline = time.monotonic() + 60
     while True:
         try:
@@ -183,7 +187,7 @@ def await_port(port: int) -> None:
 
 
 def share(process: psutil.Process, seconds: float) -> float:
-    """Of one core."""
+    """CPU time of a process over an interval, as a share of one core."""
     before = process.cpu_times()
     time.sleep(seconds)
     after = process.cpu_times()
@@ -198,12 +202,12 @@ def memory_mb(pid: int) -> Figures:
 
 
 def quantile(values: list[float], share_: float) -> float:
-    """Nearest rank, the upper one: of 30 values the 0.99 quantile is the largest."""
+    """Quantile by nearest rank, rounded up: of 30 values the 0.99 quantile is the largest."""
     return sorted(values)[min(len(values) - 1, int(share_ * len(values)))]
 
 
 def table(results: list[Figures]) -> str:
-    """Markdown."""
+    """The results as a Markdown table."""
     lines = [
         "| agents | tasks | failure | events | p50 ms | p99 ms | memory MB | CPU, quiet | start s | load |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -225,7 +229,9 @@ def main() -> None:
     parser.add_argument("--tasks", type=int, nargs="+", default=[10, 1])
     parser.add_argument("--events", type=int, default=30)
     parser.add_argument("--clients", type=int, default=3, help="client processes")
-    parser.add_argument("--seconds", type=float, default=10.0, help="for how long the quiet coordinator is watched")
+    parser.add_argument(
+        "--seconds", type=float, default=10.0, help="observation time of the coordinator under heartbeats only"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     options = parser.parse_args()
     results = [measure(options.agents, n, options.events, options.clients, options.seconds) for n in options.tasks]

@@ -1,15 +1,15 @@
-"""Seeded random faults on a task that trains for real, until so many have struck; then everything is accounted for.
+"""Inject seeded random faults into a real training until enough have struck, then verify the result.
 
 Four agents with one worker each train the model of tests/faults/train.py. Faults strike at random times, mostly in a
-whole world, sometimes in one that is still healing: a worker is killed (or two at once, or a second one during the
-recovery from the first, or the coordinator with it), an agent is killed and replaced, the coordinator is killed, a
-worker is stopped and so falls silent. At the end the run must have used every sample exactly once, recomputed nothing
-that a survivor had finished, left no process, and its parameters must be those of a run without failures.
+complete world, sometimes during a recovery: a worker is killed (or two at once, or a second one during the recovery
+from the first, or the coordinator with it), an agent is killed and replaced, the coordinator is killed, or a worker is
+stopped and thus sends no more heartbeats. At the end the run must have used every sample exactly once, recomputed none
+of the survivors' finished micro-batches and left no process; its parameters must equal those of a failure-free run.
 
     python benchmarks/chaos.py --faults 200 --seed 1
 
-Each strike is printed as a line of JSON: sentences of docs/faults.md, how many workers there must be, and for a killed
-agent when the next one is started. The lines of a run are repeated by
+Each strike is printed as a line of JSON: the faults as sentences of docs/faults.md, the number of workers required
+before it, and the delay before a killed agent is replaced. To repeat the printed strikes of a run:
 
     python benchmarks/chaos.py --replay strikes.jsonl
 """
@@ -54,9 +54,9 @@ WEIGHTS = {
     "stop": 2,
 }
 STALLED_SECONDS = 30.0
-"""No finished step for so long is a hang."""
+"""Time without a finished step that counts as a hang."""
 DEAD_SECONDS: Final = 5.0
-"""How long what was told to end may take; a busy machine's agents are slow."""
+"""Time allowed for the exit of a killed process; agents are slow on a busy machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +64,10 @@ class Strike:
     """Faults that strike together, once the world is large enough.
 
     Attributes:
-        kind: of `WEIGHTS`; for the table only.
-        world: so many workers there must be, those on the nodes that are named among them.
-        faults: sentences; ``after=`` counts from then on.
-        back: seconds after the last of them until a killed agent is replaced.
+        kind: one of `WEIGHTS`; used by the table only.
+        world: number of workers required before the strike, including those on the named nodes.
+        faults: sentences; ``after=`` counts from the moment at which the world is large enough.
+        back: seconds between the last fault and the replacement of a killed agent.
     """
 
     kind: str
@@ -77,12 +77,12 @@ class Strike:
 
     @property
     def nodes(self) -> set[str]:
-        """Those whose workers or agents are struck."""
+        """Nodes whose workers or agents are struck."""
         return {fault.node for fault in Faults(self.faults) if fault.node is not None}
 
 
 def draw(kind: str, nodes: Sequence[str], chance: random.Random) -> list[str]:
-    """What a kind of strike does to the first of the nodes, as sentences."""
+    """Sentences for a strike of a kind on the first of the nodes."""
     one, other, *_ = nodes
     start = chance.uniform(0.001, 0.3)
 
@@ -109,7 +109,7 @@ def draw(kind: str, nodes: Sequence[str], chance: random.Random) -> list[str]:
 
 
 class Chaos:
-    """Strikes a cluster and measures how it heals.
+    """Strikes a cluster and measures its recoveries.
 
     Args:
         cluster: of `AGENTS` agents.
@@ -122,11 +122,12 @@ class Chaos:
         self.faults = 0
 
     def drawn(self, faults: int, seed: int) -> Iterator[Strike]:
-        """Random strikes upon whoever is there, until they have so many faults.
+        """Draw random strikes on present nodes until enough faults have struck.
 
         Args:
-            faults: how many at least.
-            seed: decides kinds, victims and moments; who is there also depends on how fast what came before has healed.
+            faults: lowest number of faults.
+            seed: decides kinds, victims and moments; the nodes present also depend on how fast earlier faults were
+                recovered.
         """
         chance = random.Random(seed)
         while self.faults < faults:
@@ -138,7 +139,7 @@ class Chaos:
             yield Strike(kind=kind, world=least, faults=draw(kind, nodes, chance), back=back)
 
     def strike(self, strike: Strike) -> None:
-        """Once the world is large enough; returns when steps are finished without the victims."""
+        """Strike once the world is large enough; return when steps are finished without the victims."""
         victims = {str(line["node"]): line for line in self._wait(strike.world, strike.nodes)}
         began = time.monotonic()
         struck = 0.0
@@ -156,7 +157,9 @@ class Chaos:
             self._measure(strike.kind, struck, [victims[node]["pid"] for node in strike.nodes])
 
     def _wait(self, least: int, nodes: Collection[str] = ()) -> list[Note]:
-        """Wait for a world of so many workers, those on the nodes among them; its workers' newest steps."""
+        """Wait for a world of at least ``least`` workers that includes the given nodes; return its workers' newest
+        steps.
+        """
 
         def there() -> list[Note]:
             world = self._alive()
@@ -166,12 +169,12 @@ class Chaos:
         return list(self.cluster.watch(there, f"a world of {least} with {sorted(nodes)}", 120, STALLED_SECONDS))
 
     def _alive(self) -> list[Note]:
-        """The newest world's workers, each with its newest step, if all of them live and have their agents."""
+        """Newest step of each worker of the newest world; empty unless all workers and their agents are alive."""
         world = self.cluster.world()
         return world if all(lives(line["pid"]) for line in world) and len(world) == _size(world) else []
 
     def _measure(self, kind: str, started: float, victims: list[int]) -> None:
-        """Waits for the first finished step of a world without the victims."""
+        """Wait for the first finished step of a world without the victims."""
         before = max(line["epoch"] for line in self.cluster.newest_steps() if line["at"] <= started)
 
         def healed() -> float:
@@ -184,13 +187,15 @@ class Chaos:
         self.recoveries[kind].append(1e3 * (at - started))
 
     def _carry_out(self, fault: Fault, victims: dict[str, Note]) -> None:
-        """By order of the coordinator, as `unicron inject` does it; from outside where there is none at the moment."""
+        """Order the fault from the coordinator as `unicron inject` does; send the signal directly if no coordinator
+        answers.
+        """
         coordinator, place = self.cluster.coordinator(), f"127.0.0.1:{self.cluster.port}"
         body = {"fault": text(replace(fault, after=None))}
         try:
             fetch(place, f"/v1/tasks/{self.cluster.task}/inject", method="POST", body=body)
             ordered = True
-        except UnicronError:  # it is away, or the victim's agent has not found the new one yet
+        except UnicronError:  # the coordinator is down, or the victim's agent has not reconnected yet
             ordered = False
         if fault.kind == "kill coordinator":
             if coordinator is not None and ordered:
@@ -225,7 +230,11 @@ def table(chaos: Chaos) -> str:
 
 
 def run(faults: int, seed: int, replayed: Path | None, folder: Path) -> None:
-    """The whole run; raises AssertionError for whatever does not hold."""
+    """Run everything.
+
+    Raises:
+        AssertionError: a guarantee does not hold.
+    """
     lines = [] if replayed is None else replayed.read_bytes().splitlines()
     repeated = [msgspec.json.decode(line, type=Strike) for line in lines if line.startswith(b"{")]
     if replayed is not None and not repeated:
@@ -246,7 +255,7 @@ def run(faults: int, seed: int, replayed: Path | None, folder: Path) -> None:
         cluster.wait_world(AGENTS, after=time.time(), seconds=90)
         cluster.finish(120)
         restarts = len(cluster.events("task_restarts"))
-        assert restarts == 0, "somebody always survived, so nothing may go back to a checkpoint"
+        assert restarts == 0, "a worker always survived, so no task may restart from a checkpoint"
     print(f"healed after {(time.monotonic() - started) / 60:.1f} min; now the run without failures", flush=True)
     epochs = cluster.notes("end")[0]["data_epoch"]
     reference = Reference(folder / "reference", {**SETTINGS, **SHAPE}, epochs)
@@ -263,9 +272,9 @@ def run(faults: int, seed: int, replayed: Path | None, folder: Path) -> None:
 def main() -> None:
     """Parse the command line and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--faults", type=int, default=200, help="until so many have struck (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="of kinds, victims and moments (default: %(default)s)")
-    parser.add_argument("--replay", type=Path, help="what an earlier run has printed: strikes like that run")
+    parser.add_argument("--faults", type=int, default=200, help="lowest number of faults (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of kinds, victims and moments (default: %(default)s)")
+    parser.add_argument("--replay", type=Path, help="printed lines of an earlier run, whose strikes are repeated")
     parser.add_argument("--keep", type=Path, help="folder for logs and notes (default: a temporary one)")
     arguments = parser.parse_args()
     if arguments.keep is not None:

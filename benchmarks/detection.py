@@ -1,9 +1,9 @@
-"""How soon a fault is known, and how soon the other workers are told of it, beside torchrun and torchft.
+"""Measure how soon a fault is detected and how soon the other workers are notified, beside torchrun and torchft.
 
     python benchmarks/detection.py [--systems unicron torchrun torchft] [--faults kill exception ...] [--runs 20]
 
 Three workers, one per agent, train the workload of benchmarks/recovery.py (steps of 4 micro-batches of 50 ms). Faults
-strike one after the other, each when the world is whole and has made some steps since the last, at a random moment:
+strike one after the other at random moments, each after the world has been complete for some steps:
 
     kill       SIGKILL of a worker
     exception  a worker raises in its training_step
@@ -11,8 +11,8 @@ strike one after the other, each when the world is whole and has made some steps
     cut        a proxy between an agent and the coordinator stops forwarding; no connection ends
     hang       a worker's main thread sleeps for ever; its control thread and its agent live
 
-The fault's moment is written by whoever does it. *Known* is the first event of the incident in the coordinator's log,
-*told* what the other workers wrote down. Everything is on one machine, by one clock.
+The injecting process records the moment of the fault. *Known* is the first event of the incident in the coordinator's
+log, *told* is the notification that the other workers recorded. All processes share one machine and one clock.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ from unicron_lightning.cli.client import fetch
 FAULTS = ("kill", "exception", "agent", "cut", "hang")
 VICTIM = 2
 WHOLE_STEPS = 12
-"""Steps of a whole world between faults: what is learned of step times is learned again."""
+"""Steps of a complete world between faults, in which step times are learned anew."""
 LEARN_SECONDS = 32.0
-"""A new connection is given `detection.most_silence`, less with each beat: 60 of them tell what is usual."""
+"""Time to learn a connection's heartbeats: `detection.most_silence` applies at first and shrinks over 60 heartbeats."""
 START_SECONDS, HEAL_SECONDS, DETECT_SECONDS = 120.0, 90.0, 60.0
 
 
 class Watched(Run):
-    """A run of one system, in which faults strike again and again.
+    """A run of one system in which faults strike repeatedly.
 
     Args:
         system: unicron, torchrun or torchft.
-        folder: of its logs; made here.
+        folder: of its logs; created here.
         python: folder of the interpreter and scripts to use.
         overrides: of the coordinator's configuration.
 
     Attributes:
-        proxy: by which the agent of `VICTIM` reaches the coordinator, if it shall be cut off.
+        proxy: connects the agent of `VICTIM` to the coordinator, if the fault is a cut.
     """
 
     def __init__(self, system: str, folder: Path, python: Path, overrides: Sequence[str] = ()) -> None:
@@ -86,10 +86,10 @@ class Watched(Run):
         self.processes.start(f"agent{slot}", command, BENCH_SLOT=str(slot))
 
     def until(self, there: Callable[[], Any], what: str, seconds: float) -> Any:
-        """Polls until something is there.
+        """Poll until the condition returns a true value, and return it.
 
         Raises:
-            TimeoutError: it is not.
+            TimeoutError: the condition stayed false for ``seconds``.
         """
         deadline = time.monotonic() + seconds
         while not (found := there()):
@@ -99,7 +99,7 @@ class Watched(Run):
         return found
 
     def wait_whole(self, since: float, seconds: float) -> dict[str, int]:
-        """The processes, by slot, of a whole world that has made some steps."""
+        """Wait until a complete world has made some steps; return the workers' processes by slot."""
         newest: dict[str, list[Event]] = {}
 
         def whole() -> dict[str, int]:
@@ -121,7 +121,7 @@ class Watched(Run):
 
 
 def strike(run: Watched, fault: str, slot: str, pid: int) -> float:
-    """Does it; when it struck."""
+    """Inject the fault; return the time at which it struck."""
     if fault in ("exception", "hang"):
         order = run.processes.folder / f"fault_{slot}"
         order.with_suffix(".tmp").write_text("raise" if fault == "exception" else "hang")
@@ -138,7 +138,7 @@ def strike(run: Watched, fault: str, slot: str, pid: int) -> float:
 
 
 def once(run: Watched, fault: str, generator: random.Random, since: float) -> Figures:
-    """One fault from a whole world to what became known of it."""
+    """Inject one fault into a complete world and return its detection times."""
     pids = run.wait_whole(since, START_SECONDS if since == 0.0 else HEAL_SECONDS)
     slot = str(VICTIM) if fault == "cut" else str(generator.randrange(WORKERS))
     if run.system == "unicron":
@@ -171,13 +171,13 @@ def _known(run: Watched, at: float, slot: str) -> Figures:
         return figures if len(heard - {slot}) == WORKERS - 1 else {}
 
     try:
-        return dict(run.until(complete, "all others are told", DETECT_SECONDS))
+        return dict(run.until(complete, "all others are notified", DETECT_SECONDS))
     except TimeoutError as error:
         return {**detected(at, slot, log, run.events), "error": str(error)}
 
 
 def _first_sign(run: Watched, at: float, slot: str) -> Figures:
-    """Of systems that keep no such log: the first word in another worker."""
+    """Time of the first sign in another worker, for systems without an event log."""
 
     def there() -> Figures:
         run.poll()
@@ -188,13 +188,13 @@ def _first_sign(run: Watched, at: float, slot: str) -> Figures:
 
 
 def _worker_of(run: Watched, pid: int) -> str | None:
-    """The worker that said hello from a process."""
+    """The worker whose hello came from a process."""
     hellos = (e["fields"] for e in run.coordinator_events() if e["name"] == "worker_hello")
     return next((str(fields["worker"]) for fields in hellos if fields["pid"] == pid), None)
 
 
 def series(system: str, fault: str, runs: int, folder: Path, python: Path, overrides: Sequence[str]) -> list[Figures]:
-    """So many faults of a kind in one run."""
+    """Inject a fault ``runs`` times in one run of a system."""
     shutil.rmtree(folder, ignore_errors=True)
     run, generator = Watched(system, folder, python, overrides), random.Random(f"{system} {fault}")
     results: list[Figures] = []
@@ -218,10 +218,10 @@ def main() -> None:
     """Run the series and print their table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--systems", nargs="+", default=list(SYSTEMS[:2]), choices=SYSTEMS)
-    parser.add_argument("--faults", nargs="+", default=list(FAULTS), choices=FAULTS, help="the peers: kill only")
-    parser.add_argument("--runs", type=int, default=20, help="of each fault (default: %(default)s)")
+    parser.add_argument("--faults", nargs="+", default=list(FAULTS), choices=FAULTS, help="peers: kill only")
+    parser.add_argument("--runs", type=int, default=20, help="runs of each fault (default: %(default)s)")
     parser.add_argument("--torchft-venv", type=Path, help="virtual environment with torchft-nightly")
-    parser.add_argument("--coordinator", nargs="*", default=[], help="overrides of its configuration")
+    parser.add_argument("--coordinator", nargs="*", default=[], help="overrides of the coordinator's configuration")
     parser.add_argument("--output", type=Path, default=Path("bench-output/detection"))
     arguments = parser.parse_args()
     results: list[Figures] = []

@@ -1,4 +1,4 @@
-"""From what was logged around one fault to its detection times, and from many of those to a table: pure functions."""
+"""Pure functions from the logged events of faults to detection times and a table."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from measure import Event, Figures
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What is aimed at, in seconds; ``steps`` is added that many times the mean step."""
+    """Aimed detection time in seconds, plus ``steps`` mean step times."""
 
     knows: float
     told: float | None = None
     steps: float = 0.0
 
     def text(self) -> str:
-        """For a table."""
+        """The target for a table cell."""
         parts = [f"{self.steps:g} steps" if self.steps else "", f"{in_words(self.knows)}"]
         told = f", told < {in_words(self.told)}" if self.told else ""
         return f"< {' + '.join(part for part in parts if part)}{told}"
@@ -36,17 +36,18 @@ TARGETS = {
 
 
 def detected(at: float, victim: str, log: Sequence[Event], workers: Sequence[Event]) -> Figures:
-    """What became known of a fault at wall time ``at``.
+    """Detection times of a fault that struck at wall time ``at``.
 
     Args:
-        at: when it struck.
-        victim: the slot that it struck.
-        log: the coordinator's events since shortly before.
+        at: time of the fault.
+        victim: slot that was struck.
+        log: the coordinator's events since shortly before the fault.
         workers: the workers' events since then.
 
     Returns:
-        ``knows_s`` (the first event of the incident), ``told_s`` (the first of the other workers has word of it),
-        ``all_told_s`` (the last one has), ``name``, ``cause`` and ``worker`` of that event; nothing if there was none.
+        ``knows_s`` (first event of the incident), ``told_s`` (first notification of another worker), ``all_told_s``
+        (last
+        notification), and ``name``, ``cause`` and ``worker`` of the first event; empty if no event was logged.
     """
     of_incident = [e for e in log if e["incident"] is not None and e["at"] > at and e["name"] != "incident_closed"]
     if not of_incident:
@@ -65,14 +66,14 @@ def detected(at: float, victim: str, log: Sequence[Event], workers: Sequence[Eve
 
 
 def in_words(seconds: float) -> str:
-    """``12 ms``, ``3.4 ms`` or ``1.25 s``."""
+    """The duration as ``12 ms``, ``3.4 ms`` or ``1.25 s``."""
     if seconds >= 1.0:
         return f"{seconds:.2f} s".replace(".00 s", " s")
     return f"{1e3 * seconds:.0f} ms" if seconds >= 0.01 else f"{1e3 * seconds:.1f} ms"
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """By the nearest rank: of 20 values the 99th percentile is the largest."""
+    """Percentile by nearest rank: of 20 values the 99th percentile is the largest."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
@@ -99,7 +100,7 @@ def table(results: Sequence[Figures]) -> str:
 
 
 def reaches(target: Target, group: Sequence[Figures]) -> bool:
-    """Whether the 99th percentiles reach the target, and each time the right worker was named where one can be."""
+    """Whether the 99th percentiles reach the target, and each event that names a worker names the struck one."""
     if not all("knows_s" in r and r.get("named", True) for r in group):
         return False
     bound = target.knows + target.steps * statistics.median(r["step_s"] for r in group)

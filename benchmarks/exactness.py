@@ -1,10 +1,10 @@
-"""Five workers are killed in 50 steps, and the result is compared with that of a run without failures.
+"""Kill five workers in 50 steps and compare the result with that of a failure-free run.
 
     python benchmarks/exactness.py [--size tiny] [--steps 50] [--eps 1e-8]
 
-Both runs train the same small GPT in float32 with AdamW, three workers, six micro-batches per step. The workers are
-killed by SIGKILL at five points of the step: after a micro-batch, while gradients are being reduced, after the
-reduction, before the commit and after it. Writes the loss curves, one over the other, as a picture.
+Both runs train the same small GPT in float32 with AdamW: three workers, six micro-batches per step. The workers are
+killed by SIGKILL at five points of the step: after a micro-batch, during the reduction of gradients, after the
+reduction, before the commit and after it. The loss curves are written as one picture.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ HERE = Path(__file__).resolve().parent
 NODES = 3
 POINTS = ("micro_batch", "launched", "reduced", "commit", "committed")
 SLOTS = ("2", "0", "1", "2", "0")
-"""Who is killed at which point; slot 0 is rank 0 at first."""
+"""Slot of the worker that is killed at each point; slot 0 is rank 0 at first."""
 RUN_SECONDS = 240.0
 
 
 def faults(steps: int) -> list[str]:
-    """Spread over the first three quarters of the run, as the job wants them."""
+    """Faults spread over the first three quarters of the run, in the syntax of job_exactness.py."""
     distance = steps * 3 // 4 // len(POINTS)
     pairs = enumerate(zip(SLOTS, POINTS, strict=True), 1)
     return [f"{slot}:{number * distance}:{point}" for number, (slot, point) in pairs]
 
 
 def train(folder: Path, size: str, steps: int, eps: float, kills: Sequence[str]) -> float:
-    """One run; its duration in seconds.
+    """Run one training; return its duration in seconds.
 
     Raises:
-        TimeoutError: naming the folder of the logs.
+        TimeoutError: the training has not ended in time; the message names the folder of the logs.
     """
     environment = {
         "OMP_NUM_THREADS": "1",
@@ -52,7 +52,7 @@ def train(folder: Path, size: str, steps: int, eps: float, kills: Sequence[str])
     }
     shutil.rmtree(folder, ignore_errors=True)
     processes, port, started = Processes(folder, environment), free_port(), time.monotonic()
-    # Without faults the world is whole from the first step to the last; with faults two may go on alone.
+    # Without faults the world is complete from the first step to the last; with faults two workers may continue alone.
     least = 1 if kills else NODES
     torchrun: list[str | Path] = [Path(sys.executable).parent / "torchrun", f"--nnodes={least}:{NODES}"]
     torchrun += ["--nproc-per-node=1", "--rdzv-backend=unicron", f"--rdzv-endpoint=127.0.0.1:{port}"]
@@ -71,10 +71,10 @@ def train(folder: Path, size: str, steps: int, eps: float, kills: Sequence[str])
 
 
 def losses(folder: Path) -> dict[int, float]:
-    """By step.
+    """Losses by step.
 
     Raises:
-        ValueError: if two workers tell different losses of a step.
+        ValueError: two workers report different losses for a step.
     """
     found: dict[int, float] = {}
     for path in folder.glob("losses_*.jsonl"):
@@ -85,7 +85,7 @@ def losses(folder: Path) -> dict[int, float]:
 
 
 def largest_difference(folder: Path, reference: Path) -> float:
-    """Between any worker's parameters and those of the reference."""
+    """Largest difference between any worker's parameters and those of the reference."""
     expected = torch.load(reference / "parameters_0.pt", weights_only=True)
     return max(
         float((mine.double() - other.double()).abs().max())
@@ -95,7 +95,7 @@ def largest_difference(folder: Path, reference: Path) -> float:
 
 
 def compare(output: Path, size: str, steps: int, eps: float) -> Figures:
-    """Both runs and what tells them apart."""
+    """Run both trainings and compare them."""
     calm, hit = output / "without", output / "with"
     kills = faults(steps)
     train(calm, size, steps, eps, [])
@@ -120,7 +120,7 @@ def compare(output: Path, size: str, steps: int, eps: float) -> Figures:
 
 
 def plot(reference: dict[int, float], ours: dict[int, float], struck: Sequence[int], path: Path) -> None:
-    """Both curves in one picture, with the faults marked."""
+    """Draw both loss curves in one picture, with the faults marked."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -139,7 +139,7 @@ def plot(reference: dict[int, float], ours: dict[int, float], struck: Sequence[i
 
 
 def table(results: Sequence[Figures]) -> str:
-    """As Markdown."""
+    """The results as a Markdown table."""
     titles = ["model", "AdamW eps", "steps", "workers killed", "largest parameter difference"]
     titles += ["largest loss difference", "all workers alike"]
     lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
@@ -153,7 +153,7 @@ def table(results: Sequence[Figures]) -> str:
 
 
 def main() -> None:
-    """Both runs, and their table."""
+    """Run both trainings and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="tiny")
     parser.add_argument("--steps", type=int, default=50)

@@ -1,16 +1,16 @@
-"""A mixed run without a fault: whatever is reported as one is a false alarm.
+"""Train a mixed workload without faults: every reported fault is a false alarm.
 
     python benchmarks/false_alarms.py [--minutes 60] [--output bench-output/false_alarms]
 
-Three workers of benchmarks/job_false_alarms.py, on agents of their own, one of which comes later and joins; and two
-processes that take all of both cores now and then, for up to a minute and a half. Then every line of the coordinator's
-event log is accounted for:
+Three workers of benchmarks/job_false_alarms.py run on agents of their own; one agent starts later and joins. Two other
+processes occupy both cores now and then, for up to a minute and a half. Every line of the coordinator's event log is
+then accounted for:
 
-* what belongs to the life of a healthy task is listed here by name, everything else is an *alarm*;
-* that something is *slow* is a statement, not an alarm, and shown apart: with the share of the time before it in which
-  the two processes were running, as evidence. Of one that nothing explains (a share of 0) the run fails as well.
+* Events of a healthy task's life are listed here by name; every other event is an *alarm*.
+* A report that something is *slow* is a statement, not an alarm. It is shown apart, with the share of the preceding
+  minute in which the two processes were running as evidence. Without such evidence (a share of 0) the run fails too.
 
-The run fails if there was an alarm, a process less than at the start, or no step.
+The run fails on an alarm, if fewer or more workers were started than agents, or if no step was finished.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ HEALTHY = {
     "epoch_published", "epoch_settled", "worker.entered_epoch", "worker.started", "worker.grown", "checkpoint_saved",
     "worker_finished", "agent_left", "task_over",
 }  # fmt: skip
-"""Events of a task to which nothing happens."""
+"""Events of a healthy task."""
 SLOW = {"task_degraded", "task_normal", "straggler", "straggler_over"}
-"""Statements about speed; nothing is done because of them."""
+"""Statements about speed, which cause no action."""
 EVIDENCE_SECONDS = 60.0
-"""How far back a statement about speed may look."""
+"""Time before a statement about speed that may explain it."""
 BUSY_SECONDS, QUIET_SECONDS = (10.0, 90.0), (10.0, 60.0)
 LATE_SECONDS = 10.0
-"""After the others, the last agent comes."""
+"""Delay of the last agent's start after the others."""
 END_SECONDS = 180.0
 BURN = "import time\nend = time.monotonic() + {}\nwhile time.monotonic() < end:\n    pass"
 Span = tuple[float, float]
@@ -56,8 +56,8 @@ class Mixed(Watched):
     """The run.
 
     Args:
-        folder: of its logs; made here.
-        seconds: how long it trains.
+        folder: of its logs; created here.
+        seconds: duration of the training.
     """
 
     def __init__(self, folder: Path, seconds: float) -> None:
@@ -75,11 +75,11 @@ class Mixed(Watched):
         self.processes.start(f"agent{slot}", command, BENCH_SLOT=str(slot))
 
     def ended(self) -> bool:
-        """Whether all agents have."""
+        """Whether all agents have exited."""
         return all(self.processes.started[f"agent{slot}"].poll() is not None for slot in range(WORKERS))
 
     def contend(self, generator: random.Random) -> None:
-        """Burns both cores now and then, until the agents end."""
+        """Occupy both cores now and then, until the agents exit."""
         deadline = time.monotonic() + self._seconds + END_SECONDS
         while not self.ended():
             if time.monotonic() > deadline:
@@ -103,14 +103,14 @@ class Mixed(Watched):
 
 
 def judge(log: Sequence[dict[str, Any]], busy: Sequence[Span]) -> Figures:
-    """What the event log holds: ``alarms`` and ``slow`` (each with its evidence), and how many of each name."""
+    """Classify the event log: ``alarms``, ``slow`` (each with its evidence), and the count of each event name."""
     alarms = [event for event in log if event["name"] not in HEALTHY | SLOW or _is_failure(event)]
     slow = [{**event, "busy_share": share_of(event["at"], busy)} for event in log if event["name"] in SLOW]
     return {"alarms": alarms, "slow": slow, "events": Counter(event["name"] for event in log)}
 
 
 def share_of(at: float, busy: Sequence[Span]) -> float:
-    """The part of the time before a moment in which the cores were burnt."""
+    """Share of the `EVIDENCE_SECONDS` before a moment in which the cores were occupied."""
     start = at - EVIDENCE_SECONDS
     return sum(max(0.0, min(at, b) - max(start, a)) for a, b in busy) / EVIDENCE_SECONDS
 
@@ -122,7 +122,7 @@ def _is_failure(event: dict[str, Any]) -> bool:
 
 
 def run(folder: Path, seconds: float) -> Figures:
-    """The whole run."""
+    """Run everything and return the figures."""
     shutil.rmtree(folder, ignore_errors=True)
     mixed = Mixed(folder, seconds)
     loads = []
@@ -140,7 +140,7 @@ def run(folder: Path, seconds: float) -> Figures:
 
 
 def life(mixed: Mixed) -> Figures:
-    """What went on, from the workers' own words."""
+    """Figures from the workers' own logs."""
     events = mixed.events
     figures: Figures = {"processes": sum(e["event"] == "started" for e in events)}
     figures["steps"] = len({e["step"] for e in events if e["event"] == "step"})
@@ -156,7 +156,7 @@ def life(mixed: Mixed) -> Figures:
 
 
 def report(found: Figures) -> str:
-    """For people."""
+    """The figures as readable text."""
     lines = [f"{name}: {value}" for name, value in found.items() if name not in ("alarms", "slow", "events")]
     lines.append("events: " + ", ".join(f"{name} {number}" for name, number in sorted(found["events"].items())))
     for name in ("slow", "alarms"):
@@ -166,13 +166,13 @@ def report(found: Figures) -> str:
 
 
 def passes(found: Figures) -> bool:
-    """Whether it went as a run without faults has to."""
+    """Whether the figures are those of a run without faults."""
     explained = all(event["busy_share"] > 0 for event in found["slow"])
     return not found["alarms"] and explained and found["processes"] == WORKERS and found["steps"] > 0
 
 
 def main() -> None:
-    """Run, tell, and fail if there was an alarm."""
+    """Run, report, and fail on an alarm."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60.0, help="of training (default: %(default)g)")
     parser.add_argument("--output", type=Path, default=Path("bench-output/false_alarms"))

@@ -1,8 +1,7 @@
-"""What this package costs a process that only imports torch: time and modules, measured in fresh interpreters.
+"""Measure the import cost of this package, in time and modules, for a process that only imports torch.
 
-Prints the median, over ``--runs`` interpreters, of the time that `unicron_lightning.autoload` needs to be imported and
-installed after torch has been imported without it, with compiled bytecode as pip leaves it. The house rule is less
-than 1 ms.
+Prints the median, over ``--runs`` fresh interpreters, of the time to import and install `unicron_lightning.autoload`
+after torch has been imported without it. Bytecode is compiled beforehand, as pip leaves it. The limit is 1 ms.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ print(elapsed * 1e3, len(set(sys.modules) - before))
 
 
 def measure(bytecode: str) -> tuple[float, int]:
-    """One interpreter: milliseconds, and number of modules imported."""
+    """Run one interpreter; return milliseconds and the number of imported modules."""
     environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONPYCACHEPREFIX": bytecode}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     command = [sys.executable, "-c", CODE]

@@ -1,4 +1,4 @@
-"""The workload under plain DDP with a periodic checkpoint, as torchrun restarts it."""
+"""The workload under plain DDP with a periodic checkpoint, restarted by torchrun."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def main() -> None:
             with contextlib.nullcontext() if last else model.no_sync():
                 try:
                     (workload.loss(model, *workload.samples(micro)) / workload.MICRO_BATCHES).backward()
-                except RuntimeError:  # gloo's, when a peer's sockets are closed
+                except RuntimeError:  # raised by gloo when a peer's sockets are closed
                     log("reacted")
                     raise
             log("micro", step=step, place=place, micro=micro)

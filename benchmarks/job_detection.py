@@ -1,7 +1,7 @@
-"""The workload under ``Trainer(strategy="unicron")``, in which a worker fails when it finds a file that says how.
+"""The workload under ``Trainer(strategy="unicron")``; a worker fails when it finds a file that orders it.
 
-``$BENCH_LOG/fault_<slot>`` holds ``raise`` or ``hang``. Beside the workload's events it logs ``fault`` (the moment
-before it fails) and ``told`` (the control thread has a notice of a new incident; the word to act came before that).
+``$BENCH_LOG/fault_<slot>`` contains ``raise`` or ``hang``. Beside the workload's events the worker logs ``fault`` (just
+before it fails) and ``told`` (its control thread has received the notice of a new incident, which follows the epoch).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Failing(Job):
 
 
 class Hearing(Telling):
-    """Logs when this worker is told of an incident, once each."""
+    """Logs the first notice of each incident that reaches this worker."""
 
     def on_fit_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         super().on_fit_start(trainer, module)

@@ -1,9 +1,9 @@
-"""Trains the small GPT for some steps, killing itself at given points.
+"""Train the small GPT for some steps and kill this process at given points.
 
     torchrun ... job_exactness.py SIZE EPS STEPS [SLOT:STEP:POINT ...]
 
-A fault strikes the worker of its slot when that reaches the point in that step, or as soon after as it is there at all.
-Each worker writes the losses of its steps to ``losses_<slot>_<pid>.jsonl`` and its parameters to
+A fault kills the worker of its slot at that point of that step, or of the first later step that the worker takes part
+in. Each worker writes the losses of its steps to ``losses_<slot>_<pid>.jsonl`` and its parameters to
 ``parameters_<slot>.pt``.
 """
 
@@ -26,11 +26,11 @@ NODES, ACCUMULATE = 3, 2
 SLOT = os.environ["BENCH_SLOT"]
 FOLDER = Path(os.environ["BENCH_LOG"])
 DEGRADED_SECONDS = 1.0
-"""A step is slowed down by that much while the world is not whole, so that lost workers are back for the next fault."""
+"""Delay of each step while the world is incomplete, so that lost workers have rejoined before the next fault."""
 
 
 class Faults(pl.Callback):
-    """Strikes, and keeps the losses."""
+    """Injects the faults and records the losses."""
 
     def __init__(self, faults: list[str]) -> None:
         self._file = (FOLDER / f"losses_{SLOT}_{os.getpid()}.jsonl").open("a", buffering=1)
@@ -53,7 +53,7 @@ class Faults(pl.Callback):
                 os.kill(os.getpid(), signal.SIGKILL)
 
     def _first(self, number: int, step: int) -> bool:
-        """Whether this fault has not struck before."""
+        """Whether this fault has not struck before; records that it has."""
         try:
             (FOLDER / f"fault_{number}").open("x").write(str(step))
         except FileExistsError:

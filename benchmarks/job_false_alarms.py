@@ -1,10 +1,10 @@
-"""A training in which much goes on that is no fault: everything that online statistics could take for one.
+"""A training with many healthy irregularities: everything that online statistics could mistake for a fault.
 
     torchrun ... job_false_alarms.py SECONDS
 
-A small GPT that computes for real, with a validation every 40 steps, a checkpoint every 60 whose writing takes up to
-3 s, a loader whose samples sometimes take seconds, now and then a collection of garbage that holds the interpreter, and
-a hook that takes its time. All of it is drawn from seeds; what took long is logged.
+A small GPT computes for real, with a validation every 40 steps, a checkpoint every 60 that takes up to 3 s to write, a
+loader with samples that take seconds, occasional garbage collections that hold the interpreter, and a slow hook. All
+irregularities are drawn from seeds, and the slow ones are logged.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from torch.utils.data import DataLoader  # noqa: E402
 
 SIZE = SIZES["tiny"]
 STALL_EVERY, STALL_SECONDS = 9_000, (0.5, 6.0)
-"""One sample in so many takes so long."""
+"""One sample in `STALL_EVERY` takes this long."""
 COLLECT_EVERY, COLLECT_OBJECTS = 80, (100_000, 1_000_000)
-"""One step in so many collects so much garbage."""
+"""One step in `COLLECT_EVERY` collects this many objects."""
 LIFE = random.Random(f"life {workload.SLOT}")
-"""Of this rank alone: the module's own generator is the same on all ranks."""
+"""Generator of this rank alone; the `random` module's own generator is the same on all ranks."""
 CHECKPOINT_SECONDS = (0.2, 3.0)
 HOOK_EVERY, HOOK_SECONDS = 500, (0.5, 4.0)
 
 
 class Stalling(Walks):
-    """Some samples take long, always the same ones: a file that is far away."""
+    """Dataset with some slow samples, always the same ones, as if read from remote storage."""
 
     def __getitem__(self, index: int) -> Tensor:
         if random.Random(index).randrange(STALL_EVERY) == 0:
@@ -52,7 +52,7 @@ class Stalling(Walks):
 
 
 class SlowWriting(TorchCheckpointIO):
-    """A storage that is far away."""
+    """Checkpoint writer with the delay of a remote storage."""
 
     def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
         seconds = LIFE.uniform(*CHECKPOINT_SECONDS)
@@ -68,7 +68,7 @@ class Validated(GPT):
 
 
 class Life(pl.Callback):
-    """What callbacks do between steps, on each rank at its own times."""
+    """Irregular work of callbacks between steps, at different times on each rank."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds
@@ -96,7 +96,7 @@ class Life(pl.Callback):
 
 
 def cycle() -> list[Any]:
-    """Something that only the collector frees."""
+    """Return an object that only the garbage collector frees."""
     item: list[Any] = []
     item.append(item)
     return item
@@ -113,7 +113,7 @@ def main() -> None:
         max_epochs=-1,
         callbacks=[Life(float(sys.argv[1])), ModelCheckpoint("checkpoints", every_n_train_steps=60, save_last=True)],
         plugins=[SlowWriting()],
-        val_check_interval=80,  # batches per device: every 40 steps
+        val_check_interval=80,  # 80 batches per device: every 40 steps
         limit_val_batches=5,
         num_sanity_val_steps=2,
         logger=False,

@@ -1,4 +1,4 @@
-"""One worker of `megatron_overhead`: turns of `Trainer.fit` under the strategy and of Megatron's own loop."""
+"""One worker of `megatron_overhead`: alternates `Trainer.fit` under the strategy with Megatron's own loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, default_collate
 from unicron_lightning import UnicronMegatronStrategy
 from unicron_lightning.megatron import shim
 
-warnings.simplefilter("ignore")  # megatron-core's about what is not installed
+warnings.simplefilter("ignore")  # hide megatron-core's warnings about packages that are not installed
 shim.install()
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.distributed import (  # noqa: E402
@@ -31,16 +31,16 @@ from unicron_lightning.megatron import toy  # noqa: E402
 
 MICRO_BATCH = 4
 SHARE = 4
-"""Micro-batches of a replica's step."""
+"""Micro-batches of a replica in a step."""
 SETTINGS: dict[str, int] = json.loads((Path(sys.argv[1]) / "settings.json").read_text())
 OPTIONS = toy.Toy(layers=SETTINGS["layers"], hidden=SETTINGS["hidden"], heads=4, length=64)
 ADAM = OptimizerConfig(optimizer="adam", lr=1e-3, clip_grad=1.0)
 WARM_UP = 2
-"""Steps at a segment's start that do not count."""
+"""Steps at the start of a segment that are not counted."""
 
 
 class Gpt(pl.LightningModule):
-    """As a user writes it."""
+    """The module as a user writes it."""
 
     def __init__(self, parallel: dict[str, int]) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Gpt(pl.LightningModule):
 
 
 class Plain:
-    """The loop of Megatron's examples."""
+    """The training loop of Megatron's examples."""
 
     def __init__(self, module: Any, replicas: int) -> None:
         self.ddp = DistributedDataParallel(module.config, DistributedDataParallelConfig(), module)
@@ -95,7 +95,7 @@ class Plain:
 
 
 class Turns(pl.Callback):
-    """After each segment of ours, one of the plain loop."""
+    """Runs a segment of the plain loop after each segment under the strategy."""
 
     def __init__(self, steps: int, replicas: int, parallel: dict[str, int]) -> None:
         self.ours: list[float] = []
@@ -124,7 +124,10 @@ class Turns(pl.Callback):
 
 
 def main() -> None:
-    """The worker; its argument is the folder with the settings, where the times go."""
+    """Run the worker.
+
+    Its argument is the folder with the settings, to which the times are written.
+    """
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
     parallel = {"tensor_model_parallel_size": SETTINGS["tp"], "pipeline_model_parallel_size": SETTINGS["pp"]}

@@ -1,9 +1,9 @@
-"""Trains the small GPT under a given strategy in segments: each begins when the harness says so.
+"""Train the small GPT under a given strategy in segments; each starts when the harness orders it.
 
     torchrun ... job_overhead.py STRATEGY SIZE BUCKET_MIB ACCUMULATE SEGMENT_STEPS
 
-Rank 0 writes a JSON list of [moment, CPU time of this process so far] at the ends of the optimizer steps of segment k
-to ``segment_<k>.json``, and waits for the file ``go_<k + 1>``.
+Rank 0 writes ``segment_<k>.json``: a JSON list of [time, CPU time of this process so far] at the end of each optimizer
+step of segment k. It then waits for the file ``go_<k + 1>``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FOLDER = Path(os.environ["BENCH_LOG"])
 
 
 def strategy(name: str, bucket_mib: float) -> Strategy:
-    """Lightning's or ours, with the same bucket size."""
+    """Lightning's DDP strategy or `UnicronStrategy`, with the same bucket size."""
     if name == "ddp":
         return DDPStrategy(process_group_backend="gloo", bucket_cap_mb=bucket_mib)
     from unicron_lightning.strategies.unicron import UnicronStrategy
@@ -34,7 +34,7 @@ def strategy(name: str, bucket_mib: float) -> Strategy:
 
 
 def unwatch() -> None:
-    """Takes the statistics of steps out: nobody notes what the training thread does, and nobody looks."""
+    """Remove the statistics of steps: the training thread's activity is neither recorded nor watched."""
     from unicron_lightning.worker.activity import Activity
     from unicron_lightning.worker.control import HEARTBEAT_SECONDS, Control
 
@@ -44,7 +44,7 @@ def unwatch() -> None:
 
 
 def callbacks(name: str) -> list[pl.Callback]:
-    """Those that watch, if the job is watched."""
+    """Monitoring callbacks, for the job ``watched`` only."""
     if name != "watched":
         return []
     from unicron_lightning.callbacks import ThroughputMonitor, UnicronMonitor
@@ -53,7 +53,7 @@ def callbacks(name: str) -> list[pl.Callback]:
 
 
 class Segments(pl.Callback):
-    """Notes when steps end, and stops between segments."""
+    """Records the ends of steps and waits between segments."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
@@ -66,7 +66,7 @@ class Segments(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: object) -> None:
         if trainer.global_step == self._done:
-            return  # with gradient accumulation ddp calls this for each micro-batch
+            return  # under gradient accumulation, ddp calls this hook for each micro-batch
         self._done = trainer.global_step
         self._ends.append((time.perf_counter(), time.process_time()))
         if len(self._ends) < self._steps:

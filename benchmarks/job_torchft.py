@@ -15,7 +15,7 @@ from typing import Any  # noqa: E402
 import torch  # noqa: E402
 from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo  # noqa: E402
 
-# The values of torchft's own CPU example.
+# Values of torchft's own CPU example.
 GROUP_TIMEOUT, MANAGER_TIMEOUT = timedelta(seconds=5), timedelta(seconds=30)
 
 
@@ -50,14 +50,14 @@ def main() -> None:
             with contextlib.nullcontext() if last else model.no_sync():
                 (workload.loss(model, *workload.samples(micros[-1])) / workload.MICRO_BATCHES).backward()
             log("micro", step=manager.current_step(), place=place, micro=micros[-1])
-        healing = manager._healing  # its gradients count as zero in this step
-        optimizer.step()  # commits, or throws the step away
+        healing = manager._healing  # a healing replica's gradients count as zero in this step
+        optimizer.step()  # commits or discards the step
         world = manager.num_participants()
         if manager._commit_failures:
             log("dropped", step=manager.current_step())
         else:
             log("step", step=manager.current_step() - 1, world=world, zero=healing)
-        iteration += 1  # as in its example: the loader moves on whether or not the step counted
+        iteration += 1  # as in torchft's example: the loader advances whether or not the step counted
 
 
 if __name__ == "__main__":

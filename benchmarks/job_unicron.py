@@ -26,7 +26,7 @@ class Samples(Dataset[Any]):
 
 
 class Job(pl.LightningModule):
-    """The perceptron; ``micro`` is the micro-batch run last."""
+    """The perceptron; ``micro`` is the number of the latest micro-batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Job(pl.LightningModule):
 
 
 class Telling(pl.Callback):
-    """Writes the event log."""
+    """Writes the workload's event log."""
 
     def on_fit_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         assert isinstance(module, Job)

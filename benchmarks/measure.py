@@ -1,4 +1,4 @@
-"""From the events of a run to its figures: pure functions. All times are seconds after the kill."""
+"""Pure functions from the events of a run to its figures. All times are seconds after the kill."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Kill:
-    """What was killed: the worker ``pid`` of ``slot`` at wall time ``at``, in ``step``."""
+    """A kill of the worker ``pid`` in ``slot`` at wall time ``at``, in ``step``."""
 
     at: float
     slot: str
@@ -26,7 +26,7 @@ class Kill:
 
 
 def recovery(events: Sequence[Event], kill: Kill) -> Figures:
-    """Detection, resumption, progress, rejoin, and what was lost; a figure that never came about is absent."""
+    """Detection, resumption, progress, rejoin and losses; a figure without its event is absent."""
     before = [e for e in events if e["t"] <= kill.at]
     after = [e for e in events if e["t"] > kill.at]
     survivors = {e["slot"]: e["pid"] for e in before if e["event"] == "step" and e["slot"] != kill.slot}
@@ -39,7 +39,7 @@ def recovery(events: Sequence[Event], kill: Kill) -> Figures:
 
     first("detect_s", (e for e in after if e["event"] in ("started", "reacted", "dropped")))
     steps = [e for e in after if e["event"] == "step" and e["slot"] != kill.slot]
-    # A survivor may log the end of a step that it had committed before the kill; that is no recovery.
+    # A survivor may log the end of a step that was committed before the kill; this is no recovery.
     resumed = [e for e in steps if e["pid"] != survivors.get(e["slot"]) or e["step"] >= kill.step]
     first("resume_s", resumed)
     first("progress_s", (e for e in steps if e["step"] >= kill.step))
@@ -60,10 +60,10 @@ def recovery(events: Sequence[Event], kill: Kill) -> Figures:
 
 
 def _waste(events: Sequence[Event], kill: Kill, kept: bool) -> Figures:
-    """Finished micro-batches that did not reach the model in that pass, and samples that never did.
+    """Count finished micro-batches that did not reach the model in their step, and samples that never did.
 
-    A micro-batch has reached it if the process that computed it finished that step and the model was not set back to an
-    older one afterwards.
+    A micro-batch has reached the model if its process finished the step and the model was not reset to an older step
+    later.
     """
     steps = [e for e in events if e["event"] == "step"]
     restored = [e["step"] for e in events if e["event"] == "restored" and e["t"] > kill.at]
@@ -89,7 +89,7 @@ def _waste(events: Sequence[Event], kill: Kill, kept: bool) -> Figures:
 
 
 def steps_of(events: Iterable[Event]) -> list[float]:
-    """When each optimizer step was first finished by anyone, in order of time."""
+    """Time at which each optimizer step was first finished by any worker, in ascending order."""
     first: dict[int, float] = {}
     for e in events:
         if e["event"] == "step":
@@ -98,7 +98,7 @@ def steps_of(events: Iterable[Event]) -> list[float]:
 
 
 def typical_step(events: Iterable[Event], survivors: dict[str, int], last: int = 10) -> float:
-    """Median time between the last steps."""
+    """Median time between the last ``last`` steps."""
     times = steps_of(e for e in events if e["slot"] in survivors)[-last:]
     return statistics.median(b - a for a, b in itertools.pairwise(times))
 

@@ -1,10 +1,12 @@
-"""Seeded random faults on a Megatron model that trains for real; at the end its parameters are those of a plain loop.
+"""Inject seeded random faults into a real Megatron training; compare its parameters with those of a plain loop.
 
-The model of tests/megatron/train.py in TP x PP x DP workers, each with an agent of its own, and one agent more whose
-warm worker takes a lost one's place. SIGKILL of a worker, of two of one replica, of two of different replicas, or of
-another one while a failure is healed; at random moments, in a whole world. Each role in the model is struck in turn:
-rank 0, a worker of the first and of the last stage, and one that has a tensor-parallel peer before it. Never are all
-holders of a shard killed together: no way leads on from that without a checkpoint.
+The model of tests/megatron/train.py runs on TP x PP x DP workers, each with an agent of its own; one further agent has
+a
+warm worker that replaces a lost one. At random moments in a complete world a worker is killed, or two of one replica,
+or
+two of different replicas, or a second one during the recovery from the first. Each role in the model is struck in turn:
+rank 0, a worker of the first and of the last stage, and one that follows a tensor-parallel peer. All holders of a shard
+are never killed together, since training could then continue only from a checkpoint.
 
     python benchmarks/megatron_chaos.py --faults 50 --seed 1 --tp 1 --pp 2
     python benchmarks/megatron_chaos.py --faults 12 --tp 2 --pp 2          # eight workers
@@ -34,13 +36,13 @@ from faults.megatron import MODEL, SCRIPT, ZERO1, differences, finals, wait_repl
 KINDS = {"worker": 6, "two of a replica": 2, "two of different replicas": 2, "second in recovery": 2}
 STALLED_SECONDS = 120.0
 BIT_BY_BIT = 2
-"""Replicas with which the sums are those of the failure-free run; with more there is rounding."""
+"""Number of replicas with which sums equal those of the failure-free run exactly; more replicas cause rounding."""
 MOST_DIFFERENCE = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Strike:
-    """One fault: its kind, the roles of those who died, how many they were, and the seconds to the next step."""
+    """One fault: its kind, the victims' roles, the number of deaths, and the seconds to the next step."""
 
     kind: str
     roles: list[str]
@@ -49,7 +51,7 @@ class Strike:
 
 
 def roles_of(worker: Note, model: dict[str, Any]) -> list[str]:
-    """What a worker is in its replica and in the world, as far as there are others that are not."""
+    """Roles of a worker in its replica and in the world, of those that not all workers share."""
     tensor, stage = worker["shard"] % model["tp"], worker["shard"] // model["tp"]
     found = {
         "rank 0": worker["rank"] == 0,
@@ -61,7 +63,7 @@ def roles_of(worker: Note, model: dict[str, Any]) -> list[str]:
 
 
 def strike(cluster: Cluster, model: dict[str, Any], role: str | None, random_: random.Random) -> Strike:
-    """One kind of fault in a whole world, on a worker of some role, or on any."""
+    """Inject a random kind of fault into a complete world, on a worker of the given role, or of any."""
     replicas, shards = model["dp"], model["tp"] * model["pp"]
     workers = shards * replicas
     world = wait_replicas(cluster, replicas, workers=shards, seconds=600)
@@ -72,7 +74,8 @@ def strike(cluster: Cluster, model: dict[str, Any], role: str | None, random_: r
         "worker": [],
         "two of a replica": [n for n in world if n["replica"] == first["replica"] and n is not first],
         "two of different replicas": [n for n in world if _survives(first, n)],
-        # Of two replicas the one that goes on is soon the only one with the newest state.
+        # With two replicas the survivor soon is the only one with the newest state, so the second victim is of the
+        # first's.
         "second in recovery": [
             n for n in world if n is not first and (replicas > 2 or n["replica"] == first["replica"])
         ],
@@ -96,12 +99,12 @@ def strike(cluster: Cluster, model: dict[str, Any], role: str | None, random_: r
 
 
 def _survives(first: Note, second: Note) -> bool:
-    """Whether, without these two of different replicas, every shard is still there."""
+    """Whether every shard survives the loss of these two workers of different replicas."""
     return second["replica"] != first["replica"] and second["shard"] != first["shard"]
 
 
 def plain(folder: Path, model: dict[str, Any], step: int) -> Path:
-    """A plain Megatron loop of as many steps; returns where its parameters are."""
+    """Run a plain Megatron loop of as many steps; return the folder of its parameters."""
     world = model["tp"] * model["pp"] * model["dp"]
     folder.mkdir()
     request = {"scenario": "reference:run", "world": world, "folder": str(folder)}
@@ -143,13 +146,13 @@ def main() -> None:
         step, paths = finals(folder)
         found = differences(paths, plain(folder / "plain", model, step))
     report(strikes, step, max(found.values()))
-    assert lives == 1, f"{lives} lives: nobody was left with some shard's state"
+    assert lives == 1, f"{lives} lives: no worker had some shard's state any more"
     assert len(found) == workers
     assert max(found.values()) <= (0.0 if model["dp"] == BIT_BY_BIT else MOST_DIFFERENCE)
 
 
 def strike_all(cluster: Cluster, model: dict[str, Any], faults: int, random_: random.Random) -> list[Strike]:
-    """Until so many workers have died, each role in turn."""
+    """Strike each role in turn until ``faults`` workers have died."""
     every = [{"shard": shard, "rank": shard} for shard in range(model["tp"] * model["pp"])]
     roles = [*sorted({role for worker in every for role in roles_of(worker, model)}), None]
     strikes: list[Strike] = []
@@ -168,7 +171,7 @@ def strike_all(cluster: Cluster, model: dict[str, Any], faults: int, random_: ra
 
 
 def tell_where(cluster: Cluster) -> None:
-    """Has every worker write its stacks into its agent's log."""
+    """Make every worker write its stacks into its agent's log, and print these logs."""
     workers = {note["pid"] for note in cluster.notes("start")}
     for process in cluster.processes():
         if process.pid in workers:
@@ -179,7 +182,7 @@ def tell_where(cluster: Cluster) -> None:
 
 
 def report(strikes: list[Strike], step: int, worst: float) -> None:
-    """The figures."""
+    """Print the figures."""
     deaths = sum(done.deaths for done in strikes)
     print(f"{deaths} faults in {step} steps; largest difference of a parameter from the plain loop: {worst:.1e}")
     for kind in KINDS:

@@ -1,7 +1,7 @@
-"""Three replicas of a Megatron model, three deaths in 20 steps: how far its parameters are from a plain loop's.
+"""Compare the parameters of three Megatron replicas after three deaths in 20 steps with those of a plain loop.
 
-With three replicas sums are formed in another order after a death, so there is rounding. The yardstick is what rounding
-does without any failure: the same plain Megatron loop with one process in place of three, on the same global batches.
+With three replicas a death changes the order of sums and thus the rounding. The yardstick is the rounding without any
+failure: the same plain Megatron loop with one process in place of three, on the same global batches.
 
     python benchmarks/megatron_exactness.py            # add --zero1 for the distributed optimizer
 """
@@ -22,15 +22,15 @@ from megatron_chaos import plain
 
 REPLICAS = 3
 STEPS = 20
-"""At least; it ends when all replicas are there again."""
+"""Lowest number of steps; the run ends when all replicas are complete again."""
 SLOW_SECONDS = 2.0
-"""Of a step in a smaller world, so that the steps are few."""
+"""Duration of a step in a smaller world, which keeps the number of steps low."""
 DEATHS = (("forward", 1), ("reduced", 0), ("updated", 2))
-"""Where in a step, and in which replica; without shards the last one comes before the commit."""
+"""Point in the step, and replica, of each death; without sharded optimizers the last one strikes before the commit."""
 
 
 def train(folder: Path, model: dict[str, Any], points: list[tuple[str, int]]) -> tuple[int, list[Path]]:
-    """The run with failures; its last step, and where its workers' parameters are."""
+    """Run the training with failures; return its last step and the paths of its workers' parameters."""
     schedule = [{"point": point, "replica": replica, "shard": 0} for point, replica in points]
     settings = {**model, "steps": STEPS, "finish": True, "full": REPLICAS, "slow": SLOW_SECONDS}
     nodes = f"1:{REPLICAS}"

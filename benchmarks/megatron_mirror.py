@@ -1,8 +1,8 @@
-"""What mirrors of ZeRO-1 shards cost while nothing fails: two data-parallel processes, a GPT of 13 million parameters.
+"""Measure the failure-free cost of mirrors of ZeRO-1 shards: two data-parallel processes, a GPT of 13 M parameters.
 
     python benchmarks/megatron_mirror.py [STEPS]
 
-CPU and gloo, with the shim. Prints for each setting the median step, and the median wait for copies in it.
+Runs on CPU and gloo with the shim. Prints for each setting the median step and the median wait for copies in a step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-warnings.simplefilter("ignore")  # megatron-core's about what is not installed
+warnings.simplefilter("ignore")  # hide megatron-core's warnings about packages that are not installed
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -33,7 +33,7 @@ SETTINGS = {"none": {"copies": 0}, "overlapped": {}, "every 4th step": {"every":
 
 
 def run(rank: int, folder: Path, name: str, steps: int) -> None:
-    """One process of one setting."""
+    """Run one process of one setting."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "megatron"))
     import plain
 

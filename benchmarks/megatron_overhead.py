@@ -1,10 +1,10 @@
-"""What the strategy costs a Megatron model where nothing fails: tokens per second against a plain megatron-core loop.
+"""Measure the strategy's failure-free cost for a Megatron model: tokens per second against a plain megatron-core loop.
 
     python benchmarks/megatron_overhead.py [--tp 1] [--pp 2] [--dp 2] [--pairs 10] [--steps 10] [--layers 4] ...
 
-The same processes do both by turns: some steps of `Trainer.fit` under ``unicron_megatron``, then as many of the loop
-that Megatron's examples have, over a second model of the same sizes and the same process groups. So whatever else the
-machine does hits both alike. The figure is the ratio of the two medians of the steps' times. CPU, gloo and the shim.
+The same processes alternate between some steps of `Trainer.fit` under ``unicron_megatron`` and as many of the loop of
+Megatron's examples, over a second model of the same sizes and the same process groups. Other load on the machine thus
+affects both alike. The figure is the ratio of the median step times. CPU, gloo and the shim are used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SIZES = (("tp", 1), ("pp", 2), ("dp", 2), ("pairs", 10), ("steps", 10), ("layers
 
 
 def main() -> None:
-    """Run the workers, print the figure."""
+    """Run the workers and print the figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in SIZES:
         parser.add_argument(f"--{name}", type=int, default=value)

@@ -1,4 +1,4 @@
-"""A small GPT, and token data made on the spot: what the benchmarks train where the model matters."""
+"""A small GPT and generated token data, for benchmarks in which the model matters."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ VOCABULARY = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """A model and how much of it is run per micro-batch."""
+    """Sizes of a model and of a micro-batch."""
 
     layers: int
     heads: int
     width: int
     context: int = 64
     sequences: int = 8
-    """In a micro-batch."""
+    """Sequences of a micro-batch."""
 
 
 SIZES = {
@@ -29,17 +29,17 @@ SIZES = {
     "1M": Size(layers=5, heads=4, width=128),
     "10M": Size(layers=6, heads=6, width=384, sequences=4),
 }
-"""By name: the number of parameters, roughly."""
+"""Sizes by name, the approximate number of parameters."""
 
 
 class Block(nn.Module):
-    """Attention and perceptron, each after a layer norm and added to what came in."""
+    """Attention and perceptron, each with a layer norm before it and a residual connection around it."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.heads = size.heads
         self.norms = nn.ModuleList([nn.LayerNorm(size.width), nn.LayerNorm(size.width)])
-        # No bias: that of the keys has no gradient but rounding noise, of which Adam makes whole steps.
+        # No bias: the keys' bias has no gradient but rounding noise, which Adam would scale up to whole steps.
         self.qkv = nn.Linear(size.width, 3 * size.width, bias=False)
         self.out = nn.Linear(size.width, size.width)
         self.perceptron = nn.Sequential(
@@ -89,7 +89,7 @@ class GPT(pl.LightningModule):
 
 
 class Walks(Dataset[Tensor]):
-    """Random walks over the vocabulary: something that can be learned, made from the index alone."""
+    """Random walks over the vocabulary: learnable data generated from the index alone."""
 
     def __init__(self, number: int, context: int) -> None:
         generator = torch.Generator().manual_seed(7)

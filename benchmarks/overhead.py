@@ -1,19 +1,20 @@
-"""What the strategy costs where nothing fails: steps per second against Lightning's ``ddp``, in one run.
+"""Measure the strategy's failure-free cost: steps per second against Lightning's ``ddp``, in one run.
 
     python benchmarks/overhead.py [--sizes 1M 10M] [--buckets 1 5 25] [--pairs 8] [--launches 5]
     python benchmarks/overhead.py --jobs watched unwatched --sizes 1M --buckets 25 --launches 8
 
-The second is what all monitoring costs: ``watched`` has the callbacks as well, ``unwatched`` neither them nor the
-statistics of steps.
+The second command measures the cost of all monitoring: ``watched`` adds the callbacks, ``unwatched`` has neither the
+callbacks nor the statistics of steps.
 
-Both jobs are there at the same time, two workers each, but only one computes: they take turns in short segments
-(unicron, ddp, ddp, unicron, ...), so that whatever else the machine does hits both alike. A launch's ratio is that of
-the two medians of the steps' times, with the 95 % interval of a bootstrap over pairs of segments. But one pair of
-processes differs from the next by several per cent, whichever job they run (how the heap lies, where threads end up),
-and keeps it for life: so the figure is the median over several launches, with the lowest and the highest.
+Both jobs exist at the same time with two workers each, but only one computes. They alternate in short segments
+(unicron, ddp, ddp, unicron, ...), so that other load on the machine affects both alike. A launch's ratio is that of the
+two median step times, with the 95 % interval of a bootstrap over pairs of segments. Pairs of processes differ by
+several
+per cent whichever job they run (heap layout, placement of threads), and keep the difference for their lifetime. The
+figure is therefore the median over several launches, with the lowest and the highest.
 
-glibc gives freed memory back to the kernel or not depending on how the heap happens to lie, which for tens of MB of
-gradients makes or saves milliseconds of page faults per step in either job; ``--malloc keep`` has both keep it.
+glibc returns freed memory to the kernel or not depending on the layout of the heap. For tens of MB of gradients this
+costs or saves milliseconds of page faults per step in either job; ``--malloc keep`` makes both keep freed memory.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ HERE = Path(__file__).resolve().parent
 WORKERS = 2
 KEEP_FREED = {"MALLOC_TRIM_THRESHOLD_": "2000000000", "MALLOC_MMAP_THRESHOLD_": "2000000000"}
 WARM_UP = 2
-"""Steps at a segment's start that do not count."""
+"""Steps at the start of a segment that are not counted."""
 JOBS = ("unicron", "ddp")
-"""Ours first."""
+"""Jobs that are compared; the ratio is that of the first to the second."""
 
 
 class Job:
-    """One of the two jobs; computes only inside `segment`."""
+    """One of the two jobs; computes only during `segment`."""
 
     def __init__(self, name: str, folder: Path, arguments: Sequence[str], malloc: dict[str, str]) -> None:
         self.name = name
@@ -67,10 +68,13 @@ class Job:
         self.processes.start("agent", [*torchrun, HERE / "job_overhead.py", name, *arguments])
 
     def segment(self, seconds: float = 120.0) -> tuple[list[float], float]:
-        """Lets the job compute one segment; the times of its steps and rank 0's mean CPU time per step, in seconds.
+        """Let the job compute one segment.
+
+        Returns:
+            The times of its steps and rank 0's mean CPU time per step, in seconds.
 
         Raises:
-            TimeoutError: naming the folder of the logs.
+            TimeoutError: the segment has not ended in time; the message names the folder of the logs.
         """
         folder, number = self.processes.folder, self._segments
         (folder / f"go_{number}").touch()
@@ -96,7 +100,7 @@ def compare(
     malloc: dict[str, str] | None = None,
     names: tuple[str, str] = JOBS,
 ) -> Figures:
-    """One setting: both jobs in turns; ``malloc`` is added to both jobs' environment."""
+    """Run both jobs in turns with one setting; ``malloc`` is added to both jobs' environment."""
     shutil.rmtree(folder, ignore_errors=True)
     words = [size, str(bucket_mib), str(accumulate), str(steps + WARM_UP)]
     jobs: dict[str, Job] = {}
@@ -138,7 +142,9 @@ def compare(
 def ratio_of_speeds(
     ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]], draws: int = 2000
 ) -> tuple[float, float, float]:
-    """Their median step time over ours, and the 95 % interval over resampled pairs of segments."""
+    """Ratio of the second job's median step time to the first's, with its 95 % interval over resampled pairs of
+    segments.
+    """
     generator, pairs = random.Random(0), list(zip(ours, theirs, strict=True))
 
     def ratio(chosen: Sequence[tuple[Sequence[float], Sequence[float]]]) -> float:
@@ -160,7 +166,7 @@ def series(
     names: tuple[str, str] = JOBS,
     launches: int = 1,
 ) -> list[Figures]:
-    """Every size with every bucket size, each over some launches of both jobs."""
+    """Compare the jobs for every size and bucket size, over ``launches`` launches each."""
     results: list[Figures] = []
     for size, bucket in itertools.product(sizes, buckets):
         folder = output / f"{size}-{bucket:g}"
@@ -173,7 +179,10 @@ def series(
 
 
 def summed_up(runs: Sequence[Figures]) -> Figures:
-    """Medians over launches; ``low`` and ``high`` are the extremes of their ratios, or one launch's own interval."""
+    """Medians over launches.
+
+    ``low`` and ``high`` are the extremes of the launches' ratios, or the interval of a single launch.
+    """
     if len(runs) == 1:
         return {**runs[0], "launches": 1}
     ratios = [run["ratio"] for run in runs]
@@ -193,7 +202,7 @@ def summed_up(runs: Sequence[Figures]) -> Figures:
 
 
 def table(results: Sequence[Figures]) -> str:
-    """As Markdown."""
+    """The results as a Markdown table."""
     ours, theirs = results[0]["jobs"]
     titles = ["model", "bucket MiB", "micro-batches per worker", f"{ours} steps/s", f"{theirs} steps/s"]
     launches = results[0]["launches"]
@@ -215,9 +224,9 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=["1M", "10M"])
     parser.add_argument("--buckets", nargs="+", type=float, default=[1.0, 5.0, 25.0])
     parser.add_argument("--accumulate", type=int, default=1)
-    parser.add_argument("--pairs", type=int, default=8, help="of segments, per launch")
+    parser.add_argument("--pairs", type=int, default=8, help="pairs of segments per launch")
     parser.add_argument("--launches", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=10, help="that count, per segment")
+    parser.add_argument("--steps", type=int, default=10, help="counted steps per segment")
     parser.add_argument("--jobs", nargs=2, default=JOBS, choices=("unicron", "ddp", "watched", "unwatched"))
     parser.add_argument("--malloc", choices=("default", "keep"), default="default")
     parser.add_argument("--output", type=Path, default=Path("bench-output/overhead"))

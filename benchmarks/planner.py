@@ -1,20 +1,21 @@
-"""How long the planner takes: one plan, all plans for what may happen next, an explanation, and a look-up.
+"""Measure the planner: one plan, all plans for possible next events, an explanation, and a look-up.
 
     python benchmarks/planner.py [--sizes small medium large] [--shapes ...] [--runs 5] [--plain] [--json FILE]
 
-Every size runs in a process of its own, so that its peak memory is its own, on one thread. What is compiled is compiled
-before, on a small case; curves of F(t,x) are made before as well, since they are made once per task, not per plan.
-*cold*: nobody has workers yet. *loss*: a plan is in force and a node of the task with most workers fails. *table*: of
-that state; each run makes it anew, with nothing taken from an earlier one; *queued*: once more when one task joins the
-queue. ``--plain`` times the paper's recursion as it stands, compiled, for comparison.
+Every size runs in its own process, so that its peak memory is its own, on one thread. Compilation happens beforehand on
+a small case. Curves of F(t,x) are also made beforehand, since they are made once per task, not per plan.
 
-Times are medians with the smallest and the largest, of the process's CPU time: the planner waits for nothing, so on a
-core of its own the clock shows the same; how much more it showed here is said below the table, with the load.
+*cold*: no task has workers yet. *loss*: a plan is in force and a node of the largest task fails. *table*: the table of
+that state, made without an earlier one; *queued*: the table after one more task joins the queue. ``--plain`` times a
+compiled but otherwise unchanged version of the paper's recursion for comparison.
 
-The shapes: `concave` saturates at about the fair share of a task, so that all tasks have workers; `stairs` is the same
-in steps, with bumps; `rising` and `wild` are random numbers, sorted and not; `linear` is one straight line for all
-tasks, so that every plan is as good as any other; `holes` the same where only half of the sizes, at random, can run, in
-round numbers: ties that no bound rules out and no concavity shortens, the worst case known.
+Times are medians with the smallest and the largest of the process's CPU time. The planner never waits, so a clock on a
+free core would show the same; the actual ratio is stated below the table, with the load.
+
+The shapes: `concave` saturates at about a task's fair share, so that all tasks have workers; `stairs` is the same in
+steps, with bumps; `rising` and `wild` are random numbers, sorted and unsorted; `linear` is one straight line for all
+tasks, so that all plans are equally good; `holes` is the same where only a random half of the sizes can run, in round
+numbers. Its ties are excluded by no bound and shortened by no concavity: the worst case known.
 """
 
 from __future__ import annotations
@@ -57,13 +58,13 @@ TARGETS = {
 }
 SHAPES = ("concave", "stairs", "rising", "wild", "linear", "holes")
 WORKER_SECONDS_PER_FAILURE = 1.5e8
-"""Chosen: one failure in 25 minutes on 100,000 accelerators."""
+"""Chosen value: one failure in 25 minutes on 100,000 accelerators."""
 NUM_QUEUED = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """T(t,x), number by number."""
+    """T(t,x) as a given table of numbers."""
 
     flops: np.ndarray
     unit: int
@@ -99,7 +100,7 @@ def shape(kind: str, num_units: int, fair: float, random: np.random.Generator) -
 
 
 def situation(kind: str, size: str) -> ClusterState:
-    """A cold start with two tasks queued."""
+    """A state without workers for any task, and with two tasks queued."""
     num_units, num_tasks, unit = SIZES[size]
     random = np.random.default_rng(1)
     same = kind in ("linear", "holes")
@@ -122,11 +123,11 @@ def situation(kind: str, size: str) -> ClusterState:
 
 
 STRETCH: list[float] = []
-"""Clock time by CPU time, of each run of at least a millisecond."""
+"""Ratio of clock time to CPU time for each run of at least a millisecond."""
 
 
 def times(work: Callable[[], object], runs: int, limit: float = 20.0) -> list[float]:
-    """CPU seconds of each run; fewer runs if they take longer than ``limit`` in all."""
+    """CPU seconds of each run; fewer runs if their sum exceeds ``limit``."""
     found: list[float] = []
     while len(found) < runs and sum(found) < limit:
         clock, start = time.perf_counter(), time.process_time()
@@ -151,7 +152,7 @@ def plain(starts: np.ndarray, units: np.ndarray, keys: np.ndarray, num_units: in
 
 
 def measure(kind: str, size: str, runs: int, with_plain: bool) -> dict[str, Any]:
-    """All figures of one shape and size, lists of seconds."""
+    """All figures of one shape and size, as lists of seconds."""
     cold = situation(kind, size)
     running = cold.adopt(solve(cold).allocation)
     largest = max(running.allocation, key=running.allocation.__getitem__)
@@ -205,7 +206,7 @@ def measure_size(size: str, shapes: Sequence[str], runs: int, with_plain: bool) 
 
 
 def summary(seconds: Sequence[float] | None) -> str:
-    """Median [smallest-largest], in the unit that fits."""
+    """Median [smallest-largest], in a suitable unit."""
     if not seconds:
         return "-"
     middle = statistics.median(seconds)
@@ -215,7 +216,7 @@ def summary(seconds: Sequence[float] | None) -> str:
 
 
 def report(results: Sequence[Figures]) -> str:
-    """The figures as a Markdown table, and what misses its target."""
+    """The figures as a Markdown table, followed by missed targets."""
     columns = ("solve_s", "cold_s", "table_s", "queued_s", "explain_s", "look_up_s", "plain_s")
     names = ("loss", "cold", "table", "queued", "explanation", "look-up", "plain recursion")
     lines = [
@@ -240,7 +241,7 @@ def report(results: Sequence[Figures]) -> str:
 
 
 def main() -> None:
-    """Measure each size in a process of its own, and print."""
+    """Measure each size in its own process and print the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))

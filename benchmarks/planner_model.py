@@ -1,9 +1,9 @@
-"""How far the analytic performance model is off published runs, and how long its search takes.
+"""Compare the analytic performance model with published runs, and time its search.
 
     python benchmarks/planner_model.py [--runs 5]
 
-Prints tables in Markdown. The model's constants were fitted to the times marked so and to nothing else; sources are in
-`unicron_lightning.planner.performance.published`.
+Prints Markdown tables. The model's constants were fitted to the times marked as fitted and to nothing else. The sources
+are listed in `unicron_lightning.planner.performance.published`.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ GROUPS = {
     "arXiv 2407.21783, table 4 (H100, Llama 3 405B)": ("2407.21783",),
     "all": (),
 }
-ELSEWHERE = "mosaicml/llm-foundry (H100, PyTorch FSDP, not Megatron: not what the model describes)"
+ELSEWHERE = "mosaicml/llm-foundry (H100, PyTorch FSDP, not Megatron, thus outside the model)"
 
 
 def main() -> None:
-    """Prints everything."""
+    """Print all tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=5, help="searches per figure")
     arguments = parser.parse_args()
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def fitted() -> Iterator[str]:
-    """The times that the constants were fitted to."""
+    """Yield the table of times that the constants were fitted to."""
     yield "| one layer of GPT 22B on 8 A100 (arXiv 2205.05198, table 4): fitted | published | model | error |"
     yield "|---|---:|---:|---:|"
     for recipe, again, which, published in LAYER_TIMES:
@@ -61,7 +61,7 @@ def fitted() -> Iterator[str]:
 
 
 def predicted() -> Iterator[str]:
-    """The runs that were predicted."""
+    """Yield the table of predicted runs."""
     yield "| source | run | workers | TP x PP x DP | b | v | published | predicted | error |"
     yield "|---|---|---:|---|---:|---:|---:|---:|---:|"
     for run in (*RUNS, *OTHER_SOFTWARE):
@@ -80,11 +80,11 @@ def predicted() -> Iterator[str]:
         )
         yield f"| {' | '.join(cells)} |"
     yield ""
-    yield "`*`: not published; the fastest that divides (and fits) was taken."
+    yield "`*`: not published; the fastest value that divides (and fits) is used."
 
 
 def summary() -> Iterator[str]:
-    """Errors by source."""
+    """Yield the table of errors by source."""
     yield "| published runs | number | root mean square error | mean | worst |"
     yield "|---|---:|---:|---:|---:|"
     for name, words in GROUPS.items():
@@ -106,7 +106,7 @@ def _summary(name: str, runs: Sequence[PublishedRun]) -> str:
 
 
 def searches(runs: int) -> Iterator[str]:
-    """Median time of a search for all numbers of workers, and of reading a curve of 12,500 nodes from it."""
+    """Yield the median times of a search for all numbers of workers, and of reading a curve of 12,500 nodes from it."""
     even, uneven = SearchSpace(), SearchSpace(uneven_shares=True)
     yield "| search, all numbers of workers at once | configurations kept | search | curve of 12,500 nodes |"
     yield "|---|---:|---:|---:|"

@@ -1,4 +1,4 @@
-"""Processes of a run: started in a folder of their own, and all gone at its end."""
+"""Processes of a run, started in a folder of their own and all stopped at its end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FIRST_PORT, _LAST_PORT, _BLOCK = 20_000, 32_000, 16
 
 
 def free_port() -> int:
-    """A port with free ones above it (some systems take the next ones too), below the kernel's ephemeral range."""
+    """Find a port with free ports above it, below the ephemeral range; some systems use the next ports, too."""
     while True:
         first = random.randrange(_FIRST_PORT, _LAST_PORT)
         try:
@@ -28,10 +28,11 @@ def free_port() -> int:
 
 
 def started_at(pid: int) -> float:
-    """When a process was started, by this process's clock (``time.time()``), to 10 ms.
+    """Start time of a process by this process's clock (``time.time()``), to 10 ms.
 
-    Not psutil's `create_time`, which adds to the kernel's boot time: that one is off by up to a second where the clock
-    was set since.
+    psutil's `create_time` adds the process's age to the kernel's boot time, which is off by up to a second after the
+    clock
+    has been set.
     """
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     since_boot = int(fields[19]) / os.sysconf("SC_CLK_TCK")
@@ -51,7 +52,7 @@ class Processes:
         self.started: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, name: str, command: Sequence[str | Path], **environment: str) -> subprocess.Popen[bytes]:
-        """Starts a process; its output goes to ``<name>.log``."""
+        """Start a process; its output goes to ``<name>.log``."""
         with (self.folder / f"{name}.log").open("ab") as output:
             process = subprocess.Popen(
                 [str(word) for word in command],
@@ -66,7 +67,7 @@ class Processes:
         return process
 
     def stop(self) -> None:
-        """SIGTERM to all, SIGKILL to what is left after a moment."""
+        """Send SIGTERM to all processes, and SIGKILL to the remaining ones after three seconds."""
         for process in self.started.values():
             if process.poll() is None:
                 process.terminate()

@@ -1,4 +1,4 @@
-"""A TCP proxy that can fall silent: a cut that closes no connection, as when packets are dropped."""
+"""A TCP proxy that can stop forwarding: a cut that closes no connection, as when packets are dropped."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from types import TracebackType
 
 
 class Proxy:
-    """Forwards between its own port on the loopback device and another, in a thread, until told to be silent.
+    """Forwards between its own port on the loopback device and another one, in a thread, until it is cut.
 
-    While it is silent nothing is read and nothing sent in either direction, and nobody is told; who connects is left
-    waiting. Afterwards all goes on where it stopped.
+    During a cut nothing is read or sent in either direction, no end is notified, and new connections wait. Afterwards
+    forwarding continues where it stopped.
 
     Args:
         target: port to forward to.
 
     Attributes:
-        port: where it listens.
+        port: listening port.
     """
 
     def __init__(self, target: int) -> None:
@@ -43,7 +43,7 @@ class Proxy:
         self._loop.close()
 
     def cut(self) -> None:
-        """Be silent from now on."""
+        """Stop forwarding."""
         self._loop.call_soon_threadsafe(self._open.clear)
 
     def heal(self) -> None:
@@ -63,7 +63,7 @@ class Proxy:
         await asyncio.gather(*others, return_exceptions=True)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(asyncio.CancelledError):  # at the end; asyncio would complain
+        with contextlib.suppress(asyncio.CancelledError):  # cancelled at the end; asyncio would log it
             await self._join(reader, writer)
 
     async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,10 +1,10 @@
-"""What it takes to move nodes between tasks: two tasks share six nodes; a node dies, returns, and tasks are resized.
+"""Measure moves of nodes between tasks: two tasks share six nodes; a node dies, returns, and tasks are resized.
 
     python benchmarks/reallocation.py [--runs 5]
 
-A micro-batch sleeps for 40 ms in the place of an accelerator's work. Per run: the node of one task's worker is killed
-with all that runs there, and started again; then the other task is resized to one node less and back. All times are by
-one machine's clock: those of steps from the workers' diaries, those of decisions from the coordinator's event log.
+A micro-batch sleeps for 40 ms in place of an accelerator's work. Per run the node of one task's worker is killed with
+all its processes and started again; then the other task is resized to one node less and back. All times are by one
+machine's clock: those of steps from the workers' diaries, those of decisions from the coordinator's event log.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from unicron_lightning.demo.nodes import Nodes
 from unicron_lightning.demo.waf import Work, longest_stand
 
 LIMITS = {"heavy": (2.0, 2), "light": (1.0, 1)}
-"""Weight, and fewest nodes."""
+"""Weight and least nodes of each task."""
 TRAIN = ["-m", "unicron_lightning.demo.train", "--nodes", "4", "--accumulate", "3", "--steps-per-epoch", "4000"]
 WHOLE = {"heavy": 4, "light": 2}
-"""Workers of the tasks when all six nodes are there."""
+"""Workers of each task when all six nodes are present."""
 PATIENCE = 300.0
-"""Seconds for which a change may take, so that a busy machine only gives bad figures."""
+"""Longest time for a change in seconds, so generous that a busy machine only worsens the figures."""
 AROUND = 4.0
-"""Seconds around a change in which the longest time without a step is looked for."""
+"""Seconds around a change in which the longest time without a step is searched."""
 
 
 def usual_step(nodes: Nodes, task: str, before: float) -> float:
-    """Median time between the task's steps in the seconds before a moment."""
+    """Median time between the task's steps in the `AROUND` seconds before a moment."""
     ends = [line["at"] for line in nodes.steps(task) if before - AROUND < line["at"] <= before]
     return statistics.median(later - earlier for earlier, later in itertools.pairwise(ends))
 
 
 def stand(nodes: Nodes, task: str, start: float) -> float:
-    """Longest time without a step of the task from a moment on."""
+    """Longest time without a step of the task in the `AROUND` seconds after a moment."""
     ends = [line["at"] for line in nodes.steps(task)]
     return longest_stand(Work(ends=ends, worth=1.0), start, start + AROUND)
 
 
 def lose_a_node(nodes: Nodes) -> Figures:
-    """A node of the heavy task dies and returns."""
+    """Let a node of the heavy task die and return."""
     time.sleep(AROUND)
     victim = nodes.nodes_of("heavy")[-1]
     at = nodes.kill_node(victim)
@@ -72,7 +72,7 @@ def lose_a_node(nodes: Nodes) -> Figures:
 
 
 def resize(nodes: Nodes) -> Figures:
-    """The heavy task gives a node up by order, and gets it back."""
+    """Take a node from the heavy task by order, and return it."""
     time.sleep(AROUND)
     before = num_again(nodes)
     at = time.time()
@@ -86,12 +86,12 @@ def resize(nodes: Nodes) -> Figures:
 
 
 def num_again(nodes: Nodes) -> int:
-    """How often the heavy task's workers have computed something again."""
+    """Number of repeated computations of the heavy task's workers."""
     return sum(len(lines) - 1 for lines in computed_again(nodes.diary("heavy")))
 
 
 def series(runs: int, folder: Path) -> list[Figures]:
-    """Several runs on one cluster."""
+    """Measure several runs on one cluster."""
     results: list[Figures] = []
     with Nodes(folder, 6) as nodes:
         for task, (weight, fewest) in LIMITS.items():

@@ -1,16 +1,16 @@
-"""Kills a worker in the middle of an accumulation window and times the recovery, for this system and its peers.
+"""Kill a worker in the middle of an accumulation window and time the recovery, for this system and its peers.
 
     python benchmarks/recovery.py [--systems unicron torchrun torchft] [--faults worker node coordinator] [--runs 5]
 
 The work is the same for all (`workload`): 3 workers, one per agent, 4 micro-batches of 50 ms per worker and optimizer
 step, and a SIGKILL as soon as the worker of slot 2 has finished micro-batch 1 of step 25.
 
-    detect    from the kill to the first sign of anyone having heard of it
+    detect    from the kill to the first sign that any other process has detected it
     resume    to the first optimizer step that a survivor finishes
     progress  to the first step that was not finished before the kill
     rejoin    to the first step of the killed worker's replacement
-    start-up  the replacement's own, from the start of its process to being ready to join: imports and the model, which
-              no recovery can avoid without a warm stand-by
+    start-up  the replacement's own, from the start of its process until it is ready to join: imports and the model,
+              which no recovery can avoid without a warm stand-by
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ VICTIM = "2"
 KILL_STEP, KILL_PLACE = 25, 1
 START_SECONDS, RECOVER_SECONDS = 120.0, 90.0
 COORDINATOR_SECONDS = 15.0
-"""How long training is watched after the coordinator's death."""
+"""Observation time of the training after the coordinator's death."""
 
 
 class Run:
@@ -50,7 +50,7 @@ class Run:
 
     Args:
         system: unicron, torchrun or torchft.
-        folder: of its logs; made here.
+        folder: of its logs; created here.
         python: folder of the interpreter and scripts to use.
     """
 
@@ -68,13 +68,13 @@ class Run:
             "GLOO_SOCKET_IFNAME": "lo",
             "PATH": f"{python}{os.pathsep}{os.environ['PATH']}",
             "UNICRON_STATE_DIR": str(folder.resolve() / "coordinator"),
-            # torch 2.13 otherwise keeps stale addresses in the store that it shares between rounds, and restarts hang
+            # torch 2.13 otherwise keeps stale addresses in the store shared between rounds, and restarts hang
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }
         self.processes = Processes(folder, environment)
 
     def start(self) -> None:
-        """All agents, and what else the system needs."""
+        """Start all agents and the system's further processes."""
         if self.system == "torchft":
             command = ["--bind", f"127.0.0.1:{self.port}", "--min_replicas", "1", "--quorum_tick_ms", "100"]
             command += ["--join_timeout_ms", "10000", "--heartbeat_timeout_ms", "1000"]
@@ -84,7 +84,7 @@ class Run:
             self.start_agent(slot)
 
     def start_agent(self, slot: int) -> None:
-        """The agent of a slot, with its worker."""
+        """Start the agent of a slot with its worker."""
         torchrun: list[str | Path] = [self._bin / "torchrun", "--nproc-per-node=1", "--max-restarts=1000"]
         endpoint = [f"--rdzv-endpoint=127.0.0.1:{self.port}", f"--rdzv-id={TASK}"]
         environment = {"BENCH_SLOT": str(slot)}
@@ -102,7 +102,7 @@ class Run:
         self.processes.start(f"agent{slot}", torchrun, **environment)
 
     def poll(self) -> list[Event]:
-        """New events since the last call."""
+        """Read the new events since the last call."""
         new: list[Event] = []
         for path in self.processes.folder.glob("worker_*.jsonl"):
             with path.open("rb") as file:
@@ -119,10 +119,10 @@ class Run:
         return new
 
     def wait_event(self, wanted: Callable[[Event], bool], seconds: float) -> Event:
-        """The first new event that is wanted.
+        """Wait for the first new event that ``wanted`` accepts.
 
         Raises:
-            TimeoutError: naming the folder of the logs.
+            TimeoutError: no such event arrived in time; the message names the folder of the logs.
         """
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -133,7 +133,7 @@ class Run:
         raise TimeoutError(f"{self.system}: nothing for {seconds:g} s; logs in {self.processes.folder}")
 
     def wait_kill_point(self) -> Event:
-        """The victim has just finished its micro-batch, in a world that has been complete for some steps."""
+        """Wait until the victim has finished its micro-batch in a world that has been complete for ten steps."""
         complete = 0
 
         def wanted(event: Event) -> bool:
@@ -170,7 +170,7 @@ class Run:
 
 
 def kill_worker(run: Run, fault: str) -> Figures:
-    """Kills the worker, and its agent if the node is to be lost."""
+    """Kill the worker, and its agent too if the fault is the loss of a node."""
     found = run.wait_kill_point()
     agent = run.processes.started[f"agent{VICTIM}"]
     kill = Kill(at=time.time(), slot=VICTIM, pid=found["pid"], step=found["step"])
@@ -195,14 +195,14 @@ def kill_worker(run: Run, fault: str) -> Figures:
 
 
 def recovery_so_far(events: Sequence[Event], kill: Kill) -> Figures:
-    """As `recovery`, as soon as there is something to tell."""
+    """`recovery` if a step has been finished since the kill, else empty."""
     if not any(e["event"] == "step" and e["t"] > kill.at for e in events):
         return {}
     return recovery(events, kill)
 
 
 def kill_coordinator(run: Run) -> Figures:
-    """Kills the coordinator and watches whether steps go on."""
+    """Kill the coordinator and check that training continues."""
     run.wait_kill_point()
     started = next(e for e in run.coordinator_events() if e["name"] == "coordinator_started")
     at = time.time()
@@ -226,7 +226,7 @@ def kill_coordinator(run: Run) -> Figures:
 
 
 def measure(system: str, fault: str, folder: Path, python: Path) -> Figures:
-    """One run: start, fault, figures, stop."""
+    """Run one system with one fault and return the figures."""
     run = Run(system, folder, python)
     try:
         run.start()
@@ -240,7 +240,7 @@ def measure(system: str, fault: str, folder: Path, python: Path) -> Figures:
 
 
 def pythons(systems: Sequence[str], torchft: Path | None) -> dict[str, Path]:
-    """The interpreter's folder for each system that can be run here."""
+    """Folder of the interpreter for each system that can run here."""
     own = Path(sys.executable).parent
     found = {system: own for system in systems if system != "torchft"}
     if "torchft" in systems and torchft is not None:
@@ -251,7 +251,7 @@ def pythons(systems: Sequence[str], torchft: Path | None) -> dict[str, Path]:
 def series(
     systems: Sequence[str], faults: Sequence[str], runs: int, output: Path, torchft: Path | None
 ) -> list[Figures]:
-    """All runs, systems taking turns, one at a time."""
+    """Run everything, alternating between systems, one run at a time."""
     results: list[Figures] = []
     for number in range(runs):
         for system, python in pythons(systems, torchft).items():
@@ -264,7 +264,7 @@ def series(
 
 
 def table(results: Sequence[Figures]) -> str:
-    """Medians, as Markdown."""
+    """Medians as a Markdown table."""
     titles = ["system", "fault", "runs", "detect s", "resume s", "progress s", "rejoin s", "start-up s"]
     titles += ["rejoin - start-up s", "lost steps", "lost micro-batches", "lost samples", "world meanwhile"]
     titles += ["smallest batch", "survivors' processes"]
@@ -286,7 +286,7 @@ def table(results: Sequence[Figures]) -> str:
 
 
 def coordinator_table(results: Sequence[Figures]) -> str:
-    """What the coordinator's death did, as Markdown; empty if it was not killed."""
+    """Effect of the coordinator's death as a Markdown table; empty if it was not killed."""
     group = [r for r in results if r["fault"] == "coordinator" and "error" not in r]
     if not group:
         return ""

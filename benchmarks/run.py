@@ -1,10 +1,11 @@
-"""All benchmarks, one after another: prints the tables and writes results.json and results.md.
+"""Run all benchmarks one after another, print the tables and write results.json and results.md.
 
     python benchmarks/run.py [--quick] [--torchft-venv FOLDER] [--output bench-output]
 
-Takes about a quarter of an hour on two cores; ``--quick`` three minutes, to see that everything works. The peers are
-measured in the same run: torchrun always, torchft-nightly if there is a virtual environment with it; see
-docs/benchmarks.md.
+A full run takes about a quarter of an hour on two cores; ``--quick`` takes three minutes and only checks that
+everything
+works. The peers are measured in the same run: torchrun always, torchft-nightly if a virtual environment with it is
+given; see docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ PARTS = ("recovery", "exactness", "overhead")
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """How much is measured."""
+    """Extent of the measurements."""
 
     runs: int
     faults: tuple[str, ...]
     sizes: dict[str, int]
-    """Models, with steps per segment."""
+    """Steps per segment by model."""
     buckets: tuple[float, ...]
     pairs: int
     accumulated_pairs: int
@@ -57,7 +58,7 @@ QUICK = Effort(
 
 
 def machine() -> Figures:
-    """Where it was measured."""
+    """Description of the machine."""
     model = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return {
         "cpu": model[0].split(":", 1)[1].strip() if model else platform.machine(),
@@ -74,7 +75,7 @@ def machine() -> Figures:
 
 
 def targets(results: dict[str, Any]) -> str:
-    """What was aimed at, and what came of it."""
+    """Targets and measured values as a Markdown table."""
 
     def of(fault: str, name: str) -> list[float]:
         runs = [r for r in results.get("recovery", []) if r["system"] == "unicron" and r["fault"] == fault]
@@ -125,7 +126,7 @@ def report(results: dict[str, Any]) -> str:
 
 
 def about(values: Figures) -> str:
-    """The machine in a line."""
+    """Description of the machine in a line."""
     loads = f"load {values['load_before'][0]:.1f} before, {values['load_after'][0]:.1f} after"
     return f"{values['cpu']}, {values['cores']} cores, torch {values['torch']}, {values['at']}, {loads}"
 
@@ -140,7 +141,7 @@ def _tables(part: str, results: list[Figures]) -> list[str]:
 
 
 def measure(part: str, effort: Effort, output: Path, torchft: Path | None) -> list[Figures]:
-    """One part."""
+    """Measure one part."""
     if part == "exactness":
         return [exactness.compare(output, "tiny", 50, 1e-8)]
     if part == "recovery":
@@ -158,11 +159,15 @@ def _overheads(effort: Effort, output: Path) -> list[Figures]:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a smoke test: few runs, small models")
     parser.add_argument(
-        "--only", nargs="+", choices=PARTS, default=PARTS, help="the rest stays as it was in the output"
+        "--only",
+        nargs="+",
+        choices=PARTS,
+        default=PARTS,
+        help="parts to measure (others keep earlier results)",
     )
     parser.add_argument("--torchft-venv", type=Path, help="virtual environment with torchft-nightly")
     parser.add_argument("--output", type=Path, default=Path("bench-output"))
@@ -171,7 +176,7 @@ def main() -> None:
     output.mkdir(parents=True, exist_ok=True)
     path = output / "results.json"
     results = json.loads(path.read_text()) if path.exists() else {"machine": {}}
-    for part in arguments.only:  # kept after each: the whole takes long
+    for part in arguments.only:  # written after each part, since a full run takes long
         before = machine()
         results[part] = measure(part, QUICK if arguments.quick else FULL, output / part, arguments.torchft_venv)
         results["machine"][part] = {**before, "load_after": os.getloadavg()}

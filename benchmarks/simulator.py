@@ -1,11 +1,11 @@
-"""The simulator against the real system: the same faults at the same times, predicted and measured accumulated WAF.
+"""Compare the simulator with the real system: accumulated WAF, predicted and measured, for the same faults.
 
     python benchmarks/simulator.py [--runs 1] [--json simulator.json]
 
-Two tasks share five nodes on this machine; a micro-batch sleeps in the place of an accelerator's work. First a run by
-itself measures what the simulator needs to know: how long steps, starts, detection and changes take. Then another run
-has nodes and workers killed as the trace says, and the simulator replays the trace with what the first one measured.
-Nothing is fitted to the run that is predicted.
+Two tasks share five nodes on this machine; a micro-batch sleeps in place of an accelerator's work. A first run measures
+the simulator's inputs: the durations of steps, starts, detection and changes. In another run nodes and workers are
+killed according to the trace, and the simulator replays the trace with the measured inputs. Nothing is fitted to the
+predicted run.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from unicron_lightning.simulate.workload import SimTask
 NUM_NODES = 5
 WEIGHTS = {"heavy": 2.0, "light": 1.0}
 WHOLE = {"heavy": 3, "light": 2}
-"""Workers when all nodes are there; the most that each can have."""
+"""Workers when all nodes are present, which is also each task's maximum."""
 FEWER = {"heavy": 2, "light": 1}
-"""The fewest."""
+"""Workers of the tasks in the smaller worlds whose steps are measured."""
 TRAIN = ["-m", "unicron_lightning.demo.train", "--nodes", "3", "--accumulate", "4", "--batch-size", "1"]
 PACE = "0.4"
-"""Seconds of sleep per micro-batch: long beside its computing, as five workers share this machine."""
+"""Seconds of sleep per micro-batch: long compared with its computation, since five workers share this machine."""
 STEADY = 25.0
 """Seconds over which a step time is measured."""
 PATIENCE = 300.0
 SECONDS = 300.0
-"""Of the trace."""
+"""Duration of the trace."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Strike:
-    """A fault of the trace: of a task's node, counted among those that it has at the beginning."""
+    """A fault of the trace on a task's node; `index` counts the nodes that the task has at the beginning."""
 
     at: float
     task: str
     index: int
     repair: float = 0.0
-    """0: only the worker is killed."""
+    """Seconds until the node returns; 0 if only the worker is killed."""
 
 
 TRACE = (
@@ -68,7 +68,7 @@ TRACE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What the first run has found, in seconds."""
+    """Durations measured by the first run, in seconds."""
 
     steps: dict[str, dict[int, float]]
     worker_noticed: float
@@ -81,7 +81,7 @@ class Measured:
 
 
 def begin(nodes: Nodes) -> None:
-    """Submits the tasks, and waits until they run with all nodes."""
+    """Submit the tasks and wait until they run on all nodes."""
     for task, weight in WEIGHTS.items():
         command = [*TRAIN, "--steps-per-epoch", "4000", "--epochs", "50", "--pace", PACE, "--until-told"]
         nodes.submit(task, command, weight=weight, min_nodes=1, max_nodes=WHOLE[task])
@@ -89,7 +89,7 @@ def begin(nodes: Nodes) -> None:
 
 
 def end(nodes: Nodes) -> None:
-    """Has the tasks end well."""
+    """Stop the tasks and wait for their success."""
     for task in WEIGHTS:
         nodes.stop(task)
     for task in WEIGHTS:
@@ -97,7 +97,7 @@ def end(nodes: Nodes) -> None:
 
 
 def kill_worker(nodes: Nodes, task: str, node: str) -> float:
-    """SIGKILLs the task's newest worker on a node; returns when."""
+    """Send SIGKILL to the task's newest worker on a node; return the time."""
     starts = [line for line in nodes.diary(task) if line["event"] == "start" and line["node"] == node]
     at = time.time()
     with contextlib.suppress(ProcessLookupError):
@@ -106,13 +106,13 @@ def kill_worker(nodes: Nodes, task: str, node: str) -> float:
 
 
 def beyond(nodes: Nodes, task: str, at: float, usual: float) -> float:
-    """Longest time without a step after a change, beyond the usual one."""
+    """Longest time without a step after a change, less the usual step time."""
     ends = [line["at"] for line in nodes.steps(task)]
     return max(0.0, longest_stand(Work(ends=ends, worth=1.0), at, at + 2.0 + 2.0 * usual) - usual)
 
 
 def first(nodes: Nodes, name: str, after: float, **fields: Any) -> float:
-    """When an event of that name was logged, waiting for it."""
+    """Wait for an event of that name and return its time."""
     found: list[float] = []
 
     def there() -> bool:
@@ -130,19 +130,19 @@ def first(nodes: Nodes, name: str, after: float, **fields: Any) -> float:
 
 
 def step_times(nodes: Nodes, worlds: dict[str, int]) -> dict[str, float]:
-    """Of each task at those sizes, over some seconds."""
+    """Step time of each task at the given sizes, over `STEADY` seconds."""
     while True:
         nodes.wait_worlds(worlds, PATIENCE)
         time.sleep(STEADY)
         until = time.time()
         steps = {task: [s for s in nodes.steps(task) if until - STEADY < s["at"] <= until] for task in worlds}
-        # A resize may be followed by a move, as the plan chooses places for itself.
+        # A resize may be followed by a move, as the plan chooses the places.
         if all(step["world"] == size for task, size in worlds.items() for step in steps[task]):
             return {task: (found[-1]["at"] - found[0]["at"]) / (len(found) - 1) for task, found in steps.items()}
 
 
 def planned_changes(nodes: Nodes) -> tuple[dict[str, dict[int, float]], float, float]:
-    """Step times by task and size, and how long tasks stand still when workers leave and join by order."""
+    """Step times by task and size, and mean time without a step when workers leave and when they join by order."""
     whole = step_times(nodes, WHOLE)
     left, joined = {}, {}
     for task, size in FEWER.items():
@@ -162,7 +162,7 @@ def planned_changes(nodes: Nodes) -> tuple[dict[str, dict[int, float]], float, f
 
 
 def calibrate(nodes: Nodes) -> Measured:
-    """What the simulator needs to know, on a cluster where both tasks run."""
+    """Measure the simulator's inputs on a cluster where both tasks run."""
     steps, leaves, joins = planned_changes(nodes)
     victim = nodes.nodes_of("heavy")[-1]
     at = kill_worker(nodes, "heavy", victim)
@@ -174,7 +174,7 @@ def calibrate(nodes: Nodes) -> Measured:
     goes_on = max(0.0, beyond(nodes, "heavy", at, steps["heavy"][FEWER["heavy"]]) - noticed)
     victim = nodes.nodes_of("light")[-1]
     at = nodes.kill_node(victim)
-    lost = first(nodes, "worker_died", at, task="light")  # however it is known: by its agent, or with it
+    lost = first(nodes, "worker_died", at, task="light")  # logged whether the agent reported it or died with its worker
     time.sleep(5.0)
     at_start = nodes.start_node(victim)
     registered = first(nodes, "agent_registered", at_start, node=victim)
@@ -192,7 +192,11 @@ def calibrate(nodes: Nodes) -> Measured:
 
 
 def replay(nodes: Nodes) -> tuple[dict[str, float], float]:
-    """Has the trace strike; returns the steps of each task in its time, and how late the last fault struck."""
+    """Inject the faults of the trace.
+
+    Returns:
+        The steps of each task during the trace, and the largest delay of a fault in seconds.
+    """
     time.sleep(5.0)
     had = {task: nodes.nodes_of(task) for task in WEIGHTS}
     start = time.time()
@@ -215,7 +219,7 @@ def replay(nodes: Nodes) -> tuple[dict[str, float], float]:
 
 
 def _steps_until(nodes: Nodes, task: str, moment: float) -> float:
-    """Finished steps, the part of the one under way included."""
+    """Number of finished steps, including the fraction of the step in progress."""
     lines = nodes.steps(task)
     done = [line for line in lines if line["at"] <= moment]
     later = [line for line in lines if line["at"] > moment]
@@ -224,7 +228,7 @@ def _steps_until(nodes: Nodes, task: str, moment: float) -> float:
 
 
 def predict(measured: Measured) -> dict[str, float]:
-    """The steps of each task by the simulator."""
+    """Steps of each task as simulated."""
     tasks = []
     for name, weight in WEIGHTS.items():
         points = tuple(
@@ -238,14 +242,17 @@ def predict(measured: Measured) -> dict[str, float]:
 
 
 def _all_sizes(task: str, measured: Measured) -> dict[int, float]:
-    """Step times at all sizes: one that was not measured takes what its rounds of micro-batches do."""
+    """Step times at all sizes.
+
+    A size that was not measured is scaled from the smallest measured one by its rounds of micro-batches.
+    """
     known = measured.steps[task]
     least = min(known)
     return {size: known.get(size, known[least] * least / size) for size in range(1, WHOLE[task] + 1)}
 
 
 def trace() -> Trace:
-    """The trace for the simulator, whose first task has the first nodes."""
+    """The trace for the simulator, in which the first task has the first nodes."""
     before = {"heavy": 0, "light": WHOLE["heavy"]}
     faults = [
         Fault(
@@ -261,7 +268,7 @@ def trace() -> Trace:
 
 
 def costs(measured: Measured) -> Costs:
-    """What was measured, as the simulator takes it."""
+    """The measured durations as the simulator's costs."""
     return Costs(
         system="unicron",
         detection={"default": measured.worker_noticed, "lost_connection": measured.node_noticed},
@@ -277,7 +284,7 @@ def costs(measured: Measured) -> Costs:
 
 
 def series(folder: Path) -> dict[str, Any]:
-    """One calibration and one prediction, each with a cluster of its own."""
+    """Run one calibration and one prediction, each with its own cluster."""
     with Nodes(folder / "calibration", NUM_NODES) as nodes:
         begin(nodes)
         measured = calibrate(nodes)
@@ -303,7 +310,7 @@ def series(folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run, print, and say whether the prediction was within 10 %."""
+    """Run, print the results, and check that the prediction is within 10 %."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--json", type=Path)

@@ -1,12 +1,12 @@
-"""How long the simulator takes, and how much memory: one policy on one trace, at several sizes.
+"""Measure the simulator's time and memory: one policy on one trace, at several sizes.
 
     python benchmarks/simulator_speed.py [--policy unicron] [--only SIZE ...] [--cell N]
 
-Each size runs in a process of its own: 128 workers with six tasks for 56 days; 16,384 with one for Llama 3's 54 days,
-half of the faults with repairs; the preset ``experiment=llama3``, 16,384 workers and 1,024 spare ones; 100,000 workers
-with 256 tasks for 30 days. Every node is a place of its own, unless ``--cell`` says else. CPU seconds and wall seconds
-are those of the simulation, imports and numba's compiled code loaded before; memory is the process's peak, imports
-included.
+Each size runs in its own process: 128 workers with six tasks for 56 days; 16,384 with one for Llama 3's 54 days, half
+of
+the faults with repairs; the preset ``experiment=llama3``, 16,384 workers and 1,024 spare ones; 100,000 workers with 256
+tasks for 30 days. Every node is a place of its own, unless ``--cell`` is given. CPU and wall seconds cover the
+simulation alone; imports and numba's compiled code are loaded before. Memory is the process's peak, imports included.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NODE_WORKERS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """A cluster, its tasks and its time. Failures as often as Meta tells of Llama 3: 419 in 54 days on 16,384."""
+    """A cluster, its tasks and its duration. Faults are as frequent as Llama 3's: 419 in 54 days on 16,384."""
 
     nodes: int
     tasks: int
@@ -43,11 +43,11 @@ class Size:
     often: float = 1.0
     cell: int = 1
     preset: tuple[str, ...] = ()
-    """In place of all this: settings, as on the command line; ``cell`` counts."""
+    """Settings as on the command line, which replace all other fields but ``cell``."""
 
     @property
     def faults(self) -> int:
-        """How many faults there are."""
+        """Number of faults."""
         return round(self.often * 419 * (self.days / 54) * (self.nodes * NODE_WORKERS / 16384))
 
 
@@ -74,7 +74,7 @@ COSTS = Costs(
 
 
 def tasks_of(size: Size) -> list[SimTask]:
-    """Equal shares as minimums of a half, and up to twice as much."""
+    """Tasks with equal shares: at least half and at most twice a share each."""
     share = size.nodes // size.tasks // size.cell * size.cell * NODE_WORKERS
     return [
         SimTask(
@@ -90,7 +90,7 @@ def tasks_of(size: Size) -> list[SimTask]:
 
 
 def trace_of(size: Size) -> Trace:
-    """Half of the faults need a repair of up to two days."""
+    """A random trace in which half of the faults need a repair of up to two days."""
     chance = random.Random(1)
     faults = []
     for _ in range(size.faults):
@@ -103,13 +103,13 @@ def trace_of(size: Size) -> Trace:
 
 
 def warm_up(policy: str) -> None:
-    """Have everything imported and loaded."""
+    """Import and load everything."""
     size = Size(nodes=4, tasks=2, days=1, often=500)
     simulate(policy, Cluster(num_nodes=4, workers_per_node=8), tasks_of(size), trace_of(size), COSTS)
 
 
 def measure(policy: str, size: Size) -> dict[str, Any]:
-    """In this process."""
+    """Measure in this process."""
     warm_up(policy)
     if size.preset:
         settings = replace(composed((*size.preset, f"cluster.cell={size.cell}")), policy=policy)
@@ -132,12 +132,12 @@ def measure(policy: str, size: Size) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure the sizes, each in a process of its own, and print a line for each."""
+    """Measure each size in its own process and print a line for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policy", choices=POLICIES, default="unicron")
     parser.add_argument("--only", nargs="*", choices=tuple(SIZES), default=list(SIZES))
-    parser.add_argument("--cell", type=int, help="nodes that are given out together, in place of the size's own")
-    parser.add_argument("--here", action="store_true", help="in this process; the others are started so")
+    parser.add_argument("--cell", type=int, help="nodes that are allocated together (default: the size's own)")
+    parser.add_argument("--here", action="store_true", help="measure in this process, not a new one")
     arguments = parser.parse_args()
     for name in arguments.only:
         size = SIZES[name]

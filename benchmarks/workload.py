@@ -1,13 +1,13 @@
-"""The work that every system is timed on, and the log that tells what became of each micro-batch.
+"""The work on which every system is timed, and its event log, which records the fate of each micro-batch.
 
-Needs torch only: jobs of systems that know nothing of Lightning import it too. A worker writes one JSON line per event
-to ``$BENCH_LOG/worker_<slot>_<pid>.jsonl``:
+Needs torch only, since jobs of systems without Lightning import it too. A worker writes one JSON line per event to
+``$BENCH_LOG/worker_<slot>_<pid>.jsonl``:
 
     started                         the script's first line
-    reacted                         it has heard of the failure
+    reacted                         the worker has learned of the failure
     micro    step, micro, place     forward and backward of a micro-batch are done; ``micro`` is its number in the data
     step     step, world            an optimizer step is done
-    dropped  step                   a step was thrown away
+    dropped  step                   a step was discarded
     restored step                   state was loaded
 """
 
@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 WORKERS = int(os.environ.get("BENCH_WORKERS", "3"))
 MICRO_BATCHES = int(os.environ.get("BENCH_MICRO_BATCHES", "4"))
-"""Per worker and optimizer step."""
+"""Micro-batches per worker and optimizer step."""
 MICRO_SECONDS = float(os.environ.get("BENCH_MICRO_SECONDS", "0.05"))
-"""Emulated compute per micro-batch."""
+"""Emulated compute time per micro-batch."""
 MICRO_SIZE = 16
 STEPS = 100_000
 CHECKPOINT_EVERY = 10
@@ -34,7 +34,7 @@ SLOT = os.environ.get("BENCH_SLOT", os.environ.get("LOCAL_RANK", "0"))
 
 
 class EventLog:
-    """Appends events; each line is written at once."""
+    """Appends events as lines that are written at once."""
 
     def __init__(self, slot: str = SLOT) -> None:
         self._slot = slot
@@ -47,7 +47,7 @@ class EventLog:
 
 
 def model() -> nn.Module:
-    """A small perceptron, the same everywhere."""
+    """A small perceptron with the same initial parameters in every process."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     return nn.Sequential(
@@ -56,18 +56,18 @@ def model() -> nn.Module:
 
 
 def samples(micro: int) -> tuple[Tensor, Tensor]:
-    """The samples of micro-batch ``micro``, counted over the whole run."""
+    """The samples of micro-batch ``micro``, numbered over the whole run."""
     generator = torch.Generator().manual_seed(micro)
     features = torch.randn(MICRO_SIZE, FEATURES, generator=generator)
     return features, torch.randint(0, CLASSES, (MICRO_SIZE,), generator=generator)
 
 
 def number(step: int, place: int, worker: int) -> int:
-    """The micro-batch of a worker's ``place`` in a step, where each worker has a fixed share."""
+    """Number of the micro-batch at a worker's ``place`` in a step, where each worker has a fixed share."""
     return (step * MICRO_BATCHES + place) * WORKERS + worker
 
 
 def loss(network: nn.Module, features: Tensor, classes: Tensor) -> Tensor:
-    """Forward, after the emulated compute."""
+    """The loss, after the emulated compute time."""
     time.sleep(MICRO_SECONDS)
     return nn.functional.cross_entropy(network(features), classes)
