@@ -12,6 +12,7 @@ from unicron_lightning import wire
 from unicron_lightning.detection.exceptions import describe
 from unicron_lightning.detection.exits import LEFT_EARLY
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.worker.agreement import ParametersDiffer
 from unicron_lightning.worker.balance import Balance
 from unicron_lightning.worker.control import Control
 from unicron_lightning.worker.engine import Engine
@@ -98,6 +99,9 @@ def report_exception(control: Control | None, error: BaseException, step: int) -
         )
         error.code = LEFT_EARLY
         control.report("other_software_error", cause, phase="script", step=step, details={}, ends=True)
+    elif control is not None and isinstance(error, ParametersDiffer) and error.stops:
+        # Not `ends`: the coordinator must stop the task, and not replace this worker.
+        control.report("parameters_differ", str(error), phase="commit", step=step, details={})
     elif control is not None and isinstance(error, Exception):
         told = describe(error)
         control.report(told.kind, told.cause, phase=told.phase, step=step, details=told.details, ends=True)

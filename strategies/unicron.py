@@ -32,6 +32,7 @@ from unicron_lightning.strategies.checks import check_module, check_optimizers, 
 from unicron_lightning.strategies.collecting import CollectingStrategy
 from unicron_lightning.strategies.collectives import Collectives
 from unicron_lightning.strategies.describing import describe_data, describe_model
+from unicron_lightning.strategies.divergence import Divergence, OnDivergence
 from unicron_lightning.strategies.environment import UnicronEnvironment
 from unicron_lightning.strategies.evaluation import Passes
 from unicron_lightning.strategies.global_batch import declare
@@ -46,10 +47,9 @@ from unicron_lightning.strategies.step_metrics import StepMetrics
 from unicron_lightning.strategies.sums import Layout, NormStatistics, StepSums
 from unicron_lightning.strategies.trained import TrainedParameters
 from unicron_lightning.worker import codec
-from unicron_lightning.worker.agreement import check_agreement, check_parameters
+from unicron_lightning.worker.agreement import check_agreement
 from unicron_lightning.worker.balance import Balance, deal
 from unicron_lightning.worker.buckets import GradientBuckets
-from unicron_lightning.worker.digest import digest_of
 from unicron_lightning.worker.engine import Engine, World
 from unicron_lightning.worker.ledger import share
 from unicron_lightning.worker.operations import Agreement, Join, LeaderAction, unpack_parts
@@ -69,8 +69,10 @@ class UnicronStrategy(CollectingStrategy):
         rebalance: a rank that is slower than the others gets fewer of a step's micro-batches.
         compare: workers compare seed, data, parameters and settings when the task begins and at each join, and one that
             differs is refused; see `describing`. False where `hparams` differ on purpose.
-        digest_every: every so many steps a digest of the parameters goes with the commit; a worker whose parameters are
-            not those of most ends, and its agent starts another. 0: never.
+        digest_every: number of steps between two comparisons of the workers' parameters, by a digest in the commit. 0:
+            never.
+        on_divergence: ``heal`` replaces workers whose parameters differ from most, ``stop`` ends the task; see
+            `divergence`.
         accelerator, parallel_devices, checkpoint_io, precision_plugin: given by Lightning.
 
     Raises:
@@ -94,6 +96,7 @@ class UnicronStrategy(CollectingStrategy):
         rebalance: bool = False,
         compare: bool = True,
         digest_every: int = 100,
+        on_divergence: OnDivergence = "heal",
     ) -> None:
         self._environment = UnicronEnvironment()
         super().__init__(
@@ -105,15 +108,13 @@ class UnicronStrategy(CollectingStrategy):
         )
         if bucket_mib <= 0:
             raise ConfigError(f"bucket_mib={bucket_mib!r} must be above 0 (MiB)")
-        if digest_every < 0:
-            raise ConfigError(f"digest_every={digest_every!r}: expected a number of steps, or 0 for never")
         self.num_nodes = 1  # of the declared world; set by Lightning from Trainer(num_nodes=...)
         self._bucket_bytes = int(bucket_mib * _MIB)
         self._overlap = overlap
         self._num_micro_batches = num_micro_batches
         self._rebalance = rebalance
         self._compares = compare and self._replicated
-        self._digest_every = digest_every if self._replicated else 0
+        self._divergence = Divergence(digest_every if self._replicated else 0, on_divergence)
         self._balance: Balance | None = None
         self._shape: StepShape | None = None
         self._session: Session | None = None
@@ -376,11 +377,11 @@ class UnicronStrategy(CollectingStrategy):
         sums = StepSums(self._layout, norms, buffers, gradients, metrics)
         parts = sums, norms, buffers, metrics
         runner = MicroBatches(self, trainer, module, shape, self._seed, batch, len(args) > 1, *parts)
-        operation = GradientStep(batch.micro_batches, gradients, sums, runner.run, self._balance, self._digest(module))
+        digest = self._divergence.digest(module.parameters(), self.engine)
+        operation = GradientStep(batch.micro_batches, gradients, sums, runner.run, self._balance, digest)
         with self._gather.refused("training_step"), preserved():
             self.engine.run(operation)
-        world = self.engine.world
-        check_parameters(operation.odd, world.rank, world.nodes, self.engine.step)
+        self._divergence.check(operation, self.engine)
         loss, calls, self._used = sums.finish()
         norms.commit(len(batch.micro_batches))
         self._reports.finished(self.engine, operation, loss)
@@ -389,12 +390,6 @@ class UnicronStrategy(CollectingStrategy):
         for call in calls:
             results.replay(call, module, self.root_device)
         return runner.output(loss)
-
-    def _digest(self, module: pl.LightningModule) -> float:
-        """Of the parameters, in the steps in which they are compared."""
-        engine, every = self.engine, self._digest_every
-        due = every and engine.world.size > 1 and engine.step and engine.step % every == 0
-        return digest_of(module.parameters()) if due else 0.0
 
     def _gradient_buckets(self, module: pl.LightningModule, first: bool) -> GradientBuckets:
         """The buckets, made anew when other parameters need gradients than before."""

@@ -104,6 +104,12 @@ def the_loss_is_no_number() -> Story:
     return story
 
 
+def the_parameters_differ() -> Story:
+    story = Story()
+    story.tell("b", "parameters_differ")
+    return story
+
+
 def connection_fails() -> Story:
     story = Story()
     story.disconnect()
@@ -206,6 +212,7 @@ def no_way_to_start() -> Story:
 
 WAYS = {
     "the loss is no number": the_loss_is_no_number,
+    "the parameters differ": the_parameters_differ,
     "nothing has failed": nothing_has_failed,
     "connection fails": connection_fails,
     "connection fails again": connection_fails_again,

@@ -101,6 +101,21 @@ def test_what_is_only_told_disturbs_nobody(kind):
     assert len(events(world, "error_reported")) == 2, "it has happened again"
 
 
+@pytest.mark.parametrize("recovers", [False, True])
+def test_parameters_that_differ_stop_the_task_with_one_error(recovers: bool):
+    world, (a, b, c) = joined()
+    if recovers:  # the incident that is open must not hide the report
+        a.die()
+    for agent in (b, c):
+        report(agent, "parameters_differ", ends=False)
+    assert world.event("task_over").fields["reason"] == "the parameters differ: it broke"
+    assert world.names().count("task_stopped") == 1
+    assert len(events(world, "error_reported")) == 1
+    for agent in (a, b, c):
+        [over] = agent.all(wire.TaskOver)
+        assert not over.succeeded and over.reason == "the parameters differ: it broke"
+
+
 def test_a_worker_that_fails_while_it_starts_is_known_by_what_it_said():
     world = World()
     world.nodes = (1, 4)

@@ -30,7 +30,7 @@ def test_every_kind_has_one_severity_and_those_seen_today_are_the_wired_ones() -
     by_message = {pattern.kind for pattern in builtin()} | {UNKNOWN}
     assert seen == by_message | {
         *("lost_connection", "exited_abnormally", "link_flapping", "task_hang", "node_degraded", "link_degraded"),
-        *("silent", "recovery_stuck", "keeps_failing"),
+        *("silent", "recovery_stuck", "keeps_failing", "parameters_differ"),
     }
 
 

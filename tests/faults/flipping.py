@@ -1,4 +1,7 @@
-"""Trains on three nodes; on node n1 a bit of the parameters flips once. At the end each rank writes its digest."""
+"""Trains on three nodes; on node n1 a bit of the parameters flips once. At the end each rank writes its digest.
+
+With the file ``stop`` in the folder the strategy has ``on_divergence="stop"``.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ def main() -> None:
     pl.seed_everything(1, verbose=False)
     data = DataLoader(TensorDataset(torch.randn(48, 2)), batch_size=4)
     trainer = pl.Trainer(
-        strategy=UnicronStrategy(digest_every=5),
+        strategy=UnicronStrategy(digest_every=5, on_divergence="stop" if (FOLDER / "stop").exists() else "heal"),
         accelerator="cpu",
         devices=1,
         num_nodes=3,

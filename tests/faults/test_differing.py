@@ -37,5 +37,18 @@ def test_a_flipped_bit_is_found_and_its_worker_replaced(tmp_path: Path) -> None:
         assert len({(tmp_path / f"digest-n{node}").read_text() for node in range(3)}) == 1
 
 
+def test_with_stop_a_flipped_bit_ends_the_task_with_one_error_on_all_nodes(tmp_path: Path) -> None:
+    (tmp_path / "stop").touch()
+    with Cluster(tmp_path, agents=3, nodes="3:3", script=SCRIPT.with_name("flipping.py")) as cluster:
+        until("the agents' end", lambda: all(agent.poll() is not None for agent in cluster.agents.values()), 240)
+        assert {agent.returncode for agent in cluster.agents.values()} == {1}
+        [stopped] = cluster.events("task_stopped")
+        [report] = cluster.events("error_reported")
+        assert report["kind"] == "parameters_differ" and report["cause"] in stopped["reason"]
+        assert "on node n1 differ from those of the other 2 workers" in report["cause"]
+        for node in range(3):
+            assert stopped["reason"] in (tmp_path / f"agent-n{node}.log").read_text()
+
+
 def _joined(cluster: Cluster) -> bool:
     return any(event["kind"] == "join" and event["world"] == 3 for event in cluster.events("worker.entered_epoch"))

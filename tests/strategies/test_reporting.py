@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.strategies.reporting import StepReports, told_flops
+from unicron_lightning.strategies.divergence import Divergence
+from unicron_lightning.strategies.reporting import StepReports, report_exception, told_flops
 from unicron_lightning.worker.activity import Activity
+from unicron_lightning.worker.agreement import ParametersDiffer
 from unicron_lightning.worker.engine import World
 
 
@@ -41,8 +43,9 @@ class Control:
 
     def event(self, name: str, **fields: Any) -> None: ...
 
-    def report(self, kind: str, cause: str, *, step: int, **about: Any) -> None:
+    def report(self, kind: str, cause: str, *, step: int, ends: bool = False, **about: Any) -> None:
         self.kinds.append((kind, step))
+        self.ends = ends
 
 
 @pytest.mark.parametrize(("rank", "told"), [(0, [("nan_loss", 2), ("nan_loss", 5)]), (1, [])])
@@ -54,3 +57,20 @@ def test_a_loss_that_is_no_number_is_told_once_by_one_rank(rank: int, told: list
     for loss in (1.0, float("nan"), float("nan"), 1.0, float("inf")):
         reports.finished(engine, SimpleNamespace(recomputed=[]), loss)  # type: ignore[arg-type]
     assert control.kinds == told
+
+
+@pytest.mark.parametrize(("stops", "kind"), [(True, "parameters_differ"), (False, "other_software_error")])
+def test_parameters_that_differ_end_the_task_only_with_stop(stops: bool, kind: str):
+    control: Any = Control()
+    report_exception(control, ParametersDiffer("they differ", stops=stops), 7)
+    assert control.kinds == [(kind, 7)]
+    assert control.ends is not stops, "a worker that is to be replaced is reported as ending"
+
+
+@pytest.mark.parametrize(
+    ("every", "choice", "words"),
+    [(-1, "heal", "digest_every=-1: expected a number of steps"), (1, "halt", "on_divergence='halt': expected 'heal'")],
+)
+def test_what_divergence_does_not_know_is_refused(every: int, choice: Any, words: str):
+    with pytest.raises(ConfigError, match=words):
+        Divergence(every, choice)

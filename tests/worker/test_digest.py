@@ -68,6 +68,24 @@ def test_the_error_names_rank_and_node() -> None:
         check_parameters([0, 1], 0, ("a", "b"), 300)
 
 
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [
+        ([1], r"parameters of rank 1 on node b differ from those of the other 2 workers"),
+        ([0, 1, 2], r"of the 3 workers differ \(rank 0 on node a, rank 1 on node b, rank 2 on node c\), and no value"),
+    ],
+)
+def test_with_stop_every_worker_ends_by_the_same_error(odd: list[int], words: str) -> None:
+    said = set()
+    for rank in range(3):
+        with pytest.raises(ParametersDiffer, match=f"at step 300 .*{words}.* The task ends, as") as caught:
+            check_parameters(odd, rank, ("a", "b", "c"), 300, stops=True)
+        assert caught.value.stops
+        said.add(str(caught.value))
+    assert len(said) == 1
+    check_parameters([], 0, ("a", "b", "c"), 300, stops=True)
+
+
 class Rank:
     """Runs one step with a digest of its parameters."""
 

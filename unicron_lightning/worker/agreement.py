@@ -23,7 +23,15 @@ class WorkersDiffer(UnicronError):
 
 
 class ParametersDiffer(UnicronError):
-    """The workers' parameters are not equal any more, and this worker's are among those that can't be right."""
+    """The workers' parameters are not equal any more, and this worker ends by it.
+
+    Attributes:
+        stops: whether the task ends with the worker.
+    """
+
+    def __init__(self, message: str, *, stops: bool = False) -> None:
+        super().__init__(message)
+        self.stops = stops
 
 
 def digest(items: Iterable[object]) -> str:
@@ -83,7 +91,7 @@ def odd_ranks(digests: Sequence[float]) -> list[int]:
     return [rank for rank, digest in enumerate(digests) if digest and digest != value]
 
 
-def check_parameters(odd: Sequence[int], rank: int, nodes: Sequence[str], step: int) -> None:
+def check_parameters(odd: Sequence[int], rank: int, nodes: Sequence[str], step: int, *, stops: bool = False) -> None:
     """Ends this worker if its parameters can't be right; its agent starts another, which gets those of the others.
 
     Args:
@@ -91,22 +99,26 @@ def check_parameters(odd: Sequence[int], rank: int, nodes: Sequence[str], step: 
         rank: of this worker.
         nodes: of the workers, by rank.
         step: for which the digests were made.
+        stops: whether any difference ends all workers, and the task.
 
     Raises:
         ParametersDiffer: naming the ranks and nodes that differ.
     """
-    if rank not in odd:
+    if not odd or not (stops or rank in odd):
         return
-    if len(odd) == len(nodes):
-        raise ParametersDiffer(
-            f"at step {step} the parameters of the {len(nodes)} workers differ, and no value is that of most: "
-            "expected equal ones, bit by bit. The task starts anew from its newest checkpoint"
-        )
     where = ", ".join(f"rank {other} on node {nodes[other] if nodes else '?'}" for other in odd)
+    if len(odd) == len(nodes):
+        what = f"the parameters of the {len(nodes)} workers differ ({where}), and no value is that of most"
+        follows = "The task starts anew from its newest checkpoint"
+    else:
+        what = f"the parameters of {where} differ from those of the other {len(nodes) - len(odd)} workers"
+        follows = "The worker starts anew with theirs"
+    if stops:
+        follows = "The task ends, as on_divergence='stop'"
     raise ParametersDiffer(
-        f"at step {step} the parameters of {where} differ from those of the other {len(nodes) - len(odd)} workers: "
-        "expected equal ones, bit by bit. The worker starts anew with theirs. Look at the node's memory and "
-        "accelerator, and for code that changes parameters on some ranks only"
+        f"at step {step} {what}: expected equal ones, bit by bit. {follows}. Look at the node's memory and "
+        "accelerator, and for code that changes parameters on some ranks only",
+        stops=stops,
     )
 
 

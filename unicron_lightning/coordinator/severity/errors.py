@@ -85,6 +85,12 @@ KINDS: Final = (
     ErrorKind(name="storage_error", method="", severity="SEV2", seen="a message of torch or the system"),
     ErrorKind(name="nan_loss", method="", severity="SEV3", seen="the loss of a step, as it is committed; a message"),
     ErrorKind(
+        name="parameters_differ",
+        method="",
+        severity="SEV3",
+        seen='the digests in a commit, with `on_divergence="stop"`',
+    ),
+    ErrorKind(
         name="node_degraded",
         method="",
         severity="SEV3",
@@ -106,6 +112,9 @@ SEVERITY: Final[dict[str, Severity]] = {kind.name: kind.severity for kind in KIN
 
 TOLD_ONLY: Final = ("link_flapping", "link_degraded", "nan_loss", "node_degraded")
 """Kinds that end nothing: they are logged, and nobody is disturbed."""
+
+STOPPING: Final = ("parameters_differ",)
+"""Kinds that end the task, whatever else is going on."""
 
 
 def known(kind: str) -> str:

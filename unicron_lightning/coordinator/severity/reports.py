@@ -14,7 +14,7 @@ import msgspec
 from unicron_lightning import wire
 from unicron_lightning.coordinator import membership, workers
 from unicron_lightning.coordinator.severity import apply
-from unicron_lightning.coordinator.severity.errors import SEVERITY, TOLD_ONLY, known
+from unicron_lightning.coordinator.severity.errors import SEVERITY, STOPPING, TOLD_ONLY, known
 from unicron_lightning.coordinator.severity.record import Told
 from unicron_lightning.coordinator.severity.workflow import Error, Named
 from unicron_lightning.coordinator.state import Agent, Task, Worker, round_of
@@ -84,7 +84,9 @@ def _unknown(task: Task, turn: Turn, agent: Agent, message: wire.ErrorReport) ->
 def _goes_on(task: Task, turn: Turn, agent: Agent, message: wire.ErrorReport) -> None:
     """An error that ends no process: the node's, or one of a worker that only has to connect anew."""
     kind = known(message.kind)
-    in_place = SEVERITY[kind] == "SEV3" and kind not in TOLD_ONLY
+    if kind in STOPPING and task.over is not None:
+        return  # another worker has reported it
+    in_place = SEVERITY[kind] == "SEV3" and kind not in (*TOLD_ONLY, *STOPPING)
     if in_place and task.incident is not None:
         return  # what broke the connection is known
     acts = apply.concerned(task) and not task.finishing

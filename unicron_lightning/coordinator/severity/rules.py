@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from unicron_lightning.coordinator.events import Limits
-from unicron_lightning.coordinator.severity.errors import TOLD_ONLY
+from unicron_lightning.coordinator.severity.errors import STOPPING, TOLD_ONLY
 from unicron_lightning.coordinator.severity.record import Failure, Record
 
 Trigger = Literal["SEV3", "SEV2", "SEV1", "judged"]
@@ -130,6 +130,14 @@ RULES: Final = (
         on="SEV3",
         when="the kind is `nan_loss`, and `health.nan_loss` is `stop`",
         holds=lambda case: case.error is not None and case.error.kind == "nan_loss" and case.limits.nan_loss == "stop",
+        action="stop",
+        then="the task ends, with its diagnosis",
+    ),
+    Rule(
+        name="the parameters differ",
+        on="SEV3",
+        when="the kind is `parameters_differ`",
+        holds=lambda case: case.error is not None and case.error.kind in STOPPING,
         action="stop",
         then="the task ends, with its diagnosis",
     ),
