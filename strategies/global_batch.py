@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from unicron_lightning import environ
 from unicron_lightning.data.order import StepShape
 from unicron_lightning.errors import ConfigError
 
@@ -18,8 +20,11 @@ def declare(trainer: pl.Trainer, num_micro_batches: int | None, shards: int = 1)
         shards: devices that hold the model together.
 
     Raises:
-        ConfigError: if M can't be divided among the declared devices, or they among ``shards``.
+        ConfigError: if M can't be divided among the declared devices, or they among ``shards``, or if torchrun may
+            start more workers than the step has work for.
     """
+    if num_micro_batches is None:
+        _declare_nodes(trainer, environ.most_workers())
     devices, rest = divmod(trainer.num_devices * trainer.num_nodes, shards)
     if rest or devices < 1:
         raise ConfigError(
@@ -39,3 +44,27 @@ def declare(trainer: pl.Trainer, num_micro_batches: int | None, shards: int = 1)
     if isinstance(trainer.val_check_interval, int):
         trainer.val_check_interval = -(-trainer.val_check_interval // rounds)
     return StepShape(devices=devices, accumulation=rounds)
+
+
+def _declare_nodes(trainer: pl.Trainer, workers: int) -> None:
+    """Sets ``num_nodes`` where the user has left it out: torchrun may start so many ``workers`` for the task.
+
+    Under ddp the world is torchrun's whatever the trainer says, and a difference is an error. Here a world larger than
+    torchrun's is allowed (the step stays whole in a smaller one), a smaller one is not: workers would idle to the end.
+
+    Raises:
+        ConfigError: quoting both worlds.
+    """
+    devices, nodes = trainer.num_devices, trainer.num_nodes
+    if workers <= devices * nodes:
+        return
+    if nodes == 1 and workers % devices == 0:
+        trainer.strategy.num_nodes = workers // devices  # type: ignore[attr-defined]
+        rank_zero_info(f"Trainer(num_nodes={trainer.num_nodes}), from torchrun's --nnodes and --nproc-per-node")
+    elif trainer.accumulate_grad_batches * devices * nodes < workers:
+        raise ConfigError(
+            f"Trainer(devices={devices}, num_nodes={nodes}, accumulate_grad_batches={trainer.accumulate_grad_batches}) "
+            f"has work for {trainer.accumulate_grad_batches * devices * nodes} workers, but torchrun may start {workers} "
+            "(maximum of --nnodes x --nproc-per-node): set num_nodes so that devices x num_nodes is that, or "
+            "UnicronStrategy(num_micro_batches=...) to have workers stand by on purpose"
+        )

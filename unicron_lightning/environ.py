@@ -25,6 +25,8 @@ TASK: Final = "UNICRON_TASK"
 """The task, i.e. ``--rdzv-id``."""
 NODE: Final = "UNICRON_NODE"
 """Label of the node."""
+MAX_NODES: Final = "UNICRON_MAX_NODES"
+"""Maximum of ``--nnodes``."""
 HOST: Final = "UNICRON_HOST"
 """Address of this agent's machine for sockets between workers."""
 BASE_RANK: Final = "UNICRON_BASE_RANK"
@@ -41,7 +43,7 @@ returns it to the kernel, or not, as the heap happens to lie, and thousands of p
 MALLOC_THRESHOLD: Final = "2000000000"
 """[bytes] Value of both; a user's own comes first."""
 
-FROM_AGENT: Final = (AGENT_SOCKET, AGENT, AGENT_PID, ROUND, TASK, NODE, HOST, BASE_RANK)
+FROM_AGENT: Final = (AGENT_SOCKET, AGENT, AGENT_PID, ROUND, TASK, NODE, MAX_NODES, HOST, BASE_RANK)
 """What an agent sets, so that a process that is no worker can be started without it."""
 
 
@@ -68,6 +70,14 @@ class WorkerEnvironment:
 def under_agent(environ: Mapping[str, str] = os.environ) -> bool:
     """Tell whether this process was started below an agent."""
     return AGENT_SOCKET in environ
+
+
+def most_workers(environ: Mapping[str, str] = os.environ) -> int:
+    """Return how many workers torchrun may start for the task: maximum of ``--nnodes`` x ``--nproc-per-node``.
+
+    0 without an agent, or with one that does not report it.
+    """
+    return int(environ.get(MAX_NODES, "0")) * int(environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def read(environ: Mapping[str, str] = os.environ) -> WorkerEnvironment:

@@ -65,6 +65,7 @@ def fit(folder: Path, number: int = 47, ckpt: Path | None = None, **settings: An
     pl.seed_everything(3, verbose=False)
     module = Net()
     basic: dict[str, Any] = {
+        "strategy": "unicron",
         "accelerator": "cpu",
         "max_epochs": 2,
         "default_root_dir": folder,
@@ -73,7 +74,7 @@ def fit(folder: Path, number: int = 47, ckpt: Path | None = None, **settings: An
         "enable_model_summary": False,
         "enable_checkpointing": False,
     }
-    trainer = pl.Trainer(strategy="unicron", **basic | settings)
+    trainer = pl.Trainer(**basic | settings)
     workers = {"num_workers": 1, "persistent_workers": True}
     trainer.fit(module, loader(number, shuffle=True, **workers), loader(19), ckpt_path=ckpt, weights_only=False)
     metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}

@@ -156,6 +156,20 @@ def test_num_micro_batches() -> None:
     assert fit(Small(), strategy=UnicronStrategy(num_micro_batches=4), devices=2).global_step == 1
 
 
+def test_the_world_that_torchrun_was_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNICRON_MAX_NODES", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    trainer = fit(Small())
+    assert (trainer.global_step, trainer.num_nodes, trainer.num_devices) == (1, 4, 1)
+    assert fit(Small(), devices=4).num_nodes == 1
+    assert fit(Small(), num_nodes=8).num_nodes == 8
+    assert fit(Small(), num_nodes=2, accumulate_grad_batches=2).num_nodes == 2
+    assert fit(Small(), strategy=UnicronStrategy(num_micro_batches=1)).global_step == 4
+    for settings in ({"num_nodes": 3}, {"devices": 3}):
+        with pytest.raises(ConfigError, match=r"has work for 3 workers, but torchrun may start 4 .*: set num_nodes so"):
+            fit(Small(), **settings)
+
+
 def test_another_rendezvous_back_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match=r"one of WORLD_SIZE=2 but has no Unicron agent; .*--rdzv-backend unicron"):

@@ -218,6 +218,7 @@ class UnicronRendezvousHandler(RendezvousHandler):
                 environ.ROUND: str(number),
                 environ.TASK: options.task,
                 environ.NODE: options.node,
+                environ.MAX_NODES: str(options.max_nodes),
                 environ.HOST: options.host,
                 # With it torchelastic would compute ranks from equal local world sizes and not ask.
                 "TORCH_ELASTIC_WORKER_IDENTICAL": "0",
