@@ -35,7 +35,7 @@ KINDS: Final = (
         name="lost_connection",
         method=_HEALTH,
         severity="SEV1",
-        seen="the agent's connection ends, or is silent for too long, and is not renewed",
+        seen="the agent's connection ends, or is silent for too long, and the agent does not reconnect",
     ),
     ErrorKind(
         name="exited_abnormally",
@@ -72,7 +72,7 @@ KINDS: Final = (
         name="link_flapping",
         method=_STATISTICS,
         severity="SEV3",
-        seen="an agent's connection breaks and is renewed, again and again",
+        seen="an agent's connection breaks and is renewed repeatedly",
     ),
     ErrorKind(name="task_hang", method=_STATISTICS, severity="SEV2", seen="a worker is overdue and in no collective"),
     ErrorKind(name="unnamed_software_error", method=_STATISTICS, severity="SEV2"),
@@ -104,7 +104,7 @@ KINDS: Final = (
     ),
     ErrorKind(name="silent", method="", severity="SEV2", seen="no heartbeat of a worker for `worker_timeout`"),
     ErrorKind(name="recovery_stuck", method="", severity="SEV2", seen="no report for an epoch, or no entry, in time"),
-    ErrorKind(name="keeps_failing", method="", severity="SEV2", seen="SEV3 again and again without a finished step"),
+    ErrorKind(name="keeps_failing", method="", severity="SEV2", seen="repeated SEV3 without a finished step"),
 )
 
 SEVERITY: Final[dict[str, Severity]] = {kind.name: kind.severity for kind in KINDS}
