@@ -109,6 +109,6 @@ def test_a_callback_strikes_once_whoever_takes_a_dead_ones_place(tmp_path: Path)
         assert (first["cause"], first["code"]) == ("exit", 7) and struck[0]["at"] <= first["at"]
         assert cluster.events("comm_error"), "a broken connection is no death"
         assert len(cluster.events("task_restarts")) == 1, "in the second life step 13 is an ordinary one"
-        assert "lets nobody break anything" in "".join(
+        assert "does not allow fault injection" in "".join(
             (tmp_path / f"agent-n{place}.log").read_text() for place in range(2)
         ), "a script may not kill the coordinator that did not allow it"

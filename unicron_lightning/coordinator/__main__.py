@@ -1,7 +1,7 @@
 """``python -m unicron_lightning.coordinator [group=choice ...] [group.key=value ...]``: run a coordinator.
 
-Configured by Hydra: ``--cfg job`` shows the configuration, ``--help`` the groups and what can be set, ``--info`` where
-each value comes from. A wrong key or value ends it with one message (HYDRA_FULL_ERROR=1: with the whole trace).
+Configured by Hydra: ``--cfg job`` shows the configuration, ``--help`` the groups and keys, ``--info`` the source of
+each value. A wrong key or value ends the process with one message (HYDRA_FULL_ERROR=1: with the full traceback).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _WRONG = (UnicronError, HydraException, OmegaConfBaseException)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run with the given command line (default: the process's); ends the process with the coordinator's status."""
+    """Run with the given command line (default: the process's); exit with the coordinator's status."""
     if arguments is not None:
         sys.argv = [sys.argv[0], *arguments]
     register_schema()
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 @contextmanager
 def _errors_raised() -> Iterator[None]:
-    """Have Hydra raise errors; what it prints itself advises to add unknown keys with ``+``."""
+    """Make Hydra raise errors, since its own messages advise adding unknown keys with ``+``."""
     before = os.environ.get(_FULL_ERROR)
     os.environ[_FULL_ERROR] = "1"
     try:

@@ -1,22 +1,22 @@
-"""What each incident costs: its phases in seconds, and what the task lost in each.
+"""The cost of each incident: its phases in seconds, and the loss of the task in each phase.
 
-An incident's life, from the events of its task's log as they are emitted:
+An incident's life, derived from its task's events as they are emitted:
 
     fault --- detection ---> known --- transition ---> first step --- sub-healthy ---> restored, replanned or ended
 
-* *detection* ends when the coordinator hears of it: a worker's death is dated by its agent, an agent's by the end of
-  its connection;
-* *transition* ends when the first step is finished by the world that follows (plain script: when it is started again);
-* *sub-healthy* ends when the task has as many slots as before (restored), or as it is to have now by an operator's
-  order or by a plan that gives out as many places as before (replanned), or when it is over (ended).
+* *detection* ends when the coordinator learns of the fault: a worker's death is dated by its agent, an agent's death
+  by the end of its connection;
+* *transition* ends when the new world finishes its first step (plain script: when it is restarted);
+* *sub-healthy* ends when the task has as many slots as before (restored), or as many as it is due by an operator's
+  order or by a plan that allocates as many places as before (replanned), or when the task is over (ended).
 
-While a task stands still, detection and transition, all that it had is lost; sub-healthy, what it is short of. Of
-incidents that overlap each answers only for what the next one found: nothing is counted twice. A second failure before
-the first step belongs to the same incident. Everything is in `state.Task`, so that a restarted coordinator goes on with
-it; the time while it was away counts.
+During detection and transition the task stands still and all its capacity is lost; while sub-healthy, the missing
+part is lost. Of overlapping incidents, each accounts only for the capacity that the next one found, so nothing is
+counted twice. A second failure before the first step belongs to the same incident. All records are in `state.Task`, so
+a restarted coordinator continues with them; the time it was away counts.
 
 Two units: worker-seconds, and WAF-seconds (weight x FLOP/s x seconds) where FLOPs and step times are known;
-docs/accounting.md says exactly what each number means.
+docs/accounting.md defines each number.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from unicron_lightning.coordinator.turn import Turn
 from unicron_lightning.jobs import Job
 
 CLOSED: Final = "incident_closed"
-"""The event that holds a closed incident's bill."""
+"""Name of the event that holds a closed incident's bill."""
 _NOTHING: Final = Level(slots=0, workers=0)
 _FIRST_STEPS: Final = ("worker.started", "worker.recovered", "worker.grown", "worker.shrunk")
 _OWN_DEATHS: Final = ("exit", "signal", "silent", "reported")
 
 _MOST_DETECTION_SECONDS: Final = 3600.0
-"""More than any limit of detection: a fault dated earlier was dated by another clock."""
+"""Longer than any detection limit: a fault dated earlier was dated by a different clock."""
 _HAPPENED: Final = {"worker_died": "died_at", "agent_lost": "away_since", "error_reported": "happened_at"}
-"""By event: which of its fields is when it happened."""
+"""Field that holds the time of occurrence, by event name."""
 
 
 def take(task: Task, turn: Turn, event: ev.Emit) -> None:
-    """Something was written to the task's log. `measuring.take` has seen it before."""
+    """Process an event of the task's log; `measuring.take` has processed it before."""
     accounts = task.accounts
     if event.incident is not None and _number(event.incident) > accounts.opened:
         _open(task, turn, event)
@@ -53,7 +53,7 @@ def take(task: Task, turn: Turn, event: ev.Emit) -> None:
     explains = counts or (event.name == "error_reported" and event.fields["ends"])
     if explains and accounts.open and event.incident == accounts.open[-1].id:
         accounts.open[-1].failures += counts
-        if accounts.open[-1].cause == "comm_error":  # heard of first: the death explains it
+        if accounts.open[-1].cause == "comm_error":  # reported first; the death explains it
             accounts.open[-1].cause = _cause(event)
     if event.name in _FIRST_STEPS and event.fields.get("epoch") == task.measured.pace.epoch:
         stepped(task, turn, float(event.fields.get("at", turn.now)))
@@ -65,7 +65,7 @@ def take(task: Task, turn: Turn, event: ev.Emit) -> None:
 
 
 def stepped(task: Task, turn: Turn, at: float) -> None:
-    """The newest settled world has finished a step, its first as far as is known."""
+    """Record a finished step of the newest settled world: the first one that is known."""
     accounts, epoch = task.accounts, task.measured.pace.epoch
     waiting = [incident for incident in accounts.open if incident.stepped_at is None and incident.number < epoch]
     at = min(turn.now, max([at, *(incident.known_at for incident in waiting)])) if waiting else turn.now
@@ -77,7 +77,7 @@ def stepped(task: Task, turn: Turn, at: float) -> None:
 
 
 def review(tasks: Iterable[Task], turn: Turn) -> None:
-    """After a turn: close what has healed, and note what may have changed without a word in a task's log."""
+    """Close incidents that have healed, at the end of a turn, and record changes that no event reports."""
     given_out = sum(turn.lasting.allocation.values())
     for task in tasks:
         if task.store_used and not task.elastic:
@@ -90,7 +90,7 @@ def review(tasks: Iterable[Task], turn: Turn) -> None:
 
 def _close_healed(task: Task, turn: Turn) -> None:
     accounts, lasting = task.accounts, turn.lasting
-    # What has settled counts once it has stepped, and what is to go does not count any more.
+    # Slots of a settled world count from its first step; slots about to leave no longer count.
     slots = min(accounts.level.slots, task.measured.pace.level.slots if task.elastic else accounts.level.slots)
     for incident in list(accounts.open):
         if incident.stepped_at is not None and slots >= _due_slots(task, incident, lasting):
@@ -99,10 +99,10 @@ def _close_healed(task: Task, turn: Turn) -> None:
 
 
 def bill(task: Task, incident: Incident, job: Job | None, until: float) -> dict[str, Any]:
-    """What an incident has cost until now, as plain JSON.
+    """Return the cost of an incident so far, as plain JSON.
 
     Args:
-        task: whose.
+        task: the task that the incident belongs to.
         incident: open or about to be closed.
         job: the task's definition, if it was submitted.
         until: time.time(); the incident's end if it has ended.
@@ -133,7 +133,7 @@ def bill(task: Task, incident: Incident, job: Job | None, until: float) -> dict[
 
 
 def totals(bills: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Sums over incidents, by phase; ``unknown_waf`` counts those that are not in the sums of WAF-seconds."""
+    """Sum bills by phase; ``unknown_waf`` counts the incidents missing from the sums of WAF-seconds."""
     sums = {phase: {"seconds": 0.0, "worker_seconds": 0.0, "waf_seconds": 0.0} for phase in PHASES}
     number = unknown = 0
     for each in bills:
@@ -148,13 +148,13 @@ def totals(bills: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 def book(
     closed: Iterable[Mapping[str, Any]], cluster: Cluster, now: float, *, only: str | None = None
 ) -> dict[str, Any]:
-    """All incidents, the closed ones first, and their sums, as plain JSON.
+    """Return all incidents, closed ones first, and their sums, as plain JSON.
 
     Args:
-        closed: the log's events called `CLOSED`.
-        cluster: for those that are open.
+        closed: the log's events named `CLOSED`.
+        cluster: provides the open incidents.
         now: time.time().
-        only: a task's id, or None for all.
+        only: a task's id, or None for all tasks.
     """
     bills = [{"task": event["task"], "incident": event["incident"], **event["fields"]} for event in closed]
     for task in cluster.tasks.values():
@@ -170,7 +170,7 @@ def _open(task: Task, turn: Turn, event: ev.Emit) -> None:
     accounts.opened = _number(event.incident)
     fault = fields.get(_HAPPENED.get(event.name, "")) or turn.now
     if turn.now - fault > _MOST_DETECTION_SECONDS:
-        fault = turn.now  # by a clock that differs: nobody was that late
+        fault = turn.now  # dated by a clock that differs: no detection takes that long
     standing = any(incident.stepped_at is None for incident in accounts.open)
     level = _NOTHING if standing else accounts.level
     incident = Incident(
@@ -196,7 +196,7 @@ def _close(task: Task, turn: Turn, incident: Incident, outcome: str) -> None:
 
 
 def _taken_by_plan(task: Task, turn: Turn) -> None:
-    """A planned change has taken slots away: that they are missing is no incident's doing."""
+    """Deduct slots removed by a planned change from the due sizes of open incidents."""
     _advance(task.accounts, turn.now)
     before, after = task.measured.pace.before, task.measured.pace.level
     slots, workers = max(0, before.slots - after.slots), max(0, before.workers - after.workers)
@@ -213,7 +213,7 @@ def _due_slots(task: Task, incident: Incident, lasting: Lasting) -> int:
 
 
 def _review_plain(task: Task, turn: Turn) -> None:
-    """Of a plain script nothing is known but whether it was started."""
+    """Update the accounts of a plain script, for which only starts are known."""
     accounts = task.accounts
     if task.regrouping or not task.slots:
         return
@@ -229,7 +229,7 @@ def _review_plain(task: Task, turn: Turn) -> None:
 
 
 def _advance(accounts: Accounts, until: float) -> None:
-    """Write the losses of all open incidents up to a time."""
+    """Record the losses of all open incidents up to a time."""
     for incident in accounts.open:
         for loss in _since(accounts, incident, until):
             incident.losses = _added(incident.losses, loss)
@@ -237,7 +237,7 @@ def _advance(accounts: Accounts, until: float) -> None:
 
 
 def _since(accounts: Accounts, incident: Incident, until: float) -> list[Loss]:
-    """What an incident loses from `Accounts.since` on."""
+    """Compute an incident's losses after `Accounts.since`."""
     seconds = until - max(accounts.since, incident.known_at)
     place = next((place for place, other in enumerate(accounts.open) if other is incident), None)
     if place is None or seconds <= 0:
@@ -251,7 +251,7 @@ def _since(accounts: Accounts, incident: Incident, until: float) -> list[Loss]:
 
 
 def _added(losses: list[Loss], loss: Loss) -> list[Loss]:
-    """With one more; of a kind there is only one, so that there are no more than sizes."""
+    """Add `loss`, merging it with an entry of the same phase and sizes; the list is bounded by the number of sizes."""
     if loss.seconds <= 0:
         return losses
     for place, other in enumerate(losses):
@@ -262,7 +262,7 @@ def _added(losses: list[Loss], loss: Loss) -> list[Loss]:
 
 
 def _lost(task: Task, losses: Iterable[Loss], phase: Phase, flops: float | None) -> dict[str, float | None]:
-    """A phase's losses: weighted worker-seconds, and weighted FLOP, which are WAF-seconds, or None if not known."""
+    """Sum a phase's losses: weighted worker-seconds, and weighted FLOP (WAF-seconds), or None if unknown."""
     workers, steps = 0.0, 0.0
     known = flops is not None
     for loss in losses:
@@ -276,7 +276,7 @@ def _lost(task: Task, losses: Iterable[Loss], phase: Phase, flops: float | None)
 
 
 def _rate(task: Task, level: Level) -> float | None:
-    """Steps per second at a size: as measured, else in proportion to the nearest size that was."""
+    """Return steps per second at a size: measured, or scaled in proportion from the nearest measured size."""
     if not level.slots:
         return 0.0
     speeds = task.measured.speeds
@@ -294,6 +294,6 @@ def _cause(event: ev.Emit) -> str:
 
 
 def _number(incident: str) -> int:
-    """The number in an incident's id; 0 if it has none."""
+    """Return the number in an incident's id; 0 if it has none."""
     digits = incident.removeprefix("i")
     return int(digits) if digits.isdecimal() else 0

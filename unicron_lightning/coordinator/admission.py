@@ -1,8 +1,8 @@
-"""Whether a node is well enough to have workers, and what is told of one that is not.
+"""Decide whether a node is healthy enough to run workers, and report problems of nodes that are not.
 
-A problem is told once, when it appears, and answered by the severity of its kind; an agent with one that bars gets no
-slot, knows why from its log, and gets one when a later reading is well. Workers that run already are left alone:
-whether they suffer they tell themselves.
+A problem is reported once, when it appears, and handled by the severity of its kind. An agent with a barring problem
+gets no slot, logs the reason, and becomes eligible again after a healthy reading. Workers that already run are left
+alone: they report errors of their own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from unicron_lightning.detection.health import problems
 
 
 def told(task: Task, turn: Turn, agent: Agent, message: wire.ErrorReport | wire.NodeReading) -> None:
-    """An agent tells of an error, or how its node is."""
+    """Handle an agent's report of an error or of its node's health."""
     if isinstance(message, wire.NodeReading):
         take(task, turn, agent, message)
     else:
@@ -23,7 +23,7 @@ def told(task: Task, turn: Turn, agent: Agent, message: wire.ErrorReport | wire.
 
 
 def take(task: Task, turn: Turn, agent: Agent, reading: wire.NodeReading) -> None:
-    """An agent tells how its node is."""
+    """Handle an agent's reading of its node's health."""
     now = {problem.check: problem for problem in problems(reading, turn.limits.health)}
     elsewhere = {check for other in task.agents.values() if other.node == agent.node for check in other.problems}
     barred = [problem.cause for problem in now.values() if problem.bars]
@@ -46,6 +46,6 @@ def take(task: Task, turn: Turn, agent: Agent, reading: wire.NodeReading) -> Non
     before, agent.unhealthy = agent.unhealthy, "; ".join(barred)
     if before != agent.unhealthy:
         turn.places_changed = True
-        turn.decisions.setdefault(task.id, [])  # the task is to be looked at
+        turn.decisions.setdefault(task.id, [])  # makes the turn review the task
         turn.send(agent, wire.Barred(reason=agent.barred))
         turn.save(task)

@@ -1,13 +1,13 @@
-"""Which places each task has: the plan, asked for when something has changed, and put in force.
+"""The places of each task: the plan is requested when its inputs change, and put in force.
 
-The machine does not plan itself. When the usable places or the tasks that compete for them have changed it asks
-(`events.Ask` with a `Question`), and the shell answers with the planner's numbers (`events.Planned`). An answer to an
-older question is dropped: what has changed since is in the newer one. Until it is answered everything stays as it is,
-but that nobody has places that are gone. A task alone needs no planner: it has all it can use.
+The machine does not plan itself. When the usable places or the competing tasks change, it asks (`events.Ask` with a
+`Question`), and the shell answers with the planner's numbers (`events.Planned`). An answer to an older question is
+dropped, since the newer question covers all later changes. Until the answer arrives the assignment stays as it is,
+except that places that are gone are released. A single task needs no planner: it gets every place it can use.
 
-Putting a plan in force is no more than noting whose each place is (`state.Lasting.assigned`): to an agent whose place
-is another task's it is as if its node were drained. Its workers leave at a step boundary; then the place is free, and
-the other task's agent there is granted its slot. So nothing needs to be undone if the next plan comes in the middle.
+Putting a plan in force only records the task of each place (`state.Lasting.assigned`). An agent whose place belongs to
+another task is treated as if its node were drained: its workers leave at a step boundary. Then the place is free, and
+the other task's agent there is granted its slot. So nothing has to be undone when the next plan arrives in between.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from unicron_lightning.coordinator.turn import Turn
 
 
 def review_allocation(cluster: Cluster, turn: Turn) -> None:
-    """Ask for a plan if what it follows from has changed; for a task alone, make it."""
+    """Ask for a plan if its inputs have changed; for a single task, make the plan directly."""
     places, tasks = usable_places(cluster, turn.daemons), competing_tasks(cluster)
     key = _key(places, tasks)
     lasting = cluster.lasting
     if any(task.rebuilding for task in tasks):
-        return  # nothing is known of the plan in force but from the agents, and not all have come yet
+        return  # only agents know the plan in force, and not all have registered yet
     if key == lasting.planned:
         cluster.asked = None
         if keep_together(tasks, places, lasting.assigned) != lasting.assigned:
@@ -49,7 +49,7 @@ def review_allocation(cluster: Cluster, turn: Turn) -> None:
 
 
 def standing(cluster: Cluster) -> Question | None:
-    """The situation now, to plan ahead for what may happen; None if no plan is in force, or no other is possible."""
+    """Return the present situation, for planning ahead; None if no plan is in force or no alternative exists."""
     places, tasks = usable_places(cluster), competing_tasks(cluster)
     if len(tasks) < 2 or cluster.lasting.planned != _key(places, tasks):
         return None
@@ -58,10 +58,11 @@ def standing(cluster: Cluster) -> Question | None:
 
 
 def gather(cluster: Cluster, turn: Turn, agent: Agent, is_new: bool) -> None:
-    """An agent has registered: where several tasks compete it counts in a moment, together with those that come then.
+    """Handle an agent's registration: if tasks compete, it counts after a short delay, with others that arrive.
 
-    A node's agents come within a second of each other, one for each task; planned at once, tasks would be moved for
-    the first of them, and again for the next.
+    The agents of a node, one per task, register within a second of each other. Planning immediately would move tasks
+    for
+    the first agent, and again for each further one.
     """
     turn.places_changed = True
     if is_new and agent.place is not None and several_compete(cluster):
@@ -72,7 +73,7 @@ def gather(cluster: Cluster, turn: Turn, agent: Agent, is_new: bool) -> None:
 
 
 def gathered(cluster: Cluster, turn: Turn) -> None:
-    """All agents count that have come so far."""
+    """Count all agents that have registered so far."""
     cluster.gathering = False
     turn.places_changed = True
     for task in cluster.tasks.values():
@@ -81,7 +82,7 @@ def gathered(cluster: Cluster, turn: Turn) -> None:
 
 
 def take_plan(cluster: Cluster, turn: Turn, event: ev.Planned) -> None:
-    """Put the answer to the newest question in force; an older one's is dropped."""
+    """Put the answer to the newest question in force; drop an answer to an older one."""
     places, tasks = usable_places(cluster, turn.daemons), competing_tasks(cluster)
     if event.key == cluster.asked == _key(places, tasks):
         about = {"waf": event.waf, "milliseconds": event.milliseconds, "foreseen": event.foreseen}
@@ -112,7 +113,7 @@ def _put_in_force(
 
 
 def _keep_standing(cluster: Cluster, turn: Turn, places: Places) -> None:
-    """Until the answer comes: places that are gone, and those of tasks that are gone, are nobody's."""
+    """Release places that are gone, and those of tasks that are gone, until the answer arrives."""
     usable = users(places)
     lasting = cluster.lasting
     standing = {
@@ -126,7 +127,7 @@ def _keep_standing(cluster: Cluster, turn: Turn, places: Places) -> None:
 
 
 def _question(cluster: Cluster, key: str, places: Places, tasks: list[Task]) -> Question:
-    """Only usable places may be assigned: `_keep_standing`."""
+    """Build the question; the caller has released unusable places with `_keep_standing`."""
     lasting = cluster.lasting
     standing = Counter(lasting.assigned.values())
     on_node = Counter([place.node for place in places])
@@ -151,24 +152,24 @@ def _question(cluster: Cluster, key: str, places: Places, tasks: list[Task]) -> 
 
 
 def _alone(task: Task, num_places: int) -> int:
-    """Places of the only task: all it can use; none as long as it cannot begin with them."""
+    """Return the number of places of the only task: all it can use, or none while they are too few to start."""
     return min(task.limit, num_places) if task.formed or num_places >= task.min_nodes else 0
 
 
 def _most(task: Task, places: Places) -> int:
-    """Most places that the task can use now."""
+    """Return the largest number of places that the task can use now."""
     able = sum(len(names) for tasks, names in places.kinds if task.id in tasks)
     return task.limit if able == len(places) else min(task.limit, able)
 
 
 def _step(task: Task, most: int) -> int:
-    """Multiples of how many places it can have; 1 if there is none from its minimum to ``most``: it is to go on."""
+    """Return the granularity in places; 1 if no multiple of it lies between the minimum and ``most``."""
     step = task.granularity
     return step if has_multiple(step, task.min_nodes, most) else 1
 
 
 def _key(places: Places, tasks: list[Task]) -> str:
-    """Names all that a plan is made anew for."""
+    """Digest of everything that a plan depends on."""
     told = [(task.id, task.weight, task.min_nodes, task.limit, task.granularity) for task in tasks]
     terms = msgspec.json.encode(told)
     return hashlib.blake2b(places.digest + terms, digest_size=16).hexdigest()

@@ -1,7 +1,7 @@
-"""The coordinator over HTTP: what can be asked of it, and ordered.
+"""The coordinator's HTTP API: queries and orders.
 
-All answers are JSON; a refusal is ``{"error": "one sentence"}``. Here is only what turns requests into inputs of the
-machine, and its state into answers; what an order does is the machine's.
+All answers are JSON; a refusal is ``{"error": "one sentence"}``. This module only converts requests to inputs of the
+machine, and its state to answers; the machine carries out orders.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MOST_DIGITS: Final = 18
 
 
 class _Submission(Job, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A job as it comes in: a misspelt key is refused."""
+    """A job as submitted; unknown keys are refused."""
 
 
 _decode_submission = msgspec.json.Decoder(_Submission).decode
@@ -45,17 +45,17 @@ def _decode_job(data: bytes) -> Job:
 
 
 def _number(word: str, digits: int = 6) -> int | None:
-    """A whole number of so many digits at most; None if the word is none."""
+    """Parse a whole number of at most ``digits`` digits; None if the word is not one."""
     return int(word) if word.isascii() and word.isdecimal() and len(word) <= digits else None
 
 
 def _plain(word: str) -> str:
-    """A word of a request as it was given, or quoted and shortened if it is not a plain one."""
+    """Return a word of a request as given, or quoted and shortened if it is long or not printable."""
     return word if len(word) <= 20 and word.isprintable() else shortened(word)
 
 
 class Shell(Protocol):
-    """What the routes need of the server."""
+    """The part of the server that the routes use."""
 
     machine: Machine
     store: Store
@@ -63,19 +63,19 @@ class Shell(Protocol):
 
     @property
     def store_error(self) -> str | None:
-        """Why not everything is written; None if it is."""
+        """Reason why some state is not written; None if all is."""
         ...
 
     def now(self) -> float:
-        """The machine's time."""
+        """Return the machine's time."""
         ...
 
     def order(self, event: ev.Input) -> str | None:
-        """Have the machine take in an operator's order; return why it is not confirmed, None once it is durable."""
+        """Have the machine process an operator's order; return None once it is durable, else the reason it is not."""
         ...
 
     def about(self) -> dict[str, Any]:
-        """The process: pid, version, address."""
+        """Describe the process: pid, version, address."""
         ...
 
 
@@ -83,8 +83,8 @@ class Api:
     """The routes.
 
     Args:
-        shell: the server whose they are.
-        token: what requests must prove.
+        shell: the server that owns the routes.
+        token: the token that requests must prove.
         only_host: as for `Guard`.
     """
 
@@ -93,7 +93,7 @@ class Api:
         self.guard = Guard(token, only_host)
 
     def app(self) -> web.Application:
-        """An application with all routes; more may be added, and need the proof as well."""
+        """Build an application with all routes; routes added later need the proof as well."""
         app = self.guard.app()
         app.router.add_get("/healthz", self._get_health)
         app.router.add_get("/v1/status", self._get_status)
@@ -121,13 +121,13 @@ class Api:
         return web.json_response({**answer, **cluster_status(machine.cluster)})
 
     async def _get_incidents(self, request: web.Request) -> web.Response:
-        """What failures have cost; ``?task=`` only those of one task."""
+        """Return the cost of failures; ``?task=`` selects one task."""
         only = request.query.get("task")
         closed = self._shell.store.events(task=only, name=accounting.CLOSED, limit=_MOST_INCIDENTS)
         return web.json_response(accounting.book(closed, self._shell.machine.cluster, self._shell.now(), only=only))
 
     async def _post_resize(self, request: web.Request) -> web.Response:
-        """``?nodes=N``: have N nodes train the task; ``nodes=all``: as many as there are."""
+        """``?nodes=N``: train the task on N nodes; ``nodes=all``: on as many as are available."""
         tasks = self._shell.machine.tasks
         name, word = request.match_info["task"], request.query.get("nodes", "")
         task = tasks.get(name)
@@ -142,7 +142,7 @@ class Api:
         return self._ordered(ev.Resize(task=name, nodes=nodes), lambda: {"task": name, "nodes": nodes})
 
     async def _post_relayout(self, request: web.Request) -> web.Response:
-        """``?tp=T&pp=P``: have the model spread over T x P workers, from a checkpoint after this step."""
+        """``?tp=T&pp=P``: spread the model over T x P workers, from a checkpoint written after the current step."""
         name = request.match_info["task"]
         task = self._shell.machine.tasks.get(name)
         if task is None or task.over is not None:
@@ -159,7 +159,7 @@ class Api:
         return self._ordered(ev.Relayout(task=name, layout=layout), lambda: {"task": name, **layout.plain()})
 
     async def _post_cancel(self, request: web.Request) -> web.Response:
-        """End a task now, submitted or not."""
+        """End a task now, whether it was submitted or not."""
         name = request.match_info["task"]
         task = self._shell.machine.tasks.get(name)
         if task is None or task.over is not None:
@@ -167,7 +167,7 @@ class Api:
         return self._ordered(ev.Cancel(task=name), lambda: jobs.job_status(self._shell.machine.cluster, name))
 
     async def _post_inject(self, request: web.Request) -> web.Response:
-        """``{"fault": TEXT}``: have it strike the task, see docs/faults.md."""
+        """``{"fault": TEXT}``: inject the fault into the task, see docs/faults.md."""
         name, machine = request.match_info["task"], self._shell.machine
         if not machine.limits.allow_injection:
             return web.json_response({"error": injection.NOT_ALLOWED}, status=403)
@@ -217,7 +217,7 @@ class Api:
         return web.json_response(status)
 
     async def _get_jobs(self, _request: web.Request) -> web.Response:
-        """All that are known, those that ended first, each as by `_get_job`."""
+        """Return all known jobs and tasks, ended ones first, each as by `_get_job`."""
         cluster = self._shell.machine.cluster
         names = [*(result.name for result in cluster.lasting.results), *cluster.tasks]
         return web.json_response([jobs.job_status(cluster, name) for name in dict.fromkeys(names)])
@@ -233,7 +233,7 @@ class Api:
         return self._ordered(ev.Drain(node=name, drained=drained), lambda: {"drained": machine.drained})
 
     async def _get_events(self, request: web.Request) -> web.Response:
-        """A page of the log: ``?since=SEQ&limit=N&task=TASK``; the next one begins after its last ``seq``."""
+        """Return a page of the log: ``?since=SEQ&limit=N&task=TASK``; the next page begins after the last ``seq``."""
         words = {"since": request.query.get("since", "0"), "limit": request.query.get("limit", str(_MOST_EVENTS))}
         numbers = {key: _number(word, digits=_MOST_DIGITS) for key, word in words.items()}
         for key, number in numbers.items():

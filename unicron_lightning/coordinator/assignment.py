@@ -1,9 +1,8 @@
-"""From numbers of places to places: who gets which, with as few moves as possible.
+"""Turn numbers of places into an assignment of places to tasks, with as few moves as possible.
 
-Every task keeps what it has as far as the plan leaves it so many; what it gets beyond goes first to nodes where it is
-already, then to nodes with the most free places. Where a task has no agent at a free place, others make way along the
-shortest chain of moves (augmenting paths of a bipartite matching), so that a task gets all its places if that is
-possible at all.
+Every task keeps its places up to its planned number. Additional places come first from nodes where the task already
+runs, then from nodes with the most free places. Where a task has no agent at a free place, other tasks move along the
+shortest chain (augmenting paths of a bipartite matching), so that a task gets all its places whenever possible.
 """
 
 from __future__ import annotations
@@ -20,21 +19,22 @@ def assign(
     before: Mapping[str, str],
     worth: Mapping[str, int] | None = None,
 ) -> dict[str, str]:
-    """Give each task as many places as the plan says, or as many as it can use.
+    """Give each task as many places as planned, or as many as it can use.
 
     Args:
-        places: those that may be used.
+        places: the usable places.
         wanted: number of places by task.
-        before: task of each place so far; places and tasks that are gone are left out of account.
-        worth: of places, to those that have them: who must give up some keeps those with the lowest numbers.
+        before: previous task of each place; places and tasks that are gone are ignored.
+        worth: value of places to their present tasks: a task that has too many keeps the places with the lowest
+        numbers.
 
     Returns:
-        The task of each place that has one. The same whatever the order of the arguments.
+        The task of each assigned place, independent of the order of the arguments.
     """
     by_name = {place.name: place for place in sorted(places, key=lambda place: place.name)}
     able = users(by_name.values())
     result = _keep(by_name, able, wanted, before, worth or {})
-    have = Counter(result.values())  # chains of moves leave the others as many as they had
+    have = Counter(result.values())  # chains of moves do not change the other tasks' counts
     for task in sorted(wanted):
         missing = wanted[task] - have[task]
         if missing <= 0:
@@ -55,7 +55,7 @@ def _keep(
     before: Mapping[str, str],
     worth: Mapping[str, int],
 ) -> dict[str, str]:
-    """What stays with its task: of too many places those worth most, on nodes where the task has most."""
+    """Select the places that stay with their task: the most valuable, on nodes where the task has most."""
     known = [name for name in places if before.get(name) in able[name]]
     have = Counter(before[name] for name in known)
     left = Counter(wanted)
@@ -76,7 +76,7 @@ def _nearest_free(
     before: Mapping[str, str],
     task: str,
 ) -> list[str]:
-    """Free places that the task can use, best first: where it ran, near its others, where much is free."""
+    """List free places that the task can use, best first: previous places, near its others, roomy nodes."""
     own = Counter(places[name].node for name, other in result.items() if other == task)
     free = [place for name, place in places.items() if name not in result]
     room = Counter([place.node for place in free])
@@ -88,9 +88,9 @@ def _nearest_free(
 
 
 def _chain(places: Mapping[str, Place], result: Mapping[str, str], task: str) -> dict[str, str] | None:
-    """The shortest chain of moves that gives ``task`` one place more: new task by place; None if there is none."""
+    """Find the shortest chain of moves that gives ``task`` one more place: new task by place; None if impossible."""
     came: dict[str, tuple[str, str] | None] = {task: None}
-    """How a task is reached: from which other task, by that one's taking which place from it."""
+    """Predecessor of each task in the search: the task that takes a place from it, and that place."""
     queue = deque([task])
     while queue:
         mover = queue.popleft()

@@ -1,6 +1,6 @@
-"""What the machine has decided and nobody has carried out yet: of one input, or of several that arrived together.
+"""Decisions of the machine that are not carried out yet, of one input or of several that arrived together.
 
-It is written as one transaction, then told. A message for many is encoded once.
+A batch is written as one transaction, then sent. A message for many recipients is encoded once.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Batch:
     def __init__(self) -> None:
         self._decided: list[tuple[float, list[ev.Action]]] = []
         self._frames: dict[int, bytes] = {}
-        """By the identity of messages, which ``_decided`` keeps alive."""
+        """Encoded messages by the messages' identities; ``_decided`` keeps the messages alive."""
         self._changed: set[str] = set()
         self._gone: set[str] = set()
         self._lasting = False
         self._news: list[NewEvent] = []
 
     def add(self, now: float, actions: list[ev.Action]) -> None:
-        """One more answer, given at time.time() ``now``."""
+        """Add an answer given at time.time() ``now``."""
         self._decided.append((now, actions))
         for action in actions:
             match action:
@@ -51,7 +51,7 @@ class Batch:
                     logger.info("%s task=%s incident=%s %s", name, of, incident, fields)
 
     def withhold(self, tasks: Container[str], conns: Container[int]) -> None:
-        """Neither write these tasks nor send anything over these connections: they are set back."""
+        """Discard changes of these tasks and messages for these connections, because the tasks are set back."""
 
         def stays(action: ev.Action) -> bool:
             return not (isinstance(action, ev.Send) and action.conn in conns)
@@ -61,13 +61,13 @@ class Batch:
         self._gone = {task for task in self._gone if task not in tasks}
 
     def unwritten(self) -> Batch:
-        """What has to be written, without the messages."""
+        """Return the part that has to be written, without the messages."""
         rest = Batch()
         rest.follow(self)
         return rest
 
     def follow(self, later: Batch) -> None:
-        """Have what a later batch writes written with this one; of its messages nothing is kept."""
+        """Merge what a later batch writes into this one; drop its messages."""
         self._changed |= later._changed
         self._gone |= later._gone
         self._lasting |= later._lasting
@@ -75,19 +75,21 @@ class Batch:
         del self._news[:-MOST_UNWRITTEN_EVENTS]
 
     def actions(self) -> Iterator[ev.Action]:
-        """All of it."""
+        """Iterate over all actions."""
         for _, actions in self._decided:
             yield from actions
 
     def frame(self, message: msgspec.Struct) -> bytes:
-        """A message of this batch as it goes over a connection."""
+        """Return a message of this batch as a frame of the connection."""
         frame = self._frames.get(id(message))
         if frame is None:
             frame = self._frames[id(message)] = frame_of(wire.encode(message))
         return frame
 
     def write(self, store: Store, machine: Machine) -> bool:
-        """Make it durable, all or nothing; ``machine`` is as it was after the last answer. Whether there was anything.
+        """Write the batch in one transaction; return whether there was anything to write.
+
+        ``machine`` is in its state after the last answer.
 
         Raises:
             sqlite3.Error: e.g. the disk is full.

@@ -1,7 +1,7 @@
-"""The coordinator's clock: time.time() at its start, and from then on as evenly as the monotonic clock goes.
+"""The coordinator's clock: time.time() at its start, advanced by the monotonic clock.
 
-Durations are differences of its readings. An operator or a time service that sets the machine's clock changes none of
-them, so no incident is billed a day that nobody waited.
+Durations are differences of its readings. Setting the machine's clock, by an operator or a time service, changes none
+of them, so no incident is billed for time that did not pass.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 
 class SteadyClock:
-    """Seconds since 1970, as known when the clock was made.
+    """Seconds since 1970, anchored at the creation of the clock.
 
     Args:
         wall: time.time(), or a stand-in.
@@ -23,5 +23,5 @@ class SteadyClock:
         self._offset = wall() - monotonic()
 
     def now(self) -> float:
-        """The time."""
+        """Return the time."""
         return self._offset + self._monotonic()

@@ -1,7 +1,7 @@
-"""Opens the coordinator's SQLite file; a corrupt one is set aside, so that it never keeps a coordinator from starting.
+"""Open the coordinator's SQLite file; set a corrupt file aside, so that it never prevents a coordinator's start.
 
-State that is set aside is not lost to training: the agents' registrations rebuild it, as they do when the file was
-deleted. What the file alone knew (the event log, drained nodes, the record of ended tasks) stays in the renamed file.
+Training loses nothing when state is set aside: the agents' registrations rebuild it, as after the file was deleted.
+The event log, drained nodes and the record of ended tasks, which only the file holds, stay in the renamed file.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class StoreUnusable(UnicronError):
 
 
 def open_database(path: Path) -> tuple[sqlite3.Connection, Path | None]:
-    """Open the database, created if it does not exist.
+    """Open the database; create it if it does not exist.
 
     Returns:
-        The connection, and the new name of a corrupt database that was set aside, None if there was none.
+        The connection, and the new name of a corrupt database that was set aside, or None.
 
     Raises:
-        ConfigError: a newer version of the package wrote it.
+        ConfigError: a newer version of the package wrote the database.
         StoreUnusable: it can be neither opened nor set aside: disk full, no permission, or locked.
     """
     try:
@@ -57,7 +57,7 @@ def open_database(path: Path) -> tuple[sqlite3.Connection, Path | None]:
 
 
 class _Corrupt(Exception):
-    """The file was no sound database, and has been renamed."""
+    """The file was not a valid database and has been renamed."""
 
     def __init__(self, reason: str, aside: Path) -> None:
         super().__init__(reason)
@@ -65,7 +65,7 @@ class _Corrupt(Exception):
 
 
 def _open(path: Path) -> sqlite3.Connection:
-    """Open the file and give it its mode, which SQLite gives to the files beside it as well."""
+    """Open the file and set its mode, which SQLite copies to its companion files."""
     if not path.exists():
         os.close(open_private(path, os.O_RDWR))
     elif path.is_file():
@@ -75,7 +75,7 @@ def _open(path: Path) -> sqlite3.Connection:
         _prepare(database, path)
     except sqlite3.OperationalError:
         database.close()
-        raise  # a full disk, a missing permission, a lock: the file may be sound
+        raise  # full disk, missing permission or lock: the file may be intact
     except sqlite3.DatabaseError as error:
         aside = _set_aside(path)  # before closing, which deletes the write-ahead log
         database.close()
@@ -100,7 +100,7 @@ def _prepare(database: sqlite3.Connection, path: Path) -> None:
 
 
 def _set_aside(path: Path) -> Path:
-    """Rename the database and what belongs to it; SQLite opens the renamed files together again."""
+    """Rename the database and its companion files; SQLite opens the renamed files together."""
     stem = f"{path.name}.corrupt-{time.strftime('%Y%m%dT%H%M%S')}"
     aside, number = path.with_name(stem), 1
     while aside.exists():

@@ -1,4 +1,4 @@
-"""The edge of the coordinator: a message that cannot be taken in is refused in one sentence that quotes its value."""
+"""Refusal of malformed messages, in one sentence that quotes the value."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ class Misplaced(Exception):
 
 
 UNREADABLE: Final = (msgspec.DecodeError, UnicodeError, RecursionError, Misplaced)
-"""Raised by decoders for messages that they cannot take in."""
+"""Raised by decoders for messages that they cannot decode."""
 _PLACE: Final = re.compile(r" - at `\$([^`]*)`\Z")
 _STEP: Final = re.compile(r"\.([^.\[]+)|\[(\d+)\]")
 _FIRST: Final = ("register", "node_hello")
 
 
 def described(data: str, error: Exception) -> str:
-    """What is wrong with a message, with the value that is, shortened.
+    """Describe the error in a message, quoting the wrong value, shortened.
 
     Args:
         data: the message.
-        error: one of `UNREADABLE`, raised for it.
+        error: one of `UNREADABLE`, raised for the message.
     """
     text = str(error)
     if isinstance(error, Misplaced):
@@ -43,7 +43,7 @@ def described(data: str, error: Exception) -> str:
 
 
 def is_first(data: str) -> bool:
-    """Whether it was meant as the first message of a connection, whose sender is to be told that it can't take part."""
+    """Whether a message was meant as a connection's first; its sender is then notified that it can't take part."""
     try:
         message = msgspec.json.decode(data)
     except UNREADABLE:

@@ -1,7 +1,7 @@
-"""Bounds of the event log: how large one event may be, and how many are kept.
+"""Bounds of the event log: the size of an event and the number of events kept.
 
-An event whose fields are too large keeps its small fields; the others are cut, with a mark that says so. The oldest
-events are deleted while the log grows, a few with each write, so that no write takes long.
+An event with too many bytes keeps its small fields; the others are cut and marked. The oldest events are deleted
+while the log grows, a few with each write, so that no write takes long.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import msgspec
 from unicron_lightning.coordinator import state
 
 MOST_FIELD_BYTES: Final = 16 << 10
-"""Encoded fields of one event."""
+"""Limit of the encoded fields of one event."""
 EVENT_BYTES_KEPT: Final = 64 << 20
-"""Encoded fields of all events."""
+"""Limit of the encoded fields of all events."""
 PAGE_BYTES: Final = 4 << 20
-"""Encoded fields of the events of one answer."""
+"""Limit of the encoded fields of one answer's events."""
 _MOST_VALUE_BYTES: Final = 1 << 10
 _MOST_FIELDS: Final = 8
 _AT_ONCE: Final = 2000
 
 
 def encoded(fields: dict[str, Any]) -> str:
-    """Fields of an event as JSON, cut if they are too large."""
+    """Encode the fields of an event as JSON, cut if they are too large."""
     whole = state.encode(fields)
     if len(whole) <= MOST_FIELD_BYTES:
         return whole.decode()
@@ -42,10 +42,10 @@ def _cut(value: Any) -> Any:
 
 
 class EventLog:
-    """How much the table of events holds; deletes the oldest that are too many.
+    """Tracks the size of the table of events; deletes the oldest ones beyond the bounds.
 
     Args:
-        database: with the table.
+        database: contains the table.
         number: newest events that are kept.
         size: bytes of their fields that are kept.
     """
@@ -55,7 +55,7 @@ class EventLog:
         self._most, self._most_bytes = number, size
         found = database.execute("SELECT count(*), coalesce(sum(length(fields)), 0) FROM events").fetchone()
         self.held: tuple[int, int] = (found[0], found[1])
-        """Events and bytes in the table; the caller puts it back when it rolls a transaction back."""
+        """Events and bytes in the table; a caller that rolls a transaction back restores it."""
 
     def append(self, at: float, name: str, task: str | None, incident: str | None, fields: dict[str, Any]) -> None:
         """Append an event, within the caller's transaction."""

@@ -1,8 +1,8 @@
-"""What goes into the coordinator's state machine and what comes out: plain frozen values.
+"""Inputs and outputs of the coordinator's state machine: plain frozen values.
 
 The machine has no clock and does no I/O. The shell (`server.Server`) turns sockets and timers into *inputs* and carries
-out the *actions*; tests and simulations do the same without sockets. Those of which a large task makes thousands at a
-time are msgspec's structs, which are made in a fifth of the time.
+out the *actions*; tests and simulations do the same without sockets. Types that a large task creates by the thousand
+are msgspec structs, whose construction takes a fifth of the time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PAIRS = PairLimits()
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What the machine goes by: time limits in seconds, and switches. See `config` for their reasons."""
+    """Parameters of the machine: time limits in seconds, and switches. See `config` for their reasons."""
 
     reconnect_grace: float = 0.25
     restart_grace: float = 10.0
@@ -69,7 +69,7 @@ class Limits:
     allow_injection: bool = False
     exit_when_idle: bool = False
     secret: bytes = b""
-    """Drawn by the shell at its start: the keys of epochs follow from it."""
+    """Random bytes, drawn by the shell at its start, from which the keys of epochs are derived."""
     idle_linger: float = 3.0
     startup_linger: float = 30.0
 
@@ -79,14 +79,14 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Started:
-    """The coordinator begins, with the tasks it was restored with if any. Must be the first input."""
+    """The coordinator starts, with restored tasks if any. Must be the first input."""
 
     about: dict[str, Any] = field(default_factory=dict)
-    """Goes into the event log."""
+    """Description of the process for the event log."""
 
 
 class Received(msgspec.Struct, frozen=True, kw_only=True):
-    """A message came over connection ``conn``. The first one of a connection must be `wire.Register`."""
+    """A message arrived on connection ``conn``. The first one of a connection must be `wire.Register`."""
 
     conn: int
     message: wire.FromAgent
@@ -94,7 +94,7 @@ class Received(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class NodeSaid:
-    """A daemon's message came over connection ``conn``. The first one of a connection must be `nodewire.NodeHello`."""
+    """A daemon's message arrived on connection ``conn``. The first one of a connection must be `nodewire.NodeHello`."""
 
     conn: int
     message: FromNode
@@ -102,14 +102,14 @@ class NodeSaid:
 
 @dataclass(frozen=True, kw_only=True)
 class Together:
-    """Messages that came at the same time, in their order: what follows from them is found out once, after the last."""
+    """Messages that arrived at the same time, in order; their consequences are derived once, after the last one."""
 
     received: tuple[Received | NodeSaid, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Disconnected:
-    """Connection ``conn`` has ended; ``silent``: it was given up after so many seconds without a word."""
+    """Connection ``conn`` has ended; ``silent``: it was closed after so many seconds without a message."""
 
     conn: int
     silent: float | None = None
@@ -117,14 +117,14 @@ class Disconnected:
 
 @dataclass(frozen=True, kw_only=True)
 class AgentsEnded:
-    """Agents known to have ended: no such process on the coordinator's machine. Those connected are left out."""
+    """Agents known to have ended: no such process on the coordinator's machine. Connected ones are left out."""
 
     agents: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drain:
-    """An operator wants no workers on a node, or allows them again."""
+    """An operator drains a node, or undrains it."""
 
     node: str
     drained: bool
@@ -132,7 +132,7 @@ class Drain:
 
 @dataclass(frozen=True, kw_only=True)
 class Resize:
-    """An operator wants a task to have this many nodes (None: no wish); one of them that it can have."""
+    """An operator wants a task to have this many nodes (None: no preference); the number is valid for the task."""
 
     task: str
     nodes: int | None
@@ -140,7 +140,7 @@ class Resize:
 
 @dataclass(frozen=True, kw_only=True)
 class Relayout:
-    """An operator wants a task's model spread like this; `relayout.refusal` has nothing to say."""
+    """An operator wants a task's model spread in this layout; `relayout.refusal` has accepted it."""
 
     task: str
     layout: wire.Layout
@@ -148,21 +148,21 @@ class Relayout:
 
 @dataclass(frozen=True, kw_only=True)
 class Submit:
-    """A user submits a task of which `jobs.refusal` has nothing to say."""
+    """A user submits a task; `jobs.refusal` has accepted it."""
 
     job: Job
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cancel:
-    """A user wants a task that is not over to end now."""
+    """A user wants a running or queued task to end now."""
 
     task: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inject:
-    """An operator has a fault strike of which `injection.refusal` has nothing to say. ``draw``: from 0 to 1."""
+    """An operator injects a fault; `injection.refusal` has accepted it. ``draw``: a random number from 0 to 1."""
 
     task: str
     fault: Fault
@@ -171,14 +171,14 @@ class Inject:
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """The planner's answer to `Ask`: how many places each task shall have.
+    """The planner's answer to `Ask`: the number of places of each task.
 
     Attributes:
-        key: the question's.
-        allocation: places by task, 0 for those that are paused.
-        waf: F of it [FLOP/s, weighted].
-        milliseconds: how long the answer took.
-        foreseen: whether it was made before it was asked for.
+        key: the key of the question.
+        allocation: places by task, 0 for paused tasks.
+        waf: F of the allocation [FLOP/s, weighted].
+        milliseconds: duration of the computation.
+        foreseen: whether the answer was computed before the question.
     """
 
     key: str
@@ -190,7 +190,7 @@ class Planned:
 
 @dataclass(frozen=True, kw_only=True)
 class TimerFired:
-    """A timer set by `SetTimer` has run out."""
+    """A timer set by `SetTimer` has expired."""
 
     key: TimerKey
 
@@ -224,7 +224,7 @@ class Send(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Close:
-    """Close a connection after what was sent on it; its end is reported by `Disconnected` as any other."""
+    """Close a connection after sending pending messages; its end is reported by `Disconnected` as for any other."""
 
     conn: int
     reason: str
@@ -232,7 +232,7 @@ class Close:
 
 @dataclass(frozen=True, kw_only=True)
 class SetTimer:
-    """Report `TimerFired` in so many seconds."""
+    """Report `TimerFired` after ``seconds``."""
 
     key: TimerKey
     seconds: float
@@ -240,7 +240,7 @@ class SetTimer:
 
 @dataclass(frozen=True, kw_only=True)
 class CancelTimer:
-    """Forget a timer; unknown ones are ignored."""
+    """Cancel a timer; unknown ones are ignored."""
 
     key: TimerKey
 
@@ -257,14 +257,14 @@ class Emit:
 
 @dataclass(frozen=True, kw_only=True)
 class Save:
-    """The task's state has changed: write it before anything of this batch is sent."""
+    """The task's state has changed: write it before sending any message of this batch."""
 
     task: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaveLasting:
-    """`state.Lasting` has changed: write it before anything of this batch is sent."""
+    """`state.Lasting` has changed: write it before sending any message of this batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,21 +276,21 @@ class Forget:
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """Have the planner answer, by `Planned`. A newer question replaces it."""
+    """Ask the planner for a plan; it answers with `Planned`. A newer question replaces an older one."""
 
     question: Question
 
 
 @dataclass(frozen=True, kw_only=True)
 class Strike:
-    """A fault on purpose: this process gets a signal, once everything else has been carried out."""
+    """An injected fault: send this process a signal, after all other actions."""
 
     signal: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class StopServer:
-    """Nothing is left to coordinate."""
+    """Stop the server: no task is left to coordinate."""
 
     reason: str
 

@@ -1,4 +1,4 @@
-"""The coordinator's side of the mutual proof: who is let in, and how answers are proven."""
+"""The coordinator's side of the mutual proof: which requests are accepted, and how answers are proven."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _MEETING: Final = web.RequestKey("unicron-meeting", Meeting)
 
 
 class Guard:
-    """Lets in only requests that prove the token.
+    """Accepts only requests that prove the token.
 
     Args:
         token: the shared secret.
-        only_host: ``coordinator.host`` if it is a loopback address: requests must be meant for one; None: any host.
+        only_host: ``coordinator.host`` if it is a loopback address: requests must name a loopback host; None: any host.
     """
 
     def __init__(self, token: Token, only_host: str | None = None) -> None:
@@ -42,11 +42,11 @@ class Guard:
         """Transports of connections over which a request has proven the token."""
 
     def app(self) -> web.Application:
-        """An application with the challenge's route; all routes that are added to it need a proof."""
+        """Build an application with the challenge's route; all routes added to it need a proof."""
 
         @web.middleware
         async def authorize(request: web.Request, handler: Any) -> web.StreamResponse:
-            # A browser page may open WebSockets to loopback addresses; no client of ours sends an origin.
+            # A browser page may open WebSockets to loopback addresses; the package's clients send no origin.
             if "Origin" in request.headers:
                 return web.json_response({"error": "requests by web pages are refused"}, status=403)
             wrong = self._only_host and misdirected(request.headers.get("Host", ""), self._only_host)

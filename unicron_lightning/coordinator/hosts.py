@@ -1,7 +1,7 @@
-"""Which hosts are named: by requests to the coordinator, and by agents as the place of their stores.
+"""Validation of host names: in requests to the coordinator, and in agents' addresses of their stores.
 
-A web page can have its own name resolve to a loopback address, and then send requests to a coordinator there: they are
-known by the name in their Host header. An agent may have others connect to its own machine only.
+A web page can resolve its own name to a loopback address and then send requests to a coordinator there; the name in
+the Host header gives them away. An agent may direct other processes only to its own machine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from unicron_lightning.fields import shortened
 
 
 def misdirected(header: str, configured: str) -> str | None:
-    """Why a request to a coordinator on a loopback address is refused; None if it is not.
+    """Return why a request to a coordinator on a loopback address is refused; None if it is accepted.
 
     Args:
         header: its Host header, "" for none.
@@ -27,10 +27,10 @@ def misdirected(header: str, configured: str) -> str | None:
 
 
 def misplaced(store: str, host: str, peer: str) -> str | None:
-    """Why an agent's store can't be where it says; None if it can.
+    """Return why an agent's store can't be at the host that it names; None if it can.
 
     Args:
-        store: the host that it names for its store.
+        store: the host that the agent names for its store.
         host: the host that its registration names.
         peer: the address that its connection comes from.
     """

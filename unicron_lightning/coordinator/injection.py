@@ -1,8 +1,8 @@
-"""Faults on purpose: who is struck by an operator's order, and what has struck already (docs/faults.md).
+"""Injected faults: the targets of an operator's order, and the faults that have struck already (docs/faults.md).
 
 A fault is in the event log before it strikes: ``fault_injected``. An order that waits for a point of a worker's program
-is ``fault_ordered`` first. How often a fault of a worker's own script has struck is kept with the task, over all its
-lives, so that whoever takes the place of one that was killed does not begin anew.
+is logged as ``fault_ordered`` first. The task counts the strikes of each fault of a worker's own script over all its
+lives, so that the replacement of a killed worker does not start from zero.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from unicron_lightning.errors import ConfigError
 from unicron_lightning.faults.fault import OF_AGENT, Fault
 from unicron_lightning.faults.language import parse, text
 
-NOT_ALLOWED: Final = "this coordinator lets nobody break anything: start it with coordinator.allow_injection=true"
+NOT_ALLOWED: Final = "this coordinator does not allow fault injection: start it with coordinator.allow_injection=true"
 COORDINATOR: Final = "coordinator"
-"""The only target of a fault upon the coordinator."""
+"""The only target of a fault that strikes the coordinator."""
 
 
 def refusal(task: Task, order: ev.Inject) -> str | None:
-    """Why an order cannot be carried out now; None if it can."""
+    """Return why an order cannot be carried out now; None if it can."""
     fault = order.fault
     if fault.task not in (None, task.id):
         return f"{text(fault)!r}: the task is {task.id}"
@@ -42,7 +42,7 @@ def refusal(task: Task, order: ev.Inject) -> str | None:
 
 
 def targets(task: Task, order: ev.Inject) -> list[str]:
-    """Whom an order strikes: workers, agents, or the coordinator; nobody whose agent is away and would never hear."""
+    """Return an order's targets: workers, agents, or the coordinator; none whose agent is away and unreachable."""
     fault = order.fault
     if fault.kind == "kill coordinator" and not fault.waits:
         return [COORDINATOR]
@@ -51,7 +51,7 @@ def targets(task: Task, order: ev.Inject) -> list[str]:
     struck = [members[rank] for rank in alone.victims([m.node for m in members], order.draw)] if members else []
     struck = [member for member in struck if _reached(task, member.agent)]
     if fault.kind in ("kill agent", "drop network") and not fault.waits:
-        if not members and fault.rank is None:  # nobody trains yet, or the script is a plain one
+        if not members and fault.rank is None:  # no members yet, or a plain script
             there = [agent for agent in task.agents.values() if fault.node in (None, agent.node)]
             return [agent.id for agent in there if _reached(task, agent.id)][:1]
         return list(dict.fromkeys(member.agent for member in struck))
@@ -79,14 +79,14 @@ def order(task: Task, turn: Turn, event: ev.Inject) -> None:
         if member is not None:
             about |= {"worker": member.worker, "rank": task.members().index(member)}
         _log(task, turn, "fault_injected" if at_once else "fault_ordered", fault, target=target, **about)
-        # What is left of the place is the worker itself.
+        # The target is addressed directly, so the fault's own selectors are dropped.
         here = replace(fault, task=None, node=None, rank=None if fault.kind == "kill coordinator" else "all")
         worker = None if target == agent.id else target
         turn.send(agent, wire.Inject(worker=worker, key=f"order of {turn.now:.6f}", fault=text(here)))
 
 
 def due(task: Task, turn: Turn, agent: Agent, message: wire.FaultDue) -> None:
-    """A worker asks whether a fault of its script may strike. Asked again it is answered again, and counts once."""
+    """Answer whether a fault of a worker's script may strike. A repeated question is answered again but counts once."""
     number, last = task.struck.get(message.key, (0, ""))
     reason = ""
     try:

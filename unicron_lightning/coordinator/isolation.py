@@ -1,9 +1,9 @@
-"""What becomes of an input that the machine cannot take in: it ends with the task that it is about.
+"""Isolation of inputs that the machine fails to process: a failure affects only the task that the input belongs to.
 
-An exception in the middle of a turn leaves the tasks of that turn half changed, and nothing of it has been written or
-sent. Each of them is *set back* to its state in the store, and its agents' connections are closed: they register anew,
-as they do after a restart of the coordinator, and training continues meanwhile. An agent whose messages fail twice is
-refused. A task that had to be set back too often is *stopped*: its agents are told that it has failed, and why.
+An exception in the middle of a turn leaves the turn's tasks half changed, but nothing has been written or sent yet.
+Each of these tasks is *set back* to its state in the store, and its agents' connections are closed: the agents register
+again, as after a restart of the coordinator, while training continues. An agent whose messages fail twice is refused.
+A task that had to be set back too often is *stopped*: its agents are notified that it has failed, and why.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ MOST_OF_AN_AGENT: Final = 2
 MOST_OF_A_TASK: Final = 5
 
 Stored = Callable[[str], Task | None]
-"""Gives a task as it is in the store; None if it is not there, or not readable."""
+"""Returns a task as stored; None if it is not stored, or not readable."""
 
 
 class Failures:
-    """The failures of the last minute, by task and agent."""
+    """Failures of the last minute, by task and agent."""
 
     def __init__(self) -> None:
         self._tasks: dict[str, list[float]] = {}
         self._agents: dict[str, list[float]] = {}
 
     def of_task(self, task: str, now: float) -> bool:
-        """One more; whether there are too many."""
+        """Count a failure of a task; return whether there are too many."""
         return _count(self._tasks, task, now) >= MOST_OF_A_TASK
 
     def of_agent(self, agent: str, now: float) -> bool:
-        """One more; whether there are too many."""
+        """Count a failure of an agent; return whether there are too many."""
         return _count(self._agents, agent, now) >= MOST_OF_AN_AGENT
 
 
 def diagnosis(error: Exception) -> str:
-    """The error and where it was raised, in one line."""
+    """Describe the error and where it was raised, in one line."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" at {frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}" if frames else ""
     return f"{type(error).__name__}: {shortened(str(error))}{where}"
 
 
 def agent_of(event: ev.Input, cluster: Cluster) -> str | None:
-    """The agent that sent the input; None if none did."""
+    """Return the agent that sent the input; None if none did."""
     if not isinstance(event, ev.Received):
         return None
     if isinstance(event.message, wire.Register):
@@ -63,7 +63,7 @@ def agent_of(event: ev.Input, cluster: Cluster) -> str | None:
 
 
 def set_back(cluster: Cluster, turn: Turn, task_id: str, stored: Task | None, why: str) -> None:
-    """Forget what was changed in a task since it was written; its agents register anew."""
+    """Discard changes of a task since it was written; its agents register again."""
     _disconnect(cluster, turn, task_id)
     cluster.tasks.pop(task_id, None)
     if stored is not None:
@@ -82,7 +82,7 @@ def set_back(cluster: Cluster, turn: Turn, task_id: str, stored: Task | None, wh
 
 
 def stop(cluster: Cluster, turn: Turn, task_id: str, why: str) -> None:
-    """End a task as failed without relying on its state; agents that come back are told so, too."""
+    """End a task as failed without relying on its state; agents that return are notified, too."""
     old = cluster.tasks.get(task_id)
     reason = f"the coordinator cannot handle this task: {why}"
     if old is None:
@@ -112,7 +112,7 @@ def _disconnect(cluster: Cluster, turn: Turn, task_id: str) -> None:
     conns += [item.conn for item in cluster.pending.pop(task_id, [])]
     for conn in conns:
         cluster.conns.pop(conn, None)
-        turn.close(conn, "the task was set back: register anew")
+        turn.close(conn, "the task was set back: register again")
 
 
 def _log(turn: Turn, name: str, task_id: str, why: str) -> None:

@@ -1,7 +1,7 @@
 """Jobs: tasks that were submitted, from the queue to their end.
 
-A job is a `Task` from its submission on. As long as nobody runs it, it waits (`Task.empty_grace`): in the beginning,
-and again when all its nodes are lost. It fails when torchrun gives it up on its last node.
+A job is a `Task` from its submission on. While no agent runs it, it waits (`Task.empty_grace`): at the beginning, and
+after all its nodes are lost. It fails when torchrun exhausts its restarts on the last node.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _RESULTS_KEPT: Final = 500
 
 
 def refusal(cluster: Cluster, job: Job) -> str | None:
-    """Why the job can't be taken in now, for its user; None if it can."""
+    """Return why the job is refused now, for its user; None if it is accepted."""
     task = cluster.tasks.get(job.name)
     if task is not None and task.over is None:
         return f"there is a task {job.name!r} already: expected another name, or that it is cancelled first"
@@ -32,14 +32,14 @@ def refusal(cluster: Cluster, job: Job) -> str | None:
 
 
 def submit(cluster: Cluster, turn: Turn, job: Job) -> None:
-    """Take in a job; the caller has asked `refusal`."""
+    """Accept a job; the caller has checked `refusal`."""
     job = msgspec.structs.replace(job, submitted_at=turn.now)
     adopt(cluster, turn, job)
     turn.emit_for(cluster.tasks[job.name], None, "job_submitted", {"command": job.command, "weight": job.weight})
 
 
 def adopt(cluster: Cluster, turn: Turn, job: Job) -> None:
-    """Note a job, and make its task if nobody runs it."""
+    """Record a job, and create its task if no agent runs it yet."""
     cluster.lasting.jobs[job.name] = job
     if job.name not in cluster.tasks:
         cluster.tasks[job.name] = Task(
@@ -61,7 +61,7 @@ def is_job(task: Task, turn: Turn) -> bool:
 
 
 def ended(task: Task, turn: Turn, *, succeeded: bool, reason: str) -> None:
-    """Remember how a task, submitted or not, has ended."""
+    """Record how a task, submitted or not, has ended."""
     lasting = turn.lasting
     job = lasting.jobs.pop(task.id, None)
     result = JobResult(
@@ -78,12 +78,12 @@ def ended(task: Task, turn: Turn, *, succeeded: bool, reason: str) -> None:
 
 
 def result_of(lasting: Lasting, name: str) -> JobResult | None:
-    """How the newest task of that name ended; None if it has not, or is not remembered."""
+    """Return how the newest task of that name ended; None if it has not ended or is no longer recorded."""
     return next((result for result in reversed(lasting.results) if result.name == name), None)
 
 
 def job_status(cluster: Cluster, name: str) -> dict[str, object] | None:
-    """A job, or a task, as plain JSON; None if it is not known.
+    """Describe a job, or a task, as plain JSON; None if it is not known.
 
     ``state`` is one of `JobState`.
     """

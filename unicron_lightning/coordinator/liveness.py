@@ -1,7 +1,7 @@
-"""Which agents' connections are silent for too long: beats are answered, and judged, beside the state machine.
+"""Detection of silent agents' connections: beats are answered and checked beside the state machine.
 
-An agent that is gone closes its connection at once. What this is for are cuts that close none: packets dropped, a
-machine without power. The verdict ends the connection; what follows from that is the machine's business, as for any.
+An agent that exits closes its connection immediately. This module detects cuts that close none: dropped packets, a
+machine without power. The verdict closes the connection, and the machine handles that as any other disconnection.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ logger = logging.getLogger(__name__)
 _LOOKS_PER_BEAT: Final = 4
 _LATE_SECONDS: Final = 0.1
 ANSWER: Final = frame_of(wire.encode(wire.Beat()))
-"""To a beat: with it the agent knows that the coordinator hears it."""
+"""Answer to a beat: tells the agent that the coordinator receives its messages."""
 
 
 class Liveness:
-    """Of all agents' connections, in the coordinator's loop.
+    """Silence of all agents' connections, watched in the coordinator's event loop.
 
     Args:
-        limits: of silence.
+        limits: limits of silence.
         cut: ends a connection, given its number.
     """
 
@@ -41,29 +41,29 @@ class Liveness:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Begin to look."""
+        """Start watching."""
         self._lateness = Lateness(self._limits.beat / _LOOKS_PER_BEAT, time.monotonic())
         self._again()
 
     def close(self) -> None:
-        """Stop looking."""
+        """Stop watching."""
         if self._timer is not None:
             self._timer.cancel()
 
     def beat(self, conn: int) -> None:
-        """A beat came; who has sent one is expected to go on."""
+        """Record a beat; a connection that has sent one is expected to continue."""
         now = time.monotonic()
         if conn not in self._peers:
             self._peers[conn] = Silence(self._limits.shared_by(len(self._peers)), now)
         self._peers[conn].beat(now)
 
     def heard(self, conn: int) -> None:
-        """Anything else came."""
+        """Record any other message."""
         if (peer := self._peers.get(conn)) is not None:
             peer.heard(time.monotonic())
 
     def forget(self, conn: int) -> float | None:
-        """The connection has ended; returns the seconds of silence for which it was cut, None if it was not."""
+        """Handle the end of a connection; return the seconds of silence for which it was cut, or None."""
         self._peers.pop(conn, None)
         return self._given_up.pop(conn, None)
 
@@ -75,7 +75,7 @@ class Liveness:
         assert self._lateness is not None
         late = self._lateness.fired(now)
         if late > _LATE_SECONDS:
-            # All agents look late to a loop that could not run; what they sent meanwhile may be unread still.
+            # Every agent looks late to a loop that could not run; their messages may still be unread.
             for peer in self._peers.values():
                 peer.excuse(late, now)
         else:

@@ -1,8 +1,8 @@
 """The coordinator as a pure state machine: `Machine.handle` takes an input and returns the actions that answer it.
 
 No clock, no I/O, no randomness: the same inputs from the same snapshot give the same state and actions. This module
-knows connections and which task an input is for; everything about one task is in `slots`, `membership`, `workers` and
-`registration`.
+handles connections and finds the task of each input; everything about one task is in `slots`, `membership`, `workers`
+and `registration`.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Machine:
     """All tasks of the coordinator.
 
     Args:
-        limits: grace periods.
-        cluster: what to go on with; None for nothing.
+        limits: time limits and switches.
+        cluster: the state to continue from; None for an empty one.
     """
 
     def __init__(self, limits: ev.Limits, cluster: Cluster | None = None) -> None:
@@ -54,37 +54,37 @@ class Machine:
 
     @property
     def tasks(self) -> dict[str, Task]:
-        """The tasks by id, to be read only."""
+        """The tasks by id, read-only."""
         return self._cluster.tasks
 
     @property
     def cluster(self) -> Cluster:
-        """The whole state, to be read only."""
+        """The whole state, read-only."""
         return self._cluster
 
     @property
     def drained(self) -> list[str]:
-        """The nodes, or agents, that are to have no workers: by an operator's order, or cordoned."""
+        """The nodes, or agents, that get no workers: drained by an operator, or cordoned."""
         return orders.drained(self._cluster.lasting)
 
     @property
     def lasting(self) -> Lasting:
-        """What outlives the process beside the tasks, to be read only."""
+        """The state beside the tasks that outlives the process, read-only."""
         return self._cluster.lasting
 
     def snapshot(self) -> bytes:
-        """The whole state as JSON; `Machine(limits, state.decode_cluster(...))` goes on from it."""
+        """Return the whole state as JSON; `Machine(limits, state.decode_cluster(...))` continues from it."""
         return state.encode(self._cluster)
 
     def handle(self, event: ev.Input, now: float) -> list[ev.Action]:
-        """Take in one input.
+        """Process one input.
 
         Args:
-            event: what happened.
-            now: time.time() of the shell; only goes into messages and events.
+            event: the input.
+            now: time.time() of the shell; only used in messages and events.
 
         Returns:
-            Actions to carry out in order. `ev.Save`, `ev.Forget` and `ev.Emit` are to be made durable before any other.
+            Actions to carry out in order. `ev.Save`, `ev.Forget` and `ev.Emit` must be made durable before any other.
         """
         turn = self._begin(now)
         self._take_in(turn, event)
@@ -92,11 +92,11 @@ class Machine:
         return turn.actions
 
     def contain(self, event: ev.Input, error: Exception, stored: isolation.Stored, now: float) -> list[ev.Action]:
-        """Go on after `handle` has raised: set back the tasks of that turn, or stop them; see `isolation`.
+        """Continue after `handle` has raised: set back the tasks of that turn, or stop them; see `isolation`.
 
         Args:
-            event: the input that could not be taken in.
-            error: what was raised.
+            event: the input that failed.
+            error: the exception.
             stored: reads a task from the store.
             now: time.time().
 
@@ -124,7 +124,7 @@ class Machine:
 
     @property
     def touched(self) -> list[str]:
-        """Tasks that the newest turn has looked at."""
+        """Tasks that the newest turn has used."""
         return list(self._touched)
 
     def _begin(self, now: float) -> Turn:
@@ -160,11 +160,11 @@ class Machine:
                 self._timer(turn, event.key)
 
     def _follow(self, turn: Turn) -> None:
-        """Do what is due after an input."""
+        """Carry out the consequences of an input."""
         self._replay_pending(turn)
         while turn.concerned:
             self._review(turn, turn.concerned.pop(next(iter(turn.concerned))))
-            self._replay_pending(turn)  # of a task that has ended by it
+            self._replay_pending(turn)  # of a task that ended in the review
         while turn.cordoned:
             turn.cordoned = False
             for task in list(self._cluster.tasks.values()):
@@ -263,7 +263,7 @@ class Machine:
 
     def _from_agent(self, turn: Turn, task: Task, agent: Agent, message: wire.FromAgent) -> None:
         match message:
-            case wire.WorkerReady():  # first, as thousands come at once
+            case wire.WorkerReady():  # first, as thousands arrive at once
                 workers.said(task, turn, agent, message)
             case wire.Register() | wire.Beat():
                 raise AssertionError("handled by the caller")
@@ -391,7 +391,7 @@ class Machine:
     # ---- after each input ------------------------------------------------------------------------------------------
 
     def _review(self, turn: Turn, task: Task) -> None:
-        """Do what is due for the task now."""
+        """Carry out the steps that are due for the task now."""
         self._touched[task.id] = None
         again = True
         while again:
@@ -406,7 +406,7 @@ class Machine:
             turn.actions.append(ev.Forget(task=task.id))
 
     def _review_places(self, turn: Turn) -> None:
-        """Have tasks that share places planned anew, and do what is due: one may have made way for another."""
+        """Plan tasks that share places again, and review them: a place may have become free for another task."""
         for task in nodes.review_ended(self._cluster, turn):
             self._review(turn, task)
         review_allocation(self._cluster, turn)
@@ -415,7 +415,7 @@ class Machine:
         nodes.review(self._cluster, turn, self._told)
 
     def _keep_books(self, turn: Turn) -> None:
-        """Measure and account for what has happened. Nothing is decided by it."""
+        """Update measurements and accounts. They decide nothing."""
         for task, logged in list(turn.news):
             self._touched[task.id] = None
             measuring.take(task, turn, logged)
@@ -425,7 +425,7 @@ class Machine:
         notices.tell(turn)
 
     def _replay_pending(self, turn: Turn) -> None:
-        """Take in the agents that waited for a task's fate, once it is known."""
+        """Process the messages of agents that waited for a task's fate, once it is known."""
         for task_id in list(self._cluster.pending):
             task = self._cluster.tasks.get(task_id)
             if task is None or not _undecided(task):
@@ -446,9 +446,9 @@ class Machine:
 
 
 def _undecided(task: Task) -> bool:
-    """Whether it is still open if agents unknown to the task are of this run of it, or of a new one.
+    """Whether it is open if unknown agents belong to this run of the task or to a new one.
 
-    So it is while an ended task's agents leave, and as long as no agent of a task restored from disk has come back.
+    It is open while an ended task's agents leave, and while no agent of a restored task has reconnected.
     """
     if task.over is not None:
         return True

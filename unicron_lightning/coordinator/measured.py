@@ -1,6 +1,6 @@
-"""What was measured of a task while it ran: plain structs, kept in `state.Task` and so known to the next coordinator.
+"""Measurements of a running task: plain structs, kept in `state.Task` and so preserved for the next coordinator.
 
-`measuring` fills them, `throughput` makes the planner's inputs of them.
+`measuring` fills them; `throughput` derives the planner's inputs from them.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ class Level(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Speed(msgspec.Struct, frozen=True, kw_only=True):
-    """How long a step takes at one size, as measured last."""
+    """Duration of a step at one size, as measured last."""
 
     workers: int
     seconds: float
-    """Of a step, > 0."""
+    """Duration of a step, > 0."""
     spread: float
     """Relative standard deviation of a single interval, robustly estimated."""
     intervals: int
-    """How many were measured."""
+    """Number of measured intervals."""
     at: float
-    """time.time() of the newest."""
+    """time.time() of the newest measurement."""
 
 
 class Pace(msgspec.Struct, kw_only=True):
-    """The measurement in progress: of one settled epoch."""
+    """The measurement in progress, of one settled epoch."""
 
     epoch: int = 0
     level: Level = Level(slots=0, workers=0)
     before: Level = Level(slots=0, workers=0)
-    """Of the epoch settled before it."""
+    """Size of the previously settled epoch."""
     stands: bool = False
-    """A newer epoch was published: its step is none to measure."""
+    """Whether a newer epoch was published, so that the measurement is suspended."""
     step: int = 0
-    """The newest step that does not count: finished before the epoch, or by its transition."""
+    """Newest step that does not count: finished before the epoch, or by its transition."""
     worker: str = ""
-    """Whose reports count; the first to finish a step in the epoch. Members step together: one is enough."""
+    """Worker whose reports count: the first to finish a step in the epoch. Members step together, so one is enough."""
     at: float = 0.0
-    """When it had finished ``step``, by its clock."""
+    """time.time() at which the worker finished ``step``, by its own clock."""
     seconds: list[float] = []
-    """Per step, in the newest intervals between two of its reports."""
+    """Seconds per step, in the newest intervals between two reports."""
 
 
 class MeasuredTransition(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,29 +63,29 @@ class MeasuredTransition(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lifetimes(msgspec.Struct, kw_only=True):
-    """What ran for how long, and what of it failed."""
+    """Run times and failures of workers and slots."""
 
     workers_lost: int = 0
-    """Processes that died by themselves; not those that went with their node."""
+    """Processes that died by themselves; not those lost with their node."""
     slots_lost: int = 0
-    """Agents lost."""
+    """Number of agents lost."""
     worker_seconds: float = 0.0
     slot_seconds: float = 0.0
 
 
 class Measured(msgspec.Struct, kw_only=True):
-    """All that was measured of a task."""
+    """All measurements of a task."""
 
     flops_per_step: float | None = None
-    """As the workers tell."""
+    """FLOPs per step, as reported by the workers."""
     pace: Pace = msgspec.field(default_factory=Pace)
     speeds: dict[int, Speed] = {}
-    """By number of slots."""
+    """Step times by number of slots."""
     transitions: list[MeasuredTransition] = []
-    """The newest, oldest first."""
+    """The newest transitions, oldest first."""
     lifetimes: Lifetimes = msgspec.field(default_factory=Lifetimes)
     level: Level = Level(slots=0, workers=0)
-    """What runs since ``since``, and is not counted in `lifetimes` yet."""
+    """Size that has been running since ``since`` and is not counted in `lifetimes` yet."""
     since: float = 0.0
     begun: float = 0.0
-    """When the transition in progress began; 0 if none is."""
+    """time.time() at which the transition in progress began; 0 if there is none."""

@@ -1,12 +1,12 @@
-"""Measures tasks while they run: step times by size, transitions, what ran how long until it failed.
+"""Measurement of running tasks: step times by size, transitions, and run times until failure.
 
-Step times come from `wire.Progress`, which every worker sends once a second. Members step together, so one worker's
-word is enough: that of the first to finish a step in the epoch. The time between two of its reports over the steps
-between them is an interval; what counts is the median of the newest ones, so that validation, checkpoints and stalls do
-not.
-The measurement begins anew with each settled epoch, after its first step, which holds the transition.
+Step times come from `wire.Progress`, which every worker sends once a second. Members step together, so the reports of
+one worker are enough: the first to finish a step in the epoch. An interval is the time between two of its reports,
+divided by the steps between them. The median of the newest intervals counts, so validation, checkpoints and stalls do
+not distort it.
 
-All else comes from the events of the task's log, as they are emitted.
+The measurement restarts with each settled epoch, after its first step, which contains the transition.
+Everything else comes from the events of the task's log, as they are emitted.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from unicron_lightning.coordinator.state import Task
 from unicron_lightning.coordinator.turn import Turn
 
 _WINDOW: Final = 32
-"""Intervals of which the median is taken."""
+"""Number of intervals whose median is taken."""
 _LEAST: Final = 3
 _FIRM: Final = 8
-"""Intervals that outweigh what was known of a size from before."""
+"""Number of intervals that outweigh an earlier measurement of a size."""
 _NOISE: Final = 0.03
-"""A relative change below this is no news: plans that were made ahead stay valid."""
+"""Relative change below which a measurement is ignored, so that plans made ahead stay valid."""
 _TO_DEVIATION: Final = 1.4826
-"""Times the median absolute deviation: the standard deviation, if the values are normally distributed."""
+"""Ratio of the standard deviation to the median absolute deviation of a normal distribution."""
 _SIZES_KEPT: Final = 64
 _TRANSITIONS_KEPT: Final = 64
 
@@ -39,12 +39,12 @@ _FIRST_STEP: Final[Mapping[str, TransitionName]] = {
     "worker.grown": "grow_in_place",
     "worker.started": "restart",
 }
-"""Events that tell of the first step finished in an epoch."""
+"""Events that report the first step finished in an epoch."""
 _OWN_DEATHS: Final = ("exit", "signal", "silent", "reported")
 
 
 def progressed(task: Task, turn: Turn, message: wire.Progress) -> bool:
-    """A worker has told of its newest step; whether it is the first told of in the epoch."""
+    """Record a worker's newest step; return whether it is the first one reported in the epoch."""
     measured = task.measured
     if message.flops_per_step is not None and message.flops_per_step != measured.flops_per_step:
         measured.flops_per_step = message.flops_per_step
@@ -64,12 +64,12 @@ def progressed(task: Task, turn: Turn, message: wire.Progress) -> bool:
 
 
 def take(task: Task, turn: Turn, event: ev.Emit) -> None:
-    """Something was written to the task's event log."""
+    """Process an event of the task's log."""
     measured = task.measured
     match event.name:
         case "epoch_published" if event.fields["kind"] not in wire.PLANNED:
             measured.pace.stands = True
-            measured.begun = measured.begun or turn.now  # else a failure during a transition
+            measured.begun = measured.begun or turn.now  # otherwise a failure during a transition
         case "epoch_settled":
             _settled(task, turn, event.fields)
         case "task_restarts":
@@ -101,20 +101,20 @@ def _settled(task: Task, turn: Turn, fields: Mapping[str, Any]) -> None:
 
 
 def _stepped(task: Task, turn: Turn, kind: TransitionName) -> None:
-    """The first step of the newest settled epoch is finished; all its members say so."""
+    """Record the first finished step of the newest settled epoch; all its members report it."""
     measured = task.measured
     begun, measured.begun = measured.begun, 0.0
     pace = measured.pace
     in_place = kind == "shrink_in_place" and pace.level.workers >= pace.before.workers
     if not begun or in_place or (kind == "restart" and task.life == 1):
-        return  # Told already; or nobody left, as after a broken connection; or the start of the task.
+        return  # reported already; or no worker was lost, as after a broken connection; or the task's start
     seen = MeasuredTransition(kind=kind, seconds=max(turn.now - begun, 1e-3), at=turn.now)
     measured.transitions = [*measured.transitions, seen][-_TRANSITIONS_KEPT:]
     turn.save(task)
 
 
 def _resize(measured: Measured, turn: Turn, level: Level) -> None:
-    """From now on so much runs."""
+    """Record the size that runs from now on."""
     seconds = max(0.0, turn.now - measured.since) if measured.since else 0.0
     measured.lifetimes.slot_seconds += measured.level.slots * seconds
     measured.lifetimes.worker_seconds += measured.level.workers * seconds
@@ -122,7 +122,7 @@ def _resize(measured: Measured, turn: Turn, level: Level) -> None:
 
 
 def _keep_lifetimes(measured: Measured, turn: Turn) -> None:
-    """The task ends: what ran and what failed says something of the cluster still."""
+    """Keep the ended task's run times and failures for the cluster's statistics."""
     own, past = measured.lifetimes, turn.lasting.lifetimes
     for name in own.__struct_fields__:
         setattr(past, name, getattr(past, name) + getattr(own, name))
@@ -131,7 +131,7 @@ def _keep_lifetimes(measured: Measured, turn: Turn) -> None:
 
 
 def _conclude(task: Task, turn: Turn, pace: Pace) -> None:
-    """Note the step time of this size, if enough was measured and it is news."""
+    """Record the step time of this size, if there are enough measurements and it has changed."""
     number, known = len(pace.seconds), task.measured.speeds.get(pace.level.slots)
     if known is not None and known.workers != pace.level.workers:
         known = None

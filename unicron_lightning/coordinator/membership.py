@@ -1,15 +1,15 @@
-"""Which workers train together: epochs, and what happens to them when workers die, join or finish.
+"""Which workers train together: epochs, and the reactions to workers that die, join or finish.
 
-`review_members` compares the newest epoch with who is alive and does the next thing that is due, if any:
+`review_members` compares the newest epoch with the live workers and takes the next step that is due, if any:
 
 * no epoch in this life: form one as soon as ``min_nodes`` slots are complete;
-* a member of the epoch is dead: publish a new one with those that are left. A planned one that was not settled falls
-  back to the established members; its joiners are candidates again, for the next one;
-* all members reported: settle it with `wire.Go`; those that left with it are stopped;
+* a member of the epoch is dead: publish a new one with the remaining members. A planned one that was not settled falls
+  back to the established members; its joiners become candidates for the next one;
+* all members reported: settle the epoch with `wire.Go`; members that leave with it are stopped;
 * it is settled, and another layout is ordered: publish a ``relayout`` with the same members (see `relayout`);
-* it is settled, and members are on nodes that drain: publish a ``leave`` without them, if enough are left;
+* it is settled, and members are on draining nodes: publish a ``leave`` without them, if enough remain;
 * it is settled and there are candidates: publish a ``join``;
-* nobody is left: the task is over if a member finished, else a new life begins.
+* no member is left: the task is over if a member finished, else a new life begins.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from unicron_lightning.coordinator.turn import Turn
 
 
 def review_members(task: Task, turn: Turn) -> None:
-    """Do what is due now. Idempotent; called once after each input."""
+    """Take the step that is due now. Idempotent; called once after each input."""
     if task.over is not None or task.rebuilding or not task.elastic:
         return
     if task.epoch is None:
@@ -40,7 +40,7 @@ def review_members(task: Task, turn: Turn) -> None:
     if not live and len(missing) == len(wanted):
         _nobody_left(task, turn)
     elif died or not live or (missing and not task.settled):
-        # With nobody left to go on without them, those that were to leave go on themselves.
+        # If no other member survives, the members that were to leave continue themselves.
         _repair(task, turn, live, deaths=bool(died) or not live)
     elif not task.settled and all(task.workers[m.worker].ready == task.number for m in live):
         _settle(task, turn)
@@ -50,26 +50,26 @@ def review_members(task: Task, turn: Turn) -> None:
 
 
 def concerned(task: Task) -> list[str]:
-    """Agents whose workers the newest epoch is for."""
+    """List the agents that the newest epoch is sent to."""
     return list(dict.fromkeys(task.workers[w].agent for w in needed(task) if w in task.workers))
 
 
 def needed(task: Task) -> list[str]:
-    """Workers that must live for the newest epoch: its members, and until a planned one is settled those that leave."""
+    """List workers that the newest epoch depends on: its members and, until a planned one settles, those that leave."""
     pending = task.epoch is not None and not task.settled and task.epoch.kind in wire.PLANNED
     before = [worker for worker in task.established if worker not in task.finished] if pending else []
     return list(dict.fromkeys([*(member.worker for member in task.members()), *before]))
 
 
 def open_incident(task: Task) -> None:
-    """Give the failure an id, unless it belongs to one that is not recovered from yet."""
+    """Give the failure an id, unless it belongs to an incident that is still being recovered from."""
     if task.incident is None and task.over is None:
         task.incidents += 1
         task.incident = f"i{task.incidents}"
 
 
 def bury(task: Task, worker: Worker) -> None:
-    """Take a worker that died, was fenced or finished out of the task, for good."""
+    """Remove a worker that died, was fenced or finished from the task, permanently."""
     del task.workers[worker.id]
     agent = task.agents.get(worker.agent)
     if agent is not None and worker.id not in agent.gone:
@@ -77,7 +77,7 @@ def bury(task: Task, worker: Worker) -> None:
 
 
 def expel(task: Task, turn: Turn, worker: Worker, reason: str) -> None:
-    """Take a live worker out and have its process killed."""
+    """Remove a live worker and have its process killed."""
     agent = task.agents.get(worker.agent)
     bury(task, worker)
     if agent is not None:
@@ -85,7 +85,7 @@ def expel(task: Task, turn: Turn, worker: Worker, reason: str) -> None:
 
 
 def comm_error_due(task: Task, turn: Turn) -> None:
-    """No death explained the communication error in time: try again with the same members (SEV3, in place)."""
+    """Retry with the same members: no death explained the communication error in time (SEV3, in place)."""
     number, task.comm_error_epoch = task.comm_error_epoch, 0
     if task.over is not None or number != task.number or task.rebuilding or task.epoch is None:
         return
@@ -96,7 +96,7 @@ def comm_error_due(task: Task, turn: Turn) -> None:
 
 
 def rebuild_due(task: Task, turn: Turn) -> None:
-    """All agents had time to tell what they know: go on with the workers that hold the task's state."""
+    """Resume with the workers that hold the task's state, after all agents had time to register."""
     task.rebuilding = False
     turn.places_changed = True
     turn.save(task)
@@ -111,13 +111,13 @@ def rebuild_due(task: Task, turn: Turn) -> None:
 
 
 def _holds_state(worker: Worker) -> bool:
-    """Whether the worker has the task's state: it has said so, or has stepped since it said that it had none."""
+    """Whether the worker has the task's state: it reported so, or has stepped since it reported that it had none."""
     told = worker.state.get("step")
     return bool(worker.state.get("has_state", True)) or worker.step > (told if isinstance(told, int) else 0)
 
 
 def finish(task: Task, turn: Turn, *, succeeded: bool, reason: str) -> None:
-    """The task ends: tell everyone."""
+    """End the task and notify all its agents."""
     task.over = succeeded
     ended(task, turn, succeeded=succeeded, reason=reason)
     for agent in task.agents.values():
@@ -137,7 +137,7 @@ def _form(task: Task, turn: Turn) -> None:
 
 
 def welcome(task: Task, turn: Turn, agent: Agent, worker: Worker) -> None:
-    """Tell a worker its part (again)."""
+    """Send a worker its role, possibly again."""
     resume = task.checkpoint.path if worker.founder and task.life > 1 and task.checkpoint else None
     word = wire.Welcome(
         worker=worker.id,
@@ -153,7 +153,7 @@ def welcome(task: Task, turn: Turn, agent: Agent, worker: Worker) -> None:
 
 
 def _turn_into_joiners(task: Task, turn: Turn, members: set[str]) -> None:
-    """Founders that were not ready in time are told to join: the others do not wait for them while they set up."""
+    """Turn founders that were not ready in time into joiners: members do not wait for their set-up."""
     for worker in task.workers.values():
         if worker.founder and worker.id not in members:
             worker.founder = worker.built = False
@@ -161,14 +161,14 @@ def _turn_into_joiners(task: Task, turn: Turn, members: set[str]) -> None:
 
 
 def _repair(task: Task, turn: Turn, live: list[wire.Member], *, deaths: bool) -> None:
-    """Publish the epoch that follows from members being gone."""
+    """Publish the epoch that follows the loss of members."""
     assert task.epoch is not None
     kind = task.epoch.kind
     core = _core(task)
     if task.settled:
         _publish(task, turn, "fail", live)
     elif kind not in wire.PLANNED:
-        # Nobody has state before the first epoch of a life is settled: it stays what it is, with fewer members.
+        # No worker has state before a life's first epoch is settled: the kind stays, with fewer members.
         _publish(task, turn, kind, live)
     elif not core:
         _nobody_left(task, turn)
@@ -179,16 +179,16 @@ def _repair(task: Task, turn: Turn, live: list[wire.Member], *, deaths: bool) ->
 
 
 def _core(task: Task) -> list[wire.Member]:
-    """The live ones of those that have the task's state, in their order."""
+    """Return the live members that have the task's state, in their order."""
     return [_member(task, task.workers[worker]) for worker in task.established if worker in task.workers]
 
 
 def _settle(task: Task, turn: Turn) -> None:
     assert task.epoch is not None
-    # A member that finished while the epoch was pending has led to a new epoch: all members live here.
+    # A member that finished while the epoch was pending has led to a new epoch: all members are alive here.
     states = {member.worker: task.workers[member.worker].state for member in task.epoch.members}
     if not any(state.get("has_state", True) for state in states.values()):
-        _nobody_left(task, turn)  # joiners whose donors died before they gave
+        _nobody_left(task, turn)  # joiners whose donors died before sending the state
         return
     left = [worker for worker in task.established if worker in task.workers and worker not in states]
     task.go = wire.Go(epoch=task.number, states=states)
@@ -202,7 +202,7 @@ def _settle(task: Task, turn: Turn) -> None:
 
 
 def send_go(task: Task, turn: Turn, only: str | None = None) -> None:
-    """Tell the members' agents, or one of them, that the newest epoch is settled."""
+    """Notify the members' agents, or one of them, that the newest epoch is settled."""
     assert task.go is not None
     for agent_id in dict.fromkeys(member.agent for member in task.members()):
         if agent_id in task.agents and only in (None, agent_id):
@@ -210,7 +210,7 @@ def send_go(task: Task, turn: Turn, only: str | None = None) -> None:
 
 
 def _dismiss(task: Task, turn: Turn, agent_id: str, reason: str | None = None) -> None:
-    """The task goes on without the workers of an agent: they wait, or have not started, and are stopped."""
+    """Continue without the workers of an agent: they wait, or have not started, and are stopped."""
     agent = task.agents[agent_id]
     for worker in task.workers_of(agent_id):
         bury(task, worker)
@@ -218,7 +218,7 @@ def _dismiss(task: Task, turn: Turn, agent_id: str, reason: str | None = None) -
 
 
 def pause(task: Task, turn: Turn) -> None:
-    """The plan gives the task no place: all its workers stop. With a place again it goes on from its checkpoint."""
+    """Stop all workers because the plan gives the task no place; it later resumes from its checkpoint."""
     for agent_id in list(task.slots):
         _dismiss(task, turn, agent_id)
     task.formed = False
@@ -229,27 +229,27 @@ def pause(task: Task, turn: Turn) -> None:
 
 
 def start_anew(task: Task, turn: Turn) -> None:
-    """All members wait, having written the newest checkpoint: the next life begins from it, maybe in another layout."""
+    """Begin the next life from the checkpoint that all waiting members have written, maybe in another layout."""
     relayout.take_up(task, turn)
     _begin_in_another_layout(task, turn)
 
 
 def go_back(task: Task, turn: Turn, reason: str) -> None:
-    """The task's workers can do nothing in a layout that was ordered: the next life has the one before."""
-    if task.layouts.untried:  # and nobody was left meanwhile
+    """Return to the previous layout if the workers fail in the one that was ordered."""
+    if task.layouts.untried:  # and no worker was left meanwhile
         relayout.give_up(task, turn, reason)
         _begin_in_another_layout(task, turn)
 
 
 def _begin_in_another_layout(task: Task, turn: Turn) -> None:
-    """All workers are stopped; those that come build the model in the layout that is in force now."""
+    """Stop all workers; their replacements build the model in the layout that is in force now."""
     for agent_id in list(task.slots):
         _dismiss(task, turn, agent_id, "the task starts anew in another layout")
     _new_life(task, turn)
 
 
 def _resize(task: Task, turn: Turn) -> None:
-    """What is planned for the next step boundary: another layout, a leave or a join, if one is due."""
+    """Plan the change for the next step boundary, if one is due: another layout, a leave or a join."""
     if task.finishing:
         return
     if relayout.due(task):
@@ -272,12 +272,12 @@ def _resize(task: Task, turn: Turn) -> None:
     ):
         task.incident = None
         _publish(task, turn, "leave", staying)
-    elif len(task.workers) > len(members):  # all members live, so that there are candidates
+    elif len(task.workers) > len(members):  # all members live, so candidates exist
         _admit(task, turn, away, task.capacity() - len(staying))
 
 
 def _within(capacity: int, members: list[wire.Member]) -> list[wire.Member]:
-    """Without the newest agents that the task cannot use: there are such when those that were to leave may stay."""
+    """Drop the newest agents beyond the task's capacity, which arise when departing members may stay."""
     if len(members) <= capacity:
         return members
     left = len(members)
@@ -290,9 +290,9 @@ def _within(capacity: int, members: list[wire.Member]) -> list[wire.Member]:
 
 
 def _admit(task: Task, turn: Turn, away: set[str], room: int) -> None:
-    """Publish a join if there are candidates and room; workers of the agents ``away`` are none.
+    """Publish a join if there are candidates and room; workers of the agents ``away`` are not candidates.
 
-    Those that leave when the others have come do not count against the room: for a step some may have nothing to do.
+    Members that leave after the join do not count against the room: for one step, some may have no work.
     """
     members = task.members()
     present = {member.worker for member in members}
@@ -311,7 +311,7 @@ def _admit(task: Task, turn: Turn, away: set[str], room: int) -> None:
 
 
 def _siblings_ready(task: Task, worker: Worker) -> bool:
-    """Whether all workers that the agent starts in its round can join, or are gone: one join is cheaper than two."""
+    """Whether all workers of the agent's round can join, or are gone: one join is cheaper than two."""
     agent = task.agents[worker.agent]
     built = sum(1 for sibling in task.workers_of(agent.id) if sibling.built)
     return agent.local_world is not None and built + len(agent.gone) >= agent.local_world
@@ -334,7 +334,7 @@ def _publish(task: Task, turn: Turn, kind: wire.EpochKind, members: list[wire.Me
         kind=kind,
         members=members,
         store=store,
-        # Fewer nodes than the minimum because the task can't use more workers is no reason to wait.
+        # A world below the minimum, because the task can't use more workers, does not wait.
         hold=nodes < task.min_nodes and len(members) < task.capacity(),
         incident=task.incident,
         published_at=turn.now,
@@ -347,7 +347,7 @@ def _publish(task: Task, turn: Turn, kind: wire.EpochKind, members: list[wire.Me
 
 
 def _key(secret: bytes, epoch: str) -> str:
-    """128 bits that follow from the epoch for whoever knows the secret."""
+    """Derive the epoch's 128-bit key from the coordinator's secret."""
     return hmac.new(secret, epoch.encode(), "sha256").hexdigest()[:32]
 
 
@@ -357,9 +357,9 @@ def _member(task: Task, worker: Worker) -> wire.Member:
 
 
 def _nobody_left(task: Task, turn: Turn) -> None:
-    """No member with state is alive: the end, or a new life from the newest persistent checkpoint."""
+    """End the task, or begin a new life from the newest persistent checkpoint: no member with state is alive."""
     if task.finishing:
-        # The members finish the same step together: one that ended well had all of the task's work behind it.
+        # Members finish the same step together: one that succeeded had completed all of the task's work.
         finish(task, turn, succeeded=True, reason="all members finished")
         return
     relayout.give_up(task, turn)

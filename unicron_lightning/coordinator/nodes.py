@@ -1,12 +1,11 @@
-"""Nodes with a daemon: who is there, and which torchrun agents each daemon is to run.
+"""Nodes with a daemon: registration, and the torchrun agents that each daemon has to run.
 
-A daemon runs an agent of a job at every place that the plan assigns to the job. What was once launched stays, as a
-stand-by if the place is another task's now, until the job is over: to have the place again then costs a start of
-workers and none of torchrun. When the job has ended well its agents are left to end by themselves; else they are
-stopped.
+A daemon runs an agent of a job at every place that the plan assigns to the job. A launched agent stays until the job is
+over, as a stand-by if the place now belongs to another task: regaining the place then costs a start of workers but none
+of torchrun. After a successful job the agents exit by themselves; otherwise they are stopped.
 
-A daemon that is away for longer than the grace takes its places with it. What it runs has connections of its own and is
-judged by those.
+A daemon that is away for longer than the grace period takes its places with it. The agents it runs have connections of
+their own and are judged by those.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from unicron_lightning.nodewire import Launch, NodeHello, NodeReport, NodeRun, N
 
 
 def of_conn(cluster: Cluster, conn: int) -> Node | None:
-    """The node whose daemon has this connection."""
+    """Return the node whose daemon has this connection."""
     return next((node for node in cluster.nodes.values() if node.conn == conn), None)
 
 
 def hello(cluster: Cluster, turn: Turn, conn: int, message: NodeHello) -> None:
-    """A daemon's (new) connection begins."""
+    """Handle a daemon's (new) connection."""
     old = cluster.nodes.get(message.node)
     reason = _refusal(old, message)
     if reason is not None:
@@ -63,7 +62,7 @@ def hello(cluster: Cluster, turn: Turn, conn: int, message: NodeHello) -> None:
 
 
 def report(turn: Turn, node: Node, message: NodeReport) -> None:
-    """A daemon tells what it runs now."""
+    """Handle a daemon's report of the agents it runs."""
     before = {_key(each): each for each in node.tasks}
     tasks = [each for each in message.tasks if problem(each.job) is None]
     for each in tasks:
@@ -73,17 +72,17 @@ def report(turn: Turn, node: Node, message: NodeReport) -> None:
             fields["reason"] = each.reason
             turn.actions.append(ev.Emit(name="launch_ended", task=each.job.name, incident=None, fields=fields))
     node.tasks = tasks
-    turn.places_changed = True  # not worth saving: a daemon tells it anew
+    turn.places_changed = True  # not saved: daemons report it again
 
 
 def disconnected(turn: Turn, node: Node) -> None:
-    """The daemon's connection has ended: it has a moment to come back."""
+    """Handle the end of the daemon's connection: a grace period to return begins."""
     node.conn = None
     turn.timer("node_lost", turn.limits.reconnect_grace, agent=node.label)
 
 
 def lost_due(cluster: Cluster, turn: Turn, label: str) -> None:
-    """The daemon did not come back in time."""
+    """Declare the node lost: the daemon did not return in time."""
     node = cluster.nodes.get(label)
     if node is None or node.conn is not None:
         return
@@ -93,32 +92,32 @@ def lost_due(cluster: Cluster, turn: Turn, label: str) -> None:
 
 
 def restore(cluster: Cluster, turn: Turn) -> None:
-    """Go on with the nodes of an earlier coordinator process: no daemon is connected yet."""
+    """Restore the nodes of an earlier coordinator process: no daemon is connected yet."""
     for node in cluster.nodes.values():
         node.conn = None
         turn.timer("node_lost", turn.limits.restart_grace, agent=node.label)
 
 
 class Told:
-    """What all daemons have heard of, so that not each is looked at where nothing has changed."""
+    """The orders already sent to all daemons, which spares a look at each node while nothing changes."""
 
     def __init__(self) -> None:
         self._assigned: dict[str, str] | None = None
         self._jobs: dict[str, Job] = {}
 
     def have(self, lasting: Lasting) -> bool:
-        """Whether all daemons that were there have been told of everything."""
+        """Whether every connected daemon has received all present orders."""
         return self._assigned == lasting.assigned and self._jobs == lasting.jobs
 
     def are(self, cluster: Cluster) -> None:
-        """All have been told; but those with agents that are ending will be told when these have."""
+        """Record that all orders are sent; daemons with ending agents are updated again when these have exited."""
         ending = any(launch.ending for node in cluster.nodes.values() for launch in node.launches)
         self._assigned = None if ending else dict(cluster.lasting.assigned)
         self._jobs = dict(cluster.lasting.jobs)
 
 
 def review(cluster: Cluster, turn: Turn, told: Told) -> None:
-    """Tell each daemon what it is to run, if that has changed. Idempotent."""
+    """Send each daemon the agents it has to run, if they have changed. Idempotent."""
     have = told.have(cluster.lasting)
     for node in cluster.nodes.values():
         if not node.untold and (have or _is_told(cluster, node)):
@@ -135,10 +134,11 @@ def review(cluster: Cluster, turn: Turn, told: Told) -> None:
 
 
 def review_ended(cluster: Cluster, turn: Turn) -> list[Task]:
-    """End the jobs of which nothing runs any more by torchrun's own doing; returns them.
+    """End and return the jobs whose torchrun agents have all exited by themselves.
 
-    It gave up (its restarts are used, or its options are refused); or it ended well while the coordinator was away, so
-    that its agent could not say so.
+    Either torchrun failed (its restarts are exhausted, or its options are refused), or it succeeded while the
+    coordinator
+    was away, so that its agent could not report.
     """
     ended: list[Task] = []
     alone = [job for job in cluster.lasting.jobs.values() if job.name in cluster.tasks]
@@ -164,9 +164,9 @@ def review_ended(cluster: Cluster, turn: Turn) -> list[Task]:
 
 
 def outdated(cluster: Cluster, message: wire.Register) -> str | None:
-    """Why an agent that a daemon started can't begin: its job is over. None if it is of no daemon, or its job is not.
+    """Return why a daemon's agent can't register: its job is over. None if it may, or was not started by a daemon.
 
-    It was told too late: it was still starting. It must not begin the task anew.
+    The agent was still starting when the job ended. It must not start the task again.
     """
     node = cluster.nodes.get(message.node)
     own = next((each for each in node.tasks if each.pid == message.pid), None) if node else None
@@ -188,7 +188,7 @@ def _refusal(old: Node | None, message: NodeHello) -> str | None:
 
 
 def _usable(turn: Turn, node: str, tasks: Sequence[NodeTask]) -> list[NodeTask]:
-    """Those of a daemon's jobs that could have been submitted; it is told to stop others."""
+    """Return the valid jobs of a daemon; it is ordered to stop the others."""
     usable: list[NodeTask] = []
     for each in tasks:
         if (wrong := problem(each.job)) is None:
@@ -200,7 +200,7 @@ def _usable(turn: Turn, node: str, tasks: Sequence[NodeTask]) -> list[NodeTask]:
 
 
 def _adopt(cluster: Cluster, turn: Turn, job: Job) -> None:
-    """Believe a daemon that there is such a job, if nothing else is known: the coordinator has lost its store."""
+    """Accept a job that only a daemon knows of, because the coordinator has lost its store."""
     known = cluster.lasting.jobs.get(job.name)
     result = jobs.result_of(cluster.lasting, job.name)
     if known is None and (result is None or result.submitted_at < job.submitted_at):
@@ -208,7 +208,7 @@ def _adopt(cluster: Cluster, turn: Turn, job: Job) -> None:
 
 
 def _is_told(cluster: Cluster, node: Node) -> bool:
-    """Whether nothing can have changed for the node: all its jobs are there, and those that its places are for."""
+    """Whether nothing can have changed for the node: its launches match its jobs and its places."""
     lasting = cluster.lasting
     for launch in node.launches:
         job = lasting.jobs.get(launch.job.name)

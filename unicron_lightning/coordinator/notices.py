@@ -1,8 +1,8 @@
-"""What workers are told of their task's event log, for the callbacks that show it (`wire.Notice`).
+"""Events of the task's log that are sent to workers, for callbacks that display them (`wire.Notice`).
 
-Every line that belongs to an incident: that something failed, what was done about it, what it has cost; and what is
-slow. Not the epochs, of which workers are told in any case, and nothing that other workers say of their own part.
-Notices go out last, so that no recovery waits for them; whoever is away does not get them later.
+Every event of an incident is sent (the failure, the reaction, the cost), and events about slowness. Epochs are not,
+because workers receive them anyway, nor are reports of other workers about themselves.
+Notices are sent last, so that no recovery waits for them; an agent that is away does not receive them later.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from unicron_lightning.coordinator.turn import Turn
 
 _KNOWN: Final = ("epoch_published", "epoch_settled")
 _ALSO: Final = ("task_degraded", "task_normal", "straggler", "straggler_over")
-"""Told though they belong to no incident."""
+"""Names of events that are sent although they belong to no incident."""
 
 
 def tell(turn: Turn) -> None:
-    """Send what was logged in this turn to the agents of the tasks that it is about."""
+    """Send the events logged in this turn to the agents of their tasks."""
     for task, event in turn.news:
         of_incident = event.incident is not None and event.name not in _KNOWN and not event.name.startswith("worker.")
         if of_incident or event.name in _ALSO:

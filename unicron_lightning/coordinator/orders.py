@@ -1,4 +1,4 @@
-"""What an operator orders for nodes."""
+"""Orders of an operator for nodes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from unicron_lightning.coordinator.turn import Turn
 
 
 def drained(lasting: Lasting) -> list[str]:
-    """The nodes, or agents, that are to have no workers: by an operator's order, or cordoned."""
+    """Return the nodes, or agents, that get no workers: drained by an operator, or cordoned."""
     return [*lasting.drained, *(node for node in lasting.cordoned if node not in lasting.drained)]
 
 
 def drain(cluster: Cluster, turn: Turn, event: ev.Drain) -> bool:
-    """Note that a node is to have no workers, or may have some again; tells whether that is new."""
+    """Record that a node is drained, or no longer is; return whether that is a change."""
     lasting = cluster.lasting
     if event.drained and event.node not in lasting.drained:
         lasting.drained.append(event.node)

@@ -1,4 +1,4 @@
-"""What is known of an agent's exchanges of data with others of its task; a part of `state.Agent`."""
+"""State of an agent's data exchanges with others of its task; a part of `state.Agent`."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from unicron_lightning.detection.pairs import Bad
 
 
 class Paired(msgspec.Struct, kw_only=True):
-    """Of one agent. Used only where the check is wanted; see `pairing`."""
+    """Exchanges of one agent. Used only where the check is enabled; see `pairing`."""
 
     passed: bool = False
-    """It may have workers."""
+    """Whether the agent may have workers."""
     proof: str = ""
-    """The agent with which an exchange was good; "" while there was none, as if it was alone."""
+    """Agent of the successful exchange; "" if there was none, e.g. because the agent was alone."""
     suspect: bool = False
-    """An exchange with it failed for one that had a good one with another."""
+    """Whether an exchange with this agent failed for one that succeeded with another."""
 
     count: int = 0
     check: str = ""
-    """Name of the exchange that it has asked for and that goes on; "" if none does."""
+    """Name of the exchange in progress that the agent has requested; "" if there is none."""
     partner: str = ""
-    """With whom."""
+    """Partner of the exchange in progress."""
     asked: bool = False
-    """The partner serves, and the agent was told where."""
+    """Whether the partner serves, and the agent was notified of its address."""
     told: str = ""
-    """Why it failed, by the agent's word; the partner's is awaited."""
+    """Cause of the failure as reported by the agent, while the partner's report is awaited."""
     saw: str = ""
-    """Why it failed, by the partner's word; the agent's is awaited."""
+    """Cause of the failure as reported by the partner, while the agent's report is awaited."""
 
     bad: list[Bad] = []
-    """Those that failed, since it last began."""
+    """Failed exchanges of the present attempt."""
     reason: str = ""
-    """Why it is not admitted; "" if it is, or that is not known yet."""
+    """Reason why the agent is not admitted; "" if it is, or the result is open."""
     rests: bool = False
-    """It was not admitted, and waits for the next try."""
+    """Whether the agent was not admitted and waits for the next attempt."""
 
     def ended(self) -> None:
-        """No exchange goes on any more."""
+        """Clear the exchange in progress."""
         self.check = self.partner = self.told = self.saw = ""
         self.asked = False

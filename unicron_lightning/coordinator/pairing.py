@@ -1,19 +1,19 @@
-"""The pairwise check: before an agent has workers it exchanges data with one of another node of its task.
+"""The pairwise check: before an agent has workers it exchanges data with an agent of another node of its task.
 
 Rules:
 
-* Partners are, in this order: agents that have a slot, those that have passed, those that wait; suspects come last in
-  each. A node takes part in one exchange at a time, so that none is slowed by another.
-* A good exchange admits both, if the other one waits too. Agents of a node that has passed, or has workers, pass with
-  it.
-* After a failed one a second partner is tried. If that fails too the node is to blame. If it is good the node is
-  admitted, and the first partner is *suspected*: an event, and if it waits itself and was admitted only because it was
-  alone, it has to pass now.
-* With no second partner the node is not admitted, as its workers could not reach the others'; whose link it is is not
-  known.
-* An agent that is not admitted tries again after a while, and at once when a partner has gone or a new one has come.
-* Who has nobody to exchange data with is admitted.
-* A failed exchange counts once the partner has said what it saw: if it is gone instead, nothing follows from it.
+* Partners are chosen in this order: agents that have a slot, those that have passed, those that wait; suspects come
+  last in each group. A node takes part in one exchange at a time, so that no exchange slows another.
+* A successful exchange admits both agents, if the partner waits too. Agents of a node that has passed, or has workers,
+  pass with it.
+* After a failed exchange a second partner is tried. If that fails too, the agent's node is to blame. If it succeeds,
+  the node is admitted and the first partner is *suspected*: an event is logged, and a partner that waits itself and was
+  admitted only because it was alone has to pass now.
+* Without a second partner the node is not admitted, as its workers could not reach the others'; the fault may be in
+  either link.
+* An agent that is not admitted tries again after a while, and at once when a partner leaves or a new one registers.
+* An agent with no possible partner is admitted.
+* A failed exchange counts once the partner has reported its side; if the partner is gone, the exchange is ignored.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from unicron_lightning.coordinator.turn import Turn
 from unicron_lightning.detection import pairs
 
 ANSWER_SECONDS: Final = 10.0
-"""How long an agent's word is waited for beyond what the exchange may take: longer than silence is borne."""
+"""Seconds to wait for an agent's report beyond an exchange's limit: more than the longest tolerated silence."""
 KIND: Final = "link_degraded"
 
 
 def review(task: Task, turn: Turn) -> None:
-    """Begin the exchanges that are due, and admit or bar those of whom enough is known. Idempotent."""
+    """Start the exchanges that are due; admit or bar agents whose result is known. Idempotent."""
     limits = turn.limits.pairs
     if not limits.check or task.over is not None or task.finishing or task.restoring or task.rebuilding:
         return
@@ -50,10 +50,10 @@ def review(task: Task, turn: Turn) -> None:
 
 
 def told(task: Task, turn: Turn, agent: Agent, message: wire.PairServing | wire.PairResult) -> None:
-    """An agent tells of an exchange."""
+    """Handle an agent's report of an exchange."""
     newcomer = task.agents.get(message.check.rpartition("#")[0])
     if newcomer is None or newcomer.paired.check != message.check:
-        return  # it is over
+        return  # the exchange is over
     paired = newcomer.paired
     partner = task.agents.get(paired.partner)
     if isinstance(message, wire.PairServing):
@@ -71,18 +71,18 @@ def told(task: Task, turn: Turn, agent: Agent, message: wire.PairServing | wire.
 
 
 def due(task: Task, turn: Turn, agent: Agent) -> None:
-    """An agent is to be tried again, or its exchange has taken too long."""
+    """Retry an agent that was barred, or fail its exchange that has timed out."""
     paired = agent.paired
     if paired.rests:
         paired.rests, paired.bad = False, []
         turn.save(task)
     elif paired.check:
-        silent = "its agent does not answer" if not paired.asked else "no word of it came from this agent"
+        silent = "its agent does not answer" if not paired.asked else "this agent sent no report"
         _failed(task, turn, agent, paired.told or silent, "nothing" if paired.told else "")
 
 
 def restore(task: Task) -> None:
-    """Go on with a task of an earlier coordinator process, whose timers are gone: what was going on begins anew."""
+    """Restore a task of an earlier coordinator process, whose timers are gone: exchanges start over."""
     for agent in task.agents.values():
         agent.paired.ended()
         agent.paired.rests, agent.paired.bad = False, []
@@ -93,7 +93,7 @@ def _is_in(task: Task, agent: Agent) -> bool:
 
 
 def _forget_gone(task: Task, turn: Turn, agent: Agent) -> None:
-    """Nothing follows from what partners have done that are not there any more."""
+    """Discard exchanges with partners that have left."""
     paired = agent.paired
     if paired.check and paired.partner not in task.agents:
         paired.ended()
@@ -136,7 +136,7 @@ def _try(task: Task, turn: Turn, agent: Agent, untried: list[Agent]) -> None:
     busy = {task.agents[name].node for one in running for name in (one.id, one.paired.partner) if name in task.agents}
     free = [other for other in untried if other.conn is not None and other.node not in busy]
     if agent.node in busy or not free:
-        return  # the end of an exchange, or of an agent's absence, brings this up again
+        return  # the end of an exchange, or an agent's return, triggers another review
     partner = min(
         free,
         key=lambda one: (one.id not in task.slots, not one.paired.passed, one.paired.suspect, one.arrived, one.id),
@@ -210,7 +210,7 @@ def _succeeded(task: Task, turn: Turn, agent: Agent, result: wire.PairResult) ->
 
 
 def _suspect(task: Task, turn: Turn, bad: pairs.Bad, agent: Agent) -> None:
-    """Somebody whose exchange with this one failed has had a good one with another."""
+    """Suspect an agent whose exchange with this one failed, while this one succeeded with another."""
     other = task.agents.get(bad.agent)
     if other is None or other.paired.suspect:
         return
@@ -246,7 +246,7 @@ def _bar(task: Task, turn: Turn, agent: Agent) -> None:
         return
     turn.send(agent, wire.Barred(reason=agent.barred))
     if any(one.node == agent.node and one.paired.reason for one in task.agents.values() if one is not agent):
-        return  # told of the node already
+        return  # the node was reported already
     partners = [{"agent": b.agent, "node": b.node, "cause": b.cause, "partner_saw": b.saw} for b in paired.bad]
     word = wire.ErrorReport(
         worker=None,

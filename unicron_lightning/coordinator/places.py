@@ -1,8 +1,8 @@
-"""Places: accelerators that agents of several tasks share, and who may use which.
+"""Places: accelerators that agents of several tasks share, and the tasks that may use them.
 
-A place is a slot of a node by its label. Agents of different tasks may stand ready at the same one; the plan assigns it
-to one task, and only that task's agent may have workers there. Agents without a label have accelerators of their own,
-which no plan gives away.
+A place is a slot of a node by its label. Agents of different tasks may stand ready at the same place; the plan assigns
+it to one task, and only that task's agent may have workers there. Agents without a label have accelerators of their
+own, which no plan assigns.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 from unicron_lightning.coordinator.state import Agent, Cluster, Node, Task
 
 NOBODY: Final = ""
-"""Stands for a task where the plan leaves a place unused."""
+"""Task name of a place that the plan leaves unused."""
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,8 +25,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: ``<node>/<slot>``.
-        node: where it is.
-        tasks: those that could use it, sorted.
+        node: the node that it belongs to.
+        tasks: tasks that could use it, sorted.
     """
 
     name: str
@@ -35,11 +35,11 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Places(list[Place]):
-    """Places by name, not to be changed, and what follows from them; nearly all are alike."""
+    """Immutable list of places by name, with cached derivations; nearly all places are alike."""
 
     @cached_property
     def kinds(self) -> list[tuple[tuple[str, ...], list[str]]]:
-        """Which tasks can use which places. `usable_places` gives places that are alike one tuple."""
+        """Group places by the tasks that can use them. `usable_places` gives places that are alike the same tuple."""
         kinds: dict[int, tuple[tuple[str, ...], list[str]]] = {}
         for place in self:
             kinds.setdefault(id(place.tasks), (place.tasks, []))[1].append(place.name)
@@ -52,16 +52,18 @@ class Places(list[Place]):
 
 
 class DaemonPlaces:
-    """The places of nodes that have a daemon, for all jobs. There may be thousands: made anew only if they change."""
+    """Places of nodes that have a daemon, for all jobs. There may be thousands, so they are rebuilt only on a
+    change.
+    """
 
     def __init__(self) -> None:
         self._of: tuple[list[Node], frozenset[str], frozenset[str]] | None = None
         self.nodes: dict[str, str] = {}
-        """By place."""
+        """Node of each place."""
         self.places = Places()
 
     def look(self, nodes: list[Node], jobs: frozenset[str], out: frozenset[str]) -> None:
-        """Take note of the nodes that there are, of the jobs, and of nodes that are not to be used."""
+        """Update the places from the nodes, the jobs and the nodes that must not be used."""
         of = (nodes, jobs, out)
         if of != self._of:
             self._of = of
@@ -72,21 +74,22 @@ class DaemonPlaces:
 
 
 def usable_places(cluster: Cluster, daemons: DaemonPlaces | None = None) -> Places:
-    """Places that tasks may use now, by name: those of agents that are there or may come back, undrained.
+    """Return places that tasks may use now, by name: those of undrained agents that are present or may return.
 
-    An agent that has gone takes its task's claim with it, and the place if no other task has an agent there. Every job
-    can use the slots of nodes that have a daemon: it starts the agents where they are wanted.
+    An agent that has left takes its task's claim with it, and the place if no other task has an agent there. Every job
+    can
+    use the slots of nodes that have a daemon, which starts agents where needed.
 
     Args:
-        cluster: everything.
-        daemons: what is remembered from the last time.
+        cluster: the whole state.
+        daemons: cached places of the previous call.
     """
     daemons = DaemonPlaces() if daemons is None else daemons
     jobs = frozenset(job for job in cluster.lasting.jobs if job in cluster.tasks)
     out = frozenset((*cluster.lasting.drained, *cluster.lasting.cordoned))
     daemons.look(list(cluster.nodes.values()), jobs, out)
     others: dict[str, tuple[str, frozenset[str]]] = {}
-    """Node and tasks of places that others can use, too."""
+    """Node and tasks of places that other tasks can use, too."""
     for task in cluster.tasks.values():
         if task.over is not None:
             continue
@@ -100,14 +103,16 @@ def usable_places(cluster: Cluster, daemons: DaemonPlaces | None = None) -> Plac
         return daemons.places
     in_order = {able: tuple(sorted(able)) for able in {able for _, able in others.values()}}
     if daemons.places:
-        in_order[jobs] = daemons.places[0].tasks  # one tuple for those that are alike
+        in_order[jobs] = daemons.places[0].tasks  # places that are alike share one tuple
     found = {place.name: place for place in daemons.places}
     found |= {name: Place(name=name, node=node, tasks=in_order[able]) for name, (node, able) in others.items()}
     return Places(found[name] for name in sorted(found))
 
 
 def users(places: Collection[Place]) -> dict[str, frozenset[str]]:
-    """By place, who can use it. Places that are alike share one set, which is quicker to ask than their tuple."""
+    """Map each place to the tasks that can use it. Places that are alike share one set, which is faster than a
+    tuple.
+    """
     sets: dict[int, frozenset[str]] = {}
     by_place = {}
     for place in places:
@@ -119,7 +124,7 @@ def users(places: Collection[Place]) -> dict[str, frozenset[str]]:
 
 
 def competing_tasks(cluster: Cluster) -> list[Task]:
-    """Tasks that have agents at places, or could have, by id."""
+    """Return tasks that have agents at places, or could have, by id."""
     return sorted(_competing(cluster), key=lambda task: task.id)
 
 
@@ -129,8 +134,9 @@ def several_compete(cluster: Cluster) -> bool:
 
 
 def occupants(cluster: Cluster, nodes: Collection[str]) -> dict[str, tuple[Task, Agent]]:
-    """By place of some nodes, whose agent has workers there, or may have: it has not come back to wait since its slot
-    was granted.
+    """Map places of some nodes to the agent that has workers there, or may have.
+
+    An agent may have workers while it has not rejoined the rendezvous since its slot was granted.
     """
     there = ((task, a) for task in cluster.tasks.values() for a in task.agents.values() if a.node in nodes)
     return {
@@ -152,15 +158,16 @@ def is_elsewhere(cluster: Cluster, agent: Agent) -> bool:
 
 
 def is_assigned(cluster: Cluster, agent: Agent) -> bool:
-    """Whether the agent's accelerators are its own, or its place is its task's by the plan in force."""
+    """Whether the agent's accelerators are its own, or the plan in force assigns its place to its task."""
     return agent.place is None or cluster.lasting.assigned.get(agent.place) == agent.task
 
 
 def _counts(cluster: Cluster, task: Task, agent: Agent) -> bool:
     """Whether the task can use the agent's place.
 
-    One that has just lost its connection makes no new claim, as its node may be gone and its neighbours will be found
-    to be in a moment; what its task has is its task's until it is given up.
+    An agent that has just lost its connection makes no new claim, since its node may be gone, and its neighbours' loss
+    is
+    then detected shortly. A place of its task stays with the task until the agent is declared lost.
     """
     its_own = cluster.lasting.assigned.get(agent.place or "") == task.id
     there = its_own or task.restoring or (agent.conn is not None and not agent.fresh)
@@ -168,6 +175,6 @@ def _counts(cluster: Cluster, task: Task, agent: Agent) -> bool:
 
 
 def is_drained(cluster: Cluster, agent: Agent) -> bool:
-    """Whether the agent, or its node, is to have no workers, whatever the plan: drained, or cordoned."""
+    """Whether the agent, or its node, gets no workers whatever the plan: drained, or cordoned."""
     lasting = cluster.lasting
     return agent.node in lasting.drained or agent.id in lasting.drained or agent.node in lasting.cordoned

@@ -1,7 +1,7 @@
-"""Answers the machine's questions with the planner, and makes the answers to the next ones before they are asked.
+"""Answers the machine's questions with the planner, and computes the answers to likely next questions in advance.
 
-The planner is imported when the first question comes: a coordinator of one task never needs it. Everything runs in one
-thread beside the event loop, so that compiling and planning ahead never make an agent wait.
+The planner is imported at the first question: a coordinator of one task never needs it. Everything runs in one thread
+beside the event loop, so that compiling and planning ahead never make an agent wait.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Knowledge:
-    """What is known of the tasks and the cluster when a question is asked. Frozen: it goes to another thread.
+    """Inputs of the planner when a question is asked. Frozen, since it is passed to another thread.
 
     Attributes:
         performances: T(t,x) by task and number of places.
@@ -45,7 +45,7 @@ class Knowledge:
 
     @classmethod
     def of(cls, cluster: Cluster, planner: PlannerConfig) -> Knowledge:
-        """What was measured, beside what is believed."""
+        """Combine measurements with the configured estimates."""
         tasks, lasting = cluster.tasks, cluster.lasting
         failures = throughput.failure_model(
             tasks,
@@ -75,7 +75,7 @@ class Planning:
         self._ahead: Ahead | None = None
 
     def ask(self, question: Question, known: Knowledge, then: Callable[[ev.Planned], None]) -> None:
-        """Answer in the planner's thread, where ``then`` is called with it, and go on to plan ahead."""
+        """Answer in the planner's thread, call ``then`` there with the answer, and then plan ahead."""
 
         def work() -> None:
             try:
@@ -83,17 +83,17 @@ class Planning:
                 then(answer)
                 self._plan_ahead(question.standing(answer.allocation), known)
             except Exception:
-                # The tasks go on as they are; the next change asks anew.
+                # The tasks continue unchanged; the next change asks again.
                 logger.exception("planning_failed question=%s", question)
 
         self._thread.submit(work)
 
     def plan_ahead(self, standing: Question, known: Knowledge) -> None:
-        """In the planner's thread, make the plans for what may happen next; those that are there already are kept.
+        """Compute, in the planner's thread, plans for likely next events; existing ones are kept.
 
         Args:
-            standing: the situation now, in which nothing is to be changed.
-            known: what is known now.
+            standing: the present situation, in which nothing is to be changed.
+            known: the planner's inputs.
         """
 
         def work() -> None:
@@ -105,7 +105,7 @@ class Planning:
         self._thread.submit(work)
 
     def close(self) -> None:
-        """Wait for what is being planned, and end the thread."""
+        """Wait for the computation in progress, and end the thread."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _answer(self, question: Question, known: Knowledge) -> ev.Planned:
@@ -136,11 +136,11 @@ class Planning:
 
 @dataclass(frozen=True, kw_only=True)
 class Ahead:
-    """The plans for what may happen next.
+    """Plans for likely next events.
 
     Attributes:
         standing: the situation that they were made in, in which nothing was to be changed.
-        state: the same for the planner.
+        state: the same situation in the planner's terms.
         table: the plans.
     """
 
@@ -149,13 +149,13 @@ class Ahead:
     table: PlanTable
 
     def plan(self, question: Question) -> Plan | None:
-        """The plan for a situation that differs by one foreseen event; None if it does not."""
+        """Return the plan for a situation that differs by one foreseen event; None for any other."""
         event = event_between(self.standing, question)
         return None if event is None else self.table.look_up(self.state, event)
 
 
 def event_between(standing: Question, question: Question) -> Event | None:
-    """What has happened, if it is one event of those that are planned ahead; None if it is something else, or more."""
+    """Return the event between two situations, if it is one that is planned ahead; None otherwise."""
     from unicron_lightning.planner.events import Finish, Join, Loss
 
     old = {task.name: task for task in standing.tasks}
@@ -177,7 +177,7 @@ def _terms(task: Competitor) -> tuple[object, ...]:
 
 
 def state_of(question: Question, known: Knowledge) -> ClusterState:
-    """A question as the planner takes it."""
+    """Convert a question to the planner's terms."""
     from unicron_lightning.planner.reward import Curve
     from unicron_lightning.planner.state import ClusterState
     from unicron_lightning.planner.task import PlanTask

@@ -1,9 +1,9 @@
-"""Tells an agent that has died from a link that broke: its machine refuses connections to where it listened.
+"""Distinguishes an agent's death from a broken link: a dead agent's machine refuses connections to its port.
 
-Each agent's process has a TCPStore open. When the agent's own connection ends, the coordinator tries to connect there;
-a refusal is evidence enough to act at once, anything else (it answers, nothing comes back) leaves the agent its moment
-to come back (`detection.reconnect_grace`). As a firewall may refuse as well, a refusal counts only where a connection
-has succeeded before.
+Each agent's process has an open TCPStore. When the agent's connection ends, the coordinator tries to connect to the
+store. A refusal is sufficient evidence to act immediately. Any other result (an answer, or silence) leaves the agent
+its grace period to return (`detection.reconnect_grace`). Since a firewall may refuse as well, a refusal counts only
+where an earlier connection succeeded.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from unicron_lightning import wire
 logger = logging.getLogger(__name__)
 
 FIRST_LOOK_SECONDS: Final = 1.0
-"""After the word of where an agent listens, a connection there is tried."""
+"""Seconds between the report of a store's address and the first test connection."""
 _SECONDS: Final = 2.0
 _AGAIN_SECONDS: Final = 0.002
 _HERE: Final = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
 async def refuses(address: wire.Address, seconds: float = _SECONDS) -> bool:
-    """Whether connections there are refused; for as long as one that succeeds is being closed, it is asked again."""
+    """Whether connections to the address are refused; asks again while a successful one is being closed."""
 
     async def ask() -> bool:
         while True:
@@ -37,7 +37,7 @@ async def refuses(address: wire.Address, seconds: float = _SECONDS) -> bool:
             except OSError:
                 return False
             try:
-                await reader.read(1)  # a process in the middle of its death still has its port, but not for long
+                await reader.read(1)  # a dying process keeps its port for a short time
             except OSError:
                 pass
             finally:
@@ -60,7 +60,7 @@ async def _answers(address: wire.Address) -> bool:
 
 
 class Presence:
-    """Where agents listen, by connection."""
+    """Addresses of agents' stores, by connection."""
 
     def __init__(self) -> None:
         self._told: dict[int, wire.Address] = {}
@@ -68,7 +68,7 @@ class Presence:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def told(self, conn: int, address: wire.Address | None) -> None:
-        """An agent has said where its store listens."""
+        """Record the address of an agent's store."""
         self._forget(conn)
         if address is None:
             return
@@ -76,7 +76,7 @@ class Presence:
         self._start(self._reach(conn, address))
 
     def ended(self, conn: int, gone: Callable[[], None]) -> None:
-        """The connection has ended; ``gone`` is called if the process is found to have, too."""
+        """Handle the end of the connection; ``gone`` is called if the process is found to have exited, too."""
         address = self._told.get(conn)
         if address is not None and conn in self._reached:
             self._start(self._look(address, gone))
@@ -87,7 +87,7 @@ class Presence:
         self._reached.discard(conn)
 
     async def close(self) -> None:
-        """Stop looking."""
+        """Stop all checks."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

@@ -1,4 +1,4 @@
-"""What the machine asks the planner: plain values, counted in places."""
+"""Questions of the machine to the planner: plain values, counted in places."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Competitor:
         weight: w(t).
         min_places: fewest with which it may run.
         max_places: most that it can use.
-        runs: it has workers with state, so that to pause it would cost all steps since its last checkpoint.
-        before: places it had by the last plan.
-        left: those of them that are still usable.
-        granularity: it can use only multiples of so many.
+        runs: whether it has workers with state, so that pausing it would cost all steps since its last checkpoint.
+        before: places allocated by the last plan.
+        left: the part of ``before`` that is still usable.
+        granularity: it can use only multiples of this number.
     """
 
     name: str
@@ -33,12 +33,12 @@ class Competitor:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """How many places shall each task have?
+    """The question how many places each task gets.
 
     Attributes:
         key: names the situation; the answer repeats it.
         num_places: usable places.
-        node_places: places of the largest node: so many are lost, or come, at a time.
+        node_places: places of the largest node, which are lost, or arrive, at the same time.
         tasks: by name.
     """
 
@@ -48,7 +48,7 @@ class Question:
     tasks: tuple[Competitor, ...]
 
     def standing(self, allocation: Mapping[str, int]) -> Question:
-        """The situation when the answer ``allocation`` is in force."""
+        """Return the situation in which the answer ``allocation`` is in force."""
         tasks = tuple(
             replace(task, runs=task.runs or places > 0, before=places, left=places)
             for task in self.tasks

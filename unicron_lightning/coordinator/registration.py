@@ -1,16 +1,16 @@
-"""Agents come, go, and come back; so does the coordinator.
+"""Registration, disconnection and return of agents, and restarts of the coordinator.
 
-What an agent says in `wire.Register` decides between four cases:
+An agent's `wire.Register` leads to one of four cases:
 
 * *new*: it waits for a grant like any other;
-* *back in time*: it gets again whatever it may have missed (grant, ranks, welcome, epoch, go), and a worker that it no
-  longer names is taken for dead unless its own word on it follows shortly;
-* *back too late*, or unknown though it has a grant: its workers are fenced and it must rendezvous again, unless they
-  are only warm: those had no part in anything;
-* *unknown, granted, and its task unknown too*: the coordinator has lost its store. The task is rebuilt from what the
-  agents tell: for ``restart_grace`` seconds nothing is published while training goes on, then one ``fail`` epoch is,
-  over the workers that hold state (those whose last report was for an epoch >= 1). Lost with the store are: records,
-  the checkpoint's path, the count of lives, and agents that do not come back in time.
+* *back in time*: it is sent again everything it may have missed (grant, ranks, welcome, epoch, go), and a worker that
+  it no longer lists is declared dead unless the agent's report on it follows shortly;
+* *back too late*, or unknown though it has a grant: its workers are fenced and it must rendezvous again. Workers that
+  are only warm are not fenced, since they had no part in training;
+* *unknown, granted, and its task unknown too*: the coordinator has lost its store. The task is rebuilt from the agents'
+  registrations: for ``restart_grace`` seconds nothing is published while training continues, then one ``fail`` epoch
+  is, over the workers that hold state (those whose last report was for an epoch >= 1). Lost with the store are:
+  records, the checkpoint's path, the count of lives, and agents that do not return in time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LOST_REMEMBERED = 1000
 
 
 def refusal(task: Task | None, message: wire.Register) -> str | None:
-    """Why the agent can't take part, for its user; None if it can."""
+    """Return why the agent is refused, for its user; None if it is accepted."""
     if message.protocol != wire.PROTOCOL_VERSION:
         return f"the agent speaks protocol {message.protocol}, the coordinator {wire.PROTOCOL_VERSION}: use one version"
     low, high = message.min_nodes, message.max_nodes
@@ -49,7 +49,7 @@ def refusal(task: Task | None, message: wire.Register) -> str | None:
 
 
 def _contradiction(message: wire.Register) -> str | None:
-    """What cannot be true of an agent, in one sentence; None if nothing is."""
+    """Return the contradiction in a registration, in one sentence; None if there is none."""
     started = message.granted or message.warm
     if message.granted and message.warm:
         return "granted=true, warm=true: expected at most one of them"
@@ -62,7 +62,7 @@ def _contradiction(message: wire.Register) -> str | None:
 
 
 def register(task: Task, turn: Turn, conn: int, message: wire.Register, *, created: bool) -> None:
-    """Take in an agent's (new) connection. The caller has asked `refusal`."""
+    """Accept an agent's (new) connection. The caller has checked `refusal`."""
     agent = task.agents.get(message.agent)
     resumed = agent is not None
     if agent is None:
@@ -127,7 +127,7 @@ def _registered(turn: Turn) -> wire.Registered:
 
 
 def _was_cut(task: Task, turn: Turn, agent: Agent) -> None:
-    """The agent has come back in time from a broken connection: nothing failed, but if it happens often it is told."""
+    """Record that the agent returned in time from a broken connection; report frequent breaks as an error."""
     limits = turn.limits
     agent.cuts = [*(at for at in agent.cuts if turn.now - at < limits.flapping_window), turn.now]
     if len(agent.cuts) >= limits.flapping_cuts:
@@ -140,9 +140,10 @@ def _was_cut(task: Task, turn: Turn, agent: Agent) -> None:
 
 
 def _place_is_free(turn: Turn, agent: Agent) -> bool:
-    """Whether nobody else has workers at the place of an agent that comes with a grant of which nothing is known.
+    """Whether no other agent has workers at the place of an unknown agent that comes with a grant.
 
-    What was granted there since is taken back if it has started no workers: their machine's lock keeps it from that.
+    A newer grant of the place is taken back if its agent has started no workers: the machine's lock prevents it from
+    that.
     """
     occupied = turn.occupant(agent)
     if occupied is None:
@@ -156,15 +157,16 @@ def _place_is_free(turn: Turn, agent: Agent) -> bool:
 
 
 def _was_running(task: Task, message: wire.Register) -> bool:
-    """Whether the agent's workers are in an epoch of a task that was taken for a new one: an agent that stands by, and
-    so knows nothing of it, was the first to come to a coordinator that has lost its store.
+    """Whether the agent's workers are in an epoch of a task that was mistaken for a new one.
+
+    A stand-by agent, which knows no epoch, was the first to register with a coordinator that has lost its store.
     """
     unknown = task.life == 1 and task.number == 0 and message.agent not in task.lost
     return unknown and message.granted and message.epoch > 0
 
 
 def _has_room(task: Task, turn: Turn) -> bool:
-    """Whether a slot is free for an agent that has workers; one granted to an agent that has none yet is taken back."""
+    """Whether a slot is free for an agent that has workers; a slot whose agent has none yet is taken back."""
     if len(task.slots) >= task.max_nodes:
         idle = [task.agents[agent_id] for agent_id in task.slots if not task.workers_of(agent_id)]
         if idle:
@@ -179,7 +181,7 @@ def _review_restoring(task: Task, turn: Turn) -> None:
 
 
 def disconnected(task: Task, turn: Turn, agent: Agent, silent: float | None) -> None:
-    """The agent's connection has ended: it has a moment to come back."""
+    """Handle the end of the agent's connection: a grace period to return begins."""
     agent.conn = None
     agent.silent = silent
     agent.away_since = turn.now
@@ -187,7 +189,7 @@ def disconnected(task: Task, turn: Turn, agent: Agent, silent: float | None) -> 
 
 
 def lost_due(task: Task, turn: Turn, agent: Agent) -> None:
-    """The agent did not come back in time."""
+    """Declare the agent lost: it did not return in time."""
     if agent.conn is not None:
         return
     _declare_lost(task, turn, agent)
@@ -197,7 +199,7 @@ def lost_due(task: Task, turn: Turn, agent: Agent) -> None:
 
 
 def restore_due(task: Task, turn: Turn) -> None:
-    """Agents of a restored task have had their time to come back."""
+    """Declare absent agents of a restored task lost: their time to return is over."""
     task.restoring = False
     for agent in [agent for agent in task.agents.values() if agent.conn is None]:
         _declare_lost(task, turn, agent)
@@ -205,7 +207,7 @@ def restore_due(task: Task, turn: Turn) -> None:
 
 
 def ended(task: Task, turn: Turn, agents: Sequence[Agent]) -> None:
-    """These agents will not come back."""
+    """Declare these agents lost: their processes have ended."""
     for agent in agents:
         turn.cancel("lost", task=task.id, agent=agent.id)
         _declare_lost(task, turn, agent)
@@ -214,13 +216,13 @@ def ended(task: Task, turn: Turn, agents: Sequence[Agent]) -> None:
 
 
 def missing_due(task: Task, turn: Turn, agent: Agent) -> None:
-    """The agent has not explained what became of workers that it no longer names."""
+    """Declare the workers dead that the agent no longer lists and has not explained."""
     gone, agent.missing = agent.missing, []
     workers.died(task, turn, [task.workers[worker] for worker in gone if worker in task.workers], "lost")
 
 
 def restore(task: Task, turn: Turn) -> None:
-    """Go on with a task of an earlier coordinator process: nobody is connected, timers are gone."""
+    """Restore a task of an earlier coordinator process: no agent is connected, timers are gone."""
     task.restoring = bool(task.agents)
     task.join_timer = False
     task.empty_grace = not task.agents and is_job(task, turn)
@@ -237,7 +239,7 @@ def restore(task: Task, turn: Turn) -> None:
 
 
 def bye(task: Task, turn: Turn, agent: Agent, message: wire.Bye) -> None:
-    """The agent ends and has stopped its workers."""
+    """Handle the exit of an agent that has stopped its workers."""
     if message.succeeded and not agent.warm:
         task.agents_succeeded += 1
         for worker in task.workers_of(agent.id):
@@ -250,13 +252,13 @@ def bye(task: Task, turn: Turn, agent: Agent, message: wire.Bye) -> None:
 
 
 def review_end(task: Task, turn: Turn) -> None:
-    """End the task when nobody is left to run it."""
+    """End the task when no agent is left to run it."""
     if task.over is not None or task.empty_grace:
         return
     if not task.agents:
         finish(task, turn, succeeded=task.finishing, reason="no agent is left")
     elif task.finishing and not task.slots:
-        # Those still here wait: stand-bys, which are not needed any more, or some whose workers failed at the end.
+        # The remaining agents wait: stand-bys, which are not needed, or agents whose workers failed at the end.
         failed = any(agent.holder for agent in task.agents.values())
         finish(task, turn, succeeded=task.elastic or not failed, reason="no agent runs any more")
 
@@ -279,7 +281,7 @@ def _remove(task: Task, turn: Turn, agent: Agent) -> None:
     slots.leave_slot(task, agent)
     del task.agents[agent.id]
     if not task.agents and not task.finishing and task.over is None and is_job(task, turn):
-        task.empty_grace = True  # it is queued again; `nodes` ends it if torchrun has given it up
+        task.empty_grace = True  # queued again; `nodes` ends it if torchrun has failed
 
 
 def _take_new(task: Task, turn: Turn, agent: Agent, message: wire.Register) -> None:
@@ -294,13 +296,13 @@ def _take_new(task: Task, turn: Turn, agent: Agent, message: wire.Register) -> N
 
 
 def _adopt(task: Task, turn: Turn, agent: Agent, message: wire.Register) -> None:
-    """Believe an agent that it has a slot."""
+    """Accept the agent's claim that it has a slot."""
     agent.round = message.round
     agent.store = message.store
     agent.waiting = False
     agent.holder = True
     agent.local_world = message.local_world
-    agent.ranked = False  # it may wait for its ranks still; to be told them twice does no harm
+    agent.ranked = False  # it may still wait for its ranks; sending them twice does no harm
     if agent.id not in task.slots:
         task.slots.append(agent.id)
     if agent.place is not None and turn.lasting.assigned.get(agent.place) != task.id:
@@ -312,7 +314,7 @@ def _adopt(task: Task, turn: Turn, agent: Agent, message: wire.Register) -> None
 
 
 def _adopt_warm(task: Task, turn: Turn, agent: Agent, message: wire.Register) -> None:
-    """Believe an agent that its workers are warm. They never had a part in the task: there is nothing to fence."""
+    """Accept the agent's claim that its workers are warm. They never took part in the task, so none is fenced."""
     slots.leave_slot(task, agent)
     agent.round = message.round
     agent.store = message.store
@@ -341,7 +343,7 @@ def _resume(task: Task, turn: Turn, agent: Agent, message: wire.Register) -> Non
         _adopt(task, turn, agent, message)
         return
     elif message.warm and (message.round > agent.round or agent.waiting):
-        _adopt_warm(task, turn, agent, message)  # As above.
+        _adopt_warm(task, turn, agent, message)  # as in the case before
         return
     if agent.warm and message.round == agent.round:
         standby.resume(task, turn, agent, message)
@@ -376,7 +378,7 @@ def _reconcile_workers(task: Task, turn: Turn, agent: Agent, message: wire.Regis
         if info.ready is not None and known is not None:
             workers.ready(task, turn, known, info.ready)
             if not known.built and known.id in task.workers:
-                welcome(task, turn, agent, known)  # it may not have heard that it is no founder
+                welcome(task, turn, agent, known)  # it may not know that it is no founder
         if info.replicas is not None and info.worker in task.workers:
             replicas.told(task, turn, info.replicas)
     agent.missing = [worker.id for worker in task.workers_of(agent.id) if worker.id not in named]

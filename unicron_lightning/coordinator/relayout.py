@@ -1,14 +1,14 @@
-"""The change of TP and PP of a task under way: a cold transition, by an operator's order.
+"""The change of TP and PP of a running task: a cold transition, by an operator's order.
 
-1. The order is noted, if the model and the workers can have the layout.
+1. The order is recorded, if the model and the workers allow the layout.
 2. An epoch of kind ``relayout`` with the same members is published: they finish the step, switch, write a checkpoint,
-   tell of it, and wait (`wire.CheckpointSaved.parting`).
-3. All slots are taken back, and the task's next life begins in the new layout, from that checkpoint. Workers are told
-   the layout with their `wire.Welcome`. Nothing is computed again.
+   report it, and wait (`wire.CheckpointSaved.parting`).
+3. All slots are taken back, and the task's next life begins in the new layout, from that checkpoint. Workers receive
+   the layout with their `wire.Welcome`. Nothing is recomputed.
 
-A death before the checkpoint is healed first, then the order is carried out. If nobody survives, the order is void and
-the layout stays. A layout in which no step was ever finished is given up when nobody is left, or when the severity
-workflow has seen it fail twice: the task goes on in the one before, from the same checkpoint.
+A death before the checkpoint is repaired first, then the order is carried out. If no member survives, the order is void
+and the layout stays. A layout in which no step was ever finished is abandoned when no member is left, or when the
+severity workflow has seen it fail twice: the task resumes in the previous layout, from the same checkpoint.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from unicron_lightning.coordinator.turn import Turn
 
 
 def refusal(task: Task, layout: wire.Layout) -> str | None:
-    """Why a task cannot have this layout, or not now, for the operator; None if it can."""
+    """Return why a task cannot have this layout now, for the operator; None if it can."""
     layouts, spread = task.layouts, task.layouts.spread
     if layouts.ordered is not None:
         return f"{layout}: the task is on its way to {layouts.ordered} already"
@@ -37,14 +37,14 @@ def refusal(task: Task, layout: wire.Layout) -> str | None:
 
 
 def order(task: Task, turn: Turn, layout: wire.Layout) -> None:
-    """An operator wants it; `refusal` has nothing to say."""
+    """Record an operator's order that `refusal` has accepted."""
     task.layouts.ordered = layout
     turn.emit_for(task, None, "layout_ordered", {**layout.plain(), "before": _before(task)})
     turn.concerned[task.id] = task
 
 
 def told(task: Task, turn: Turn, spread: wire.Spread | None) -> None:
-    """A worker has told how the model is spread."""
+    """Record a worker's report of how the model is spread."""
     layouts = task.layouts
     if spread is None or spread == layouts.spread:
         return
@@ -55,18 +55,18 @@ def told(task: Task, turn: Turn, spread: wire.Spread | None) -> None:
 
 
 def due(task: Task) -> bool:
-    """Whether the members of the newest epoch, which is settled, are to write the checkpoint now.
+    """Whether the members of the newest, settled epoch have to write the checkpoint now.
 
-    Not as long as they could not form a replica, or are held: then those that wait may join first.
+    While they are too few for a replica, or are held, they do not: waiting workers may join first.
     """
     ordered, epoch = task.layouts.ordered, task.epoch
     return ordered is not None and epoch is not None and not epoch.hold and len(epoch.members) >= ordered.workers
 
 
 def take_up(task: Task, turn: Turn) -> None:
-    """All members wait to be started anew: from now on the layout is what was ordered.
+    """Put the ordered layout in force: all members wait to be restarted.
 
-    Without an order, which went with the coordinator's store, it is the one they have.
+    Without an order, which was lost with the coordinator's store, the layout stays.
     """
     layouts = task.layouts
     if layouts.ordered is None:
@@ -78,7 +78,7 @@ def take_up(task: Task, turn: Turn) -> None:
 
 
 def give_up(task: Task, turn: Turn, reason: str = "no member was left before a step was finished in it") -> None:
-    """Nobody that has the task's state is left: an order is void, and so is a layout that nobody has stepped in."""
+    """Drop an order, or a layout without a finished step, because no worker with the task's state is left."""
     layouts = task.layouts
     if layouts.ordered is not None:
         given_up, layouts.ordered = layouts.ordered, None
@@ -92,26 +92,26 @@ def give_up(task: Task, turn: Turn, reason: str = "no member was left before a s
 
 
 def stepped(task: Task, turn: Turn) -> None:
-    """A step was finished: the layout works."""
+    """Record a finished step: the layout works."""
     if task.layouts.untried:
         task.layouts.untried, task.layouts.before = False, None
         turn.save(task)
 
 
 def granularity(task: Task, told: int | None) -> int | None:
-    """Workers of a replica in this life, if the script's layout has as many as ``told``."""
+    """Return the workers of a replica in this life, given the number reported for the script's layout."""
     in_force = task.layouts.in_force
     return told if told is None or in_force is None else in_force.workers
 
 
 def nodes_of(agent: Agent, workers: int) -> int:
-    """Nodes like an agent's that a replica of so many workers takes, or a few replicas together."""
+    """Return the number of nodes like an agent's that one replica, or several together, occupy."""
     own = agent.local_world or 1
     return math.lcm(workers, own) // own
 
 
 def _misfit(spread: wire.Spread, layout: wire.Layout) -> str | None:
-    """Why the model cannot be spread like this."""
+    """Return why the model cannot be spread in this layout; None if it can."""
     if spread.workers % layout.workers:
         return (
             f"{layout}: a replica of {layout.workers} workers; expected a divisor of the {spread.workers} declared "
@@ -129,7 +129,7 @@ def _misfit(spread: wire.Spread, layout: wire.Layout) -> str | None:
 
 
 def _lack(task: Task, layout: wire.Layout) -> str | None:
-    """Why there are not the workers for it."""
+    """Return why the workers do not suffice for the layout; None if they do."""
     there = len(task.live_members())
     if there < layout.workers:
         return f"{layout}: a replica takes {layout.workers} workers, the task has {there} now"
@@ -143,6 +143,6 @@ def _lack(task: Task, layout: wire.Layout) -> str | None:
 
 
 def _before(task: Task) -> dict[str, Any] | None:
-    """The layout of the workers that there are."""
+    """Return the layout of the present workers as plain JSON."""
     spread = task.layouts.spread
     return None if spread is None else spread.layout.plain()

@@ -1,13 +1,13 @@
-"""Tasks whose model is spread over several workers: they run on whole replicas, and leave in whole replicas.
+"""Tasks whose model is spread over several workers: they run on whole replicas, and shrink by whole replicas.
 
-Workers tell how many of them a replica takes (`wire.WorkerHello.granularity`) and, in each epoch, who is in which
-(`wire.Replicas`). Of other tasks nothing is told, and everything here leaves them as they are.
+Workers report the number of workers of a replica (`wire.WorkerHello.granularity`) and, in each epoch, the members of
+each replica (`wire.Replicas`). Other tasks report nothing, and everything here leaves them unchanged.
 
-* Slots and places are given to a task in multiples of what a replica takes (`Task.granularity`).
-* Who is to give some up gives up spares first, then the youngest replicas.
-* A plan that would break the only whole replica has places exchanged: the task keeps those where that is.
-* With each ``leave`` at least one whole replica stays, and no more of them go than can without loss of state. A drained
-  node whose replica is the only one stays until another is whole.
+* Slots and places are given to a task in multiples of a replica's size (`Task.granularity`).
+* A task that must release some releases spares first, then the youngest replicas.
+* If a plan would break the only whole replica, places are exchanged so that the task keeps those of the replica.
+* With each ``leave`` at least one whole replica stays, and no more replicas leave than can without loss of state. A
+  drained node whose replica is the only one stays until another is whole.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from unicron_lightning.coordinator.turn import Turn
 
 
 def hello(task: Task, turn: Turn, agent: Agent, message: wire.WorkerHello) -> None:
-    """A worker has told of how many a replica consists."""
+    """Record the number of workers of a replica, as a worker reports it."""
     workers = relayout.granularity(task, message.granularity)
     if workers is None:
         return
@@ -34,7 +34,7 @@ def hello(task: Task, turn: Turn, agent: Agent, message: wire.WorkerHello) -> No
 
 
 def told(task: Task, turn: Turn, message: wire.Replicas) -> None:
-    """A worker has told who is in which."""
+    """Record the members of each replica, as a worker reports them."""
     if message.epoch == task.number:
         task.replicas, task.replicas_of, task.replicas_at_once = message.replicas, message.epoch, message.at_once
         turn.places_changed = True
@@ -43,19 +43,19 @@ def told(task: Task, turn: Turn, message: wire.Replicas) -> None:
 
 
 def awaited(task: Task) -> bool:
-    """Whether the members have not told yet who is in which replica in this epoch: until they have, none leaves."""
+    """Whether the members have not reported their replicas in this epoch yet: until they have, none may leave."""
     return task.replica_nodes > 0 and task.replicas_of != task.number
 
 
 def fewest(task: Task) -> int:
-    """Nodes with which a life can begin: one whole replica at least."""
+    """Return the fewest nodes that a life can start with: at least one whole replica."""
     return max(task.min_nodes, task.granularity)
 
 
 def whole(task: Task) -> dict[str, int]:
-    """The replica of each agent that has workers in one all of whose workers live; a lower number is an older one.
+    """Map agents to the whole replica of their workers, all of which live; lower numbers are older replicas.
 
-    Agents that share workers with two replicas are taken for one.
+    Agents that share workers with two replicas are treated as belonging to one.
     """
     found: dict[str, int] = {}
     for number, workers in enumerate(task.replicas):
@@ -68,20 +68,22 @@ def whole(task: Task) -> dict[str, int]:
 
 
 def most_needed_first(task: Task, agents: Sequence[str]) -> list[str]:
-    """Agents with a slot, so that the last ones can best be spared: by replica, then spares; else in their order."""
+    """Sort agents with a slot by need: by replica, then spares; otherwise in their order. The last are most
+    dispensable.
+    """
     number = whole(task)
     return sorted(agents, key=lambda agent: number.get(agent, len(task.replicas)))
 
 
 def worth(task: Task, before: Mapping[str, str]) -> dict[str, int]:
-    """The same for places.
+    """Rank places in the order of `most_needed_first`.
 
     Args:
-        task: whose.
+        task: the task that holds the places.
         before: task of each place so far.
 
     Returns:
-        A number for each of the task's; those with lower ones stay first. Empty if the task has no replicas.
+        A number for each of the task's places; lower ones are kept first. Empty if the task has no replicas.
     """
     if not task.replicas:
         return {}
@@ -91,15 +93,15 @@ def worth(task: Task, before: Mapping[str, str]) -> dict[str, int]:
 
 
 def keep_together(tasks: Sequence[Task], places: Places, assigned: dict[str, str]) -> dict[str, str]:
-    """A plan in which no task is to leave a place of its only whole replica, which it could not: another would wait.
+    """Change a plan so that no task has to leave a place of its only whole replica, which it could not do.
 
     Args:
-        tasks: that share places.
-        places: that may be used.
+        tasks: tasks that share places.
+        places: the usable places.
         assigned: the task of each place.
 
     Returns:
-        The same with places exchanged: as many for each task.
+        The plan with places exchanged: each task has the same number.
     """
     spread = [task for task in tasks if task.replicas and not awaited(task)]
     if not spread:
@@ -124,11 +126,11 @@ def keep_together(tasks: Sequence[Task], places: Places, assigned: dict[str, str
 
 
 def bearable(task: Task, away: set[str]) -> set[str]:
-    """Those of the agents that are to leave that can do so now.
+    """Select the agents that can leave now.
 
     Args:
         task: in a settled epoch.
-        away: agents with a slot.
+        away: agents with a slot that should leave.
     """
     if not task.replica_nodes or not away:
         return away
@@ -145,7 +147,7 @@ def bearable(task: Task, away: set[str]) -> set[str]:
 
 
 def refusal(task: Task, nodes: int) -> str | None:
-    """Why a task cannot have so many nodes, for the operator; None if it can."""
+    """Return why a task cannot have this number of nodes, for the operator; None if it can."""
     step = task.granularity
     if nodes % step == 0:
         return None

@@ -1,7 +1,7 @@
-"""Writes what the machine has decided, and keeps what could not be written until it is.
+"""Writes the machine's decisions to the store, and keeps unwritten ones until a write succeeds.
 
-While the disk is full, recovery goes on without a memory: agents could rebuild what the coordinator then forgot. An
-operator's order could not be rebuilt, so it is confirmed only after its write.
+While the disk is full, recovery continues without durable state: agents could rebuild what the coordinator then loses.
+An operator's order could not be rebuilt, so it is confirmed only after its write.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ LAST_RETRY_SECONDS: Final = 5.0
 
 
 class Saving:
-    """The way of batches into the store, in order.
+    """Writes batches to the store, in order.
 
     Args:
-        store: where to.
-        machine: returns the one whose state is written.
+        store: the destination.
+        machine: returns the machine whose state is written.
     """
 
     def __init__(self, store: Store, machine: Callable[[], Machine]) -> None:
@@ -47,13 +47,13 @@ class Saving:
             self._unwritten.follow(batch)
 
     def retry(self) -> bool:
-        """Try now to write what is kept; return whether all is written."""
+        """Retry writing the kept batch now; return whether all is written."""
         if self._unwritten is not None:
             self._try(self._unwritten)
         return self._unwritten is None
 
     def close(self, *, last_try: bool) -> None:
-        """Stop trying, after a last try if it is asked for."""
+        """Stop retrying, after a last try if requested."""
         if last_try:
             self.retry()
         self._cancel()

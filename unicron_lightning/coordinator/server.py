@@ -1,8 +1,8 @@
 """The coordinator's shell: sockets, timers and the store around the pure `Machine`.
 
-One asyncio loop, no threads. The machine decides, the store commits, then messages leave: nobody ever acts on a
-decision that a restarted coordinator would not know of. What arrives together is one transaction. While the store
-cannot be written, recovery goes on, orders are not confirmed, and decisions are kept and written later (`saving`).
+One asyncio loop, no threads. The machine decides, the store commits, then messages are sent: no process ever acts on a
+decision that a restarted coordinator would not know. Inputs that arrive together form one transaction. While the store
+cannot be written, recovery continues, orders are not confirmed, and decisions are kept and written later (`saving`).
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Server:
     """One coordinator.
 
     Args:
-        config: all of it; the state directory is created.
-        token: what clients must show.
+        config: the whole configuration; the state directory is created.
+        token: the token that clients must prove.
 
     Raises:
         ConfigError: unusable address or state directory.
@@ -78,7 +78,7 @@ class Server:
         host, port = config.coordinator.host, config.coordinator.port
         address = _resolve(host, port)
         self._only_host = host if is_loopback(address[4][0]) else None
-        # The port decides which of several coordinators lives: bind before the state is touched.
+        # The port decides which of several coordinators runs: bind before touching the state.
         self._socket = _bind(address)
         try:
             self.port: int = self._socket.getsockname()[1]
@@ -113,10 +113,11 @@ class Server:
         self.started_at = time.time()
 
     async def run(self) -> bool:
-        """Serve until told to stop by a signal or by having nothing left to do.
+        """Serve until stopped by a signal or by having no work left.
 
         Returns:
-            Whether it ended in order; False if the machine broke (its last committed state is good to go on from).
+            Whether it ended in order; False if the machine broke (a new process can continue from the last committed
+            state).
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -149,7 +150,7 @@ class Server:
                 if timer is not None:
                     timer.cancel()
             for session in list(self._sessions.values()):
-                await session.close(WSCloseCode.GOING_AWAY, "the coordinator ends")
+                await session.close(WSCloseCode.GOING_AWAY, "the coordinator stops")
             await runner.cleanup()
             await self._presence.close()
             await loop.run_in_executor(None, self._planning.close)
@@ -160,28 +161,30 @@ class Server:
     # ---- the one path from input to effect -------------------------------------------------------------------------
 
     def apply(self, event: ev.Input) -> None:
-        """Have the machine take in an input, and carry out its answer."""
+        """Have the machine process an input, and carry out its answer."""
         self._handle(event)
         self._flush()
 
     def order(self, event: ev.Input) -> str | None:
-        """Have the machine take in an operator's order; return why it is not confirmed, None once it is durable."""
+        """Have the machine process an operator's order; return None once it is durable, else the reason it is not."""
         if not self._saving.retry():
-            return f"not carried out, as the coordinator can't save its state: {self.store_error}"
+            return f"not carried out: the coordinator can't save its state: {self.store_error}"
         self.apply(event)
         if self._failed:
-            return "not carried out: the coordinator ends because of an error, see its log"
+            return "not carried out: the coordinator stops because of an error, see its log"
         if self.store_error is not None:
             return f"carried out, but lost if the coordinator ends now: it can't save its state: {self.store_error}"
         return None
 
     @property
     def store_error(self) -> str | None:
-        """Why not everything is written; None if it is."""
+        """Why some state is not written; None if all is."""
         return self._saving.error
 
     def _take(self, event: ev.Input) -> None:
-        """The same a moment later, together with what else has arrived: a thousand reports are one transaction."""
+        """Process an input like `apply`, but flush together with other arrivals: a thousand reports are one
+        transaction.
+        """
         self._handle(event)
         if not self._flushing:
             self._flushing = True
@@ -194,8 +197,8 @@ class Server:
         try:
             actions = self.machine.handle(event, now)
         except Exception as error:
-            # Supervisor boundary. The state in memory may be half changed, the one in the store is not: tasks that are
-            # concerned go on from that one, as all would after a restart.
+            # Supervisor boundary. The state in memory may be half changed, the stored state is not: affected tasks
+            # continue from the stored one, as after a restart.
             logger.exception("input_failed input=%s", shortened(str(event), 400))
             actions = self._contain(event, error, now)
         for action in actions:
@@ -207,7 +210,7 @@ class Server:
         self._batch.add(time.time(), actions)
 
     def _contain(self, event: ev.Input, error: Exception, now: float) -> list[ev.Action]:
-        """Have an input that the machine could not take in end with what it is about."""
+        """Limit the failure of an input to the tasks that it belongs to."""
         if isinstance(event, ev.Started):
             return self._start_without(event, now)
         touched = set(self.machine.touched)
@@ -225,10 +228,10 @@ class Server:
             return []
 
     def _start_without(self, event: ev.Started, now: float) -> list[ev.Action]:
-        """Begin without the tasks that cannot be gone on with: they are set aside."""
+        """Start without the tasks that cannot be restored: they are set aside."""
         while True:
             for task in self.machine.touched:
-                self.store.set_aside(task, "the coordinator cannot go on with it")
+                self.store.set_aside(task, "the coordinator cannot restore it")
             self.machine = Machine(self._limits, self.store.load())
             try:
                 return self.machine.handle(event, now)
@@ -238,10 +241,10 @@ class Server:
                     raise
 
     def _flush(self) -> None:
-        """Make durable what the machine has decided, then tell."""
+        """Write the machine's decisions, then send messages."""
         self._flushing = False
         batch, self._batch = self._batch, Batch()
-        self._saving.write(batch)  # Recovery must not end because a disk is full: what is not written is kept.
+        self._saving.write(batch)  # a full disk must not stop recovery: unwritten decisions are kept
         for action in batch.actions():
             match action:
                 case ev.Send(conn=conn, message=message):
@@ -267,7 +270,7 @@ class Server:
         self._planning.ask(question, known, lambda answer: _call(loop, self.apply, answer))
 
     def _plan_ahead(self) -> None:
-        """Every few seconds: keeps the plans for what may happen next up to what is known."""
+        """Update the plans for likely next events, every few seconds."""
         question = standing(self.machine.cluster) if self._config.planner.enabled else None
         if question is not None:
             self._planning.plan_ahead(question, Knowledge.of(self.machine.cluster, self._config.planner))
@@ -283,7 +286,7 @@ class Server:
             timer.cancel()
 
     def _gone(self, place: tuple[str, str] | None) -> None:
-        """An agent whose connection has ended is known to be dead: it need not be given the time to come back."""
+        """Skip the grace period of an agent whose connection has ended and whose process is known to be dead."""
         for key in [key for key in self._timers if key.kind == "lost" and (key.task, key.agent) == place]:
             self._cancel(key)
             self._fire(key)
@@ -308,7 +311,7 @@ class Server:
                 store = message.store
                 if store is not None and (reason := misplaced(store.host, host, peer)) is not None:
                     raise edge.Misplaced(reason)
-                # Only the machine that the connection comes from is ever asked whether it listens.
+                # Only the connection's own machine is probed for an open port.
                 self._presence.told(conn, store and wire.Address(host=peer, port=store.port))
             self._take(ev.Received(conn=conn, message=message))
 
@@ -345,12 +348,12 @@ class Server:
         return socket_
 
     async def _read(self, conn: int, socket_: web.WebSocketResponse, take: Callable[[int, str], None]) -> None:
-        """Feed what one peer says into the machine, until its connection ends or it talks nonsense.
+        """Feed a peer's messages to the machine, until its connection ends or it sends a malformed message.
 
         Args:
             conn: number of the connection.
             socket_: the connection.
-            take: decodes a message and has the machine take it in.
+            take: decodes a message and passes it to the machine.
         """
         timeout: float | None = self._config.detection.register_timeout
         while True:
@@ -378,11 +381,11 @@ class Server:
     # ---- about itself ----------------------------------------------------------------------------------------------
 
     def now(self) -> float:
-        """The machine's time."""
+        """Return the machine's time."""
         return self._clock.now()
 
     def about(self) -> dict[str, Any]:
-        """What tells this process from another."""
+        """Describe this process: pid, version, address."""
         try:
             package = version("unicron-lightning")
         except PackageNotFoundError:
@@ -407,9 +410,9 @@ class Server:
             self._batch.add(time.time(), [ev.Emit(name="store_set_aside", task=None, incident=None, fields=fields)])
 
     def _look_for_ended(self) -> None:
-        """While restored agents of this machine are awaited: tells of those whose process is gone.
+        """Report restored agents of this machine whose processes are gone, while agents are awaited.
 
-        Only for a coordinator started by an agent: that one is known to share the process ids with it.
+        Only for a coordinator started by an agent, which is known to share the agents' process ids.
         """
         if not self._config.coordinator.exit_when_idle:
             return
@@ -423,7 +426,7 @@ class Server:
 
 
 def serve(config: CoordinatorConfig) -> int:
-    """Run a coordinator to its end; returns the exit status of the process."""
+    """Run a coordinator to its end; return the exit status of the process."""
     token = _token(config)
     logger.info("token_found origin=%s", token.origin)
 
@@ -434,7 +437,7 @@ def serve(config: CoordinatorConfig) -> int:
         return 0 if asyncio.run(main()) else 1
     except PortInUse as error:
         if config.coordinator.exit_when_idle:
-            logger.info("port_in_use %s", error)  # Another agent's coordinator was faster: all is well.
+            logger.info("port_in_use %s", error)  # another agent's coordinator was faster, which is fine
             return 0
         logger.error("%s", error)
         return 1
@@ -453,7 +456,7 @@ def _token(config: CoordinatorConfig) -> Token:
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[[ev.Planned], None], answer: ev.Planned) -> None:
-    """From another thread; nothing if the loop has ended meanwhile."""
+    """Call a function in the loop from another thread; do nothing if the loop has ended meanwhile."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(function, answer)
 
@@ -469,7 +472,7 @@ def _bind(address: Any) -> socket.socket:
     family, kind, protocol, _, endpoint = address
     listener = socket.socket(family, kind, protocol)
     try:
-        # Lets a restarted coordinator have its port back while old connections linger in TIME_WAIT.
+        # Lets a restarted coordinator reuse its port while old connections are in TIME_WAIT.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(endpoint)
         listener.listen(1024)

@@ -14,7 +14,7 @@ _TEXT: Final = 0x81
 
 
 def frame_of(payload: bytes) -> bytes:
-    """A WebSocket text frame (RFC 6455, of a server: not masked). The same for all who are told the same."""
+    """Encode a WebSocket text frame (RFC 6455, unmasked as a server's); recipients of the same message share it."""
     size = len(payload)
     if size < 126:
         return struct.pack("!BB", _TEXT, size) + payload
@@ -26,8 +26,9 @@ def frame_of(payload: bytes) -> bytes:
 class Session:
     """Sends messages in order, without making the machine wait for a slow peer.
 
-    Frames go straight to the transport, whole ones at a time, so that aiohttp's own (pings, closing) come between them:
-    through its coroutines a thousand agents would be a thousand tasks to be woken, and as many copies of a message.
+    Frames go straight to the transport, whole ones at a time, so that aiohttp's own (pings, closing) can be sent in
+    between. Through aiohttp's coroutines, a thousand agents would need a thousand tasks and as many copies of a
+    message.
     """
 
     def __init__(self, socket: web.WebSocketResponse, transport: asyncio.Transport) -> None:
@@ -36,7 +37,7 @@ class Session:
         self._closing: asyncio.Task[bool] | None = None
 
     def send(self, frame: bytes) -> None:
-        """Send what `frame_of` made. A peer that takes none for too long is cut off; it will register anew."""
+        """Send a frame of `frame_of`. A peer that reads nothing for too long is disconnected and registers again."""
         if self._closing is not None or self._transport.is_closing():
             return
         if self._transport.get_write_buffer_size() > _MOST_WAITING_BYTES:
@@ -45,11 +46,11 @@ class Session:
         self._transport.write(frame)
 
     def abort(self) -> None:
-        """End the connection without a word: nobody is heard at the other end."""
+        """End the connection without a closing handshake: the peer does not respond."""
         self._transport.abort()
 
     def finish(self, reason: str) -> None:
-        """Close the connection once all that was sent has left."""
+        """Close the connection once all pending frames have been sent."""
         if self._closing is None:
             closing = self._socket.close(code=WSCloseCode.OK, message=reason.encode()[:120])
             self._closing = asyncio.create_task(closing)
@@ -60,7 +61,7 @@ class Session:
         await self._socket.close(code=code, message=reason.encode()[:120])
 
     async def stop(self) -> None:
-        """Wait for no closing any more; the socket is closed by whoever reads from it."""
+        """Stop waiting for the closing handshake; the reading side closes the socket."""
         if self._closing is not None:
             self._closing.cancel()
             with contextlib.suppress(asyncio.CancelledError, ConnectionError):

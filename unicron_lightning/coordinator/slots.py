@@ -2,16 +2,17 @@
 
 Rules:
 
-* Nothing is granted before ``min_nodes`` agents wait; then all of them are, up to `Task.limit`, in order of arrival.
-* A later agent is granted at once while slots are free, else it stands by. A slot that rendezvouses again keeps its
-  right to run but moves to the end of the order, so that group rank 0 stays with the longest-lived.
-* A *plain script* (no worker says hello) cannot take a change of agents in process. Once it is known to be one, a
-  change stops all agents, and when all of them wait they are granted together. Until it is known, changes are granted
-  as for an elastic task and remembered.
-* An agent on a drained node, or at a place that the plan gives to another task, is granted nothing, and none while
-  another task still has workers at its place. One that runs keeps its slot until its workers can leave the task,
-  which for an elastic task is at a step boundary (see `membership`); a plain script is restarted without it.
-* Once the task's end has begun nobody is granted any more.
+* No slot is granted before ``min_nodes`` agents wait; then all of them get one, up to `Task.limit`, in order of
+  arrival.
+* A later agent is granted a slot at once while some are free, else it stands by. An agent that rendezvouses again keeps
+  its slot but moves to the end of the order, so that group rank 0 stays with the longest-lived agent.
+* A *plain script* (no worker sends a hello) cannot adapt to a change of agents in process. Once the script is known to
+  be plain, a change stops all agents, and when all of them wait they are granted slots together. Until then, changes
+  are granted as for an elastic task and recorded.
+* An agent on a drained node, at a place that the plan gives to another task, or at a place where another task still has
+  workers, gets no slot. A running one keeps its slot until its workers can leave the task: at a step boundary for an
+  elastic task (see `membership`); a plain script is restarted without it.
+* Once the task's end has begun no slot is granted any more.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from unicron_lightning.coordinator.turn import Turn
 
 
 def review_slots(task: Task, turn: Turn) -> None:
-    """Grant what may be granted now and tell ranks that are known now. Idempotent."""
+    """Grant the slots and send the ranks that are due now. Idempotent."""
     if task.over is not None:
         return
     _review_drained(task, turn)
@@ -32,10 +33,10 @@ def review_slots(task: Task, turn: Turn) -> None:
 
 
 def begin_rendezvous(task: Task, turn: Turn, agent: Agent, message: wire.RendezvousBegin) -> None:
-    """The agent wants a grant; its workers of earlier rounds are gone (the caller has buried them)."""
+    """Handle an agent's request for a grant; the caller has removed its workers of earlier rounds."""
     known = agent.waiting or agent.warm or agent.id in task.slots
     if message.round < agent.round or (message.round == agent.round and known):
-        return  # Said again after a reconnection.
+        return  # repeated after a reconnection
     agent.holder = agent.id in task.slots
     leave_slot(task, agent)
     agent.round = message.round
@@ -50,7 +51,7 @@ def begin_rendezvous(task: Task, turn: Turn, agent: Agent, message: wire.Rendezv
 
 
 def leave_slot(task: Task, agent: Agent) -> None:
-    """The agent's slot, if it has one, becomes free; its workers of this round, warm ones too, are not of the task."""
+    """Free the agent's slot, if it has one; its workers of this round, warm ones too, no longer belong to the task."""
     if agent.id in task.slots:
         task.slots.remove(agent.id)
     agent.local_world = None
@@ -61,7 +62,7 @@ def leave_slot(task: Task, agent: Agent) -> None:
 
 
 def revoke(task: Task, turn: Turn, agent: Agent, reason: str) -> None:
-    """Take the slot back: the agent stops its workers, which have no part in the task any more, and stands by."""
+    """Take the slot back: the agent stops its workers, which no longer belong to the task, and stands by."""
     leave_slot(task, agent)
     agent.stopping = True
     agent.holder = False
@@ -70,7 +71,7 @@ def revoke(task: Task, turn: Turn, agent: Agent, reason: str) -> None:
 
 
 def agent_gone(task: Task, turn: Turn, *, had_slot: bool, succeeded: bool) -> None:
-    """Membership rule of plain scripts for an agent that has left `Task.agents`."""
+    """Apply the membership rule of plain scripts to an agent that has left `Task.agents`."""
     if task.elastic or succeeded or not task.formed or not had_slot:
         return
     if task.store_used:
@@ -80,7 +81,7 @@ def agent_gone(task: Task, turn: Turn, *, had_slot: bool, succeeded: bool) -> No
 
 
 def store_used(task: Task, turn: Turn) -> None:
-    """There is evidence that the script is a plain one: changes so far count."""
+    """Record evidence that the script is a plain one: earlier changes now count."""
     if task.elastic or task.store_used:
         return
     task.store_used = True
@@ -100,11 +101,13 @@ def start_regroup(task: Task, turn: Turn, reason: str) -> None:
 
 
 def leaving(task: Task, turn: Turn) -> set[str]:
-    """Agents that hold a slot and are not to: on drained nodes, and the newest (`replicas`) of more than `Task.limit`
-    others.
+    """Return agents that hold a slot and have to leave it.
 
-    There are more when the task is to shrink, or a node is undrained before it has left and another has its slot
-    already. Those at places that the plan gives the task stay: if they are too many, the plan says which.
+    These are agents on drained nodes, and the newest (`replicas`) of the others beyond `Task.limit`. Such an excess
+    arises
+    when the task shrinks, or when a drained node returns before it has left and another one has its slot already.
+    Agents at
+    places that the plan gives the task stay: the plan itself selects which of them leave.
     """
     assigned, out = turn.lasting.assigned, turn.out_of_use()
     away: set[str] = set()
@@ -122,13 +125,13 @@ def leaving(task: Task, turn: Turn) -> set[str]:
 
 
 def _undrained(task: Task, turn: Turn) -> list[str]:
-    """Agents with a slot whose node is not drained, in slot order."""
+    """List agents with a slot whose node is not drained, in slot order."""
     agents = task.agents
     return [agent.id for agent in turn.undrained(agents[agent_id] for agent_id in task.slots)]
 
 
 def send_grant(task: Task, turn: Turn, agent: Agent) -> None:
-    """Tell an agent of its grant (again)."""
+    """Send an agent its grant, possibly again."""
     master = task.agents[task.slots[0]].store
     assert master is not None
     rank, world = task.slots.index(agent.id), len(task.slots)
@@ -136,17 +139,17 @@ def send_grant(task: Task, turn: Turn, agent: Agent) -> None:
 
 
 def send_ranks(task: Task, turn: Turn, agent: Agent) -> None:
-    """Tell an agent its first global rank and the world, as of now (again)."""
+    """Send an agent its first global rank and the present world size, possibly again."""
     own = agent.local_world
     assert own is not None
-    # Agents of another batch may not have told theirs yet: they are taken to be like this one.
+    # Agents of another batch may not have reported their sizes: they are assumed to equal this one.
     sizes = [task.agents[agent_id].local_world or own for agent_id in task.slots]
     base = sum(sizes[: task.slots.index(agent.id)])
     turn.send(agent, wire.Ranks(round=agent.round, base=base, world=sum(sizes)))
 
 
 def _review_drained(task: Task, turn: Turn) -> None:
-    """A plain script goes on without a drained node by a common restart."""
+    """Restart a plain script without its drained nodes."""
     if task.elastic or not task.store_used or task.finishing:
         return
     staying = [agent for agent in task.agents.values() if not turn.drains(agent)]
@@ -155,7 +158,7 @@ def _review_drained(task: Task, turn: Turn) -> None:
 
 
 def next_in_line(task: Task, turn: Turn) -> list[Agent]:
-    """Agents without a slot that may have one, in the order in which they get it."""
+    """List agents without a slot that may have one, in the order in which they get it."""
     return _one_of_each_place(turn.startable(task.queue()))
 
 
@@ -185,7 +188,7 @@ def _review_grants(task: Task, turn: Turn) -> None:
 
 
 def _one_of_each_place(queue: list[Agent]) -> list[Agent]:
-    """Without those that wait behind another at the same place: of two, one of an earlier torchrun may be dead."""
+    """Keep one agent per place: of two waiting there, the one of an earlier torchrun may be dead."""
     best: dict[str, Agent] = {}
     for agent in sorted(queue, key=lambda agent: agent.conn is None):
         best.setdefault(agent.place or agent.id, agent)
@@ -199,8 +202,8 @@ def _grant(task: Task, turn: Turn, agents: list[Agent]) -> None:
         agent.waiting = False
         agent.holder = True
         agent.batch = task.batches
-        if agent.warm:  # Its workers run, under ranks that mean nothing: `standby` welcomes them.
-            # Before it has told of them it may not have seen the warm grant, and wait for its ranks after this one.
+        if agent.warm:  # its workers already run, under provisional ranks; `standby` welcomes them
+            # Before it has reported them it may have missed the warm grant, and wait for its ranks after this one.
             agent.warm, agent.ranked = False, agent.local_world is not None
         else:
             agent.local_world, agent.ranked = None, False
@@ -218,7 +221,7 @@ def _grant(task: Task, turn: Turn, agents: list[Agent]) -> None:
 
 
 def _review_ranks(task: Task, turn: Turn) -> None:
-    if task.rebuilding:  # Who has slots is not known yet.
+    if task.rebuilding:  # the agents with slots are not known yet
         return
     granted = [task.agents[agent_id] for agent_id in task.slots]
     unranked = [agent for agent in granted if not agent.ranked]

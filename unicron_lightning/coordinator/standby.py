@@ -1,19 +1,19 @@
-"""Warm stand-bys: agents without a slot whose workers are started all the same, as far as goes without one.
+"""Warm stand-bys: agents without a slot whose workers are started in advance, as far as possible without a slot.
 
-A warm worker has imported everything and run its script up to the strategy's start, and has said hello. There it waits:
-it is no member and no candidate, counts nowhere, and has nothing on its accelerator. When its agent gets a slot it is
-welcomed, and is as far as others are seconds after their start.
+A warm worker has imported everything, run its script up to the strategy's start, and sent its hello. There it waits: it
+is neither member nor candidate, counts nowhere, and uses no accelerator memory. When its agent gets a slot the worker
+is welcomed, and is as far as other workers are seconds after their start.
 
 Rules:
 
-* Warm are the agents that stand by for a task known to recover in process, also where the plan has given their place to
-  another task: what uses that place is not touched. Not on a node that an operator has drained, and never for a plain
-  script, whose workers would begin to work.
-* Their workers are on record at the agent (`Agent.hellos`), not in `Task.workers`. So no rule of membership sees them,
-  and their death is nobody's failure.
-* A free slot goes to a warm agent first. It gets the grant, and its workers their welcome, in one turn.
-* A slot whose workers have died is passed on to a warm agent at once, not only when the slot's own agent is lost: that
-  agent has to start its workers from nothing in any case. It becomes the stand-by.
+* Agents are warm when they stand by for a task known to recover in process, also where the plan has given their place
+  to another task, which they do not disturb. Agents on drained nodes are not warm, and never those of a plain script,
+  whose workers would start to train.
+* Warm workers are recorded at the agent (`Agent.hellos`), not in `Task.workers`. So no rule of membership considers
+  them, and their death is not a failure of the task.
+* A free slot goes to a warm agent first. The agent gets the grant, and its workers their welcome, in one turn.
+* A slot whose workers have died is passed on to a warm agent immediately, not only when the slot's own agent is lost:
+  that agent has to start new workers in any case. It becomes the stand-by.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from unicron_lightning.coordinator.turn import Turn
 
 
 def review_standbys(task: Task, turn: Turn) -> None:
-    """Welcome the warm workers of agents that have a slot now; have those that stand by warm theirs. Idempotent.
+    """Welcome warm workers of agents that have a slot now; have stand-by agents start theirs. Idempotent.
 
-    To be called when it is settled what follows from deaths: if that is a new life, those welcomed are its founders.
+    Call it after the consequences of deaths are decided: in a new life, the welcomed workers are its founders.
     """
     if task.over is not None:
         return
@@ -47,7 +47,7 @@ def review_standbys(task: Task, turn: Turn) -> None:
 
 
 def send_warm_grant(task: Task, turn: Turn, agent: Agent) -> None:
-    """Tell an agent to warm its workers (again)."""
+    """Send an agent a warm grant, possibly again."""
     assert agent.store is not None
     rank = len(task.slots)
     grant = wire.Grant(round=agent.round, group_rank=rank, group_world=rank + 1, master=agent.store, warm=True)
@@ -55,7 +55,7 @@ def send_warm_grant(task: Task, turn: Turn, agent: Agent) -> None:
 
 
 def resume(task: Task, turn: Turn, agent: Agent, message: wire.Register) -> None:
-    """A warm agent has registered again: warm workers that it does not name are dead."""
+    """Handle the new registration of a warm agent: warm workers that it does not list are dead."""
     if agent.local_world is None:
         agent.local_world = message.local_world
     named = {info.worker for info in message.workers}
@@ -66,9 +66,9 @@ def resume(task: Task, turn: Turn, agent: Agent, message: wire.Register) -> None
 
 
 def _pass_on(task: Task, turn: Turn) -> bool:
-    """Free as many slots of dead workers as there are warm agents to take them; whether there were any.
+    """Free slots of dead workers, as many as there are warm agents to take them; return whether any were freed.
 
-    One whose agent is away is left alone: it is lost in a moment, or has more to tell.
+    A slot whose agent is away is kept: the agent is either declared lost shortly, or has more to report.
     """
     if task.finishing or task.rebuilding:
         return False
@@ -86,7 +86,7 @@ def _pass_on(task: Task, turn: Turn) -> bool:
 
 
 def _may_be_warm(task: Task, turn: Turn, agent: Agent) -> bool:
-    """Whether an agent without a slot may have workers. In a task that is rebuilt the script is not known yet."""
+    """Whether an agent without a slot may have workers. In a task that is being rebuilt the script is not known yet."""
     lasting = turn.lasting
     drained = agent.node in lasting.drained or agent.id in lasting.drained or agent.node in lasting.cordoned
     return turn.limits.warm_standby and (task.elastic or task.rebuilding) and not drained
@@ -102,8 +102,8 @@ def _warm(task: Task, turn: Turn, agent: Agent) -> None:
 
 
 def _cool(task: Task, turn: Turn, agent: Agent) -> None:
-    """Have the agent stop its warm workers and stand by without."""
+    """Have the agent stop its warm workers and stand by without workers."""
     leave_slot(task, agent)
     agent.stopping = True
-    turn.send(agent, wire.Stop(reason="its workers are not to be warm any more"))
+    turn.send(agent, wire.Stop(reason="its workers are no longer kept warm"))
     turn.emit_for(task, None, "standby_cools", {"agent": agent.id, "node": agent.node})

@@ -1,4 +1,4 @@
-"""What the configuration has the coordinator do at its start: drain nodes, submit tasks."""
+"""Actions that the configuration requests at the coordinator's start: drain nodes, submit tasks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from unicron_lightning.coordinator.state import Cluster
 
 
 def inputs_at_start(config: CoordinatorConfig, cluster: Cluster) -> list[ev.Input]:
-    """Inputs for the machine, to follow `events.Started`.
+    """Return inputs for the machine, to follow `events.Started`.
 
-    A task that runs already, or has ended by what the coordinator remembers, is left out: a restart repeats nothing.
+    A task that already runs, or has ended according to the restored state, is left out: a restart repeats nothing.
     """
     inputs: list[ev.Input] = [ev.Drain(node=node, drained=True) for node in config.cluster.drained]
     inputs += [

@@ -1,7 +1,7 @@
-"""The coordinator's state: plain structs, writable as JSON, without behaviour beyond simple questions about themselves.
+"""The coordinator's state: plain structs, serializable as JSON, with no behaviour beyond simple queries.
 
-One `Task` holds all that is known about a task; tasks share nothing. `Cluster` adds the connections, which are of this
-process's life only. Rules live in `slots` (which agents run), `membership` (which workers train together) and
+One `Task` holds everything about a task; tasks share nothing. `Cluster` adds the connections, which exist only while
+this process runs. Rules live in `slots` (which agents run), `membership` (which workers train together) and
 `registration`.
 """
 
@@ -23,7 +23,7 @@ from unicron_lightning.nodewire import Launch, NodeTask
 
 
 class Worker(msgspec.Struct, kw_only=True):
-    """A live worker that said hello. Dead, fenced and finished ones are removed from `Task.workers`."""
+    """A live worker that has sent its hello. Dead, fenced and finished workers are removed from `Task.workers`."""
 
     id: str
     agent: str
@@ -32,14 +32,14 @@ class Worker(msgspec.Struct, kw_only=True):
     capacity: int
     founder: bool
     built: bool = False
-    """It said `wire.WorkerReady` at least once: its model exists, it can become a member."""
+    """Whether the worker has sent `wire.WorkerReady`: its model exists, so it can become a member."""
     ready: int = 0
-    """Newest epoch for which it reported its state."""
+    """Newest epoch for which the worker reported its state."""
     state: dict[str, Any] = {}
     step: int = 0
     metrics: dict[str, float | None] = {}
     pace: wire.Pace | None = None
-    """How fast its steps have been, as it told last."""
+    """Step times of the worker as reported last."""
 
 
 class Agent(msgspec.Struct, kw_only=True):
@@ -51,46 +51,46 @@ class Agent(msgspec.Struct, kw_only=True):
     host: str
     pid: int
     secret: str = ""
-    """SHA-256 of the secret that it registered with; another one is not this agent."""
+    """SHA-256 of the secret that the agent registered with; a process with another secret is not this agent."""
     slot: str | None = None
-    """Label of the accelerators on its node that its workers use; None: nobody else uses them."""
+    """Label of the accelerators on its node that its workers use; None: no other task uses them."""
     conn: int | None
-    """Its connection; None while it is away, in a grace period."""
+    """Connection number; None while the agent is away, in a grace period."""
     away_since: float | None = None
-    """time.time() at which its connection ended last, or the coordinator began without it."""
+    """time.time() at which its connection last ended, or the coordinator started without it."""
     silent: float | None = None
-    """Seconds without a word after which its connection was given up; None: it was closed, or there is one."""
+    """Seconds of silence after which its connection was closed; None: it ended otherwise, or the agent is connected."""
     problems: list[str] = []
-    """What is wrong with its node, by `detection.health.Problem.check`."""
+    """Problems of its node, by `detection.health.Problem.check`."""
     unhealthy: str = ""
-    """What is wrong with its node such that it gets no slot; "" if nothing is."""
+    """Problem of its node that bars it from a slot; "" if there is none."""
     paired: Paired = msgspec.field(default_factory=Paired)
-    """Its exchanges of data with others."""
+    """Its data exchanges with other agents."""
     cuts: list[float] = []
-    """time.time() of its newest broken connections that it came back from in time."""
+    """time.time() of its newest connection failures that ended within the grace period."""
     round: int = 0
     store: wire.Address | None = None
     waiting: bool = False
-    """In next_rendezvous, without a grant for ``round``."""
+    """Whether the agent is in next_rendezvous, without a grant for ``round``."""
     holder: bool = False
-    """Had a slot when it last began to wait: it goes before those that stand by."""
+    """Whether it had a slot when it last began to wait: it then precedes stand-by agents."""
     arrived: int = 0
     batch: int = 0
-    """Slots granted at the same time have the same number."""
+    """Number of the joint grant: slots granted at the same time share it."""
     local_world: int | None = None
     ranked: bool = False
     gone: list[str] = []
     """Workers of the present round that are dead, fenced or finished."""
     fresh: bool = False
-    """It has just come to a place, and the plan waits for a moment, as its neighbours may come too."""
+    """Whether it has just registered, so that the plan waits briefly for other agents of its node."""
     stopping: bool = False
-    """Its slot was taken back: it was told to stop its workers and to rendezvous again, and has not yet."""
+    """Whether its slot was taken back and it has not yet stopped its workers and rejoined the rendezvous as ordered."""
     missing: list[str] = []
-    """Live workers that the agent did not name when it registered again; its own word on them may still come."""
+    """Live workers that the agent did not list when it registered again; its report on them may still arrive."""
     warm: bool = False
-    """Its workers of ``round`` were started without a slot, and it has got none since."""
+    """Whether its workers of ``round`` were started without a slot, and none has been granted since."""
     hellos: dict[str, wire.WorkerHello] = {}
-    """Its warm workers that wait to be welcomed: they are not in `Task.workers` yet."""
+    """Hellos of its warm workers that wait to be welcomed: these are not in `Task.workers` yet."""
 
     @property
     def all_warm(self) -> bool:
@@ -99,64 +99,64 @@ class Agent(msgspec.Struct, kw_only=True):
 
     @property
     def barred(self) -> str:
-        """Why it gets no slot; "" if nothing is known that keeps it from one."""
+        """Reason why the agent gets no slot; "" if none is known."""
         return "; ".join(filter(None, (self.unhealthy, self.paired.reason)))
 
     @property
     def place(self) -> str | None:
-        """Names its accelerators in the cluster; None if they are its own."""
+        """Name of its accelerators in the cluster; None if no other task uses them."""
         return None if self.slot is None else f"{self.node}/{self.slot}"
 
 
 class Checkpoint(msgspec.Struct, kw_only=True, frozen=True):
-    """The newest complete persistent checkpoint that a worker told of."""
+    """The newest complete persistent checkpoint reported by any worker."""
 
     path: str
     step: int
 
 
 def has_multiple(step: int, least: int, most: int) -> bool:
-    """Whether there is a multiple of ``step`` from ``least`` to ``most``."""
+    """Whether a multiple of ``step`` lies between ``least`` and ``most``, inclusive."""
     return most - most % step >= least
 
 
 class Task(msgspec.Struct, kw_only=True):
-    """All about one training job."""
+    """State of one training job."""
 
     id: str
     min_nodes: int
     max_nodes: int
     created_at: float
     weight: float = 1.0
-    """w(t), what its FLOPs are worth beside those of other tasks."""
+    """w(t), the weight of the task's FLOPs relative to other tasks."""
     target: int | None = None
-    """How many nodes an operator wants it to have; None: as many as there are, up to ``max_nodes``."""
+    """Number of nodes ordered by an operator; None: all available ones, up to ``max_nodes``."""
     replica_nodes: int = 0
-    """Nodes that a replica of its model takes, or a few replicas together; 0 if workers do not tell of replicas."""
+    """Nodes occupied by one replica of the model, or by several replicas together; 0 if workers report no replicas."""
     agents: dict[str, Agent] = {}
     lost: list[str] = []
-    """Agents declared lost; what they bring back is fenced."""
+    """Agents declared lost; workers that they bring back are fenced."""
     slots: list[str] = []
-    """Agents whose slot is granted, in slot order: the place is the group rank."""
+    """Agents whose slot is granted, in slot order: the index is the group rank."""
     workers: dict[str, Worker] = {}
     finished: list[str] = []
-    """Members of this life that ended well."""
+    """Members of this life that have finished successfully."""
 
     formed: bool = False
-    """The first grants were given."""
+    """Whether the first slots were granted."""
     elastic: bool = False
-    """A worker said hello: the task recovers in process."""
+    """Whether a worker has sent its hello: the task recovers in process."""
     store_used: bool = False
     """Evidence of a plain script: workers use the rendezvous' store."""
     changed: bool = False
-    """Agents changed since the last common grant, before it was known whether the script minds."""
+    """Whether agents changed since the last common grant, before the kind of script was known."""
     regrouping: bool = False
-    """Plain script: all agents were told to stop, and are granted together when all wait."""
+    """Plain script: all agents are stopping, and are granted slots together when all wait."""
     agents_succeeded: int = 0
 
     life: int = 1
     number: int = 0
-    """Newest epoch number; goes on counting over lives."""
+    """Newest epoch number; keeps rising over lives."""
     epoch: wire.Epoch | None = None
     """Newest epoch of this life."""
     go: wire.Go | None = None
@@ -164,26 +164,26 @@ class Task(msgspec.Struct, kw_only=True):
     established: list[str] = []
     """Members of the newest settled epoch: those that have the task's state."""
     replicas: list[list[str]] = []
-    """Workers of each replica as told last, see `wire.Replicas`."""
+    """Workers of each replica as reported last, see `wire.Replicas`."""
     replicas_of: int = 0
-    """The epoch of which that was told."""
+    """Epoch that `replicas` describes."""
     replicas_at_once: int | None = None
-    """How many of them may leave at a time; None: all but one."""
+    """Number of replicas that may leave at the same time; None: all but one."""
     layouts: Layouts = msgspec.field(default_factory=Layouts)
     join_due: bool = False
-    """Candidates waited long enough for their siblings."""
+    """Whether candidates have waited long enough for their siblings."""
     join_timer: bool = False
     comm_error_epoch: int = 0
-    """Epoch for which a collective's failure is under consideration; 0 if none."""
+    """Epoch for which a failed collective is being diagnosed; 0 if none."""
     rebuilding: bool = False
-    """The task was running before this coordinator knew of it: its agents are given time to tell."""
+    """The task was running before this coordinator knew of it: its agents are given time to register."""
     restoring: bool = False
-    """The state comes from an earlier coordinator process and some agents have not come back yet."""
+    """The state comes from an earlier coordinator process and some agents have not reconnected yet."""
     empty_grace: bool = False
-    """Nobody is there. Agents that were lost are given time to come back; a job waits for them as long as it takes."""
+    """No agent is present. Lost agents are given time to return; a job waits for them without limit."""
 
     severity: Record = msgspec.field(default_factory=Record)
-    """What the severity workflow goes by."""
+    """Records of the severity workflow."""
     watch: Watch = msgspec.field(default_factory=Watch)
     incident: str | None = None
     incidents: int = 0
@@ -191,9 +191,9 @@ class Task(msgspec.Struct, kw_only=True):
     records: dict[str, str] = {}
     checkpoint: Checkpoint | None = None
     over: bool | None = None
-    """Once the task has ended: whether it succeeded."""
+    """Whether the task succeeded; None until it has ended."""
     struck: dict[str, tuple[int, str]] = {}
-    """Of faults on purpose, by key: how often they struck, and the claim of the last time."""
+    """Strikes of each injected fault, by key: their number, and the claim of the last one."""
     arrivals: int = 0
     batches: int = 0
     measured: Measured = msgspec.field(default_factory=Measured)
@@ -201,29 +201,29 @@ class Task(msgspec.Struct, kw_only=True):
 
     @property
     def settled(self) -> bool:
-        """Whether the newest epoch has got its `wire.Go`."""
+        """Whether the newest epoch has received its `wire.Go`."""
         return self.go is not None
 
     @property
     def finishing(self) -> bool:
-        """Whether the task's end has begun: nobody is taken in any more."""
+        """Whether the task's end has begun: no agent or worker is admitted any more."""
         return bool(self.finished) or self.agents_succeeded > 0
 
     @property
     def limit(self) -> int:
-        """Most agents that are to hold a slot now: whole replicas of them."""
+        """Largest number of agents that may hold a slot now, in whole replicas."""
         wanted = self.max_nodes if self.target is None else self.target
         rest = wanted % self.granularity
         return wanted - rest + (self.granularity if wanted - rest < self.min_nodes else 0)
 
     @property
     def granularity(self) -> int:
-        """It has a multiple of so many nodes; 1 if there is none between its least and most."""
+        """Number of nodes that the task's size must be a multiple of; 1 if no multiple is within its bounds."""
         step = self.replica_nodes or 1
         return step if has_multiple(step, self.min_nodes, self.max_nodes) else 1
 
     def queue(self) -> list[Agent]:
-        """Agents that stand by, in the order in which they get a slot: who has warm workers comes first."""
+        """Stand-by agents in the order in which they get a slot: those with warm workers first."""
         standing = [agent for agent in self.agents.values() if agent.waiting or (agent.warm and not agent.gone)]
         return sorted(standing, key=lambda agent: (not agent.all_warm, not agent.warm, not agent.holder, agent.arrived))
 
@@ -245,12 +245,12 @@ class Task(msgspec.Struct, kw_only=True):
         return order, worker.local_rank
 
     def capacity(self) -> int:
-        """Most workers that the task can use: the least that any live worker says."""
+        """Largest number of workers that the task can use: the smallest capacity of its live workers."""
         return min((worker.capacity for worker in self.workers.values()), default=0)
 
 
 class Pending(msgspec.Struct, kw_only=True):
-    """A connection whose agent can't be taken in yet: its messages wait until the task's fate is known."""
+    """A connection whose agent can't be admitted yet: its messages wait until the task's fate is known."""
 
     conn: int
     messages: list[wire.FromAgent] = []
@@ -264,15 +264,15 @@ class Node(msgspec.Struct, kw_only=True):
     pid: int
     started_at: float
     conn: int | None
-    """Its connection; None while it is away, in a grace period."""
+    """Connection number; None while the daemon is away, in a grace period."""
     slots: list[str]
     """Labels of its slots; each is a place that every job can use."""
     launches: list[Launch] = []
-    """What it was told to run."""
+    """Agents that it is ordered to run."""
     tasks: list[NodeTask] = []
-    """What it runs, by its own word."""
+    """Agents that it runs, as it reports."""
     untold: bool = False
-    """It has not heard of ``launches`` since it connected."""
+    """Whether ``launches`` has not been sent to it since it connected."""
 
     @property
     def places(self) -> list[str]:
@@ -281,63 +281,63 @@ class Node(msgspec.Struct, kw_only=True):
 
 
 class JobResult(msgspec.Struct, frozen=True, kw_only=True):
-    """How a task ended."""
+    """The end of a task."""
 
     name: str
     state: Literal["succeeded", "failed", "cancelled"]
     reason: str
     managed: bool
-    """Whether it was submitted; else its user started torchrun."""
+    """Whether the task was submitted; otherwise its user started torchrun."""
     submitted_at: float
     ended_at: float
 
 
 class Lasting(msgspec.Struct, kw_only=True):
-    """What is known beside the tasks and outlives the coordinator's process."""
+    """State beside the tasks that outlives the coordinator's process."""
 
     drained: list[str] = []
-    """Nodes, or agents by their ids, that are to have no workers."""
+    """Drained nodes, and drained agents by their ids: they get no workers."""
     cordoned: dict[str, str] = {}
-    """Nodes that were isolated because of their failures, with the reasons: drained, but by no operator's order."""
+    """Nodes drained by the coordinator itself because of their failures, with the reasons."""
     assigned: dict[str, str] = {}
-    """The plan in force: the task of each place, "" for nobody."""
+    """The plan in force: the task of each place, "" for none."""
     allocation: dict[str, int] = {}
-    """The plan in force: places of each task when it was made."""
+    """The plan in force: places of each task when the plan was made."""
     planned: str = ""
-    """Names the situation that the plan in force was made for."""
+    """Key of the situation that the plan in force was made for."""
     lifetimes: Lifetimes = msgspec.field(default_factory=Lifetimes)
-    """Of tasks that are over."""
+    """Lifetimes measured in tasks that are over."""
     jobs: dict[str, Job] = {}
-    """Tasks that were submitted and are not over, by name; each has an entry in `Cluster.tasks`."""
+    """Submitted tasks that are not over, by name; each has an entry in `Cluster.tasks`."""
     results: list[JobResult] = []
-    """How the newest of the tasks that are over ended."""
+    """Results of the newest tasks that are over."""
     nodes: dict[str, Node] = {}
     """Nodes with a daemon, by label."""
 
 
 class Cluster(msgspec.Struct, kw_only=True):
-    """Everything. Only ``tasks`` and ``lasting`` outlive the process."""
+    """The whole state. Only ``tasks`` and ``lasting`` outlive the process."""
 
     tasks: dict[str, Task] = {}
     conns: dict[int, tuple[str, str]] = {}
-    """Registered connections: task and agent of each."""
+    """Task and agent of each registered connection."""
     pending: dict[str, list[Pending]] = {}
-    """By task."""
+    """Pending connections by task."""
     lasting: Lasting = msgspec.field(default_factory=Lasting)
     idle: bool = False
     gathering: bool = False
-    """Agents have come, and a timer is running after which they count."""
+    """Whether agents have registered that count only when a running timer expires."""
     asked: str | None = None
-    """Names the situation for which a plan is awaited."""
+    """Key of the situation for which a plan is awaited."""
 
     def pending_of(self, conn: int) -> Pending | None:
-        """What waits of a connection."""
+        """Return the pending messages of a connection."""
         found = (item for items in self.pending.values() for item in items if item.conn == conn)
         return next(found, None)
 
     @property
     def nodes(self) -> dict[str, Node]:
-        """Nodes whose daemon is there, or may come back, by label."""
+        """Nodes whose daemon is connected or may reconnect, by label."""
         return self.lasting.nodes
 
 
@@ -351,6 +351,6 @@ decode_cluster = _cluster_decoder.decode
 
 
 def round_of(worker: str) -> int:
-    """The rendezvous round in a worker's id; -1 if the id is malformed."""
+    """Return the rendezvous round in a worker's id; -1 if the id is malformed."""
     _, _, digits = worker.rpartition("#")
     return int(digits) if digits.isdecimal() and len(digits) <= _ROUND_DIGITS else -1

@@ -20,7 +20,7 @@ _PENDING: dict[wire.EpochKind, str] = {
 
 
 def task_status(task: Task) -> dict[str, Any]:
-    """One task.
+    """Describe one task.
 
     ``state`` is one of: queued, forming, running, recovering, joining, leaving, holding, restarting, plain, over.
     """
@@ -65,7 +65,7 @@ def _layout(layout: wire.Layout | None) -> dict[str, int] | None:
 
 
 def cluster_status(cluster: Cluster) -> dict[str, Any]:
-    """Nodes with a daemon, and the plan in force: the task of each place."""
+    """Describe nodes with a daemon, and the plan in force: the task of each place."""
     return {
         "nodes": {node.label: _node(cluster, node) for node in cluster.nodes.values()},
         "assigned": dict(sorted(cluster.lasting.assigned.items())),
@@ -74,7 +74,7 @@ def cluster_status(cluster: Cluster) -> dict[str, Any]:
 
 
 def _last_failure(task: Task) -> dict[str, Any] | None:
-    """The newest failure since there was progress, or that is not judged yet."""
+    """Describe the newest failure since the last progress, judged or not."""
     failures = [*task.severity.failed, *task.severity.unjudged]
     if not failures:
         return None

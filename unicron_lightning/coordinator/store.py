@@ -1,7 +1,7 @@
-"""What outlives the coordinator process: the tasks' states and the event log, in one SQLite database.
+"""State that outlives the coordinator process: the tasks' states and the event log, in one SQLite database.
 
-Written with a write-ahead log and synchronous=NORMAL: what was committed survives the end of the process by any signal;
-the last moments may be lost when the machine's power fails, and then the agents' registrations fill the gap.
+Written with a write-ahead log and synchronous=NORMAL: committed data survives the end of the process by any signal. The
+last moments may be lost when the machine's power fails, and then the agents' registrations fill the gap.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class Store:
 
     Args:
         state_dir: folder of the database.
-        events_kept: newest events that are kept; older ones are deleted here, and with later writes.
+        events_kept: newest events that are kept; older ones are deleted at the start and with later writes.
 
     Attributes:
-        corrupt: new name of a corrupt database that was found, None if there was none.
+        corrupt: new name of a corrupt database that was set aside, or None.
 
     Raises:
         ConfigError: another coordinator holds the directory, or a newer version wrote it.
@@ -80,7 +80,7 @@ class Store:
         self._log = EventLog(self._db, events_kept)
 
     def load(self) -> state.Cluster:
-        """The tasks as last written; one that cannot be read is set aside."""
+        """Load the tasks as last written; set an unreadable one aside."""
         names = [row[0] for row in self._db.execute("SELECT id FROM tasks ORDER BY rowid").fetchall()]
         tasks = [task for name in names if (task := self.task(name)) is not None]
         row = self._db.execute("SELECT state FROM lasting").fetchone()
@@ -93,7 +93,7 @@ class Store:
         return state.Cluster(tasks={task.id: task for task in tasks}, lasting=lasting)
 
     def task(self, task_id: str) -> state.Task | None:
-        """A task as last written; None if there is none, or if it cannot be read, in which case it is set aside."""
+        """Load a task as last written; None if it does not exist or is unreadable, in which case it is set aside."""
         row = self._db.execute("SELECT state FROM tasks WHERE id = ?", (task_id,)).fetchone()
         if row is None:
             return None
@@ -107,7 +107,7 @@ class Store:
         return task
 
     def set_aside(self, task_id: str, reason: str) -> None:
-        """Move a stored task to the table ``unreadable``, where it is kept for people and not read any more."""
+        """Move a stored task to the table ``unreadable``, where it is kept for inspection and not loaded again."""
         row = self._db.execute("SELECT state FROM tasks WHERE id = ?", (task_id,)).fetchone()
         if row is not None:
             self._move("tasks", task_id, row[0], reason)
@@ -134,7 +134,7 @@ class Store:
         events: Iterable[NewEvent],
         lasting: state.Lasting | None = None,
     ) -> None:
-        """Make all of it durable, or nothing; ``lasting`` replaces what was there unless it is None.
+        """Write everything in one transaction; ``lasting`` replaces the stored value unless it is None.
 
         Raises:
             sqlite3.Error: e.g. the disk is full.
@@ -173,9 +173,9 @@ class Store:
         limit: int = 10_000,
         most_bytes: int = EVENT_BYTES_KEPT,
     ) -> list[LoggedEvent]:
-        """Events with a sequence number above ``since``, oldest first; None stands for all tasks, or all names.
+        """Return events with a sequence number above ``since``, oldest first; None selects all tasks, or all names.
 
-        At most ``limit``, and no more once their fields have ``most_bytes``.
+        The result is limited to ``limit`` events, and ends once their fields have ``most_bytes``.
         """
         rows = self._db.execute(
             "SELECT seq, at, name, task, incident, fields FROM events"
@@ -191,7 +191,7 @@ class Store:
         return found
 
     def close(self) -> None:
-        """Close the database and let go of the directory."""
+        """Close the database and release the directory."""
         self._db.close()
         os.close(self._lock)
 

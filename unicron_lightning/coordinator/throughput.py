@@ -1,6 +1,6 @@
-"""What the planner is told of running tasks: T(t,x), D_transition and the failure rate, from what was measured.
+"""The planner's inputs from measurements of running tasks: T(t,x), D_transition and the failure rate.
 
-**For whoever plans**, all three by number of *slots* (in the planner's words: a slot is a worker):
+**Interface**, by number of *slots* (a slot is a worker in the planner's terms):
 
     performances(tasks, jobs)           -> {task id: PerformanceModel}, of all in one unit
     transition_times(tasks)             -> TransitionTimes; .expected_seconds(task id), .of_kind(task id, kind)
@@ -8,20 +8,20 @@
 
 where ``tasks`` are `state.Cluster.tasks` (or those that compete), ``jobs`` `state.Lasting.jobs` and ``past``
 `state.Lasting.lifetimes`. A job that has not begun has an entry in ``jobs`` only, an attached torchrun in ``tasks``
-only. Ask in the coordinator's own thread, as they read its state; what they answer is frozen and may be used in any. It
-is the same as long as no measurement changes by more than noise, so that plans made ahead stay valid.
+only. Call these in the coordinator's own thread, as they read its state; the results are frozen and may be used in any
+thread. They stay the same until a measurement changes by more than noise, so that plans made ahead stay valid.
 
 How T(t,x) is made:
 
-* what is believed before: the job's profile if it has one, else `SublinearModel` with the task's micro-batches;
-* set right by the step times measured at each size (`CalibratedModel`); with neither, nothing of numpy is imported.
+* the prior: the job's profile if it has one, else `SublinearModel` with the task's micro-batches;
+* corrected by the step times measured at each size (`CalibratedModel`); with neither, numpy is not imported.
 
-FLOP/s need to be comparable between tasks, and only who knows the FLOPs of a step knows them: the job
-(``flops_per_step``), else the workers (the attribute of that name of the LightningModule). Of a task that neither
-tells of, only the *shape* of T(t,x) is measured; a slot of it is taken to be worth what a slot of the others is in the
-median (1 FLOP/s if nobody knows), so that unknown tasks neither starve nor rob the others.
+FLOP/s must be comparable between tasks, which requires the FLOPs of a step: from the job (``flops_per_step``), else
+from the workers (the attribute of that name of the LightningModule). For a task without either, only the *shape* of
+T(t,x) is measured. Its slots are valued at the median of the other tasks' slots (1 FLOP/s if none is known), so that
+such tasks neither starve nor displace the others.
 
-The planner is imported when it is first asked: a coordinator with one task starts without it.
+The planner is imported at first use: a coordinator with one task starts without it.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
     from unicron_lightning.planner.transitions import TransitionTimes
 
 _PROFILE_ERROR: Final = 0.1
-"""Relative standard error of a job's profile: measurements outweigh it soon."""
+"""Relative standard error of a job's profile: a few measurements outweigh it."""
 _LEAST_SPREAD: Final = 0.02
-"""Relative deviation of a measured interval at least: a few alike by chance are not exact."""
+"""Lower bound of a measured interval's relative deviation: equal values by chance are not exact."""
 _DAY: Final = 86400.0
 
 
 def performances(tasks: Mapping[str, Task], jobs: Mapping[str, Job]) -> dict[str, PerformanceModel]:
-    """T(t,x) of each task, by number of slots, comparable with each other.
+    """Return T(t,x) of each task, by number of slots, comparable with each other.
 
     Args:
         tasks: those that have begun, by id.
@@ -61,12 +61,12 @@ def performances(tasks: Mapping[str, Task], jobs: Mapping[str, Job]) -> dict[str
 
 
 def performance_of(task: Task | None, job: Job | None, *, nominal: float = 1.0) -> PerformanceModel:
-    """T(t,x) of one task, by number of slots.
+    """Return T(t,x) of one task, by number of slots.
 
     Args:
-        task: if it has begun.
-        job: if it was submitted.
-        nominal: what a slot is worth if nobody knows the task's FLOPs, FLOP/s.
+        task: the task, if it has begun.
+        job: its job, if it was submitted.
+        nominal: value of a slot if the task's FLOPs are unknown, FLOP/s.
     """
     from unicron_lightning.planner.performance.sublinear import SublinearModel
 
@@ -81,7 +81,7 @@ def performance_of(task: Task | None, job: Job | None, *, nominal: float = 1.0) 
     if not speeds:
         return prior
     if flops is None:
-        # Only the shape is measured: it is fixed to the prior at the smallest size.
+        # Only the shape is measured: it is scaled to the prior at the smallest size.
         least = min(speeds)
         flops = prior.throughput(least) * speeds[least].seconds
         if flops == 0:
@@ -93,7 +93,7 @@ def performance_of(task: Task | None, job: Job | None, *, nominal: float = 1.0) 
 
 
 def nominal_rate(tasks: Iterable[tuple[Task | None, Job | None]]) -> float:
-    """What a slot achieves, in the median over the tasks of which it is known, FLOP/s; 1.0 if of none."""
+    """Return the median FLOP/s of a slot over tasks whose FLOPs are known; 1.0 if none is."""
     rates = []
     for task, job in tasks:
         flops = flops_per_step(task, job)
@@ -106,7 +106,7 @@ def nominal_rate(tasks: Iterable[tuple[Task | None, Job | None]]) -> float:
 
 
 def flops_per_step(task: Task | None, job: Job | None) -> float | None:
-    """FLOPs of the model in one optimizer step: as defined, else as the workers tell, else unknown."""
+    """Return FLOPs of the model in one optimizer step: as defined, else as reported by workers, else None."""
     if job is not None and job.flops_per_step is not None:
         return job.flops_per_step
     return None if task is None else task.measured.flops_per_step
@@ -120,14 +120,14 @@ def transition_times(
     restart_seconds: float = 15.0,
     cold_seconds: float = 30.0,
 ) -> TransitionTimes:
-    """D_transition by task and kind, from the transitions measured.
+    """Return D_transition by task and kind, from measured transitions.
 
     Args:
         tasks: those that have begun.
-        shrink_seconds: median that is expected of `TransitionKind.SHRINK_IN_PLACE` before any was measured.
-        grow_seconds: of GROW_IN_PLACE.
-        restart_seconds: of RESTART.
-        cold_seconds: of RECONFIGURE_COLD.
+        shrink_seconds: median expected of `TransitionKind.SHRINK_IN_PLACE` before any was measured.
+        grow_seconds: the same of GROW_IN_PLACE.
+        restart_seconds: the same of RESTART.
+        cold_seconds: the same of RECONFIGURE_COLD.
     """
     from unicron_lightning.planner.transitions import Transition, TransitionKind, TransitionTime, TransitionTimes
 
@@ -146,12 +146,12 @@ def transition_times(
 def failure_model(
     tasks: Mapping[str, Task], past: Lifetimes, *, slot_mtbf: float = 30 * _DAY, worker_mtbf: float = 30 * _DAY
 ) -> FailureModel:
-    """D_running by number of slots.
+    """Return D_running by number of slots.
 
     Args:
         tasks: those that have begun.
-        past: of those that are over.
-        slot_mtbf: mean seconds between the failures of one slot's agent, believed as if one failure had been seen.
+        past: lifetimes of ended tasks.
+        slot_mtbf: mean seconds between the failures of one slot's agent, weighted like one observed failure.
         worker_mtbf: the same for the workers of one slot.
     """
     from unicron_lightning.planner.failure_rate import RateBelief
@@ -165,7 +165,7 @@ def failure_model(
 
 
 def _parts(task: Task | None, job: Job | None) -> float | None:
-    """Micro-batches of a step per worker of a slot: what `SublinearModel` calls parts."""
+    """Return micro-batches of a step per worker of a slot, called parts in `SublinearModel`."""
     capacity = 0 if task is None else task.capacity()
     if not capacity:
         return None
@@ -175,7 +175,7 @@ def _parts(task: Task | None, job: Job | None) -> float | None:
 
 
 def _level(shape: PerformanceModel, speeds: Mapping[int, Speed], flops: float | None) -> float | None:
-    """What a slot achieves by what was measured, if a model of rate 1 has the right shape."""
+    """Return the measured FLOP/s of a slot, assuming that a model of rate 1 has the right shape."""
     if flops is None or not speeds:
         return None
     return statistics.median(flops / speed.seconds / shape.throughput(slots) for slots, speed in speeds.items())
@@ -199,5 +199,5 @@ def _online(speeds: Mapping[int, Speed], flops: float) -> OnlineModel:
         )
 
     statistics_ = {slots: known(speed) for slots, speed in speeds.items()}
-    # As of the newest one: it is against that one that others are old.
+    # As of the newest measurement, relative to which the others are old.
     return OnlineModel(now_seconds=max(speed.at for speed in speeds.values()), statistics=statistics_)

@@ -1,4 +1,4 @@
-"""One turn of the machine: collects the actions by which it answers one input."""
+"""One turn of the machine: collects the actions that answer one input."""
 
 from __future__ import annotations
 
@@ -14,10 +14,16 @@ from unicron_lightning.coordinator.state import Agent, Cluster, Task
 
 
 class Turn:
-    """What the rules write to. ``now`` is time.time() as told by the shell, ``cluster`` what holds for all tasks,
-    ``daemons`` what is remembered of places.
+    """The output of the rules.
 
-    ``places_changed`` is set when what the plan follows from may have changed, or a place may have become free.
+    Args:
+        now: time.time() of the shell.
+        limits: parameters of the machine.
+        cluster: state shared by all tasks.
+        daemons: cached places of daemons.
+
+    Attributes:
+        places_changed: set when inputs of the plan may have changed, or a place may have become free.
     """
 
     def __init__(self, *, now: float, limits: ev.Limits, cluster: Cluster, daemons: DaemonPlaces) -> None:
@@ -27,33 +33,33 @@ class Turn:
         self.lasting = cluster.lasting
         self.places_changed = False
         self.connections = len(cluster.conns)
-        """Of agents, when the turn began."""
+        """Number of agents' connections when the turn began."""
         self._cluster = cluster
         self.decisions: dict[str, list[Decision]] = {}
-        """By task: what the severity workflow has decided and is to be carried out."""
+        """Decisions of the severity workflow that are still to be carried out, by task."""
         self.cordoned = False
-        """A node was cordoned: all tasks are to be looked at."""
+        """Whether a node was cordoned, so that all tasks have to be reviewed."""
         self.concerned: dict[str, Task] = {}
-        """Tasks by id that are to be looked at, in this order, once the input is taken in."""
+        """Tasks, by id, to review in this order once the input is processed."""
         self.actions: list[ev.Action] = []
         self._lasting_saved = False
         self._saved: set[str] = set()
         self.news: list[tuple[Task, ev.Emit]] = []
-        """Events of tasks logged in this turn, for those that keep the books."""
+        """Events of tasks logged in this turn, for measurements and accounting."""
 
     def drains(self, agent: Agent) -> bool:
-        """Whether the agent is to have no workers: its node is drained, or its place another task's."""
+        """Whether the agent must not have workers: its node is drained, or the plan gives its place to another task."""
         lasting = self.lasting
         if (lasting.drained or lasting.cordoned) and is_drained(self._cluster, agent):
             return True
         return agent.slot is not None and is_elsewhere(self._cluster, agent)
 
     def out_of_use(self) -> frozenset[str]:
-        """Nodes, and agents by their ids, that are to have no workers: drained or cordoned."""
+        """Return nodes, and agents by their ids, that get no workers: drained or cordoned."""
         return frozenset((*self.lasting.drained, *self.lasting.cordoned))
 
     def undrained(self, agents: Iterable[Agent]) -> list[Agent]:
-        """Those that may have workers, as far as drains and the plan go."""
+        """Select agents that may have workers according to drains and the plan."""
         lasting = self.lasting
         if lasting.drained or lasting.cordoned:
             return [agent for agent in agents if not self.drains(agent)]
@@ -65,7 +71,7 @@ class Turn:
         ]
 
     def spared(self, task: Task, nodes: Collection[str]) -> frozenset[str]:
-        """Those nodes without which the task, and each that has agents there, has agents enough for its minimum."""
+        """Select nodes without which the task, and every task with agents there, still has its minimum of agents."""
         needed: set[str] = set()
         out = self.out_of_use()
         for other in self._cluster.tasks.values():
@@ -82,13 +88,13 @@ class Turn:
         return frozenset(nodes) - needed
 
     def cordon(self, node: str, reason: str) -> None:
-        """Have no workers on a node until an operator undrains it."""
+        """Cordon a node: it gets no workers until an operator undrains it."""
         self.lasting.cordoned[node] = reason
         self.cordoned = self.places_changed = True
         self.save_lasting()
 
     def startable(self, waiting: Iterable[Agent]) -> list[Agent]:
-        """Those of waiting agents that may have workers: nobody else has any at their places, or is to."""
+        """Select waiting agents that may have workers: no other agent has any at their places, or will."""
         check = self.limits.pairs.check
         known = (agent for agent in waiting if agent.paired.passed or not check)
         well = (agent for agent in known if not (agent.unhealthy or self.drains(agent)))
@@ -98,11 +104,11 @@ class Turn:
         return [agent for agent in ready if agent.place not in taken]
 
     def occupant(self, agent: Agent) -> tuple[Task, Agent] | None:
-        """Whose agent has workers at the place of one that has none, or may have."""
+        """Return the other agent that has workers at the place of this one, or may have, with its task."""
         return None if agent.place is None else occupants(self._cluster, (agent.node,)).get(agent.place)
 
     def why_without_workers(self, agent: Agent) -> str:
-        """For messages: why the agent is to have no workers any more."""
+        """Explain, for messages, why the agent must not have workers any more."""
         if not self.drains(agent):
             return "the task has nodes enough"
         if agent.place is None or not is_elsewhere(self._cluster, agent):
@@ -111,13 +117,13 @@ class Turn:
         return f"the plan gives {agent.place} to {f'task {other}' if other else 'nobody'}"
 
     def save_lasting(self) -> None:
-        """Have `state.Lasting` written before anything of this turn is sent."""
+        """Have `state.Lasting` written before any message of this turn is sent."""
         if not self._lasting_saved:
             self._lasting_saved = True
             self.actions.append(ev.SaveLasting())
 
     def send(self, agent: Agent, message: wire.ToAgent) -> None:
-        """Send to an agent; nothing if it is away (it gets the newest state when it registers again)."""
+        """Send to an agent; do nothing if it is away (it gets the newest state when it registers again)."""
         if agent.conn is not None:
             self.actions.append(ev.Send(conn=agent.conn, message=message))
 
@@ -126,7 +132,7 @@ class Turn:
         self.actions.append(ev.Close(conn=conn, reason=reason))
 
     def refuse(self, conn: int, reason: str) -> None:
-        """Tell an agent that it can't take part, and close its connection."""
+        """Notify an agent that it can't take part, and close its connection."""
         self.actions.append(ev.Send(conn=conn, message=wire.Refused(reason=reason)))
         self.close(conn, "refused")
 
@@ -139,13 +145,13 @@ class Turn:
         self.actions.append(ev.CancelTimer(key=ev.TimerKey(kind, task, agent)))
 
     def save(self, task: Task) -> None:
-        """Have the task's state written before anything of this turn is sent."""
+        """Have the task's state written before any message of this turn is sent."""
         if task.id not in self._saved:
             self._saved.add(task.id)
             self.actions.append(ev.Save(task=task.id))
 
     def emit(self, task: Task, name: str, **fields: Any) -> None:
-        """Log an event of the task under its open incident. What is worth an event is worth saving."""
+        """Log an event of the task under its open incident, and save the task."""
         self.emit_for(task, task.incident, name, fields)
 
     def emit_for(self, task: Task, incident: str | None, name: str, fields: dict[str, Any]) -> None:

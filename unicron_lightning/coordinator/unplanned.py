@@ -1,4 +1,4 @@
-"""How places are shared without the planner (``planner=fixed``): who has a place keeps it."""
+"""Sharing of places without the planner (``planner=fixed``): tasks keep the places they have."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from unicron_lightning.coordinator.question import Competitor, Question
 
 
 def keep(question: Question) -> ev.Planned:
-    """The answer that takes no place from anybody.
+    """Answer a question without taking a place from any task.
 
-    Free places go, task by task in the question's order, to those below their minimum that reach it with them, then to
-    whoever has the fewest: one at a time, or as many as make another multiple of its granularity.
+    Free places go, task by task in the question's order, to tasks that reach their minimum with them. The rest goes to
+    the task with the fewest places: one at a time, or enough for the next multiple of its granularity.
     """
     tasks = question.tasks
     places = {task.name: min(task.left, task.max_places) for task in tasks}
@@ -33,5 +33,5 @@ def keep(question: Question) -> ev.Planned:
 
 
 def _more(places: int, task: Competitor) -> int:
-    """The next number of places above ``places`` that the task can use."""
+    """Return the next number of places above ``places`` that the task can use."""
     return (places // task.granularity + 1) * task.granularity

@@ -1,8 +1,8 @@
-"""Connections that have not proven the token: few, and not for long.
+"""Connections that have not proven the token: their number and duration are limited.
 
-Whoever can reach the port can open connections, send half a request and wait. Such connections are closed after
-`PROOF_SECONDS`, and the oldest of them before that when there are too many for the descriptors that this process may
-open. Connections with a proof, those of agents, daemons and commands, are left alone.
+Any process that can reach the port can open connections, send half a request and wait. Such connections are closed
+after `PROOF_SECONDS`, and the oldest of them earlier if there are too many for the descriptors that this process may
+open. Connections with a proof (agents, daemons, commands) are left alone.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def raise_descriptor_limit() -> int:
 
 
 def excess(ages: dict[Any, float], now: float, most: int) -> list[Any]:
-    """Tell which connections without a proof are to be closed.
+    """Select connections without a proof that have to be closed.
 
     Args:
         ages: time at which each was first seen, oldest first.
-        now: the same clock's.
-        most: how many may stay.
+        now: the present time of the same clock.
+        most: number of connections that may stay.
     """
     late = [each for each, seen in ages.items() if now - seen > PROOF_SECONDS]
     rest = [each for each, seen in ages.items() if now - seen <= PROOF_SECONDS]
@@ -49,10 +49,10 @@ def excess(ages: dict[Any, float], now: float, most: int) -> list[Any]:
 
 
 class UnprovenConnections:
-    """Looks after the connections of one server, in its loop.
+    """Limits unproven connections of one server, in its event loop.
 
     Args:
-        runner: whose server it is, set up.
+        runner: the server's runner, set up.
         proven: transports of connections that have proven the token.
     """
 
@@ -65,13 +65,13 @@ class UnprovenConnections:
         self._silenced = 0
 
     def start(self) -> None:
-        """Begin to look, and to log at most once a second that descriptors have run out."""
+        """Start watching; log at most once a second that descriptors are exhausted."""
         raise_descriptor_limit()
         asyncio.get_running_loop().set_exception_handler(self._log)
         self._look()
 
     def close(self) -> None:
-        """Stop looking."""
+        """Stop watching."""
         if self._timer is not None:
             self._timer.cancel()
 

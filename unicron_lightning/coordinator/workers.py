@@ -1,7 +1,7 @@
-"""What workers say, and their deaths: updates of a task's record of its workers.
+"""Messages and deaths of workers: updates of a task's record of its workers.
 
-Nothing is decided here about epochs: `membership.review_members` looks at the record after each input. Whoever is not
-on record (dead, fenced, of an earlier round or life) and still speaks is fenced.
+No epochs are decided here: `membership.review_members` reads the record after each input. A worker that is not on
+record (dead, fenced, of an earlier round or life) and still sends messages is fenced.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ Said = (
 _FIRST_STEPS = ("started", "recovered", "grown", "shrunk")
 """Events of a worker that has finished its first step in an epoch."""
 REPORTED = "reported"
-"""Cause of a death that `wire.ErrorReport` has told: the event before it says more."""
+"""Cause of a death after a `wire.ErrorReport`: the preceding event gives the details."""
 
 
 def hello(task: Task, turn: Turn, agent: Agent, message: wire.WorkerHello) -> None:
-    """A worker with the strategy has started. Said again it is only answered again; a warm one is not answered yet."""
+    """Handle a new worker with the strategy. A repeated hello is only answered again; a warm one is not
+    answered yet.
+    """
     worker = task.workers.get(message.worker)
     if worker is None:
         present = agent.id in task.slots or agent.warm
@@ -65,7 +67,7 @@ def hello(task: Task, turn: Turn, agent: Agent, message: wire.WorkerHello) -> No
 
 
 def said(task: Task, turn: Turn, agent: Agent, message: Said) -> None:
-    """A worker that said hello before says something else."""
+    """Handle any later message of a worker that has sent its hello."""
     worker = task.workers.get(message.worker)
     if worker is None or worker.agent != agent.id:
         fence_stranger(task, turn, agent, message.worker)
@@ -76,7 +78,7 @@ def said(task: Task, turn: Turn, agent: Agent, message: Said) -> None:
         case wire.CommError():
             _comm_error(task, turn, worker, message)
         case wire.Progress():
-            # Not saved: it comes every second and is only shown.
+            # not saved: sent every second and only displayed
             worker.step = message.step
             worker.metrics = message.metrics
             worker.pace = message.pace
@@ -89,7 +91,7 @@ def said(task: Task, turn: Turn, agent: Agent, message: Said) -> None:
             value = task.records.get(message.key)
             turn.send(agent, wire.LookupReply(worker=worker.id, key=message.key, value=value))
         case wire.CheckpointSaved() if worker.ready or any(worker.id == member.worker for member in task.members()):
-            # Only one that trains has one to tell of: a new life loads what is at the path.
+            # Only a training worker reports a valid checkpoint: a new life loads the file at this path.
             _checkpoint(task, turn, worker, message)
             if message.parting:
                 start_anew(task, turn)
@@ -103,20 +105,20 @@ def said(task: Task, turn: Turn, agent: Agent, message: Said) -> None:
 
 def record(task: Task, turn: Turn, agent: Agent, message: wire.Record) -> None:
     """Keep a value for workers that join later."""
-    if task.workers_of(agent.id):  # Else it comes from a worker of an earlier life.
+    if task.workers_of(agent.id):  # otherwise it comes from a worker of an earlier life
         task.records[message.key] = message.value
         turn.save(task)
 
 
 def ready(task: Task, turn: Turn, worker: Worker, message: wire.WorkerReady) -> None:
-    """The worker can become a member, or has stopped for an epoch.
+    """Handle a worker's report that it can become a member, or has stopped for an epoch.
 
-    The report for an epoch is not saved: agents tell it again to a restarted coordinator.
+    A report for an epoch is not saved: agents repeat it to a restarted coordinator.
     """
     if task.rebuilding:
         task.number = max(task.number, message.epoch)
     if message.epoch == 0 and message.state.get("founder", False) and not worker.founder:
-        return  # said before it heard that the first epoch was formed without it; it says so again when it is built
+        return  # sent before it learned that the first epoch was formed without it; repeated once it is built
     if not worker.built:
         worker.built = True
         turn.emit_for(task, None, "worker_ready_to_join", {"worker": worker.id, "epoch": message.epoch})
@@ -128,7 +130,7 @@ def ready(task: Task, turn: Turn, worker: Worker, message: wire.WorkerReady) -> 
 
 
 def worker_died(task: Task, turn: Turn, agent: Agent, message: wire.WorkerDied) -> None:
-    """The agent reaped a worker's process, or gave it up."""
+    """Handle the end of a worker's process, which its agent has reaped or declared dead."""
     worker = task.workers.get(message.worker)
     ended_well = message.cause == "exit" and message.code == 0
     if worker is not None and worker.agent == agent.id:
@@ -137,14 +139,14 @@ def worker_died(task: Task, turn: Turn, agent: Agent, message: wire.WorkerDied) 
         else:
             died(task, turn, [worker], message.cause, code=message.code, at=message.at, meaning=message.meaning)
     elif round_of(message.worker) == agent.round and message.worker not in agent.gone:
-        # It never said hello: a plain script's worker, or one that died while it started.
+        # It never sent a hello: a plain script's worker, or one that died while it started.
         agent.gone.append(message.worker)
         agent.hellos.pop(message.worker, None)
         turn.save(task)
-        if agent.warm:  # It was not of the task: nothing has failed. torchrun starts it anew.
+        if agent.warm:  # it was not part of the task, so nothing has failed; torchrun restarts it
             fields = {"worker": message.worker, "cause": message.cause, "code": message.code}
             turn.emit_for(task, None, "warm_worker_died", fields)
-        elif not ended_well and not task.regrouping and not agent.stopping:  # Else it was stopped on our order.
+        elif not ended_well and not task.regrouping and not agent.stopping:  # else: stopped on our order
             if not task.elastic:
                 open_incident(task)
             cause = REPORTED if message.worker in task.severity.told else message.cause
@@ -162,10 +164,10 @@ def died(
     at: float | None = None,
     meaning: str = "",
 ) -> None:
-    """Workers of one agent are dead.
+    """Declare workers of one agent dead.
 
-    torchrun takes a dead worker's siblings down with it: they are fenced at once, so that the survivors adapt once and
-    not twice.
+    torchrun terminates a dead worker's siblings: they are fenced at once, so that the survivors adapt once and not
+    twice.
     """
     workers = list(workers)
     lost = [sibling for worker in workers[:1] for sibling in task.workers_of(worker.agent)]
@@ -185,7 +187,7 @@ def died(
 
 
 def finished(task: Task, turn: Turn, worker: Worker, *, how: str) -> None:
-    """The worker's program ended well, or is about to."""
+    """Handle a worker whose program has ended successfully, or is about to."""
     if worker.id in needed(task):
         task.finished.append(worker.id)
     bury(task, worker)
@@ -193,10 +195,10 @@ def finished(task: Task, turn: Turn, worker: Worker, *, how: str) -> None:
 
 
 def changes_nothing(task: Task, message: wire.FromAgent) -> bool:
-    """Whether nothing can be due because of it: a thousand workers say such things all the time, or all at once."""
+    """Whether a message cannot make anything due: thousands of workers send such messages continuously, or at once."""
     match message:
         case wire.WorkerReady():
-            # The first report of a planned epoch has begun its time; the last one settles it.
+            # The first report of a planned epoch has started its timer; the last one settles it.
             if message.epoch != task.number or task.severity.awaited != "reports":
                 return False
             others = (task.workers.get(member.worker) for member in reversed(task.members()))
@@ -209,7 +211,7 @@ def changes_nothing(task: Task, message: wire.FromAgent) -> bool:
 
 
 def fence_stranger(task: Task, turn: Turn, agent: Agent, worker: str) -> None:
-    """A worker that is not on record speaks: kill it, unless it is known to be ending well, or is being stopped."""
+    """Fence a worker that is not on record, unless it is known to end successfully, or is being stopped."""
     if worker not in task.finished and not (agent.stopping and round_of(worker) == agent.round):
         turn.send(agent, wire.Fence(worker=worker, reason="not, or no longer, a worker of the task"))
 
@@ -239,7 +241,7 @@ def _comm_error(task: Task, turn: Turn, worker: Worker, message: wire.CommError)
 
 
 def _event(task: Task, turn: Turn, worker: Worker, message: wire.WorkerEvent) -> None:
-    # All survivors tell of the same recovery; the first to do so ends the incident, the others still belong to it.
+    # All survivors report the same recovery; the first report ends the incident, the others still belong to it.
     incident = task.incident or (task.epoch.incident if task.epoch else None)
     fields = {**message.fields, "worker": worker.id, "at": message.at}
     turn.emit_for(task, incident, f"worker.{message.name}", fields)

@@ -1,4 +1,4 @@
-"""Between Hydra and the schema: what is registered with it, and what it leaves unchecked."""
+"""The connection of Hydra and the schema: registration, and checks that Hydra leaves out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unicron_lightning.errors import ConfigError, UnicronError
 
 
 def register_schema() -> None:
-    """Make the schema and the resolver ``of_timeout`` known to Hydra, which then checks keys and types."""
+    """Register the schema and the resolver ``of_timeout`` with Hydra, which then checks keys and types."""
     from hydra.core.config_store import ConfigStore
 
     OmegaConf.register_new_resolver("of_timeout", _of_timeout, replace=True)
@@ -21,7 +21,7 @@ def register_schema() -> None:
 
 
 def from_composed(composed: DictConfig) -> CoordinatorConfig:
-    """The configuration as objects.
+    """Convert the configuration to objects.
 
     Raises:
         ConfigError: an unknown key, which Hydra allows to be added with ``+``, or a wrong value.
@@ -33,7 +33,7 @@ def from_composed(composed: DictConfig) -> CoordinatorConfig:
 
 
 def explain(error: BaseException) -> str:
-    """What is wrong with the command line or a file, in one line where it is about a key or its value."""
+    """Describe an error in the command line or a file, in one line where it concerns a key or its value."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(error, UnicronError):
         if isinstance(cause, OmegaConfBaseException) and cause.full_key:
@@ -49,7 +49,7 @@ def explain(error: BaseException) -> str:
 
 
 def _of_timeout(factor: float, least: float = 0.0, *, _parent_: DictConfig) -> float:
-    # Rounded to microseconds: nobody wants to read 0.15000000000000002.
+    # rounded to microseconds, to avoid 0.15000000000000002
     return round(max(float(factor) * float(_parent_.timeout), float(least)), 6)
 
 

@@ -1,4 +1,4 @@
-"""What the configuration names outside of itself: the state directory."""
+"""The state directory, which the configuration refers to."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from unicron_lightning.folders import make_private, user_path
 
 
 def default_state_dir(host: str, port: int) -> Path:
-    """Where a coordinator at this endpoint keeps its state unless told otherwise."""
+    """Return the default folder of the state of a coordinator at this endpoint."""
     if os.environ.get("UNICRON_STATE_DIR"):
         return Path(os.environ["UNICRON_STATE_DIR"])
     return user_path() / f"{host}-{port}"
@@ -20,7 +20,7 @@ def prepare_state_dir(path: Path) -> None:
     """Create the directory (mode 0700, parents too).
 
     Raises:
-        ConfigError: it cannot be created, or others can write to it or to what it lies in; see `folders.make_private`.
+        ConfigError: it cannot be created, or others can write to it or to its parents; see `folders.make_private`.
     """
     try:
         make_private(path)

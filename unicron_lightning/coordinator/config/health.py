@@ -13,7 +13,7 @@ from unicron_lightning.detection.patterns import Pattern
 from unicron_lightning.errors import ConfigError
 
 MOST_PAIR_SIZE: Final = 256.0
-"""MiB: what an agent's event loop moves in a second or less."""
+"""MiB: an agent's event loop transfers it in a second or less."""
 
 
 @dataclass(kw_only=True)
@@ -28,39 +28,39 @@ class PatternConfig:
 
 @dataclass(kw_only=True)
 class HealthConfig:
-    """Group ``health``: what counts as which error, and what is wrong with a node. See docs/detection.md."""
+    """Group ``health``: kinds of errors, and limits of a healthy node. See docs/detection.md."""
 
     patterns: list[PatternConfig] = field(default_factory=list)
-    """Which errors are of which kind, before the built-in table is asked."""
+    """Patterns of errors and their kinds, consulted before the built-in table."""
     nan_loss: str = "tell"
-    """What is done when the loss is NaN or infinite: ``tell``, or ``stop`` the task."""
+    """Reaction to a loss that is NaN or infinite: ``tell`` (log an error), or ``stop`` the task."""
     flapping_cuts: int = 3
-    """An agent whose connection broke and was renewed so often within the window has a flapping link."""
+    """Number of broken and renewed connections of an agent within the window at which its link is flapping."""
     flapping_window: float = 300.0
-    """Seconds."""
+    """Window of `flapping_cuts`, in seconds."""
     disk_free: float = 0.1
-    """GiB: with less in the folder for temporary files or where its agent runs a node gets no workers."""
+    """GiB: a node with less in the folder for temporary files, or where its agent runs, gets no workers."""
     memory_free: float = 2.0
-    """Percent of memory: the same."""
+    """Percent of memory: a node with less gets no workers."""
     memory_pressure: float = 50.0
-    """Percent of ten seconds in which everything waited for memory: told."""
+    """Percent of ten seconds in which every process waited for memory: more is reported."""
     gpu_temperature: float = 90.0
-    """Degrees Celsius: told."""
+    """Degrees Celsius: more is reported."""
     nvlink_errors: int = 1
-    """Recoveries of a GPU's links since its agent began: the node is cordoned."""
+    """Recoveries of a GPU's links since its agent started: the node is cordoned."""
     pair_check: bool = False
-    """Whether a node must have exchanged data with another one of its task before it gets workers."""
+    """Whether a node must have exchanged data with another node of its task before it gets workers."""
     pair_size: float = 4.0
-    """MiB in each direction."""
+    """Size of the exchange in each direction, in MiB."""
     pair_time: float = 2.0
-    """Seconds that it may take."""
+    """Limit of the exchange's duration, in seconds."""
     pair_bandwidth: float = 100.0
-    """Mbit/s: less in either direction and the node gets no workers; 0: any will do."""
+    """Mbit/s: a node that is slower in either direction gets no workers; 0: no limit."""
     pair_retry: float = 30.0
-    """Seconds after which a node that got none is tried again."""
+    """Seconds after which a node that got no workers tries again."""
 
     def limits(self) -> HealthLimits:
-        """What a node is judged by."""
+        """Return the limits for judging a node's health."""
         return HealthLimits(
             disk_free=self.disk_free,
             memory_free=self.memory_free,
@@ -70,7 +70,7 @@ class HealthConfig:
         )
 
     def pairs(self) -> PairLimits:
-        """What an exchange of data is judged by."""
+        """Return the limits for judging an exchange of data."""
         return PairLimits(
             check=self.pair_check,
             size=self.pair_size,

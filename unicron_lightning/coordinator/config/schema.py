@@ -1,8 +1,7 @@
-"""The schema of the coordinator's configuration. Durations are in seconds unless a name says otherwise.
+"""The schema of the coordinator's configuration. Durations are in seconds unless a name states otherwise.
 
 Defaults and the choices of each group are the YAML files in ``conf/``; reasons are in docs/configuration.md.
-
-Not frozen: to Hydra a frozen schema is one whose values cannot be overridden.
+Not frozen: Hydra cannot override values of a frozen schema.
 """
 
 from __future__ import annotations
@@ -24,21 +23,23 @@ class ProcessConfig:
     """Group ``coordinator``: the process itself."""
 
     host: str = "127.0.0.1"
-    """Address to bind. Anything but a loopback address needs a token."""
+    """Address to bind. Any address but a loopback one needs a token."""
     port: int = 29461
     """TCP port; 0 lets the system choose (it is written to ``coordinator.json`` in the state directory)."""
     token_file: str | None = None
-    """File with the token that agents and `unicron status` must show; the variable UNICRON_TOKEN does the same."""
+    """File with the token that agents and `unicron status` must prove; the variable UNICRON_TOKEN has the same
+    effect.
+    """
     exit_when_idle: bool = False
-    """End when nothing is left to coordinate: for a coordinator that was started by an agent."""
+    """Exit when no task is left to coordinate: for a coordinator that was started by an agent."""
     idle_linger: float = 3.0
-    """How long nothing must be there before an `exit_when_idle` coordinator ends."""
+    """Idle seconds after which an `exit_when_idle` coordinator exits."""
     startup_linger: float = 30.0
-    """The same before the first agent has come: starting torchrun takes seconds on a busy machine."""
+    """Idle seconds allowed before the first agent registers: starting torchrun takes seconds on a busy machine."""
     allow_injection: bool = False
-    """Whether `unicron inject` may break tasks on purpose."""
+    """Whether `unicron inject` may inject faults."""
     max_message_bytes: int = 16 * 1024 * 1024
-    """Larger messages end the connection that they come over."""
+    """Size limit of a message; a larger one ends its connection."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -54,10 +55,14 @@ class ClusterConfig:
     """Group ``cluster``: the machines."""
 
     drained: list[str] = field(default_factory=list)
-    """Nodes that are drained when the coordinator starts, beside those that its state says are."""
+    """Nodes that are drained when the coordinator starts, in addition to those in its restored state."""
     warm_standby: bool = True
-    """Whether agents without a slot start their workers up to the strategy's start, to be there within a second when a
-    slot is free. Costs a start, and a worker's host memory, on each node that stands by."""
+    """Whether agents without a slot start their workers in advance, up to the strategy's start.
+
+    Such workers join within a second of a slot becoming free. Costs a start, and a worker's host memory, on each
+    stand-by
+    node.
+    """
 
     def __post_init__(self) -> None:
         if not all(self.drained):
@@ -80,7 +85,7 @@ class TaskConfig:
     profile: dict[int, float] = field(default_factory=dict)
 
     def job(self, name: str) -> Job:
-        """The definition under this name.
+        """Return the definition under this name.
 
         Raises:
             ConfigError: it is wrong.
@@ -94,22 +99,22 @@ class TaskConfig:
 
 @dataclass(kw_only=True)
 class PlannerConfig:
-    """Group ``planner``: what is believed of the cluster before anything was measured."""
+    """Group ``planner``: estimates for the cluster, used before measurements exist."""
 
     enabled: bool = True
-    """Whether places go from one task to another by plan; else each task keeps what it has."""
+    """Whether places move from one task to another by plan; otherwise each task keeps its places."""
     node_mtbf_hours: float = 720.0
     """Node-hours per failure of a whole node."""
     worker_mtbf_hours: float = 720.0
-    """Hours per failure of the workers in one slot, their node left aside."""
+    """Hours per failure of the workers in one slot, failures of their node excluded."""
     shrink_seconds: float = 0.5
-    """How long a task stands still when workers leave it and the others train on."""
+    """Seconds that a task stands still when workers leave it and the others continue."""
     grow_seconds: float = 1.0
-    """The same when workers join those that train."""
+    """Seconds that a task stands still when workers join it."""
     restart_seconds: float = 15.0
-    """The same when all its workers start anew."""
+    """Seconds that a task stands still when all its workers restart."""
     cold_seconds: float = 30.0
-    """The same when it starts on other slots from a checkpoint, or for the first time."""
+    """Seconds that a task stands still when it starts on other slots from a checkpoint, or for the first time."""
 
     def __post_init__(self) -> None:
         check_positive("planner", node_mtbf_hours=self.node_mtbf_hours, worker_mtbf_hours=self.worker_mtbf_hours)
@@ -119,56 +124,58 @@ class PlannerConfig:
 
 @dataclass(kw_only=True)
 class DetectionConfig:
-    """Group ``detection``: how long to wait before conclusions are drawn. Without defaults here: see conf/detection."""
+    """Group ``detection``: time limits of failure detection. It has no defaults here: see conf/detection."""
 
     timeout: float
-    """Base from which the others follow: about how long something silent is waited for."""
+    """Base time limit for a silent peer, from which other limits are derived."""
     heartbeat: float
-    """Interval of pings to agents. A cut that closes no connection is noticed after at most 1.5 intervals."""
+    """Interval of pings to agents. A cut that closes no connection is detected after at most 1.5 intervals."""
     register_timeout: float
-    """A new connection must say who it is within this time."""
+    """Time within which a new connection must register."""
     reconnect_grace: float
-    """An agent whose connection ended is lost after this. A closed connection nearly always is a dead process."""
+    """An agent whose connection ended is declared lost after this time. A closed connection nearly always is a dead
+    process.
+    """
     restart_grace: float
-    """After a restart of the coordinator agents have this long to come back; their back-off reaches 2 s."""
+    """Time for agents to reconnect after a restart of the coordinator; their back-off reaches 2 s."""
     comm_error_grace: float
-    """A death explains a failed collective if it is reported within this time; else the epoch is renewed in place."""
+    """Time within which a reported death explains a failed collective; else the epoch is renewed in place."""
     join_grace: float
-    """Workers of one agent join together if they get ready within this time of each other."""
+    """Workers of one agent join together if they become ready within this time of each other."""
     worker_timeout: float
     """A worker without a heartbeat for this long is killed by its agent, unless the agent's user chose another time."""
     beat: float
-    """Interval of agents' beats, which the coordinator answers; longer where there are more than a thousand agents."""
+    """Interval of agents' beats, which the coordinator answers; longer with more than a thousand agents."""
     least_silence: float
-    """An agent or coordinator that is silent for this long may be gone: on a connection known to be regular it is."""
+    """Silence after which a peer is declared dead, if its connection is known to be regular."""
     most_silence: float
-    """One that is silent for this long is gone, however irregular its connection was."""
+    """Silence after which any peer is declared dead, however irregular its connection was."""
     recovery_time: float
     """Members that do not report for an epoch, or do not enter it, within this time are restarted."""
     hang_factor: float
-    """A step that takes so many times the running average has failed, and its culprit is looked for."""
+    """A step fails at this multiple of the running average, and the rank that hangs is determined."""
     hang_slack: float
-    """Beyond that."""
+    """Seconds added to the limit of `hang_factor`."""
     change_time: float
-    """The first steps after a change of the world may take ten times the average before it, and so much longer."""
+    """Seconds added for the first steps after a change of the world, which may take ten times the previous average."""
     hook_time: float
-    """Code of the script between two steps that runs longer hangs."""
+    """Time limit of the script's code between two steps, after which it hangs."""
     data_time: float
-    """A loader that gives nothing for longer hangs."""
+    """Time limit of a loader for its next batch, after which it hangs."""
     stall_time: float
-    """Anything else in training that shows no sign of life for longer hangs."""
+    """Time limit of any other part of training without a sign of progress, after which it hangs."""
     start_time: float
-    """A worker that is not ready to become a member so long after it was welcomed hangs."""
+    """Time limit from a worker's welcome until it is ready to become a member, after which it hangs."""
     mute_time: float
-    """A silent worker for which others wait, and that computes with the interpreter's lock, hangs after this time."""
+    """Time limit of a silent worker that others wait for and that computes while it holds the interpreter's lock."""
     collective_time: float
-    """All members may wait so long in a collective of which none is missing; then the epoch is renewed in place."""
+    """Time limit of a collective in which all members wait and none is missing; then the epoch is renewed in place."""
     degraded_factor: float
-    """A task whose steps take so many times what they did is degraded..."""
+    """Factor by which steps are slower than before in a degraded task."""
     straggler_factor: float
-    """...and a rank whose micro-batches take so many times its peers' a straggler..."""
+    """Factor by which a straggler's micro-batches are slower than its peers'."""
     degraded_time: float
-    """...if that goes on for so long."""
+    """Duration of slowness after which a task is degraded, or a rank a straggler."""
 
     def __post_init__(self) -> None:
         check_positive(
@@ -202,7 +209,7 @@ class DetectionConfig:
         )
 
     def watch(self) -> WatchLimits:
-        """The part that workers go by."""
+        """Return the limits that workers use."""
         return WatchLimits(
             factor=self.hang_factor,
             slack=self.hang_slack,
@@ -215,28 +222,28 @@ class DetectionConfig:
         )
 
     def silence(self) -> SilenceLimits:
-        """When a silent connection is given up."""
+        """Return the limits after which a silent connection is closed."""
         return SilenceLimits(beat=self.beat, least=self.least_silence, most=self.most_silence)
 
 
 @dataclass(kw_only=True)
 class SeverityConfig:
-    """Group ``severity``: when the answer to an error was not enough. See docs/severity.md."""
+    """Group ``severity``: escalation of repeated errors. See docs/severity.md."""
 
     reattempt_limit: int = 3
-    """So often is a broken connection renewed in place, without a finished step, before a suspect is restarted."""
+    """Renewals of a broken connection in place, without a finished step, before a suspect is restarted."""
     reattempt_window: float = 300.0
-    """Renewals longer ago do not count."""
+    """Window of `reattempt_limit`: earlier renewals do not count."""
     soon_steps: int = 3
-    """A worker that took part in fewer steps failed soon after it came: such failures speak against its node."""
+    """Steps within which a new worker's failure is attributed to its node."""
     cordon_failures: int = 4
-    """So many of them in a row on one node, and it is cordoned."""
+    """Number of such failures in a row on one node after which it is cordoned."""
     cordon_window: float = 3600.0
-    """Failures longer ago do not count."""
+    """Window of `cordon_failures`: earlier failures do not count."""
     crash_attempts: int = 5
-    """A task that failed so often at the same step, with no step finished beyond it, is stopped."""
+    """Number of failures at the same step, with no step finished beyond it, after which a task is stopped."""
     crash_lives: int = 10
-    """The same for lives from a checkpoint none of which got further than those before."""
+    """Number of lives from a checkpoint, none of which got further than earlier ones, after which a task is stopped."""
 
     def __post_init__(self) -> None:
         check_positive("severity", **vars(self))
@@ -244,12 +251,12 @@ class SeverityConfig:
 
 @dataclass(kw_only=True)
 class StoreConfig:
-    """Group ``store``: what outlives the process."""
+    """Group ``store``: data that outlives the process."""
 
     state_dir: str | None = None
     """Directory for the state; default $UNICRON_STATE_DIR or <tempdir>/unicron-<uid>/<host>-<port>."""
     events_kept: int = 100_000
-    """Events of the log that are kept at a start; older ones are deleted."""
+    """Number of newest events that are kept in the log; older ones are deleted."""
 
     def __post_init__(self) -> None:
         check_positive("store", events_kept=self.events_kept)
@@ -269,7 +276,7 @@ class CoordinatorConfig:
     store: StoreConfig = field(default_factory=StoreConfig)
 
     def limits(self) -> Limits:
-        """The part that the state machine goes by."""
+        """Return the parameters of the state machine."""
         return Limits(
             reconnect_grace=self.detection.reconnect_grace,
             restart_grace=self.detection.restart_grace,
@@ -298,7 +305,7 @@ class CoordinatorConfig:
         )
 
     def jobs(self) -> list[Job]:
-        """The tasks that are to be submitted, in their order.
+        """Return the tasks to submit, in their order.
 
         Raises:
             ConfigError: one of them is wrong.

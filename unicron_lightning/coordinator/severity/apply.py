@@ -1,7 +1,7 @@
-"""The severity workflow at work on a task: what it is told, and what becomes of its decisions.
+"""The severity workflow applied to a task: its inputs, and the effects of its decisions.
 
-`worker_died`, `agent_lost` and `heard` are told of what comes in, before it changes the task; `review`, after each
-input, finds out by itself which epochs were published and settled, and when a new life began.
+`worker_died`, `agent_lost` and `heard` process messages before they change the task. `review`, after each input,
+determines by itself which epochs were published and settled, and when a new life began.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _SENT = (signal.SIGKILL, signal.SIGTERM)
 
 
 def worker_died(task: Task, turn: Turn, agent: Agent, message: wire.WorkerDied) -> None:
-    """A worker's process has ended; told before the worker is buried."""
+    """Handle the end of a worker's process, before the worker is removed."""
     ended_well = message.cause == "exit" and message.code == 0
     worker = task.workers.get(message.worker)
     registered = worker is not None and worker.agent == agent.id
-    # Those that are gone were stopped or killed on order, or went with a sibling that was told of.
+    # Workers in `gone` were stopped or killed on order, or died with a sibling that was reported.
     starting = round_of(message.worker) == agent.round and message.worker not in agent.gone
     starting = starting and agent.id in task.slots and not agent.stopping
     if not concerned(task) or task.finishing or ended_well or not (registered or starting):
@@ -53,7 +53,7 @@ def worker_died(task: Task, turn: Turn, agent: Agent, message: wire.WorkerDied) 
 
 
 def agent_lost(task: Task, turn: Turn, agent: Agent) -> None:
-    """An agent is gone, and its workers with it; told before they are buried."""
+    """Handle the loss of an agent with its workers, before they are removed."""
     members = [worker for worker in task.workers_of(agent.id) if worker.id in task.severity.joined]
     if concerned(task) and not task.finishing and members:
         failure = failure_of(task, turn, agent, "lost_connection", members[0].id, "the agent was lost")
@@ -61,7 +61,7 @@ def agent_lost(task: Task, turn: Turn, agent: Agent) -> None:
 
 
 def heard(task: Task, turn: Turn, agent: Agent, message: wire.FromAgent) -> None:
-    """A worker says how far it is, or that a connection has failed."""
+    """Handle a worker's report of its progress, or of a failed connection."""
     record = task.severity
     step = None
     match message:
@@ -85,19 +85,19 @@ def heard(task: Task, turn: Turn, agent: Agent, message: wire.FromAgent) -> None
 
 
 def comm_error_due(task: Task, turn: Turn) -> None:
-    """No death explained a communication error in time."""
+    """Handle a communication error that no death has explained in time."""
     pending = task.epoch is not None and not task.settled and task.epoch.kind not in wire.PLANNED
     if not concerned(task) or task.comm_error_epoch != task.number or task.epoch is None or pending:
         membership.comm_error_due(task, turn)
         return
-    # Who told of it first need not be where it comes from: see `workflow.suspect`.
+    # The first to report it need not be the cause: see `workflow.suspect`.
     failure = Failure(kind="connection_failed", node="", agent="", step=task.severity.step, at=turn.now)
     feed(task, turn, Error(failure=failure))
     task.comm_error_epoch = 0
 
 
 def overdue(task: Task, turn: Turn) -> None:
-    """The newest epoch has had its time."""
+    """Handle the timeout of the newest epoch."""
     record, late = task.severity, []
     if concerned(task) and task.epoch is not None:
         live = [task.workers[member.worker] for member in task.live_members()]
@@ -109,21 +109,21 @@ def overdue(task: Task, turn: Turn) -> None:
 
 
 def restore(task: Task) -> None:
-    """The coordinator begins anew, without timers."""
+    """Reset after a restart of the coordinator, which has no timers."""
     task.severity.awaited = ""
 
 
 def lift(task: Task, turn: Turn, node: str) -> None:
-    """An operator trusts the node again: what it did before is forgotten."""
+    """Forget the failures of a node that an operator has undrained."""
     if task.severity.series.pop(node, None) is not None:
         turn.save(task)
 
 
 def review(task: Task, turn: Turn) -> bool:
-    """See what has become of epochs since the last input, and carry out what was decided.
+    """Process the epochs since the last input, and carry out decisions.
 
     Returns:
-        Whether the task has changed, and is to be looked at again.
+        Whether the task has changed, and has to be reviewed again.
     """
     if not concerned(task):
         return False
@@ -144,20 +144,20 @@ def review(task: Task, turn: Turn) -> bool:
         _settled(task, turn)
     _set_timer(task, turn, planned=planned, renewed=renewed)
     decisions = turn.decisions.pop(task.id, [])
-    if task.finishing:  # A recovery has to end here as well, but nothing is given up any more.
+    if task.finishing:  # a recovery has to end here as well, but the task is no longer stopped
         decisions = [decision for decision in decisions if decision.action != "stop"]
     changed = [_carry_out(task, turn, decision) for decision in decisions if task.over is None]
     return any(changed)
 
 
 def concerned(task: Task) -> bool:
-    """Whether anything is decided about the task's errors."""
+    """Whether errors of the task are decided on."""
     return task.elastic and task.over is None and not task.rebuilding
 
 
 def feed(task: Task, turn: Turn, seen: Seen) -> None:
-    """Tell the workflow; what it decides is carried out at the end of the turn."""
-    # Who is there matters only where an error is decided on: else a thousand members would be listed for every step.
+    """Feed the workflow; its decisions are carried out at the end of the turn."""
+    # The members matter only where an error is decided on; listing a thousand for every step would be slow.
     idle = isinstance(seen, Progress | Named) or (isinstance(seen, Settled) and not task.severity.unjudged)
     view = View() if idle else _view(task, turn)
     decisions = handle(task.severity, seen, turn.limits, view, turn.now)
@@ -173,7 +173,7 @@ def _view(task: Task, turn: Turn) -> View:
 
 
 def failure_of(task: Task, turn: Turn, agent: Agent, kind: str, worker: str | None, cause: str) -> Failure:
-    """An error as the workflow takes it; with a worker if that is gone by it."""
+    """Describe an error for the workflow; with a worker if the error ended it."""
     step = task.severity.step
     return Failure(kind=kind, node=agent.node, agent=agent.id, worker=worker, cause=cause, step=step, at=turn.now)
 
@@ -193,7 +193,7 @@ def _settled(task: Task, turn: Turn) -> None:
 
 
 def _set_timer(task: Task, turn: Turn, *, planned: bool, renewed: bool) -> None:
-    """A planned epoch waits for the step boundary, whenever that is: its time runs once somebody is there."""
+    """Set the epoch's timer. A planned epoch waits for a step boundary, so its time runs once a member has arrived."""
     record = task.severity
     awaited: Awaited = ""
     if task.epoch is not None and not task.settled:
@@ -214,7 +214,7 @@ def _waits(task: Task, worker: str) -> bool:
 
 
 def _carry_out(task: Task, turn: Turn, decision: Decision) -> bool:
-    """Returns whether the task has changed."""
+    """Carry out a decision; return whether the task has changed."""
     error = decision.error
     fields = {"rule": decision.rule, "reason": decision.reason, **decision.facts}
     if error is None:

@@ -1,4 +1,4 @@
-"""Kinds of errors and their severities: the paper's table of in-band detection, and what was added to it."""
+"""Kinds of errors and their severities: the paper's table of in-band detection, with additions."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class ErrorKind:
     """A row of the table.
 
     Attributes:
-        name: as errors of this kind are reported.
-        method: how it is detected, in the paper's words; "" for what is none of the paper's.
-        severity: what it is treated as when it first appears.
-        seen: by what it is known today; "" if nothing reports it yet.
+        name: name in reports of errors of this kind.
+        method: detection method in the paper's terms; "" for kinds that are not in the paper.
+        severity: severity of the first occurrence.
+        seen: evidence by which it is detected today; "" if nothing reports it yet.
     """
 
     name: str
@@ -111,12 +111,12 @@ SEVERITY: Final[dict[str, Severity]] = {kind.name: kind.severity for kind in KIN
 """Severity by name of the kind."""
 
 TOLD_ONLY: Final = ("link_flapping", "link_degraded", "nan_loss", "node_degraded")
-"""Kinds that end nothing: they are logged, and nobody is disturbed."""
+"""Kinds that end nothing: they are only logged."""
 
 STOPPING: Final = ("parameters_differ",)
 """Kinds that end the task, whatever else is going on."""
 
 
 def known(kind: str) -> str:
-    """The kind that is answered where ``kind`` is reported, maybe by a newer agent."""
+    """Return the kind to handle when ``kind`` is reported, maybe by a newer agent."""
     return kind if kind in SEVERITY else "unnamed_software_error"

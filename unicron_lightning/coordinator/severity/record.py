@@ -1,4 +1,4 @@
-"""What the severity workflow remembers of a task: plain structs, stored with it."""
+"""State of the severity workflow of a task: plain structs, stored with it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Final, Literal
 import msgspec
 
 KEPT: Final = 20
-"""Failures kept for a diagnosis."""
+"""Number of failures kept for a diagnosis."""
 
 Awaited = Literal["", "reports", "entries"]
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """An error that was seen."""
+    """An error that occurred."""
 
     kind: str
     """One of `errors.KINDS`."""
@@ -21,98 +21,98 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     agent: str
     worker: str | None = None
     cause: str = ""
-    """For people: exit status, signal, ..."""
+    """Readable cause: exit status, signal, ..."""
     step: int = 0
-    """Optimizer steps known to be finished."""
+    """Number of optimizer steps known to be finished."""
     at: float = 0.0
     """time.time() of the coordinator."""
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker that is not on record said of its error before its process ended."""
+    """Error that a worker without a hello reported before its process ended."""
 
     kind: str
     cause: str
 
 
 class Joined(msgspec.Struct, frozen=True, kw_only=True):
-    """Since when a worker has been a member."""
+    """Start of a worker's membership."""
 
     node: str
     step: int
-    """Optimizer steps that were finished then."""
+    """Number of optimizer steps that were finished at the start."""
 
 
 class Series(msgspec.Struct, kw_only=True):
-    """Failures of one node in a row, each of a worker that had just come."""
+    """Consecutive failures of one node, each of a worker that had just joined."""
 
     times: list[float] = []
     mark: int = 0
-    """`Record.mark` when it began."""
+    """`Record.mark` at the first failure."""
     step: int = 0
-    """`Record.step` at the last one: whoever joins later and lasts ends the series."""
+    """`Record.step` at the last failure: a worker that joins later and lasts ends the series."""
 
 
 class Record(msgspec.Struct, kw_only=True):
-    """All that decisions are made from. Steps are optimizer steps finished."""
+    """Basis of all decisions. Steps are finished optimizer steps."""
 
     epoch: int = 0
-    """The newest epoch that was looked at."""
+    """The newest epoch that was processed."""
     settled: bool = False
     life: int = 1
 
     step: int = 0
-    """Newest step known of in this life."""
+    """Newest known step of this life."""
     mark: int = 0
-    """Newest step ever known of: beyond it is progress."""
+    """Newest step ever known: progress is any step beyond it."""
     base: int = 0
     """`step` when the newest epoch was settled."""
     joined: dict[str, Joined] = {}
-    """The members of the newest settled epoch."""
+    """Members of the newest settled epoch."""
     awaited: Awaited = ""
-    """What the newest epoch's time is running for."""
+    """Event that the newest epoch's timer waits for."""
     entered: list[str] = []
-    """Members that said that they have entered the newest epoch."""
+    """Members that reported their entry into the newest epoch."""
     tells: bool = False
-    """The task's workers say when they enter an epoch."""
+    """Whether the task's workers report their entry into an epoch."""
 
     unjudged: list[Failure] = []
-    """Members' failures since the newest epoch was settled: how far they had come is known at the next."""
+    """Members' failures since the newest epoch was settled: their progress is known at the next epoch."""
     failed: list[Failure] = []
-    """The last failures since there was progress."""
+    """The last failures since the last progress."""
     attempts: int = 0
-    """Epochs that failed at one step since there was progress."""
+    """Epochs that failed at one step since the last progress."""
     lives: int = 0
-    """Lives that failed since there was progress."""
+    """Lives that failed since the last progress."""
     starts: dict[str, int] = {}
-    """By agent: rounds that failed before anybody trained, since there was progress."""
+    """Rounds that failed before any worker trained, since the last progress, by agent."""
     rounds: dict[str, int] = {}
-    """By agent: the last round in which a worker failed while it started; its siblings' failures are the same one."""
+    """Last round in which a worker failed at its start, by agent; failures of its siblings count as the same one."""
 
     reattempts: list[float] = []
-    """When SEV3 was answered in place since a step was finished."""
+    """Times of SEV3 reactions in place since a step was finished."""
     named: dict[str, int] = {}
-    """By agent: how many of its workers' reports told of a failed connection since a step was finished."""
+    """Reports of a failed connection by workers since a step was finished, by agent."""
     series: dict[str, Series] = {}
-    """By node."""
+    """Consecutive failures by node."""
 
     told: dict[str, Told] = {}
-    """By worker, of an agent's present round."""
+    """Errors reported by workers without a hello in an agent's present round, by worker."""
     reports: list[tuple[str, str, float]] = []
-    """Source, kind and time of the newest errors that ended nothing: an agent says some twice."""
+    """Source, kind and time of the newest errors that ended nothing; an agent repeats some."""
 
     @property
     def most_starts(self) -> int:
-        """Rounds that failed before anybody trained, of the agent that had most."""
+        """Largest number of rounds of one agent that failed before any worker trained."""
         return max(self.starts.values(), default=0)
 
     @property
     def tries(self) -> int:
-        """How often it has not worked since there was progress."""
+        """Number of failed tries since the last progress."""
         return max(self.attempts, self.most_starts)
 
     def begin_afresh(self) -> None:
-        """What failed was not the nodes' doing, and is not tried again."""
+        """Clear failures that were not caused by the nodes."""
         self.attempts = 0
         self.starts.clear()
         for failure in self.failed:

@@ -1,7 +1,8 @@
-"""Errors that workers and agents report: each is logged once, with where and why, and answered by its severity.
+"""Errors that workers and agents report: each is logged once, with place and cause, and handled by its severity.
 
-What follows from an error that was told is not told again. A worker whose process ends by it is taken out of the task
-at once, so that its exit a second later is nobody's news; connections that break meanwhile belong to the same incident.
+Consequences of a reported error are not reported again. A worker whose process ends by the error is removed from the
+task at once, so its exit a second later is no new failure; connections that break meanwhile belong to the same
+incident.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _KEPT: Final = 50
 
 
 def reported(task: Task, turn: Turn, agent: Agent, message: wire.ErrorReport) -> None:
-    """A worker told of its error, or an agent of one that it has found."""
+    """Handle an error report of a worker, or of an agent."""
     message = _judged(message, turn.limits.patterns)
     kind = known(message.kind)
     worker = None if message.worker is None else task.workers.get(message.worker)
@@ -43,7 +44,7 @@ def reported(task: Task, turn: Turn, agent: Agent, message: wire.ErrorReport) ->
 
 
 def _judged(message: wire.ErrorReport, patterns: Sequence[Pattern]) -> wire.ErrorReport:
-    """With the kind that the user's own patterns say, if one is found."""
+    """Apply the user's own patterns: the first match sets the error's kind."""
     details = message.details
     text = f"{details.get('type', '')}: {details.get('message', message.cause)}"
     own = next((pattern for pattern in patterns if pattern.found_in(text)), None)
@@ -51,10 +52,10 @@ def _judged(message: wire.ErrorReport, patterns: Sequence[Pattern]) -> wire.Erro
 
 
 def _lost(task: Task, turn: Turn, agent: Agent, worker: Worker, message: wire.ErrorReport) -> None:
-    """A worker on record ends by its error, or has to be killed because of it."""
+    """Handle the error of a worker on record that ends by it, or has to be killed because of it."""
     kind = known(message.kind)
     unjudged = task.severity.unjudged
-    # A peer's broken connection says nothing of the peer if somebody has just gone.
+    # A broken connection to a peer does not incriminate the peer if another worker has just failed.
     symptom = SEVERITY[kind] == "SEV3" and any(failure.agent != agent.id for failure in unjudged)
     if worker.id in membership.needed(task):
         membership.open_incident(task)
@@ -68,7 +69,9 @@ def _lost(task: Task, turn: Turn, agent: Agent, worker: Worker, message: wire.Er
 
 
 def _unknown(task: Task, turn: Turn, agent: Agent, message: wire.ErrorReport) -> None:
-    """A worker without a hello: it starts, or its script is a plain one. It counts when its process has ended."""
+    """Record the error of a worker without a hello (starting, or of a plain script): it counts when its process
+    ends.
+    """
     assert message.worker is not None
     told = task.severity.told
     present = round_of(message.worker) == agent.round and message.worker not in agent.gone and not agent.stopping
@@ -82,13 +85,13 @@ def _unknown(task: Task, turn: Turn, agent: Agent, message: wire.ErrorReport) ->
 
 
 def _goes_on(task: Task, turn: Turn, agent: Agent, message: wire.ErrorReport) -> None:
-    """An error that ends no process: the node's, or one of a worker that only has to connect anew."""
+    """Handle an error that ends no process: of the node, or of a worker that only has to reconnect."""
     kind = known(message.kind)
     if kind in STOPPING and task.over is not None:
         return  # another worker has reported it
     in_place = SEVERITY[kind] == "SEV3" and kind not in (*TOLD_ONLY, *STOPPING)
     if in_place and task.incident is not None:
-        return  # what broke the connection is known
+        return  # the cause of the broken connection is known
     acts = apply.concerned(task) and not task.finishing
     if in_place and acts:
         membership.open_incident(task)

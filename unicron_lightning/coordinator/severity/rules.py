@@ -1,6 +1,6 @@
-"""The transition table of the severity workflow: what is done when, the first rule that holds counts.
+"""The transition table of the severity workflow: the first rule that holds determines the action.
 
-docs/severity.md shows this table; a test holds the two together. The predicates look at a `Case` and nothing else.
+docs/severity.md shows this table; a test holds the two together. The predicates depend on a `Case` and nothing else.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ Trigger = Literal["SEV3", "SEV2", "SEV1", "judged"]
 Action = Literal["tell", "reattempt", "escalate", "restart", "isolate", "cordon", "revert", "stop"]
 
 TRIALS: Final = 2
-"""Of a layout in which no step was finished yet: failures happen, but two in a row are its own."""
+"""Failures allowed in a layout without a finished step: one may happen by chance, two in a row are the layout's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """What is so at the moment.
+    """The present situation.
 
     Attributes:
-        members: agent and node of each member of the newest epoch that lives, in rank order.
-        spared: nodes without which every task that runs there still has agents enough for its minimum.
-        agents: those that the task has.
-        trial: no step was finished yet in the layout that the task has by an order.
+        members: agent and node of each live member of the newest epoch, in rank order.
+        spared: nodes without which every task that runs there still has its minimum of agents.
+        agents: the task's agents.
+        trial: whether no step was finished yet in the layout that was ordered.
     """
 
     members: tuple[tuple[str, str], ...] = ()
@@ -39,7 +39,7 @@ class View:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What a rule decides on. ``error`` is None when epochs or starts are judged."""
+    """The basis of a rule's decision. ``error`` is None when epochs or starts are judged."""
 
     record: Record
     limits: Limits
@@ -49,26 +49,27 @@ class Case:
 
     @property
     def node(self) -> str:
-        """The node that the error is on."""
+        """The node of the error."""
         return "" if self.error is None else self.error.node
 
     @property
     def retried(self) -> int:
-        """SEV3 answered in place within the window, since a step was finished."""
+        """Number of SEV3 errors handled in place within the window, since a step was finished."""
         return sum(1 for at in self.record.reattempts if self.now - at < self.limits.reattempt_window)
 
     @property
     def in_a_row(self) -> int:
-        """Failures of the node within the window, each of a worker that had just come."""
+        """Number of the node's failures within the window, each of a worker that had just joined."""
         series = self.record.series.get(self.node)
         return 0 if series is None else sum(1 for at in series.times if self.now - at < self.limits.cordon_window)
 
     @property
     def blamed(self) -> bool:
-        """Whether it is the node that fails so often, and not the script.
+        """Whether the node causes the repeated failures, and not the script.
 
-        A script that cannot get past a step fails on all nodes and lets nobody go on: either the others have finished
-        steps since the node's failures began, or nobody else has failed.
+        A script that cannot get past a step fails on all nodes and stops all workers. So the node is to blame if other
+        workers
+        have finished steps since its failures began, or if no other node has failed.
         """
         if self.in_a_row < self.limits.cordon_failures:
             return False
@@ -79,19 +80,19 @@ class Case:
 
     @property
     def spared(self) -> bool:
-        """Whether all can do without the node."""
+        """Whether all tasks can spare the node."""
         return self.node in self.view.spared
 
     @property
     def gone(self) -> bool:
-        """Whether the agent is gone already, or was: a lost one may be back before it is judged, and is welcome."""
+        """Whether the agent is gone, or was: a lost agent may have returned before it is judged, and is accepted."""
         error = self.error
         return error is not None and (error.kind == "lost_connection" or error.agent not in self.view.agents)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """A row. ``when`` and ``then`` are ``holds`` and the action in words."""
+    """A row. ``when`` and ``then`` describe ``holds`` and the action in words."""
 
     name: str
     on: Trigger
@@ -103,14 +104,14 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What is to be done.
+    """An action to carry out.
 
     Attributes:
-        rule: by which row.
-        action: what.
-        error: what gave rise to it; None for "revert" and "stop".
-        reason: for people.
-        facts: what goes into the event log beside it.
+        rule: name of the rule.
+        action: the action.
+        error: the error that caused it; None for "revert" and "stop".
+        reason: readable reason.
+        facts: additional fields for the event log.
     """
 
     rule: str
@@ -257,5 +258,5 @@ RULES: Final = (
 
 
 def first(on: Trigger, case: Case) -> Rule | None:
-    """The rule that holds; None if nothing is to be done, which only "judged" knows."""
+    """Return the first rule that holds; None if no action is due, which is possible only for "judged"."""
     return next((rule for rule in RULES if rule.on == on and rule.holds(case)), None)

@@ -1,18 +1,18 @@
 """The severity workflow of one task: a pure state machine, inputs in, `Decision`s out.
 
-It keeps a `Record`, which it changes in place; times are arguments. What it must tell apart is failures *with progress
-between* from those without. A task that finishes steps may fail as often as it likes: that is what it is built for.
+It keeps a `Record`, which it changes in place; times are arguments. It distinguishes failures *with progress between*
+from those without. A task that finishes steps may fail any number of times: that is its purpose.
 
-*Progress* is a step beyond all that were ever known to be finished. An *attempt* is a settled epoch; it has failed if
-one of its workers failed, and counts if it got no further than the newest step known (`Record.mark`), or nowhere at
-all. On the way back to that step from a checkpoint failures count for nothing, but the life does, once, if nobody
+*Progress* is a step beyond all steps ever known to be finished. An *attempt* is a settled epoch. It has failed if one
+of its workers failed, and counts if it got no further than the newest known step (`Record.mark`), or finished no step
+at all. Failures on the way back to that step from a checkpoint do not count, but the life does, once, if no worker
 survives it.
 
-How far an epoch had come is known when the next one is settled, as all members then say where they are: its failures
+The progress of an epoch is known when the next one is settled, as all members then report their position: its failures
 are judged there, or where a new life begins.
 
-Of a node those failures count that are *soon*: of workers that did not take part in ``soon_steps`` steps. One that does
-ends its node's series.
+Failures count against a node if they are *soon*: of workers that did not take part in ``soon_steps`` steps. A worker
+that does ends its node's series.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from unicron_lightning.coordinator.severity.rules import Case, Decision, View, f
 
 @dataclass(frozen=True, kw_only=True)
 class Error:
-    """Something failed.
+    """An error occurred.
 
     Attributes:
-        failure: what; with a worker if that is gone by it.
-        round: of the agent's rendezvous, in which a worker that is no member failed.
-        training: whether anybody has the task's state.
-        sent: a signal that only others send (KILL, TERM): before a worker is a member it says nothing of the node.
+        failure: the error; with a worker if the error ended it.
+        round: round of the agent's rendezvous in which a worker that is no member failed.
+        training: whether any worker has the task's state.
+        sent: whether only another process sends this signal (KILL, TERM): before the worker is a member, it does not
+            incriminate the node.
     """
 
     failure: Failure
@@ -46,21 +47,21 @@ class Error:
 
 @dataclass(frozen=True, kw_only=True)
 class Named:
-    """An agent's worker told of a failed connection."""
+    """An agent's worker reported a failed connection."""
 
     agent: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """So many steps are finished in this life."""
+    """This number of steps is finished in this life."""
 
     step: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settled:
-    """A new epoch has all its members' reports: the newest step told, and the node of each member."""
+    """A new epoch has all its members' reports: the newest reported step, and the node of each member."""
 
     step: int
     members: Mapping[str, str]
@@ -68,12 +69,12 @@ class Settled:
 
 @dataclass(frozen=True, kw_only=True)
 class NewLife:
-    """Nobody that has the task's state is left."""
+    """No worker that has the task's state is left."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overdue:
-    """The newest epoch's time is up: ``agents`` and nodes whose workers it still waits for."""
+    """The newest epoch has timed out: ``agents`` and nodes whose workers it still waits for."""
 
     agents: tuple[tuple[str, str], ...]
 
@@ -82,7 +83,7 @@ Seen = Union[Error, Named, Progress, Settled, NewLife, Overdue]
 
 
 def handle(record: Record, seen: Seen, limits: Limits, view: View, now: float) -> list[Decision]:
-    """Take in one input; ``now`` is time.time()."""
+    """Process one input; ``now`` is time.time()."""
     match seen:
         case Error():
             return _error(record, seen, limits, view, now)
@@ -108,10 +109,10 @@ def handle(record: Record, seen: Seen, limits: Limits, view: View, now: float) -
 
 
 def suspect(record: Record, view: View) -> tuple[str, str, str] | None:
-    """Whom to blame for a connection that keeps failing: agent, node, and why; None if nobody is there.
+    """Return the suspect of a connection that keeps failing: agent, node, and reason; None without members.
 
-    Both ends of a broken connection tell of it, so reports alone may not decide: of those named most often the last in
-    rank order, which has joined last.
+    Both ends of a broken connection report it, so reports alone may not decide: among the agents named most often, the
+    suspect is the last in rank order, which has joined last.
     """
     if not view.members:
         return None
@@ -129,7 +130,7 @@ def _error(record: Record, seen: Error, limits: Limits, view: View, now: float) 
     if failure.worker is None:
         return _alive(record, failure, limits, view, now)
     if failure.worker in record.joined:
-        # How far it had come is not known yet.
+        # its progress is not known yet
         record.unjudged.append(failure)
         return []
     if record.rounds.get(failure.agent) == seen.round:
@@ -168,7 +169,7 @@ def _connection(record: Record, failure: Failure, limits: Limits, view: View, no
 
 
 def _alive(record: Record, failure: Failure, limits: Limits, view: View, now: float) -> list[Decision]:
-    """An error of an agent as a whole: it waits for nothing to be decided on, but the epoch may have failed by it."""
+    """Handle an error of an agent as a whole: it is decided at once, but it may also fail the epoch."""
     record.unjudged.append(failure)
     _count(record, failure)
     return _decide(record, failure, limits, view, now)
@@ -190,11 +191,11 @@ def _progress(record: Record, step: int, limits: Limits) -> None:
 
 
 def _judge(record: Record, step: int, limits: Limits, view: View, now: float) -> list[Decision]:
-    """The failures of the epoch that has ended, now that it is known how far it came."""
+    """Judge the failures of the ended epoch, now that its progress is known."""
     for failure in record.unjudged:
-        came = record.joined.pop(failure.worker or "", None)  # it has no part in what the task finishes from here on
+        came = record.joined.pop(failure.worker or "", None)  # it has no part in steps that finish from here on
         if came is None:
-            continue  # counted and decided on when it was seen
+            continue  # counted and decided on when it occurred
         if max(step, record.step) - came.step < limits.soon_steps:
             _count(record, failure)
         else:
@@ -223,7 +224,7 @@ def _new_life(record: Record, limits: Limits, view: View, now: float) -> list[De
 
 def _decide(record: Record, failure: Failure, limits: Limits, view: View, now: float) -> list[Decision]:
     case = Case(record=record, limits=limits, view=view, now=now, error=failure)
-    # Where the process is gone it is too late for SEV3's answer in place.
+    # For a process that is gone, SEV3's reaction in place comes too late.
     severity = max(SEVERITY[failure.kind], "SEV2", key=("SEV3", "SEV2", "SEV1").index)
     rule = first(severity, case)
     assert rule is not None
@@ -234,7 +235,7 @@ def _decide(record: Record, failure: Failure, limits: Limits, view: View, now: f
     reason = f"{case.in_a_row} failures in a row, the last: {what}" if case.blamed else what
     if rule.action == "cordon":
         record.series.pop(failure.node, None)
-        record.attempts = 0  # the task goes on without it: that is another attempt
+        record.attempts = 0  # the task continues without it: that is another attempt
         record.starts.clear()
     return [Decision(rule=rule.name, action=rule.action, error=failure, reason=reason, facts=facts)]
 
@@ -265,14 +266,14 @@ def _give_up(record: Record, limits: Limits, view: View, now: float) -> list[Dec
 
 
 def _count(record: Record, failure: Failure) -> None:
-    """One more of its node's failures in a row."""
+    """Add a failure to its node's series."""
     series = record.series.setdefault(failure.node, Series(mark=record.mark))
     series.times = [*series.times, failure.at][-KEPT:]
     series.step = record.step
 
 
 def _lasted(record: Record, member: Joined) -> None:
-    """It took part in steps enough: if it came after its node's failures, they are over."""
+    """End the series of a member's node if the member joined after its failures and has lasted."""
     series = record.series.get(member.node)
     if series is not None and member.step >= series.step:
         del record.series[member.node]

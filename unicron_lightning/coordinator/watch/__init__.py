@@ -1,1 +1,1 @@
-"""Online statistics of a task: who hangs, whether it has become slow, and who holds the others up."""
+"""Online statistics of a task: detection of hangs, of slow steps, and of stragglers."""

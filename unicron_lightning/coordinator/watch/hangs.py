@@ -1,8 +1,8 @@
-"""Hangs, from the first word that somebody is overdue to the report of who it is.
+"""Hangs, from the first report of an overdue worker to the report of the rank that hangs.
 
-The members are asked what they do, `verdict.judge` finds who hangs, its agent takes down its stacks and reports it as
-an error (`wire.ErrorReport`) of kind `task_hang`, and the severity workflow does the rest. Nothing of this outlives the
-coordinator: who is overdue says so again every second.
+The coordinator asks the members for their activity, and `verdict.judge` determines the ranks that hang. The agent of
+such a rank records its stacks and reports an error (`wire.ErrorReport`) of kind `task_hang`, which the severity
+workflow handles. This state does not outlive the coordinator: an overdue worker repeats its report every second.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from unicron_lightning.coordinator.watch.verdict import judge
 
 FIRST_PAUSE: Final = 0.2
 ANSWER_SECONDS: Final = 0.1
-"""A member that has not answered by then is looked at by its agent."""
+"""Seconds after which the agent of a member that has not answered inspects it."""
 PATIENCE: Final = 3.0
-"""A silent member that computes is given so many times the limit of the members that wait for it."""
+"""A silent member that computes may take this multiple of the limit of the members that wait for it."""
 LAST_PAUSE: Final = 2.0
 STACKS_SECONDS: Final = 2.0
-"""An agent that has not told of the stacks by then has none to tell."""
+"""Seconds after which an agent that has not reported stacks is assumed to have none."""
 
 
 def doing(task: Task, turn: Turn, agent: Agent, message: wire.Doing) -> None:
-    """A worker says what it does."""
+    """Handle a worker's report of its activity."""
     worker = task.workers.get(message.worker)
     if worker is None or worker.agent != agent.id or not _trains(task, message.epoch):
         return
@@ -44,16 +44,16 @@ def doing(task: Task, turn: Turn, agent: Agent, message: wire.Doing) -> None:
         watch.since, watch.pause = turn.now, FIRST_PAUSE
         watch.said = {worker.id: message}
         _ask(task, turn)
-    # A thousand workers that wait say so every second: what they say is looked at when all have, and by the timer.
+    # Thousands of waiting workers report every second: they are judged once all have reported, and by the timer.
     if watch.since and (not message.waiting or (not known and len(watch.said) == len(_members(task)))):
         _judge(task, turn, watch)
 
 
 def timer(task: Task, turn: Turn, kind: str, agent: Agent | None) -> bool:
-    """A time is up: to look at the members again (``watch``), to start, or to tell of stacks.
+    """Handle a timer: review the members again (``watch``), a worker's start, or missing stacks.
 
     Returns:
-        Whether anything can follow from it: a thousand workers that have started in time are no reason to look.
+        Whether the task has to be reviewed: workers that have started in time need no review.
     """
     if kind == "start" and (agent is None or all(worker.built for worker in task.workers_of(agent.id))):
         return False
@@ -65,7 +65,7 @@ def timer(task: Task, turn: Turn, kind: str, agent: Agent | None) -> bool:
 
 
 def restore(task: Task, turn: Turn) -> None:
-    """The coordinator begins anew: whatever hangs will be told again."""
+    """Reset after a restart of the coordinator: hanging workers report again."""
     task.watch = Watch()
     for agent_id in dict.fromkeys(worker.agent for worker in task.workers.values() if not worker.built):
         turn.timer("start", turn.limits.watch.start_time, task=task.id, agent=agent_id)
@@ -96,7 +96,7 @@ def _stacks_due(task: Task, turn: Turn, agent: Agent) -> None:
     for inspect in list(task.watch.inspected.values()):
         worker = task.workers.get(inspect.worker)
         if inspect.silent:
-            continue  # its agent found it not frozen; it is looked at again with the next question
+            continue  # its agent found it not frozen; it is reviewed with the next question
         if worker is not None and worker.agent == agent.id:
             report = wire.ErrorReport(
                 worker=worker.id,
@@ -111,7 +111,7 @@ def _stacks_due(task: Task, turn: Turn, agent: Agent) -> None:
 
 
 def _trains(task: Task, epoch: int) -> bool:
-    """Whether workers in that epoch train: a recovery has a time of its own, and what was said before it is over."""
+    """Whether workers in that epoch train: a recovery has a time limit of its own, and older reports do not count."""
     if not apply.concerned(task) or task.epoch is None:
         return False
     return epoch == task.number if task.settled else task.epoch.kind in wire.PLANNED and epoch < task.number
@@ -186,7 +186,7 @@ def _inspect(task: Task, turn: Turn, order: wire.Inspect) -> None:
 
 
 def _communicator_hangs(task: Task, turn: Turn, watch: Watch) -> None:
-    """All members wait in a collective of which nobody is missing: it is renewed, as if a connection had broken."""
+    """Renew the communicator as if a connection had broken: all members wait in a collective and none is missing."""
     said = next(iter(watch.said.values()))
     seconds = turn.now - watch.since
     cause = f"all {len(watch.said)} members wait in {said.phase}, none is missing, for {seconds:.1f} s"

@@ -1,4 +1,4 @@
-"""What is remembered of a task's hangs and slowness: a plain struct, stored with the task."""
+"""State of a task's hang and slowness detection: a plain struct, stored with the task."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from unicron_lightning import wire
 
 
 class Watch(msgspec.Struct, kw_only=True):
-    """All times are time.time() of the coordinator."""
+    """Detection state. All times are time.time() of the coordinator."""
 
     epoch: int = 0
-    """The task's newest epoch when the answers were given: those of another say nothing."""
+    """The task's newest epoch when the reports were made; reports of other epochs do not count."""
     since: float = 0.0
-    """When the first member was overdue; 0: none is."""
+    """Time at which the first member was overdue; 0: none is."""
     pause: float = 0.0
-    """Until the members are asked again."""
+    """Seconds until the members are asked again."""
     said: dict[str, wire.Doing] = {}
-    """By member: what it does."""
+    """Reported activity of each member."""
     inspected: dict[str, wire.Inspect] = {}
-    """By worker: its agent takes down its stacks."""
+    """Orders to agents to record stacks, by worker."""
 
     slow_since: float = 0.0
-    """Since when the steps have been slower than usual; 0: they are not."""
+    """Time since which steps have been slower than usual; 0: they are not."""
     degraded: bool = False
-    """They have been for long."""
+    """Whether steps have been slow long enough for the task to be degraded."""
     behind: dict[str, float] = {}
-    """By member: since when its micro-batches have taken longer than its peers'."""
+    """Time since which a member's micro-batches have taken longer than its peers', by member."""
     stragglers: dict[str, float] = {}
-    """Those for whom that has been so for long: how many times longer."""
+    """Factor by which each straggler is slower: members that have been behind for long enough."""

@@ -1,7 +1,7 @@
-"""Whether a task has become slower than it was, and which of its ranks holds the others up.
+"""Detection of tasks that have become slower than before, and of ranks that delay the others.
 
-Both from what the members' own statistics say with their progress (`wire.Pace`): the median of the last steps, so that
-it takes a while; and both only if it has been so for `degraded_time`.
+Both use statistics that members report with their progress (`wire.Pace`): the median of the last steps, so that a
+change takes a while to show. A verdict requires that it persists for `degraded_time`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from unicron_lightning.coordinator.turn import Turn
 
 
 def progressed(task: Task, turn: Turn, worker: str) -> None:
-    """A member told how fast it is. Looked at once for all members, when the first of them does."""
+    """Handle a member's report of its pace. The first member's report triggers the review of all."""
     if task.settled and task.established and task.established[0] == worker:
         _look_at_steps(task, turn, worker)
         _look_at_ranks(task, turn)
 
 
 def behind(busy: Mapping[str, float], factor: float) -> dict[str, float]:
-    """Those whose micro-batches take ``factor`` times as long as their peers' (their median), and how many times."""
+    """Select members whose micro-batches take more than ``factor`` times their peers' median, with that ratio."""
     found = {}
     for name, seconds in busy.items():
         peers = [other for peer, other in busy.items() if peer != name]
@@ -54,7 +54,7 @@ def _look_at_ranks(task: Task, turn: Turn) -> None:
     busy = {name: pace.busy for name, pace in paces.items() if pace is not None and pace.busy is not None}
     late = behind(busy, limits.straggler_factor)
     watch.behind = {name: watch.behind.get(name, turn.now) for name in late}
-    measured = busy.keys() | (watch.stragglers.keys() - paces.keys())  # not those in their first steps of a new world
+    measured = busy.keys() | (watch.stragglers.keys() - paces.keys())  # not members in first steps
     for name in [name for name in watch.stragglers if name not in late and name in measured]:
         del watch.stragglers[name]
         turn.emit_for(task, None, "straggler_over", {"worker": name})

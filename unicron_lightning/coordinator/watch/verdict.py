@@ -1,8 +1,8 @@
-"""Who hangs? Pure: from what the members of an epoch say that they are doing.
+"""Determine which members hang. Pure: from the reported activities of an epoch's members.
 
-When one rank hangs, all ranks are overdue: the others wait for it in a collective. So whoever waits there is a victim,
-and whoever is overdue elsewhere the culprit. Whoever does not even say what it does has no thread left that runs.
-If all wait in a collective, none of them hangs: the connections do.
+When one rank hangs, all ranks are overdue: the others wait for it in a collective. So a rank blocked in a collective is
+waiting, and a rank that is overdue elsewhere is the one that hangs. A rank that does not even report has no running
+thread left. If all ranks wait in a collective, none of them hangs: the connections do.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from unicron_lightning import wire
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What is to be done.
+    """The conclusion of `judge`.
 
     Attributes:
         culprits: members that hang.
-        collective: whether it is the communicator that does.
+        collective: whether the communicator hangs.
         mute: whether the culprits are those that have not answered.
     """
 
@@ -41,16 +41,16 @@ def judge(
     collective_time: float,
     stall_time: float,
 ) -> Verdict:
-    """Judges a task in which somebody is overdue.
+    """Judge a task with an overdue member.
 
     Args:
-        members: of the epoch that trains.
-        said: what each does, as far as it has said so since somebody was overdue.
+        members: members of the training epoch.
+        said: activity of each member that has reported since one was overdue.
         reachable: members whose agents are connected.
-        asked: seconds since all were asked for the first time.
-        mute_time: a reachable member that has not answered for so long is silent: its agent looks whether it hangs.
-        collective_time: so long all may wait in a collective.
-        stall_time: so long nobody may wait for anybody, though some are overdue.
+        asked: seconds since all members were first asked.
+        mute_time: seconds after which a reachable member without an answer is silent: its agent inspects it.
+        collective_time: seconds that all members may wait in a collective.
+        stall_time: seconds that an overdue member may take while no other waits for it.
     """
     answers = [said[member] for member in members if member in said]
     waiting = [doing for doing in answers if doing.waiting]
@@ -58,7 +58,7 @@ def judge(
     late = [doing for doing in elsewhere if doing.overdue]
     if waiting and late:
         return Verdict(culprits=tuple(doing.worker for doing in late))
-    # Nobody is held up by them: it may be that everything is slow at once, or that there is nobody else.
+    # No member waits for them: everything may be slow at the same time, or there is no other member.
     stalled = tuple(doing.worker for doing in late if doing.seconds > stall_time)
     if stalled:
         return Verdict(culprits=stalled)
