@@ -94,7 +94,7 @@ def verdict(rows: Sequence[Row], trace: str) -> str:
     other = max((policy for policy in ALL if policy not in ("unicron", *RESTARTING)), key=lambda policy: of[policy, ""])
     return (
         f"- Trace {trace}: mean accumulated WAF {ours / of[REFERENCE, '']:.2f} times that of {REFERENCE} with restart,"
-        f" {ours / of[best, '']:.2f} times that of {best}, the best that goes back to a checkpoint,"
+        f" {ours / of[best, '']:.2f} times that of {best}, the best that returns to a checkpoint,"
         f" {ours / of[other, '']:.2f} times that of {other}, the best of the others."
         f" With costs of a millisecond it would be {free / of[REFERENCE, '']:.2f}, {free / of[best, '']:.2f} and"
         f" {free / of[other, '']:.2f} times."
@@ -105,7 +105,7 @@ def _show_headline(curves: Sequence[Curve], folder: Path) -> str:
     ours = [curve for curve in curves if not curve.row["variant"]]
     curves_picture(folder / "simulator-waf.png", [curve for curve in ours if curve.row["trace"] != "b_quick"])
     losses_picture(folder / "simulator-losses.png", means_of(ours))
-    pictures = "![WAF over time](images/simulator-waf.png)\n\n![What was lost to what](images/simulator-losses.png)"
+    pictures = "![WAF over time](images/simulator-waf.png)\n\n![Losses by cause](images/simulator-losses.png)"
     rows = means_of(curves)
     verdicts = "\n".join(verdict(rows, trace) for trace in ("a", "b", "b_quick"))
     return f"{verdicts}\n\n{as_markdown(rows)}\n\n{pictures}"
@@ -258,32 +258,32 @@ EXPERIMENTS: Final = (
         name="headline",
         title="Seven systems on the paper-like traces",
         text=f"Six tasks on 128 GPUs. The last rows of each trace, *{FREE}*, are Unicron with costs of a"
-        " millisecond: how little is left to be gained by being quicker.",
+        " millisecond: the upper bound for faster recovery.",
         cases=_headline,
         show=_show_headline,
     ),
     Experiment(
         name="llama3",
         title="The Llama 3 trace",
-        text="One task on 16,384 GPUs, with 1,024 spare ones beside it, for 54 days. Interruptions come at the"
-        " published rate: 419 on 16,384 GPUs, so 445 on all. A lost node costs its replica, 16 nodes, until it is back"
-        " or a spare one is there.",
+        text="One task on 16,384 GPUs with 1,024 spares, for 54 days. Interruptions occur at the published rate: 419 on"
+        " 16,384 GPUs, so 445 on all. A lost node costs its replica, 16 nodes, until the node returns or a spare"
+        " replaces it.",
         cases=_llama3,
         show=table,
     ),
     Experiment(
         name="ablations",
-        title="What each part of Unicron buys",
-        text="Without the planner who has a node keeps it; without in-band detection every error waits for a"
-        " time-out of 30 minutes; without partial reuse the step in which something fails is done again.",
+        title="Ablations of Unicron",
+        text="Without the planner, tasks keep their nodes; without in-band detection, every error waits for a time-out"
+        " of 30 minutes; without partial reuse, the step in which a failure occurs is repeated.",
         cases=_ablations,
         show=table,
     ),
     Experiment(
         name="favour",
-        title="If the figures are wrong in our favour",
-        text="Every figure of the other systems at its best for them within its range; then also every one of"
-        " ours, and the common ones, at its worst.",
+        title="Figures least favourable to Unicron",
+        text="Every figure of the other systems at the best of its range; then also every figure of Unicron, and the"
+        " common figures, at the worst.",
         cases=_favour,
         show=table,
     ),
@@ -311,8 +311,8 @@ EXPERIMENTS: Final = (
     ),
     Experiment(
         name="sensitivity",
-        title="What hangs on each figure",
-        text="Trace `b_quick`, seed 0: one figure at a time at its least and its most. Common figures move all"
+        title="Sensitivity to each figure",
+        text="Trace `b_quick`, seed 0: one figure at a time at its minimum and its maximum. Common figures move all"
         " systems; the table shows Unicron's WAF, the picture its ratio to Megatron's.",
         cases=_sensitivity,
         show=_show_sensitivity,
@@ -321,15 +321,15 @@ EXPERIMENTS: Final = (
 
 HEAD: Final = """# Results of the simulator
 
-Written by `make experiments`; [simulator.md](simulator.md) says what is simulated, and how. **These are simulations**:
-of Unicron by its real coordinator and planner, of the others by models of what they do, with
-[costs](simulator.md#calibration) of which many are published for other models and machines, and some are guesses. No
-GPU was involved.
+Written by `make experiments`; [simulator.md](simulator.md) describes the method. **These are simulations**: of Unicron by
+its real coordinator and planner, of the other systems by models of their behaviour, with
+[costs](simulator.md#calibration) of which many were published for other models and machines, and some are guesses. No GPU
+was involved.
 
-WAF is accumulated WAF in per cent of the ideal's (no failures); *ratio* is that over Megatron's with restart;
-detection, transition, sub-healthy and overhead are what was lost to them, in per cent of the ideal. Sub-healthy holds
-all that nodes under repair would have done. *To detect* and *to recover* are means over incidents. In brackets: least
-and most over seeds.
+*WAF* is accumulated WAF in per cent of the ideal (no failures); *ratio* is accumulated WAF over that of Megatron with
+restart. *Detection*, *transition*, *sub-healthy* and *overhead* are the losses by cause, in per cent of the ideal.
+Sub-healthy includes all work that nodes under repair would have done. *To detect* and *to recover* are means over
+incidents. Brackets show the minimum and maximum over seeds.
 """
 
 
