@@ -139,9 +139,9 @@ async def test_who_serves_says_what_it_saw_when_the_other_one_gives_up() -> None
     async with paired() as pair:
         await pair.serve(LITTLE)
         pair.partner.take(wire.PairEnd(check="c"))
-        assert await pair.partners_word() == "nobody has connected"
+        assert await pair.partners_word() == "no agent has connected"
         pair.partner.take(wire.PairEnd(check="c"))
-        assert await pair.partners_word() == "it was not served any more"
+        assert await pair.partners_word() == "the exchange was no longer served"
 
 
 async def test_one_that_begins_and_stops_is_let_go_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,7 @@ class Net:
             case wire.PairServe():
                 agent.say(wire.PairServing(check=order.check, host=agent.name, port=1, key="k"))
             case wire.PairEnd():
-                agent.say(wire.PairResult(check=order.check, cause="nobody has connected"))
+                agent.say(wire.PairResult(check=order.check, cause="no agent has connected"))
             case wire.PairConnect():
                 self.tried.append(f"{agent.name}-{order.agent}")
                 pair = {agent.node, self.agents[order.agent].node}
@@ -157,7 +157,7 @@ def test_bad_with_two_is_its_own_fault_and_is_told_once_until_it_is_well() -> No
     assert told["cause"] == (
         "the exchange of data failed with a: not connected within 2 s; with b: not connected within 2 s (its own link)"
     )
-    assert told["details"]["partners"][0]["partner_saw"] == "nobody has connected"
+    assert told["details"]["partners"][0]["partner_saw"] == "no agent has connected"
     assert net.agents["c"].last(wire.Barred).reason == told["cause"]
     net.advance(31)
     assert net.tried[3:] == ["c-a", "c-b"]

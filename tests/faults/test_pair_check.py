@@ -114,7 +114,7 @@ def test_a_node_is_kept_out_while_its_data_do_not_get_through(tmp_path: Path) ->
         assert (told["kind"], told["severity"], told["node"]) == ("link_degraded", "SEV3", "n1")
         assert re.match("the exchange of data failed with n0: .*connected.* within 1 s", told["cause"])
         (partner,) = told["details"]["partners"]
-        assert partner["partner_saw"] == "nobody has connected"
+        assert partner["partner_saw"] == "no agent has connected"
         until("two more tries", lambda: detour.exchanges >= 3)
         assert [event["node"] for event in cluster.events("slot_granted")] == ["n0"]
         assert "node_barred" in (tmp_path / "agent-n1.log").read_text()

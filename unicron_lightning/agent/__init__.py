@@ -1,1 +1,1 @@
-"""The agent: torchrun's rendezvous handler, which speaks with the coordinator for its node's workers."""
+"""The agent: torchrun's rendezvous handler, which communicates with the coordinator on behalf of its node's workers."""

@@ -1,10 +1,10 @@
 """The agent: a thread with an event loop that joins session, local socket and supervision.
 
-The main thread belongs to torchelastic. It calls the methods of `Agent` marked so; all else runs in the agent's
-thread. The two share a `SharedView` under one condition, on which the main thread waits in short steps so that its
-signal handlers run.
+The main thread belongs to torchelastic. It calls the methods of `Agent` marked as such; everything else runs in the
+agent's thread. The two share a `SharedView` under one condition, on which the main thread waits in short steps so that
+its signal handlers run.
 
-Guarantees: a worker's death is told to the coordinator before the agent's next rendezvous; the present round's
+Guarantees: a worker's death is reported to the coordinator before the agent's next rendezvous; the present round's
 workers are never touched because the coordinator is away; `close` leaves no thread, socket or file.
 """
 
@@ -48,20 +48,20 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TICK_SECONDS: Final = 0.25
-DEFAULT_WORKER_TIMEOUT: Final = 10.0  # seconds, until the coordinator has said
+DEFAULT_WORKER_TIMEOUT: Final = 10.0  # seconds, until the coordinator's value is known
 _GOODBYE_SECONDS: Final = 2.0
 _LOOK_SECONDS: Final = 0.02
 _LOOKS: Final = 50
-"""How often, and for how long in all, the last words of a worker that has ended are waited for."""
+"""Number of short waits for the last messages of a worker that has ended."""
 
 
 class Agent:
-    """One agent. Created, started, asked and closed by the main thread.
+    """One agent. Created, started, queried and closed by the main thread.
 
     Args:
         options: the user's options.
-        num_keys: returns how many keys the present round's store holds; called in the agent's thread.
-        lock: of the slot, if it has a label.
+        num_keys: returns the number of keys in the present round's store; called in the agent's thread.
+        lock: lock of the slot, if the slot has a label.
     """
 
     def __init__(self, options: AgentOptions, num_keys: Callable[[], int], lock: SlotLock | None = None) -> None:
@@ -86,7 +86,7 @@ class Agent:
         self._gate = Gate(lock, self._goes_on, self._local.send)
         self._fenced: set[str] = set()
         self._undecided: set[str] = set()
-        """Workers that have ended with status 0, in the middle of a run as far as is known: more may lie unread."""
+        """Workers that have ended with status 0 in the middle of a run: unread messages may explain it."""
         self._leaving = False
         self._failed = False
         self._said_bye = False
@@ -112,7 +112,7 @@ class Agent:
 
     @property
     def socket_path(self) -> Path:
-        """Where workers connect."""
+        """Path of the socket that workers connect to."""
         return self._scratch.path / "socket"
 
     @property
@@ -125,29 +125,29 @@ class Agent:
         self._thread.start()
 
     def begin_round(self, store: wire.Address) -> int:
-        """[main thread] All workers are stopped: ask for a grant; return the new round's number."""
+        """[main thread] Request a grant, with all workers stopped; return the new round's number."""
         number = self._shared.now.number + 1
         self._call(self._begin_round, number, store)
         return number
 
     def announce_local_world(self, size: int) -> None:
-        """[main thread] Tell how many workers torchelastic is about to start."""
+        """[main thread] Report the number of workers that torchelastic is about to start."""
         self._call(self._announce_local_world, size)
 
     def wait(self, pick: Callable[[RoundView], T | None], seconds: float | None = None) -> T | None:
-        """[main thread] Wait for something in the view; see `SharedView.wait`."""
+        """[main thread] Wait for a condition of the view; see `SharedView.wait`."""
         return self._shared.wait(pick, seconds)
 
     def away_seconds(self) -> float:
-        """[main thread] Return for how long there has been no session."""
+        """[main thread] Return the seconds since the session was lost; 0 if it is open."""
         return self._session.away_seconds
 
     def leaving(self) -> None:
-        """[any thread] Workers that end from now on are stopped on order: none takes its siblings along."""
+        """[any thread] Treat workers that end from now on as stopped on order: their siblings are not killed."""
         self._leaving = True
 
     def say_bye(self, *, succeeded: bool) -> None:
-        """[main thread] Tell that the agent ends; said once."""
+        """[main thread] Report that the agent exits; sent only once."""
         if not self._said_bye:
             self._said_bye = True
             self._call(self._say_bye, succeeded)
@@ -158,7 +158,7 @@ class Agent:
         return self._failed
 
     def close(self) -> None:
-        """[main thread] End the thread and remove everything; what is queued gets a moment to be sent."""
+        """[main thread] End the thread and remove everything; queued messages get a moment to be sent."""
         if self._thread.is_alive():
             with contextlib.suppress(RuntimeError):  # the loop ended by itself meanwhile
                 self._loop.call_soon_threadsafe(self._closing.set)
@@ -176,7 +176,7 @@ class Agent:
             self._loop.run_until_complete(self._main())
         except UnicronError as error:
             self._shared.update(fatal=error)
-        # The supervisor boundary of this thread: whatever breaks it must end torchelastic's wait with a message.
+        # Supervisor boundary of this thread: any failure must end torchelastic's wait with a message.
         except Exception as error:
             logger.exception("agent_thread_broke agent=%s", self._options.agent)
             self._shared.update(fatal=UnicronError(f"the agent's thread broke: {error!r}"))
@@ -190,7 +190,7 @@ class Agent:
         ticking = asyncio.create_task(self._tick())
         try:
             await self._closing.wait()
-            # While the coordinator is away nobody hears a goodbye: it notices the loss, or finds this agent missing.
+            # While the coordinator is away the goodbye cannot arrive: it detects the loss, or finds this agent missing.
             await self._session.flush(_GOODBYE_SECONDS if self._session.away_seconds == 0.0 else 0.0)
         finally:
             for task in (ticking, keeping_up):
@@ -206,7 +206,7 @@ class Agent:
             self._embedded.release()
 
     async def _keep_session(self) -> None:
-        """Keep the session; if it ends for good the main thread hears of it, while workers are still served."""
+        """Keep the session; if it ends permanently, notify the main thread, while workers are still served."""
         try:
             await self._session.run()
         except UnicronError as error:
@@ -226,7 +226,7 @@ class Agent:
         while True:
             await asyncio.sleep(TICK_SECONDS)
             now = time.monotonic()
-            # If this loop could not run, e.g. in a stalled virtual machine, the workers' heartbeats lie unread.
+            # If this loop could not run, e.g. in a stalled virtual machine, workers' heartbeats are unread.
             if (late := now - last - TICK_SECONDS) > 1.0:
                 self._roster.excuse(late)
             last = now
@@ -236,7 +236,7 @@ class Agent:
             self._embedded.reap()
 
     def _told_reading(self, reading: wire.NodeReading) -> None:
-        """[the watch's thread] A new reading."""
+        """[the watch's thread] Pass on a new reading."""
         self._loop.call_soon_threadsafe(self._read, reading)
 
     def _read(self, reading: wire.NodeReading) -> None:
@@ -267,7 +267,7 @@ class Agent:
         self._send(wire.RendezvousBegin(round=number, store=store))
 
     def _assumed_exit(self) -> Exit:
-        """Say how a worker ended of which torchelastic has taken the exit status."""
+        """Assume the exit of a worker whose status torchelastic has collected."""
         if self._leaving or self._shared.now.stop is not None:
             return Exit(cause="signal", code=signal.SIGTERM)
         return Exit(cause="exit", code=1)
@@ -278,7 +278,7 @@ class Agent:
         self._supervisor.expect(self._shared.now.number, size)
 
     def _look_for_store_use(self) -> None:
-        """Keys in the round's store without a hello: the script makes its process group by ``env://``."""
+        """Detect keys in the round's store without a hello: the script makes its process group by ``env://``."""
         view = self._shared.now
         if self._store_evidence or view.grant is None or self._roster.any_hello or self._roster.epoch:
             return
@@ -315,7 +315,7 @@ class Agent:
             case wire.TaskOver():
                 self._shared.update(over=message)
                 if not message.succeeded:
-                    self._stop("the task was ended")  # workers of plain scripts do not hear of it otherwise
+                    self._stop("the task was ended")  # workers of plain scripts are not notified otherwise
                 self._local.broadcast(message)
             case wire.Welcome():
                 self._gate.welcome(message)
@@ -353,7 +353,7 @@ class Agent:
             self._loop.call_later(self._options.stop_timeout, self._kill_stopping, view.number)
 
     def _kill_stopping(self, number: int) -> None:
-        """Kill those that do not heed SIGTERM: torchelastic would give them 30 s."""
+        """Kill workers that ignore SIGTERM: torchelastic would wait 30 s."""
         if self._shared.now.number == number and self._shared.now.stop is not None:
             for worker in self._roster.names:
                 self._supervisor.kill(worker)
@@ -361,7 +361,7 @@ class Agent:
     # ---- workers
 
     def _accept(self, message: wire.WorkerHello | wire.ErrorReport) -> bool:
-        """Whether it is of one of the present round's workers."""
+        """Whether the message is from one of the present round's workers."""
         view = self._shared.now
         ranks = range(view.local_world or 0)
         mine = {environ.worker_id(self._options.agent, rank, view.number): rank for rank in ranks}
@@ -376,14 +376,14 @@ class Agent:
             self._roster.add(worker, message.local_rank)
             self._supervisor.look_at(message.pid)
         elif isinstance(message, wire.ErrorReport) and isinstance(pid := message.details.get("pid"), int):
-            self._supervisor.look_at(pid)  # it says so before a hello, maybe before it was found
-        if worker not in self._roster:  # its death is already told: nothing it said before counts any more
+            self._supervisor.look_at(pid)  # sent before a hello, maybe before the worker was found
+        if worker not in self._roster:  # its death is already reported, so earlier messages no longer count
             return
         self._roster.heard(worker, message, time.monotonic())
         self._inspector.heard(worker)
         if isinstance(message, wire.Heartbeat | wire.Training):
             return
-        if isinstance(message, wire.ErrorReport) and message.ends:  # the coordinator does not wait for it any more
+        if isinstance(message, wire.ErrorReport) and message.ends:  # the coordinator no longer waits for the worker
             self._loop.call_later(ENDING_SECONDS, self._supervisor.kill, worker)
         if isinstance(message, wire.WorkerHello) and self._shared.now.over is not None:
             self._local.send(worker, self._shared.now.over)
@@ -398,17 +398,17 @@ class Agent:
 
     def _on_exit(self, worker: str, how: Exit, looks: int = _LOOKS) -> None:
         early = how.is_clean and self._roster.trains(worker) and (worker in self._undecided or not self._leaving)
-        if early and looks and not self._roster.has_left(worker):  # what it said last may lie unread
+        if early and looks and not self._roster.has_left(worker):  # its last messages may be unread
             self._undecided.add(worker)
             self._loop.call_later(_LOOK_SECONDS, self._on_exit, worker, how, looks - 1)
             return
         self._undecided.discard(worker)
         known = self._roster.remove(worker)
-        if known is None:  # told when it was given up
+        if known is None:  # reported when it was declared dead
             return
         early = early and not (known.done or self._shared.now.over)
         if early:
-            how = replace(how, code=LEFT_EARLY)  # for torchelastic it is a success; for the task it is not
+            how = replace(how, code=LEFT_EARLY)  # a success for torchelastic, but not for the task
         logger.info("worker_ended worker=%s cause=%s code=%d", worker, how.cause, how.code)
         self._failed = self._failed or early or not (how.is_clean or self._leaving)
         self._send(self._deaths.tell(worker, how))
@@ -428,7 +428,7 @@ class Agent:
             self._give_up_siblings()
 
     def _give_up_siblings(self) -> None:
-        """Kill the others at once: torchelastic restarts them in any case, but waits up to 30 s for SIGTERM."""
+        """Kill the siblings immediately: torchelastic restarts them in any case, but waits up to 30 s for SIGTERM."""
         if not self._leaving and self._shared.now.stop is None:
             for sibling in self._roster.names:
                 self._give_up(sibling, "signal")

@@ -1,4 +1,4 @@
-"""Calls from a thread into an event loop that runs in another."""
+"""Calls from one thread into an event loop that runs in another."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def call(loop: asyncio.AbstractEventLoop, thread: threading.Thread, function: Ca
     """Run a function in the loop and wait until it has run, or until the loop has ended.
 
     Args:
-        loop: where.
-        thread: in which it runs.
-        function: what.
-        args: for it.
+        loop: the event loop.
+        thread: the thread that runs the loop.
+        function: the function.
+        args: its arguments.
     """
     done = threading.Event()
 
@@ -29,7 +29,7 @@ def call(loop: asyncio.AbstractEventLoop, thread: threading.Thread, function: Ca
 
     try:
         loop.call_soon_threadsafe(run)
-    except RuntimeError:  # it is closed
+    except RuntimeError:  # the loop is closed
         return
     while thread.is_alive() and not done.wait(_LOOK_SECONDS):
         pass

@@ -1,8 +1,8 @@
-"""A connection that is cut without a word, as by a switch that stops forwarding: on purpose, see docs/faults.md.
+"""An injected silent cut of a connection, as by a switch that stops forwarding; see docs/faults.md.
 
-The socket of the connection is put aside, open, and the transport gets one in its place that leads nowhere: nothing is
-read, nothing is sent, and neither end sees anything close. When it is over the socket is put back, and what was written
-meanwhile is sent, as TCP would have sent it again.
+The socket of the connection is set aside, open, and the transport gets one in its place that leads nowhere: nothing is
+read or sent, and neither end sees the connection close. When the cut ends, the socket is put back, and everything
+written meanwhile is sent, as TCP would have retransmitted it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _CHUNK_BYTES: Final = 1 << 16
 
 
 class Cut:
-    """One cut of one connection, from now on. Of asyncio's own event loop on a system with ``dup2``.
+    """A cut of one connection, from its creation on. Requires asyncio's own event loop and ``dup2``.
 
     Args:
-        transport: of a TCP connection.
+        transport: transport of a TCP connection.
     """
 
     def __init__(self, transport: asyncio.Transport) -> None:
@@ -36,7 +36,7 @@ class Cut:
         nowhere.close()
 
     def heal(self) -> None:
-        """The connection carries again; one that an end has given up meanwhile closes now."""
+        """Restore the connection; if either end has closed it meanwhile, it ends now."""
         if self._real is None:
             return
         if not self._transport.is_closing():
@@ -46,7 +46,7 @@ class Cut:
         self.forget()
 
     def forget(self) -> None:
-        """Close what was put aside."""
+        """Close the socket that was set aside."""
         if self._real is not None:
             os.close(self._real)
             self._real = None

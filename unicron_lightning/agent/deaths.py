@@ -1,7 +1,7 @@
-"""Reads what the kernel knows of a worker's death: counters of its OOM killer, its log, how full shared memory is.
+"""Kernel evidence of a worker's death: counters of the OOM killer, the kernel log, usage of shared memory.
 
-Counters are read when a worker is found and after each death, the log from the agent's start on. Whatever cannot be
-read, as in most containers the log, is no evidence.
+Counters are read when a worker is found and after each death, the log from the agent's start on. An unreadable source,
+such as the log in most containers, is no evidence.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _RECORDS: Final = 2000
 
 
 class Deaths:
-    """Of one agent's workers.
+    """Evidence on the deaths of one agent's workers.
 
     Args:
-        root: where ``proc``, ``sys/fs/cgroup`` and ``dev`` are; made up by tests.
+        root: folder with ``proc``, ``sys/fs/cgroup`` and ``dev``; replaced in tests.
     """
 
     def __init__(self, root: Path = Path("/")) -> None:
@@ -46,7 +46,7 @@ class Deaths:
             self._log = None
 
     def found(self, pid: int) -> None:
-        """A worker was found: remember where its counters are, and how they stand."""
+        """Handle a new worker: record the paths and values of its counters."""
         with contextlib.suppress(OSError, ValueError):
             groups = group_of((self._root / f"proc/{pid}/cgroup").read_text())
             mount = self._root / "sys/fs/cgroup"
@@ -61,7 +61,7 @@ class Deaths:
         self._before = self.now()
 
     def now(self) -> Memory:
-        """The evidence of now."""
+        """Return the present evidence."""
         found = (counter(text, name) for path, name in self._counters if (text := _read(path)) is not None)
         machine = _read(self._root / "proc/vmstat")
         percent = None
@@ -75,7 +75,7 @@ class Deaths:
         )
 
     def tell(self, worker: str, how: Exit) -> wire.WorkerDied:
-        """A worker's process has ended."""
+        """Build the report of a worker's death."""
         before, self._before = self._before, self.now()
         named = how.pid is not None and named_in(self._new_lines(), how.pid)
         what = meaning(how.cause, how.code, dumped=how.dumped, before=before, after=self._before, named=named)
@@ -85,7 +85,7 @@ class Deaths:
         )
 
     def explain(self, report: wire.ErrorReport) -> wire.ErrorReport:
-        """A worker tells of a process of its own that was killed: by whom?"""
+        """Explain a worker's report that one of its own processes was killed."""
         if report.details.get("pattern") != "data-worker-signal" or "Killed" not in str(report.details.get("message")):
             return report
         before, self._before = self._before, self.now()
@@ -95,7 +95,7 @@ class Deaths:
         return msgspec.structs.replace(report, kind=what.kind, cause=f"{report.cause} ({what.text})")
 
     def _new_lines(self) -> list[str]:
-        """What the kernel has logged since it was last asked."""
+        """Return the kernel's log lines since the last call."""
         lines: list[str] = []
         while self._log is not None and len(lines) < _RECORDS:
             try:

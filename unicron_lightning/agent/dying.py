@@ -1,9 +1,9 @@
-"""The end of a process before it can be waited for.
+"""Detection of a process's end before it can be waited for.
 
-A killed process ends only when its memory is freed: with torch loaded, 40 to 200 ms after the signal, the busier the
-machine the later. Until then neither its parent nor the peers of its sockets hear of it. But its threads end at once,
-all but the one that frees the memory: Linux 6.9 and newer tell of the end of a thread by a pidfd, and how the process
-will end is in /proc. Older ones tell nothing, and the process's own end is waited for.
+A killed process ends only when its memory is freed: with torch loaded, 40 to 200 ms after the signal, later on a busy
+machine. Until then neither its parent nor the peers of its sockets are notified. Its threads end immediately, except
+for the one that frees the memory. Linux 6.9 and newer report the end of a thread through a pidfd, and /proc shows the
+process's future exit status. On older kernels, the end of the process itself is awaited.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Final
 
 _PIDFD_THREAD: Final = os.O_EXCL
-"""Flag of pidfd_open(2): of one thread."""
+"""Flag of pidfd_open(2) for a single thread."""
 _PF_EXITING: Final = 0x4
 _STATE, _FLAGS, _EXIT_CODE = 0, 6, 49
 """Fields of /proc/PID/stat, counted from the one after the name (proc(5))."""
 _MOST_THREADS: Final = 8
 _AGAIN_SECONDS: Final = 0.001
 _LOOKS: Final = 50
-"""So often, where nothing says that the process is to die."""
+"""Number of checks while no evidence indicates that the process will end."""
 
 
 class Threads:
@@ -31,7 +31,7 @@ class Threads:
 
     Args:
         pid: the process.
-        on_dying: called once, with the wait status with which it will end, if that is no success.
+        on_dying: called once, with the wait status with which the process will end, unless that is a success.
     """
 
     def __init__(self, pid: int, on_dying: Callable[[int], None]) -> None:
@@ -41,7 +41,7 @@ class Threads:
         self._retry: asyncio.TimerHandle | None = None
 
     def watch(self) -> None:
-        """Watch the threads that there are now, but for the main one, which the kernel keeps to the end."""
+        """Watch the present threads except the main one, which the kernel keeps to the end."""
         loop = asyncio.get_running_loop()
         for thread in _threads(self._pid)[:_MOST_THREADS]:
             if thread not in self._fds and (fd := _open(thread)) is not None:
@@ -49,7 +49,7 @@ class Threads:
                 loop.add_reader(fd, self._thread_ended, thread)
 
     def close(self) -> None:
-        """Watch nothing any more."""
+        """Stop watching."""
         for thread in list(self._fds):
             self._forget(thread)
         if self._retry is not None:
@@ -62,7 +62,7 @@ class Threads:
             self._look(_LOOKS)
 
     def _look(self, left: int) -> None:
-        """Threads end in live processes too: whether this one is dying its main thread says, but maybe not yet."""
+        """Check the process: threads end in live processes too, and its main thread may show the end only later."""
         self._retry = None
         status = exit_status_of_dying(self._pid)
         if status is not None:
@@ -78,9 +78,9 @@ class Threads:
 
 
 def exit_status_of_dying(pid: int) -> int | None:
-    """The wait status of a process that is about to end by a signal or with a status other than 0.
+    """Return the wait status of a process that is about to end by a signal or with a status other than 0.
 
-    None if it lives, if it ends well, which is nothing to hurry for, or if the kernel does not tell.
+    None if it lives, if it ends successfully, which is not urgent, or if the kernel does not show it.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
@@ -91,9 +91,9 @@ def exit_status_of_dying(pid: int) -> int | None:
 
 
 def is_doomed(pid: int) -> bool:
-    """Whether its main thread has still to be given a CPU to die on: SIGKILL is pending for it.
+    """Whether the main thread only waits for a CPU to exit: SIGKILL is pending for it.
 
-    A thread that ends the process has the kernel kill the others, too.
+    A thread that ends the process makes the kernel kill the others, too.
     """
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
@@ -104,7 +104,7 @@ def is_doomed(pid: int) -> bool:
 
 
 def _threads(pid: int) -> list[int]:
-    """All but the main one."""
+    """List all threads but the main one."""
     try:
         return [int(name) for name in os.listdir(f"/proc/{pid}/task") if int(name) != pid]
     except OSError:

@@ -1,14 +1,14 @@
-"""Starts the embedded coordinator: a process of its own that outlives the agent that started it.
+"""Starts the embedded coordinator: a separate process that outlives the agent that started it.
 
-Several agents may find at once that nothing listens. A lock in the state folder lets one of them start the
-coordinator while the others go on trying to connect; across folders or hosts the bind of the port decides, and the
-loser of that ends by itself with status 0. A coordinator that is killed is started again with the same state folder
-and goes on from there. After a start that failed, e.g. because the disk is full, the next one is tried a second
-later, then after twice the time, up to half a minute.
+Several agents may find at the same time that no process listens. A lock in the state folder lets one of them start the
+coordinator while the others keep trying to connect. Across folders or hosts the bind of the port decides, and the loser
+exits with status 0. A coordinator that is killed is restarted with the same state folder and continues from it. After
+a failed start, e.g. because the disk is full, the next attempt follows a second later, then after twice the time, up
+to half a minute.
 
-A coordinator that is stopped (SIGSTOP, a debugger) keeps its port, and no failure is healed meanwhile. An embedded one
-is killed when an agent gets no answer from it, so that it can't wake up beside its successor. One that a user has
-started is left alone.
+A coordinator that is stopped (SIGSTOP, a debugger) keeps its port, and no failure is recovered meanwhile. An embedded
+one is killed when an agent gets no answer from it, so that it can't resume beside its successor. A coordinator started
+by a user is left alone.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _STOPPED: Final = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
 class EmbeddedCoordinator:
-    """Makes sure that a coordinator runs at a local endpoint."""
+    """Ensures that a coordinator runs at a local endpoint."""
 
     def __init__(self, options: AgentOptions) -> None:
         self._options = options
@@ -55,7 +55,7 @@ class EmbeddedCoordinator:
         """time.monotonic() of the next start."""
 
     def met(self) -> None:
-        """A coordinator runs: if it does not keep its state in our folder it is the user's, who will restart it."""
+        """Record that a coordinator runs; one that keeps its state elsewhere is the user's, who restarts it."""
         self._delay, self._not_before = FIRST_DELAY_SECONDS, 0.0
         try:
             lock = os.open(self._options.state_dir / "lock", os.O_RDWR | os.O_CLOEXEC)
@@ -71,10 +71,10 @@ class EmbeddedCoordinator:
             os.close(lock)
 
     async def ensure(self) -> None:
-        """Start the coordinator unless another agent is just doing so, and wait until its port is open.
+        """Start the coordinator unless another agent is starting it, and wait until its port is open.
 
         Raises:
-            CoordinatorUnavailable: it ended at once with an error; the message quotes the end of its log.
+            CoordinatorUnavailable: it exited at once with an error; the message quotes the end of its log.
             OSError: it could not be started at all, e.g. the disk is full.
         """
         if self._foreign or time.monotonic() < self._not_before:
@@ -100,7 +100,7 @@ class EmbeddedCoordinator:
             os.close(lock)
 
     def end_if_stopped(self) -> None:
-        """Kill the coordinator that does not answer if it is an embedded one and its process is stopped."""
+        """Kill an unresponsive coordinator if it is an embedded one and its process is stopped."""
         if self._foreign:
             return
         process = _of_folder(self._options.state_dir)
@@ -119,10 +119,10 @@ class EmbeddedCoordinator:
             self._process = None
 
     def release(self) -> None:
-        """Let the coordinator go on alone: this agent ends."""
+        """Detach from the coordinator, which continues after this agent exits."""
         self.reap()
         if self._process is not None:
-            self._process.returncode = 0  # keeps Popen's finaliser from warning of a process that is meant to go on
+            self._process.returncode = 0  # keeps Popen's finaliser from warning of a process that is meant to continue
             self._process = None
 
     async def _start(self) -> None:
@@ -157,7 +157,7 @@ class EmbeddedCoordinator:
 
 
 def _of_folder(state_dir: Path) -> psutil.Process | None:
-    """The coordinator that was the last to note itself in the folder, if it lives and is this user's."""
+    """Return the coordinator recorded last in the folder, if it lives and belongs to this user."""
     try:
         process = psutil.Process(int(json.loads((state_dir / "coordinator.json").read_text(encoding="utf-8"))["pid"]))
         is_ours = process.uids().real == os.getuid() and f"store.state_dir={state_dir}" in process.cmdline()
@@ -167,7 +167,7 @@ def _of_folder(state_dir: Path) -> psutil.Process | None:
 
 
 def _spawn(options: AgentOptions, log: Path) -> subprocess.Popen[bytes]:
-    # Without what makes a process a worker: the coordinator must not tie its life to this agent.
+    # Without the variables that mark a worker: the coordinator must not tie its life to this agent.
     environment = {name: value for name, value in os.environ.items() if name not in environ.FROM_AGENT}
     environment[environ.TOKEN] = options.token.secret
     command = [

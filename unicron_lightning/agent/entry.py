@@ -1,4 +1,4 @@
-"""What the entry point ``torchrun.handlers`` names.
+"""Target of the entry point ``torchrun.handlers``.
 
 It is loaded by every process that imports ``torch.distributed.elastic``, workers and other back-ends included:
 nothing heavy may be imported here.
@@ -21,5 +21,5 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def get_creator() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """Return the creator: torch calls the entry point with no arguments and registers what it returns."""
+    """Return the creator: torch calls the entry point with no arguments and registers the result."""
     return create_handler

@@ -1,11 +1,11 @@
-"""Exchanges data with another agent, at the coordinator's order, to see whether the way there is good enough.
+"""Exchanges data with another agent, on the coordinator's order, to check the connection between the two.
 
-A TCP connection between the addresses that the workers' collectives use: some round trips, then so many bytes to the
-one that serves, then as many back. Both sides move at most `CHUNK` bytes before their event loop goes on to something
-else, and both end in time whatever the other one does.
+The exchange uses a TCP connection between the addresses of the workers' collectives: some round trips, then a given
+number of bytes to the serving side, then as many back. Both sides move at most `CHUNK` bytes before their event loop
+continues with other work, and both end in time whatever the other side does.
 
-Who connects has 32 bytes to say first: an HMAC of the key, which the serving agent has made for this one exchange and
-which came by the coordinator, under the cluster's token. Without them nobody is sent anything. Nothing is decoded.
+The connecting side first sends 32 bytes: an HMAC, under the cluster's token, of the key that the serving agent has made
+for this exchange and that came by the coordinator. A peer without them receives nothing. Nothing is decoded.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ logger = logging.getLogger(__name__)
 
 CHUNK: Final = 1 << 16
 LINGER_SECONDS: Final = 5.0
-"""How much longer than the exchange may take it is served: the other one has to be told where."""
+"""Seconds beyond the exchange's limit that it is served: the other agent must first receive the address."""
 _ROUND_TRIPS: Final = 8
 _MIB: Final = 1 << 20
 
 
 class Way:
-    """How far an exchange has come, for people."""
+    """Progress of an exchange, for messages."""
 
     def __init__(self, amount: Amount, doing: str) -> None:
         self._amount = amount
@@ -45,11 +45,11 @@ class Way:
         self._moved: int | None = None
 
     def at(self, doing: str) -> None:
-        """What is waited for now."""
+        """Record the present wait."""
         self._doing, self._moved = doing, None
 
     def moves(self, what: str, moved: int) -> None:
-        """So many bytes are ``sent`` or ``received``."""
+        """Record a number of bytes ``sent`` or ``received``."""
         self._doing, self._moved = what, moved
 
     def __str__(self) -> str:
@@ -59,12 +59,12 @@ class Way:
 
 
 class Exchanges:
-    """Of one agent; lives in its event loop.
+    """Exchanges of one agent; lives in its event loop.
 
     Args:
         host: this agent's address for others.
-        token: the cluster's.
-        send: to the coordinator.
+        token: the cluster's token.
+        send: sends a message to the coordinator.
     """
 
     def __init__(self, host: str, token: str, send: Callable[[wire.Message], None]) -> None:
@@ -75,7 +75,7 @@ class Exchanges:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def take(self, order: wire.PairServe | wire.PairConnect | wire.PairEnd) -> None:
-        """Do what the coordinator says."""
+        """Carry out an order of the coordinator."""
         match order:
             case wire.PairServe():
                 self._begin(self._serve(order))
@@ -84,7 +84,7 @@ class Exchanges:
             case wire.PairEnd():
                 way, outcome = self._served.get(order.check, (None, None))
                 if outcome is None:
-                    self._send(wire.PairResult(check=order.check, cause="it was not served any more"))
+                    self._send(wire.PairResult(check=order.check, cause="the exchange was no longer served"))
                 elif not outcome.done():
                     outcome.set_result(str(way))
 
@@ -108,7 +108,7 @@ class Exchanges:
             self._send(wire.PairResult(check=order.check, cause=f"cannot listen on {self._host}: {error}"))
             return
         key = secrets.token_hex(32)
-        way = Way(order.amount, "nobody has connected")
+        way = Way(order.amount, "no agent has connected")
         outcome: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._served[order.check] = way, outcome
         visitors: set[asyncio.Task[None]] = set()
@@ -143,7 +143,7 @@ class Exchanges:
         visitors.add(task)
         try:
             if outcome.done():
-                return  # it came too late
+                return  # the connection came too late
             said = await reader.readexactly(len(proof))
             if not hmac.compare_digest(said, proof):
                 logger.warning("pair_stranger check=%s address=%s", order.check, writer.get_extra_info("peername"))
@@ -208,24 +208,24 @@ class Exchanges:
 
 
 async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, amount: Amount, way: Way) -> None:
-    """The serving side of `Exchanges._measure`."""
+    """Serve an exchange: the other side of `Exchanges._measure`."""
     way.at("connected, and nothing came")
     for _ in range(_ROUND_TRIPS):
         writer.write(await reader.readexactly(1))
     await _take(reader, amount, way)
     writer.write(b"!")
     await _give(writer, amount, way)
-    await reader.read(1)  # its end: all has arrived
+    await reader.read(1)  # end of stream: all data has arrived
 
 
 async def _give(writer: asyncio.StreamWriter, amount: Amount, way: Way) -> None:
-    chunk = memoryview(os.urandom(CHUNK))  # random: some ways compress
+    chunk = memoryview(os.urandom(CHUNK))  # random, because some links compress
     given = 0
     while given < amount.size:
         part = chunk[: amount.size - given]
         writer.write(part)
         await writer.drain()
-        await asyncio.sleep(0)  # what the kernel takes at once does not wait
+        await asyncio.sleep(0)  # yield: drain() does not wait while the kernel accepts data
         given += len(part)
         way.moves("sent", given)
 

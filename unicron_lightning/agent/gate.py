@@ -1,7 +1,7 @@
-"""Lets an agent's workers go on only when the slot's accelerators are theirs on this machine too.
+"""Holds back an agent's workers until the slot's accelerators are also free on this machine.
 
-Workers of an ordinary grant are started under the slot's lock. Warm ones run without it: their welcome, with which they
-begin to use the accelerator, waits here until the lock is had. It is given back when the next round begins.
+Workers of an ordinary grant are started under the slot's lock. Warm ones run without it: their welcome, after which
+they use the accelerator, waits here until the lock is acquired. The lock is released when the next round begins.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ RETRY_SECONDS: Final = 0.05
 
 
 class Gate:
-    """Of one agent; lives in its event loop.
+    """Gate of one agent; lives in its event loop.
 
     Args:
-        lock: of the slot; None if nobody else uses its accelerators.
-        goes_on: whether a worker is live and not to be stopped.
+        lock: lock of the slot; None if no other task uses its accelerators.
+        goes_on: whether a worker is live and not about to be stopped.
         send: sends to a worker.
     """
 
@@ -38,7 +38,7 @@ class Gate:
         self._retry: asyncio.TimerHandle | None = None
 
     def begin_round(self) -> None:
-        """The workers of the round before are stopped: let go of the slot."""
+        """Release the slot: the workers of the previous round are stopped."""
         self.close()
         if self._lock is not None:
             self._lock.release()
@@ -49,7 +49,7 @@ class Gate:
         self._review()
 
     def close(self) -> None:
-        """Forget what is held."""
+        """Drop the held messages."""
         self._held.clear()
         if self._retry is not None:
             self._retry.cancel()

@@ -1,7 +1,7 @@
-"""What NVIDIA's management library knows of the GPUs of this machine: ECC, Xid events, NVLink, throttling, temperature.
+"""Readings of this machine's GPUs by NVIDIA's management library: ECC, Xid events, NVLink, throttling, temperature.
 
-Optional: without the library's Python binding (the extra ``gpu``) or without a driver there is nothing to read.
-Counters are told as of the agent's start. A call may block if the driver hangs: `Gpus` is used in a thread of its own.
+Optional: without the library's Python binding (the extra ``gpu``) or without a driver there are no readings. Counters
+are relative to the agent's start. A call may block if the driver hangs: `Gpus` is used in a thread of its own.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from unicron_lightning import wire
 _EVENT_MILLISECONDS: Final = 0
 _EVENTS: Final = 100
 _SLOWED: Final = {0x8: "hardware slowdown", 0x20: "software thermal", 0x40: "hardware thermal", 0x80: "power brake"}
-"""Bits of NVML's reasons for lower clocks that mean trouble; power caps and idling do not."""
+"""Bits of NVML's reasons for lower clocks that indicate a problem; power caps and idling do not."""
 
 
 class Gpus:
     """The GPUs of this machine.
 
     Args:
-        library: NVML's Python binding, or what stands for it; None: the real one, if it is there.
+        library: NVML's Python binding, or a stand-in; None: the real one, if it is installed.
     """
 
     def __init__(self, library: Any = None) -> None:
@@ -33,12 +33,12 @@ class Gpus:
         self._xids: dict[str, list[int]] = {}
         self._events: Any = None
         self.error = ""
-        """Why nothing can be read though there is a driver; "" if all is well, or there is none."""
+        """Reason why the GPUs cannot be read despite a driver; "" if they can, or there is no driver."""
         if self._nvml is not None:
             self._open()
 
     def close(self) -> None:
-        """Let go of the library."""
+        """Release the library."""
         if self._nvml is not None and self._handles:
             with contextlib.suppress(self._nvml.NVMLError):
                 if self._events is not None:
@@ -47,7 +47,7 @@ class Gpus:
             self._handles = []
 
     def read(self) -> list[wire.GpuReading]:
-        """All GPUs as of now."""
+        """Read all GPUs."""
         self._take_events()
         return [self._read(bus, handle) for bus, handle in self._handles]
 
@@ -100,7 +100,7 @@ class Gpus:
         )
 
     def _link(self, handle: Any, link: int) -> int:
-        """Recoveries of a link; 0 where there is none."""
+        """Return the recoveries of a link; 0 if the link does not exist."""
         nvml = self._nvml
         try:
             return int(nvml.nvmlDeviceGetNvLinkErrorCounter(handle, link, nvml.NVML_NVLINK_ERROR_DL_RECOVERY))
@@ -116,7 +116,7 @@ class Gpus:
             try:
                 event = nvml.nvmlEventSetWait_v2(self._events, _EVENT_MILLISECONDS)
                 bus = nvml.nvmlDeviceGetPciInfo(event.device).busId
-            except nvml.NVMLError:  # a time-out: there is none
+            except nvml.NVMLError:  # a time-out: no event is pending
                 return
             xids = self._xids.setdefault(bus.decode() if isinstance(bus, bytes) else str(bus), [])
             if event.eventData not in xids:

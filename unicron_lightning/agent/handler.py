@@ -1,8 +1,8 @@
 """The rendezvous handler for ``torchrun --rdzv-backend unicron``: torchelastic's side of the agent.
 
 torchelastic calls `next_rendezvous` before each start of its workers and `num_nodes_waiting` ten times a second
-while they run. A worker's failure elsewhere is never its business, so the latter is 0 unless the coordinator orders
-a stop.
+while they run. Failures of workers elsewhere do not concern it, so `num_nodes_waiting` is 0 unless the coordinator
+orders a stop.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SLOT_POLL_SECONDS: Final = 0.05
 
 
 class RendezvousFailed(RendezvousConnectionError, UnicronError):
-    """The agent can't take part; the message says why."""
+    """The agent can't take part; the message gives the reason."""
 
 
 class UnicronRendezvousHandler(RendezvousHandler):
@@ -96,11 +96,11 @@ class UnicronRendezvousHandler(RendezvousHandler):
 
     @override
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait until the coordinator grants this agent's slot, or has its workers started without one, to be warm.
+        """Wait until the coordinator grants this agent's slot, or has its workers started warm without one.
 
         Raises:
             RendezvousFailed: the coordinator refuses this agent or can't be reached.
-            SystemExit: the task has ended; its code tells whether well.
+            SystemExit: the task has ended; its code is 0 for a success.
         """
         with clean_exit_on_sigterm():
             agent = self._agent or self._start()
@@ -111,7 +111,7 @@ class UnicronRendezvousHandler(RendezvousHandler):
                     grant.group_rank, grant.group_world, grant.warm)  # fmt: skip
         self._prepare_environment(agent, number)
         return RendezvousInfo(
-            store=self._rank_store(agent, grant),  # type: ignore[arg-type] # all that torchelastic calls is there
+            store=self._rank_store(agent, grant),  # type: ignore[arg-type] # every method that torchelastic calls exists
             rank=grant.group_rank,
             world_size=grant.group_world,
             bootstrap_store_info=RendezvousStoreInfo(master_addr=grant.master.host, master_port=grant.master.port),
@@ -119,7 +119,7 @@ class UnicronRendezvousHandler(RendezvousHandler):
 
     @override
     def shutdown(self) -> bool:
-        """End the agent and remove all that it has made. Also runs at the interpreter's exit, as torchelastic may
+        """End the agent and remove all its resources. Also runs at the interpreter's exit, as torchelastic may
         skip it.
         """
         with held_signals():
@@ -136,7 +136,7 @@ class UnicronRendezvousHandler(RendezvousHandler):
                     "agent_ends reason='a worker failed and torchrun --max-restarts allows no more restarts'"
                 )
             agent.leaving()
-            agent.say_bye(succeeded=False)  # a success was told when the last worker had ended
+            agent.say_bye(succeeded=False)  # a success was reported when the last worker had ended
             agent.close()
         if self._signals is not None:
             self._signals.close()
@@ -195,7 +195,7 @@ class UnicronRendezvousHandler(RendezvousHandler):
         return number, self._wait_for_grant(agent)
 
     def _slot_is_ours(self, agent: Agent) -> bool:
-        """Waits until nobody else on this machine has workers in the slot; False if the grant is taken back before."""
+        """Wait until no other agent on this machine has workers in the slot; False if the grant is taken back first."""
         waits = False
         while self._lock is not None and not self._lock.acquire():
             if not waits:
@@ -206,9 +206,9 @@ class UnicronRendezvousHandler(RendezvousHandler):
         return True
 
     def _prepare_environment(self, agent: Agent, number: int) -> None:
-        """Set what the workers, which inherit this process' environment, are to know."""
+        """Set the environment that the workers inherit from this process."""
         options = self._options
-        # Scripts do not need the token, and what they start or print must not have it.
+        # Scripts do not need the token, and their children and output must not contain it.
         self._hidden = os.environ.pop(environ.TOKEN, self._hidden)
         os.environ.update(
             {
@@ -238,7 +238,7 @@ class UnicronRendezvousHandler(RendezvousHandler):
                 answer = agent.wait(lambda view: view.ranks or view.stop or view.over, self._options.timeout)
             if isinstance(answer, wire.Ranks):
                 base, world = answer.base, answer.world
-            else:  # any ranks do for workers that are stopped before they begin, and for warm ones: none are theirs yet
+            else:  # stopped workers take any ranks; warm ones get theirs later
                 base, world = grant.group_rank * local_world, grant.group_world * local_world
             os.environ[environ.BASE_RANK] = str(base)
             return base, world
@@ -246,7 +246,7 @@ class UnicronRendezvousHandler(RendezvousHandler):
         def finish(seconds: float) -> None:
             agent.leaving()
             agent.say_bye(succeeded=True)
-            # Other agents' workers may use this agent's store to their end.
+            # Other agents' workers may use this agent's store until they exit.
             agent.wait(lambda view: view.over or view.fatal or self._store_unused(), seconds)
 
         return RankStore(grant.group_rank, ranks_of, finish)

@@ -1,7 +1,7 @@
-"""Reads, now and then and in a thread of its own, how this machine is; what is wrong with it the coordinator says.
+"""Reads this machine's health at intervals, in a thread of its own; the coordinator judges the readings.
 
-Nothing of it may hold up the agent: file systems and drivers can hang in the kernel. A first reading that does not come
-is the problem then, and is told as such.
+Reading must not block the agent: file systems and drivers can hang in the kernel. A first reading that does not arrive
+is itself reported as the problem.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from unicron_lightning.agent.gpus import Gpus
 
 READ_SECONDS: Final = 15.0
 FIRST_SECONDS: Final = 20.0
-"""How long the first reading is waited for: it decides whether the agent may have workers."""
+"""Seconds to wait for the first reading, which decides whether the agent may have workers."""
 
 
 def read_host(root: Path = Path("/")) -> wire.NodeReading:
-    """Disks and memory. What cannot be read is left out."""
+    """Read disks and memory. Unreadable values are left out."""
     disks = {}
     for path in dict.fromkeys((tempfile.gettempdir(), str(Path.cwd()))):
         with contextlib.suppress(OSError):
@@ -46,12 +46,12 @@ def read_host(root: Path = Path("/")) -> wire.NodeReading:
 
 
 class HealthWatch:
-    """Of one agent.
+    """Health readings of one agent.
 
     Args:
         told: called in the watch's thread with each reading but the first.
         read: reads the host.
-        gpus: makes what reads the GPUs.
+        gpus: creates the reader of the GPUs.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class HealthWatch:
         self._thread = threading.Thread(target=self._run, name="unicron-health", daemon=True)
 
     def start(self) -> wire.NodeReading:
-        """Begin; returns the first reading, or that there is none in time."""
+        """Start reading; return the first reading, or a missing one after the time limit."""
         self._thread.start()
         try:
             return self._first.get(timeout=FIRST_SECONDS)

@@ -1,7 +1,7 @@
-"""Faults on purpose that an agent carries out: upon its workers, its connection, itself (docs/faults.md).
+"""Injected faults that an agent carries out: on its workers, its connection, itself (docs/faults.md).
 
-Orders come from the coordinator, which lets them pass only if it is configured to; what a worker's own script has due
-comes by the coordinator's word that it is in the event log. Other faults are passed on to the worker.
+Orders come from the coordinator, which passes them only if it is configured to. A fault of a worker's own script
+strikes once the coordinator reports that it is in the event log. Other faults are passed on to the worker.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ logger = logging.getLogger(__name__)
 
 
 class AgentFaults:
-    """Strikes what an agent can strike. Lives in the agent's event loop.
+    """Carries out faults that an agent can inject. Lives in the agent's event loop.
 
     Args:
-        signals: sends a signal to a worker's process, if there is one.
+        signals: sends a signal to a worker's process, if it exists.
         tell: passes a message on to a worker.
-        cut: has the connection to the coordinator carry nothing for so many seconds (None: for ever).
+        cut: makes the connection to the coordinator carry nothing for a number of seconds (None: permanently).
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class AgentFaults:
         self._cut = cut
 
     def take(self, message: wire.Inject | wire.FaultNoted) -> None:
-        """Carry out an order, or what a worker's script has due and is noted now."""
+        """Carry out an order, or a fault of a worker's script that is now in the event log."""
         try:
             fault = parse(message.fault)
         except ConfigError as error:  # a newer coordinator's
@@ -55,7 +55,7 @@ class AgentFaults:
         else:
             if message.strikes and fault.kind in ("stop", "drop network", "kill agent"):
                 self._strike(fault, message.worker)
-            self._tell(message.worker, message)  # a stopped worker reads it when it goes on
+            self._tell(message.worker, message)  # a stopped worker reads it when it resumes
 
     def _strike(self, fault: Fault, worker: str | None) -> None:
         logger.warning("fault_strikes fault=%r worker=%s", fault.kind, worker)

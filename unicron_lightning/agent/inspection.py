@@ -1,7 +1,7 @@
-"""Takes down what a worker that hangs was doing, at the coordinator's order, and reports it.
+"""Records the stacks of a worker that hangs, on the coordinator's order, and reports them.
 
-A worker that does not answer is looked at twice before anything is said of it: when it is asked, and when the order
-comes. `frozen` judges.
+A worker that does not answer is examined twice before it is judged by `frozen`: when it is asked, and when the order
+arrives.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from unicron_lightning.stacks import capture
 logger = logging.getLogger(__name__)
 
 WINDOW_SECONDS: Final = 0.15
-"""Least time between the two looks: some time slices of a busy machine."""
+"""Minimum time between the two examinations: some time slices of a busy machine."""
 
 
 class Inspector:
-    """Lives in the agent's event loop. The worker is killed only when the coordinator, told, has it fenced.
+    """Inspects workers, in the agent's event loop. The coordinator decides, after the report, whether to fence one.
 
     Args:
-        folder: the agent's private one.
+        folder: the agent's private folder.
         supervisor: knows the workers' processes.
-        send: to the coordinator.
+        send: sends a message to the coordinator.
     """
 
     def __init__(self, folder: Path, supervisor: Supervisor, send: Callable[[wire.Message], None]) -> None:
@@ -39,10 +39,10 @@ class Inspector:
         self._send = send
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._looks: dict[str, Look] = {}
-        """By worker that was asked and has not answered yet: the first look at it."""
+        """First examination of each worker that was asked and has not answered yet."""
 
     def begin(self, order: wire.Inspect) -> None:
-        """Take down the stacks of a worker; nothing if it has ended, or if that is being done."""
+        """Record the stacks of a worker, unless it has ended or an inspection is in progress."""
         if order.worker in self._tasks:
             return
         task = asyncio.get_running_loop().create_task(self._inspect(order))
@@ -50,18 +50,18 @@ class Inspector:
         task.add_done_callback(lambda _: self._tasks.pop(order.worker, None))
 
     def asked(self, workers: Iterable[str]) -> None:
-        """The workers are asked what they do: those that do not answer will have to be judged."""
+        """Examine workers that are asked for their activity: those that do not answer have to be judged."""
         known = [(worker, self._supervisor.find(worker)) for worker in workers]
         self._looks = {
             worker: self._looks.get(worker) or look(process.pid) for worker, process in known if process is not None
         }
 
     def heard(self, worker: str) -> None:
-        """The worker says something: it is not silent."""
+        """Record that the worker sends messages: it is not silent."""
         self._looks.pop(worker, None)
 
     def close(self) -> None:
-        """No more."""
+        """Cancel all inspections."""
         for task in list(self._tasks.values()):
             task.cancel()
 
@@ -78,7 +78,7 @@ class Inspector:
             cause, stacks = order.cause, await capture(self._folder, process.pid, process.pidfd)
         logger.warning("worker_hangs worker=%s cause=%s\n%s", order.worker, cause, stacks)
         if self._supervisor.find(order.worker) is None:
-            return  # its end is told already
+            return  # its end is reported already
         report = wire.ErrorReport(
             worker=order.worker,
             kind="task_hang",
@@ -91,10 +91,10 @@ class Inspector:
         self._send(report)
 
     async def _silent(self, order: wire.Inspect, process: WatchedProcess) -> tuple[str, str] | None:
-        """Judge a worker that does not answer: cause and stacks; None if it is no hang, as far as can be seen."""
+        """Judge a worker that does not answer: return cause and stacks, or None if no hang is evident."""
         before = self._looks.get(order.worker)
         if before is None:
-            return None  # it has said something since
+            return None  # it has sent a message since
         await asyncio.sleep(max(0.0, before.at + WINDOW_SECONDS - time.monotonic()))
         after = look(process.pid)
         why = frozen(before, after)
@@ -110,7 +110,7 @@ class Inspector:
 
 
 def look(pid: int) -> Look:
-    """Read what the kernel tells of a process's threads; of one that is gone, or not told of, there are none."""
+    """Read the kernel's accounts of a process's threads; empty if the process is gone or they are unavailable."""
     threads = {}
     at = time.monotonic()
     try:
@@ -118,6 +118,6 @@ def look(pid: int) -> Look:
             state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
             ran, waited, _ = (int(field) / 1e9 for field in (folder / "schedstat").read_text().split())
             threads[int(folder.name)] = ThreadTimes(state=state, ran=ran, waited=waited)
-    except (OSError, ValueError):  # it ends, or a kernel without it
+    except (OSError, ValueError):  # it is ending, or the kernel lacks the file
         threads = {}
     return Look(at=at, main=pid, threads=threads)

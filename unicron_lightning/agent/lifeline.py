@@ -1,7 +1,7 @@
 """Ties a worker's life to its agent's.
 
 torchelastic starts workers in sessions of their own, so that they survive a SIGKILL of the agent as orphans that keep
-their accelerators. The kernel's parent death signal ends that. It works from the moment the worker calls this;
+their accelerators. The kernel's parent death signal ends that. It takes effect when the worker calls this function;
 torch's entry points do so at ``import torch``. A worker behind a shell script is not the agent's child and is not
 tied.
 """
@@ -32,13 +32,13 @@ def tie_to_agent() -> bool:
         _exit_if_gone(agent_pid)
         return False
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != agent_pid:  # it died before the call had effect
+    if os.getppid() != agent_pid:  # it died before the call took effect
         os._exit(1)
     return True
 
 
 def _exit_if_gone(agent_pid: int) -> None:
-    """End this process, an orphan or a descendant of one, if there is no such agent."""
+    """Exit if the agent does not exist: this process is an orphan or a descendant of one."""
     try:
         os.kill(agent_pid, 0)
     except ProcessLookupError:

@@ -1,9 +1,8 @@
-"""The UNIX socket where this agent's workers say and hear everything: one JSON message a line.
+"""The UNIX socket for all messages between this agent and its workers: one JSON message per line.
 
-A connection belongs to the worker named by its first message, a `wire.WorkerHello`. One that ends before it could say
-that may say what it ends by, in a `wire.ErrorReport` and nothing else. Messages that name another
-worker, or cannot be read, end the connection. Writing never waits: a worker that does not read is dropped at
-`_BACKLOG_BYTES`.
+A connection belongs to the worker named by its first message, a `wire.WorkerHello`. A worker that ends before it can
+send one may report its error in a `wire.ErrorReport` and nothing else. Messages that name another worker, or cannot be
+decoded, end the connection. Writing never waits: a worker that does not read is disconnected at `_BACKLOG_BYTES`.
 """
 
 from __future__ import annotations
@@ -27,22 +26,22 @@ _BACKLOG_BYTES: Final = 64 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class LocalHooks:
-    """What the owner does with what workers say; all are called in the event loop."""
+    """Callbacks for workers' messages; all are called in the event loop."""
 
     accept: Callable[[wire.WorkerHello | wire.ErrorReport], bool]
-    """Tell whether a worker is one of this agent's present ones."""
+    """Returns whether a worker belongs to this agent's present round."""
     received: Callable[[str, wire.FromWorker], None]
-    """A message of a worker, its hello included."""
+    """Receives a worker's message, its hello included."""
     left: Callable[[str], None]
-    """A worker's connection ended."""
+    """Called when a worker's connection has ended."""
 
 
 class LocalServer:
     """Serves the workers of one agent.
 
     Args:
-        path: where the socket is made; its folder must be private.
-        hooks: what to do with what happens.
+        path: path of the socket; its folder must be private.
+        hooks: callbacks for messages and disconnections.
     """
 
     def __init__(self, path: Path, hooks: LocalHooks) -> None:
@@ -53,7 +52,7 @@ class LocalServer:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Listen."""
+        """Start listening."""
         self._server = await asyncio.start_unix_server(self._serve, str(self._path), limit=_LINE_BYTES)
 
     async def close(self) -> None:
@@ -66,7 +65,7 @@ class LocalServer:
         self._path.unlink(missing_ok=True)
 
     def send(self, worker: str, message: wire.ToWorker) -> bool:
-        """Send to one worker; tell whether it is connected."""
+        """Send to one worker; return whether it is connected."""
         writer = self._writers.get(worker)
         if writer is None or writer.is_closing():
             return False
@@ -78,7 +77,7 @@ class LocalServer:
         return True
 
     def broadcast(self, message: wire.ToWorker) -> None:
-        """Send to all workers that are connected."""
+        """Send to all connected workers."""
         for worker in list(self._writers):
             self.send(worker, message)
 
@@ -108,7 +107,7 @@ class LocalServer:
                 self._hooks.left(worker)
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str | None:
-        """Read the hello and register the connection; None if it is not to be served."""
+        """Read the hello and register the connection; None if the worker is refused."""
         while line := await reader.readline():
             hello = wire.decode_from_worker(line)
             if isinstance(hello, wire.Heartbeat):  # the worker's control thread may be faster than its hello

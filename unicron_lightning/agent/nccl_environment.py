@@ -1,6 +1,6 @@
-"""The variables that NCCL and torch's process group need for workers that recover, each with its reason.
+"""Environment variables that NCCL and torch's process group need for workers that recover, each with its reason.
 
-The agent sets them, whatever the user has set: with other values survivors of a failure are ended or hang. A user's
+The agent sets them, whatever the user has set: with other values survivors of a failure are killed or hang. A user's
 contrary value is named in a warning. Sources: torch's ProcessGroupNCCL, NCCL 2.28.9.
 """
 
@@ -44,14 +44,14 @@ REQUIRED: Final[Mapping[str, tuple[str, str]]] = {
 REFUSED: Final[Mapping[str, tuple[str, str, str]]] = {
     "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "INFO", "DETAIL turns torch's error handling on again"),
 }
-"""A value that is replaced, what by, and why, by name."""
+"""Refused value, its replacement and the reason, by name."""
 
 
 def settle(environment: MutableMapping[str, str]) -> list[str]:
     """Set the variables.
 
     Args:
-        environment: of the agent, which its workers inherit; changed.
+        environment: environment of the agent, which its workers inherit; changed in place.
 
     Returns:
         A sentence for each value of the user's that was replaced.

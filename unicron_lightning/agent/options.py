@@ -1,4 +1,4 @@
-"""What the user gave torchrun, checked.
+"""The user's torchrun options, validated.
 
 ``--rdzv-endpoint HOST[:PORT]`` names the coordinator (default 127.0.0.1:29461); ``--rdzv-id`` is the task;
 ``--rdzv-conf`` takes the keys of `CONF_KEYS`. A wrong value is a `ConfigError` that quotes it.
@@ -32,16 +32,16 @@ DEFAULT_PORT: Final = 29461
 CONF_KEYS: Final = {
     "node": "label of the node (default: host name); agents of one machine may share it",
     "token_file": "file with the shared secret (default: UNICRON_TOKEN, else the file made for the user)",
-    "forwarded": "whether something forwards from the endpoint to the coordinator, e.g. a tunnel (default false)",
+    "forwarded": "whether a process such as a tunnel forwards from the endpoint to the coordinator (default false)",
     "slot": "label of the accelerators on the node that this agent's workers use, if other tasks' agents use them too",
-    "weight": "what the task's work is worth beside that of other tasks (default 1)",
+    "weight": "weight of the task's work relative to other tasks (default 1)",
     "worker_timeout": "seconds without a heartbeat after which a worker is killed (default: the coordinator's, 10)",
     "stop_timeout": "seconds that workers get to stop when a plain script must restart, before SIGKILL (default 10)",
     "connect_timeout": "seconds to reach the coordinator at the start (default 30)",
     "timeout": "seconds to wait in the rendezvous while the coordinator is away (torchrun's default 900)",
-    "embedded": "start a coordinator if the endpoint names this machine and nothing listens (default true)",
-    "allow_injection": "whether the embedded coordinator lets `unicron inject` break tasks (default false)",
-    "pair_check": "whether that coordinator lets a node in only after an exchange of data with another (default false)",
+    "embedded": "whether to start a coordinator if the endpoint names this machine and none listens (default true)",
+    "allow_injection": "whether the embedded coordinator allows `unicron inject` (default false)",
+    "pair_check": "whether that coordinator admits a node only after an exchange of data with another (default false)",
     "state_dir": "state folder of the embedded coordinator (default: UNICRON_STATE_DIR, else a temporary one)",
 }
 _C10D_KEYS: Final = frozenset(
@@ -52,7 +52,7 @@ _C10D_KEYS: Final = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class AgentOptions:
-    """Everything an agent needs to know; times in seconds."""
+    """The options of an agent; times in seconds."""
 
     task: str
     agent: str
@@ -64,20 +64,19 @@ class AgentOptions:
     coordinator_host: str
     coordinator_port: int
     embedded: bool
-    """Whether this agent may start the coordinator: the endpoint names this machine and the user did not forbid
-    it."""
+    """Whether this agent may start the coordinator: the endpoint names this machine and the user did not forbid it."""
     state_dir: Path
     token: Token
     host: str
     """This agent's address for sockets of other nodes' workers."""
     forwarded: bool = False
-    """Whether something forwards from the endpoint to the coordinator."""
+    """Whether a process, e.g. a tunnel, forwards from the endpoint to the coordinator."""
     allow_injection: bool = False
-    """Whether a coordinator that this agent starts lets tasks be broken on purpose."""
+    """Whether a coordinator that this agent starts allows fault injection."""
     pair_check: bool = False
-    """Whether such a coordinator has nodes exchange data before they get workers."""
+    """Whether a coordinator that this agent starts has nodes exchange data before they get workers."""
     worker_timeout: float | None = None
-    """None: as the coordinator says."""
+    """Seconds without a heartbeat after which a worker is killed; None: the coordinator's value."""
     stop_timeout: float = 10.0
     connect_timeout: float = 30.0
     timeout: float = 900.0
@@ -90,7 +89,7 @@ class AgentOptions:
 
     @property
     def url(self) -> str:
-        """Where the agent's session is opened."""
+        """URL of the agent's session."""
         return f"http://{self.endpoint}/v1/agent"
 
 
@@ -131,10 +130,10 @@ def from_parameters(parameters: RendezvousParameters) -> AgentOptions:
 
 
 def parse_endpoint(text: str) -> tuple[str, int]:
-    """Split ``HOST[:PORT]`` (IPv6 in brackets), with defaults for what is missing.
+    """Split ``HOST[:PORT]`` (IPv6 in brackets), with defaults for missing parts.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: the text has another form.
     """
     wrong = ConfigError(f"--rdzv-endpoint {text!r}: expected HOST, HOST:PORT or [IPv6]:PORT with a port of 1..65535")
     rest = text.strip()
@@ -157,7 +156,7 @@ def parse_endpoint(text: str) -> tuple[str, int]:
 
 
 def names_this_machine(host: str) -> bool:
-    """Tell whether ``host`` is this machine: one of its addresses can be bound here."""
+    """Whether ``host`` is this machine: one of its addresses can be bound here."""
     for family, kind, protocol, _, address in _resolve(host):
         try:
             with socket.socket(family, kind, protocol) as probe:
@@ -169,8 +168,8 @@ def names_this_machine(host: str) -> bool:
 
 
 def bind_address(host: str) -> str:
-    """Return where a coordinator for endpoint ``host`` listens: there, or everywhere if a name resolves to a
-    loopback.
+    """Return the address where a coordinator for endpoint ``host`` listens: all addresses if a name is a
+    loopback one.
     """
     if is_loopback(host):
         return host
@@ -179,13 +178,12 @@ def bind_address(host: str) -> str:
 
 
 def own_address(local_addr: str | None, host: str, port: int) -> str:
-    """Return the address of this machine for other nodes.
-
-    It is ``--local-addr``, else that of the route to the coordinator.
+    """Return the address of this machine for other nodes: ``--local-addr``, else that of the route to the
+    coordinator.
     """
     if local_addr:
         return local_addr
-    # Seen from the coordinator's own machine the route to it is the loopback: any far address shows the real one.
+    # On the coordinator's own machine the route to it is the loopback; a remote target shows the real address.
     for target in (host, "192.0.2.1"):
         for family, _, _, _, address in _resolve(target):
             try:

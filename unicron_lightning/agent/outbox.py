@@ -1,8 +1,8 @@
-"""What the agent says to the coordinator, kept until it may count as said.
+"""Messages of the agent to the coordinator, kept until their delivery is sufficiently certain.
 
-While the coordinator is away, what `wire.Register` repeats or what is stale by then is dropped and the rest is kept
-in order. What was written shortly before the connection broke may have been lost with it: of that, whatever can
-safely be said twice is said again.
+While the coordinator is away, messages that `wire.Register` repeats or that become stale are dropped; the rest is kept
+in order. Messages written shortly before the connection broke may be lost: those that can safely be repeated are sent
+again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from unicron_lightning import wire
 
 RESEND_SECONDS: Final = 2.0
 
-# Register carries the newest of these; a lookup is asked again as long as it is not answered.
+# Register carries the newest of these; a lookup is repeated until it is answered.
 _CARRIED_OTHERWISE: Final = (
     wire.RendezvousBegin,
     wire.WorkerHello,
@@ -50,7 +50,7 @@ class Outbox:
         return len(self._queue)
 
     def put(self, message: wire.Message) -> None:
-        """Queue a message, or drop it if there is no connection and it need not be said in the next one."""
+        """Queue a message, or drop it if there is no connection and the next one does not need it."""
         if self._open or not isinstance(message, _CARRIED_OTHERWISE + _STALE):
             self._queue.append(message)
 
@@ -66,11 +66,11 @@ class Outbox:
         return message
 
     def opened(self) -> None:
-        """A registration is about to be built: it tells all that was said before, but nothing that is said later."""
+        """Mark the start of a registration: it covers all earlier messages, but no later ones."""
         self._open = True
 
     def closed(self, now: float) -> None:
-        """The connection broke: keep what has to be said in the next one."""
+        """Handle the end of the connection: keep the messages for the next one."""
         if not self._open:
             return
         self._open = False

@@ -1,4 +1,4 @@
-"""The agent's side of the beats: says that it lives, and notices when the coordinator is not heard of any more."""
+"""The agent's side of the beats: sends signs of life, and detects a silent coordinator."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _LATE_SECONDS: Final = 0.1
 
 
 class Pulse:
-    """Of one connection.
+    """Beats of one connection.
 
     Args:
-        limits: of silence, as the coordinator said.
+        limits: limits of silence, as set by the coordinator.
         send: writes a message.
         cut: ends the connection.
     """
@@ -35,14 +35,14 @@ class Pulse:
         self._silence = Silence(limits, time.monotonic())
 
     def heard(self, message: wire.ToAgent) -> None:
-        """The coordinator said something."""
+        """Record a message of the coordinator."""
         if isinstance(message, wire.Beat):
             self._silence.beat(time.monotonic())
         else:
             self._silence.heard(time.monotonic())
 
     async def run(self) -> None:
-        """Beat and listen until cancelled, or until the connection is cut."""
+        """Send beats and check for silence until cancelled, or until the connection is cut."""
         interval = self._limits.beat / _LOOKS_PER_BEAT
         lateness, looks = Lateness(interval, time.monotonic()), 0
         while True:

@@ -1,8 +1,8 @@
 """The store that torchelastic's agent gets from the rendezvous.
 
-torchelastic lets all agents meet over this store to agree on ranks, and again at the end. Here both are the
-coordinator's decision, and no agent ever waits for another's: the store is an object of this process that answers
-the few keys that torchelastic uses. What is relied on (torch 2.11 to 2.13, ``elastic/agent/server/api.py``):
+torchelastic makes all agents meet over this store to agree on ranks, and again at the end. Here both are the
+coordinator's decision, and no agent ever waits for another one. The store is an object of this process that answers
+the few keys that torchelastic uses. It relies on these calls (torch 2.11 to 2.13, ``elastic/agent/server/api.py``):
 
 * ``set("torchelastic/role_info/<group rank>")`` with the local world size, then
   ``get("torchelastic/assigned_ranks/<group rank>")``, answered ``[base global rank, world size, base role rank,
@@ -27,12 +27,12 @@ EXIT_BARRIER: Final = "torchelastic/agent/terminal_state"
 
 
 class RankStore:
-    """Answers torchelastic's questions of one round.
+    """Answers torchelastic's requests of one round.
 
     Args:
         group_rank: rank of this agent.
         ranks_of: given the local world size, returns (first global rank, world size); may block.
-        finish: called when all local workers have succeeded; returns when the agent may end.
+        finish: called when all local workers have succeeded; returns when the agent may exit.
     """
 
     def __init__(
@@ -45,18 +45,18 @@ class RankStore:
         self._role_info: bytes | None = None
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Keep the time that `wait` may take."""
+        """Set the time limit of `wait`."""
         self.timeout = timeout
 
     def set(self, key: str, value: Any) -> None:
-        """Take note of the role info of this agent."""
+        """Record the role info of this agent."""
         if key == f"{ROLE_INFO}{self._group_rank}":
             self._role_info = value if isinstance(value, bytes) else str(value).encode()
         elif not key.startswith(EXIT_BARRIER):
             raise _unknown("set", key)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Return this agent's role info for each: what group rank 0 computes from them is not used."""
+        """Return this agent's role info for each key: the ranks that group rank 0 computes from them are not used."""
         for key in keys:
             if not key.startswith(ROLE_INFO) or self._role_info is None:
                 raise _unknown("multi_get", key)
@@ -77,7 +77,7 @@ class RankStore:
         return json.dumps([base, world, base, world]).encode()
 
     def add(self, key: str, amount: int) -> int:
-        """Enter the barrier at the end; never its last member, so that `wait` is called."""
+        """Enter the barrier at the end; never as its last member, so that `wait` is called."""
         if not key.startswith(EXIT_BARRIER):
             raise _unknown("add", key)
         return 0

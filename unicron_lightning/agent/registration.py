@@ -1,4 +1,4 @@
-"""What an agent says first on each connection: all that a coordinator without memory needs to go on."""
+"""The agent's first message on each connection: all data that a coordinator without state needs to continue."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unicron_lightning.agent.view import RoundView
 def registration(
     options: AgentOptions, view: RoundView, roster: Roster, reading: wire.NodeReading | None, secret: str
 ) -> wire.Register:
-    """The agent and its workers as of now."""
+    """Describe the agent and its workers as of now."""
     return wire.Register(
         protocol=wire.PROTOCOL_VERSION,
         task=options.task,

@@ -1,4 +1,4 @@
-"""What an agent knows of its workers, and what follows from it. No I/O and no clock: times are given in seconds."""
+"""The agent's record of its workers. No I/O and no clock: times are passed in, in seconds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 from unicron_lightning import wire
 
 ENDING_SECONDS: Final = 30.0
-"""How long the process of a worker that has closed its connection may take to end, however short the time-out is."""
+"""Seconds that a worker's process may take to exit after closing its connection, however short the time-out is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,15 +22,15 @@ class LocalWorker:
     replicas: wire.Replicas | None = None
     done: bool = False
     training: bool = False
-    """Whether a run of its trainer is under way: its script has not come to its end."""
+    """Whether a run of its trainer is in progress, so that its script has not ended."""
     heard_at: float = 0.0
-    """When it last said anything; counts only after its hello."""
+    """Time of its last message; counts only after its hello."""
     left: bool = False
-    """Whether it has closed its connection: it says no more because its process is ending."""
+    """Whether it has closed its connection because its process is ending."""
 
 
 class Roster:
-    """The live workers of one agent and their open questions."""
+    """The live workers of one agent and their open lookups."""
 
     def __init__(self) -> None:
         self._workers: dict[str, LocalWorker] = {}
@@ -48,20 +48,20 @@ class Roster:
 
     @property
     def any_hello(self) -> bool:
-        """Whether a live worker has said hello: the script recovers in process."""
+        """Whether a live worker has sent a hello: the script recovers in process."""
         return any(each.hello is not None for each in self._workers.values())
 
     def add(self, worker: str, local_rank: int) -> None:
-        """A worker was found, or said hello before it was found."""
+        """Add a worker that was found, or sent its hello before it was found."""
         self._workers.setdefault(worker, LocalWorker(worker=worker, local_rank=local_rank))
 
     def remove(self, worker: str) -> LocalWorker | None:
-        """A worker is no more; None if it is not known or was removed before."""
+        """Remove a worker; return None if it is unknown or was removed before."""
         self._lookups = {key: lookup for key, lookup in self._lookups.items() if key[0] != worker}
         return self._workers.pop(worker, None)
 
     def heard(self, worker: str, message: wire.FromWorker, now: float) -> None:
-        """Take note of what a worker said."""
+        """Record a worker's message."""
         known = replace(self._workers[worker], heard_at=now)
         match message:
             case wire.WorkerHello():
@@ -79,20 +79,20 @@ class Roster:
         self._workers[worker] = known
 
     def leaves(self, worker: str) -> None:
-        """A worker has closed its connection: its process is about to end."""
+        """Record that a worker has closed its connection: its process is about to end."""
         if worker in self._workers:
             self._workers[worker] = replace(self._workers[worker], left=True)
 
     def trains(self, worker: str) -> bool:
-        """Whether a run of the worker's trainer is under way."""
+        """Whether a run of the worker's trainer is in progress."""
         return worker in self._workers and self._workers[worker].training
 
     def has_left(self, worker: str) -> bool:
-        """Whether the worker's connection has ended, so that all it said is known."""
+        """Whether the worker's connection has ended, so that all its messages have arrived."""
         return worker in self._workers and self._workers[worker].left
 
     def saw_epoch(self, epoch: wire.Epoch) -> None:
-        """A newer epoch makes out of date what its members said; who waits to become a member goes on waiting."""
+        """Discard reports of the epoch's members that it makes outdated; candidates keep theirs."""
         self.epoch = max(self.epoch, epoch.number)
         members = {member.worker for member in epoch.members}
         for name, known in self._workers.items():
@@ -101,13 +101,13 @@ class Roster:
                 self._workers[name] = replace(known, ready=None)
 
     def saw_reply(self, reply: wire.LookupReply) -> None:
-        """A lookup is answered."""
+        """Record the answer to a lookup."""
         self._lookups.pop((reply.worker, reply.key), None)
 
     def silent(self, now: float, timeout: float) -> list[str]:
-        """Return the workers that have not been heard of for ``timeout`` seconds, though they speak the protocol.
+        """Return workers that have sent a hello but no message for ``timeout`` seconds.
 
-        Those that are ending (an interpreter with torch takes a second or more for it) are given `ENDING_SECONDS`.
+        Workers that are exiting (an interpreter with torch takes a second or more for it) are given `ENDING_SECONDS`.
         """
         return [
             each.worker
@@ -118,7 +118,7 @@ class Roster:
         ]
 
     def excuse(self, seconds: float) -> None:
-        """Grant all workers so many seconds more: the agent itself could not listen."""
+        """Extend the time limit of all workers: the agent itself could not receive."""
         for name, each in self._workers.items():
             self._workers[name] = replace(each, heard_at=each.heard_at + seconds)
 
@@ -136,5 +136,5 @@ class Roster:
         ]
 
     def unanswered(self) -> list[wire.Lookup]:
-        """Return the lookups that have to be asked again in a new session."""
+        """Return the lookups that have to be repeated in a new session."""
         return list(self._lookups.values())

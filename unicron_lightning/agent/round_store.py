@@ -26,14 +26,14 @@ class RoundStore:
     """A store server of this process, open until `close`.
 
     Args:
-        host: address under which other workers reach this machine; only it is listened on if that is possible.
-        timeout: of blocking operations.
+        host: address of this machine for other workers; the only one that is listened on, if possible.
+        timeout: time limit of blocking operations.
     """
 
     def __init__(self, host: str, timeout: timedelta = timedelta(seconds=300)) -> None:
         listener = listen(host)
         port = int(listener.getsockname()[1])
-        # The store takes the descriptor over and closes it with the server.
+        # The store takes over the descriptor and closes it with the server.
         self._store: dist.TCPStore | None = dist.TCPStore(
             host_name=listener.getsockname()[0] if listener.getsockname()[0] not in ("0.0.0.0", "::") else host,
             port=port,
@@ -45,12 +45,12 @@ class RoundStore:
         self.address = wire.Address(host=host, port=port)
 
     def num_keys(self) -> int:
-        """Return how many keys the store holds; 0 if it is closed."""
+        """Return the number of keys in the store; 0 if it is closed."""
         store = self._store
         return 0 if store is None else int(store.num_keys())
 
     def num_clients(self) -> int:
-        """Return how many connections of other processes the server has."""
+        """Return the number of connections from other processes to the server."""
         if self._store is None:
             return 0
         connections = psutil.Process().net_connections("tcp")
@@ -69,7 +69,7 @@ def _plain(address: Any) -> tuple[str, int]:
 
 
 def listen(host: str) -> socket.socket:
-    """Listen on a free port of ``host``, or of all addresses if it is none of this machine's own (NAT)."""
+    """Listen on a free port of ``host``, or on all addresses if it does not belong to this machine (NAT)."""
     with contextlib.suppress(OSError):
         family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)

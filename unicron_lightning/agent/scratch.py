@@ -1,4 +1,4 @@
-"""The agent's private folder, where its UNIX socket lives. Later agents sweep those of agents that were killed."""
+"""The agent's private folder, which contains its UNIX socket. Later agents remove the folders of killed agents."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PREFIX: Final = "agent-"
 
 
 class ScratchFolder:
-    """A folder of mode 0700 that exists until `close`; a lock in it tells others that it is in use."""
+    """A folder of mode 0700 that exists until `close`; a lock in it shows others that it is in use."""
 
     def __init__(self) -> None:
         parent = make_private(user_path())
@@ -27,7 +27,7 @@ class ScratchFolder:
             lock = self.path / _LOCK
             self._lock = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
-            if lock.exists():  # else another agent swept it before it was locked
+            if lock.exists():  # otherwise another agent removed it before it was locked
                 return
             os.close(self._lock)
 

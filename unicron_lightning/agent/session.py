@@ -1,9 +1,9 @@
-"""The agent's one persistent connection to the coordinator.
+"""The agent's persistent connection to the coordinator.
 
-It is opened at the first rendezvous and reopened whenever it breaks, with waiting times that double from 50 ms to 2
-s. Each connection begins with `wire.Register`, built anew. Only three things end a session: `close`, a refusal, and
-- before it ever stood - the coordinator's absence for the time allowed, or a coordinator that cannot be started. Once
-the session has stood, the agent goes on trying for as long as it lives: its workers train without a coordinator.
+It is opened at the first rendezvous and reopened whenever it breaks, with delays that double from 50 ms to 2 s. Each
+connection begins with a new `wire.Register`. Only three things end a session: `close`, a refusal, and, before it was
+first open, the coordinator's absence for the time allowed or a coordinator that cannot be started. Once the session was
+open, the agent retries for as long as it lives: its workers train without a coordinator.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ _MESSAGE_BYTES: Final = 64 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class SessionHooks:
-    """What the owner of a session does; all are called in the event loop."""
+    """Callbacks of a session's owner; all are called in the event loop."""
 
     register: Callable[[], wire.Register]
-    """Build the first message of a connection."""
+    """Builds the first message of a connection."""
     received: Callable[[wire.ToAgent], None]
-    """A message arrived."""
+    """Receives a message."""
     nothing_listens: Callable[[], Awaitable[None]]
-    """The endpoint refuses connections."""
+    """Called when the endpoint refuses connections."""
     not_answering: Callable[[], None]
-    """The endpoint takes connections and does not answer in them."""
+    """Called when the endpoint accepts connections but does not answer in them."""
 
 
 class CoordinatorSession:
@@ -58,10 +58,10 @@ class CoordinatorSession:
 
     Args:
         url: ``http://host:port/v1/agent``.
-        token: what proves this agent.
+        token: the secret that authenticates this agent.
         connect_timeout: seconds that the first connection may take.
-        hooks: what to do with what happens.
-        forwarded: whether something forwards from ``url`` to the coordinator.
+        hooks: callbacks of the owner.
+        forwarded: whether a process forwards from ``url`` to the coordinator.
     """
 
     def __init__(
@@ -86,17 +86,17 @@ class CoordinatorSession:
 
     @property
     def away_seconds(self) -> float:
-        """For how long no session has stood; 0 if one does."""
+        """Seconds since the session was last open; 0 if it is."""
         return 0.0 if self._away_since is None else time.monotonic() - self._away_since
 
     def send(self, message: wire.Message) -> None:
-        """Queue a message; see `Outbox` for what happens to it while the coordinator is away."""
+        """Queue a message; `Outbox` defines its handling while the coordinator is away."""
         self._outbox.put(message)
         self._written.clear()
         self._more.set()
 
     def cut(self, seconds: float | None) -> None:
-        """On purpose: have the connection carry nothing for so long (None: for ever), without either end being told."""
+        """Inject a fault: make the connection carry nothing for a time (None: permanently), unnoticed by both ends."""
         if self._cut is None:
             self._passable.clear()
             if self._transport is not None and not self._transport.is_closing():
@@ -111,7 +111,7 @@ class CoordinatorSession:
             self._cut = None
 
     async def flush(self, seconds: float) -> bool:
-        """Wait until everything queued was written, at most ``seconds``; tell whether it was."""
+        """Wait until all queued messages are written, at most ``seconds``; return whether they were."""
         if len(self._outbox):
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._written.wait(), seconds)
@@ -121,8 +121,8 @@ class CoordinatorSession:
         """Keep the session up until cancelled.
 
         Raises:
-            SessionRefused: the coordinator will not have this agent.
-            CoordinatorUnavailable: it was not there in time at the start.
+            SessionRefused: the coordinator refuses this agent.
+            CoordinatorUnavailable: the coordinator did not answer in time at the start.
         """
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_ATTEMPT_SECONDS)
         try:
@@ -210,7 +210,7 @@ class CoordinatorSession:
         logger.debug("coordinator_not_reached url=%s error=%r", self._url, error)
         if isinstance(error, CoordinatorUnproven) and not self._unproven_told:
             self._unproven_told = True
-            logger.warning("coordinator_unproven %s; nothing was sent to it; trying on", error)
+            logger.warning("coordinator_unproven %s; nothing was sent to it; retrying", error)
         if isinstance(getattr(error, "os_error", error), ConnectionRefusedError):
             await self._have_one_started()
         elif isinstance(error, asyncio.TimeoutError):
@@ -223,13 +223,13 @@ class CoordinatorSession:
 
 
 def _transport_of(socket: aiohttp.ClientWebSocketResponse[Any]) -> asyncio.Transport | None:
-    """What aiohttp keeps to itself; needed for `CoordinatorSession.cut` only."""
+    """Return aiohttp's private transport; used for `CoordinatorSession.cut` only."""
     connection = getattr(getattr(socket, "_response", None), "connection", None)
     return getattr(connection, "transport", None)
 
 
 def _pulse(socket: aiohttp.ClientWebSocketResponse[Any], word: wire.Registered) -> Pulse | None:
-    """The beats of a connection, if the coordinator wants any."""
+    """Create the beats of a connection, if the coordinator wants them."""
     if word.beat is None:
         return None
 

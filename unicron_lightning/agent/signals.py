@@ -1,8 +1,8 @@
-"""Tells the agent at once that its process was asked to end, without touching torchelastic's signal handlers.
+"""Notifies the agent at once that its process was asked to end, without touching torchelastic's signal handlers.
 
-torchelastic's handler raises in the main thread and stops the workers from there. Before it is installed - while
-the first grant is awaited - a SIGTERM would end the process without any clean-up, so a handler stands in for that
-time. And in the middle of the clean-up it would end that.
+torchelastic's handler raises in the main thread and stops the workers from there. Before it is installed, while the
+first grant is awaited, a SIGTERM would end the process without any clean-up, so another handler is installed for that
+time. During the clean-up, a signal would interrupt it, so signals are held back.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ _ENDING: Final = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal
 
 
 class SignalWatch:
-    """Calls back from its thread when a signal that ends torchrun arrives. Made and closed in the main thread.
+    """Calls back from its thread when a signal that ends torchrun arrives. Created and closed in the main thread.
 
-    Python's wake-up descriptor gets each signal's number before any handler runs. If somebody else uses it, or this
-    is not the main thread, nothing is watched.
+    Python's wake-up descriptor gets each signal's number before any handler runs. If it is in use elsewhere, or this is
+    not
+    the main thread, nothing is watched.
     """
 
     def __init__(self, on_ending: Callable[[], None]) -> None:
@@ -63,7 +64,7 @@ class SignalWatch:
 
 @contextlib.contextmanager
 def clean_exit_on_sigterm() -> Iterator[None]:
-    """Let SIGTERM end the process by `SystemExit`, so that it cleans up, where no handler is installed yet."""
+    """Make SIGTERM end the process by `SystemExit`, so that it cleans up, while no handler is installed yet."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield
@@ -77,7 +78,7 @@ def clean_exit_on_sigterm() -> Iterator[None]:
 
 @contextlib.contextmanager
 def held_signals() -> Iterator[None]:
-    """Has the signals that end a torchrun wait until this is through; the first one then does what it does."""
+    """Hold back the signals that end a torchrun until the block ends; the first one then takes effect."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

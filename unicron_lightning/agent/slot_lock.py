@@ -1,8 +1,8 @@
 """The last guard against two tasks on the same accelerators: a lock on this machine, held while a slot has workers.
 
-The coordinator grants a place to one agent at a time, as far as it knows. It does not know of an agent that it gave up
-and that is cut off or stopped, while its workers live on. So the agents of a slot also exclude each other where they
-run: the kernel gives the lock back when its holder's process ends, by whatever cause, and its workers end with it.
+The coordinator grants a place to one agent at a time, according to its knowledge. An agent that it has declared lost
+may only be cut off or stopped, while its workers live on. So the agents of a slot also exclude each other on their
+machine: the kernel releases the lock when its holder's process ends, by whatever cause, and its workers end with it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class SlotLock:
     Args:
         node: the node's label.
         slot: the slot's label.
-        folder: where the locks of this machine are; default: one of this user, in the folder for temporary files.
+        folder: folder of this machine's locks; default: one of this user, in the folder for temporary files.
     """
 
     def __init__(self, node: str, slot: str, folder: Path | None = None) -> None:
@@ -31,7 +31,7 @@ class SlotLock:
         self._file: int | None = None
 
     def acquire(self) -> bool:
-        """Take it if nobody else has it; whether it is held now."""
+        """Acquire the lock if it is free; return whether it is held now."""
         if self._file is not None:
             return True
         make_private(self._path.parent)
@@ -47,14 +47,14 @@ class SlotLock:
         return True
 
     def holder(self) -> str:
-        """For messages: the process id of who has it, as far as the file tells."""
+        """Return the holder's process id according to the file, for messages."""
         try:
             return self._path.read_text(encoding="ascii").strip()
         except (OSError, UnicodeDecodeError):
             return ""
 
     def release(self) -> None:
-        """Let go of it, if it is held."""
+        """Release the lock, if it is held."""
         if self._file is not None:
             os.close(self._file)
             self._file = None

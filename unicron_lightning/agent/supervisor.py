@@ -1,11 +1,11 @@
-"""Watches the worker processes and hears of their end within a millisecond.
+"""Watches the worker processes and detects their end within a millisecond.
 
-torchelastic polls its workers ten times a second and tells the rendezvous handler nothing. Here each worker has a
+torchelastic polls its workers ten times a second and reports nothing to the rendezvous handler. Here each worker has a
 pidfd in the agent's event loop, and so have its threads (`dying`): they end before their process does. The exit status
 is read without reaping, so that torchelastic finds everything as it expects.
 
-torchelastic does not name its workers' processes to the handler either: they are found among this process'
-children, by the identity in their environment, until all that are expected are there.
+torchelastic does not name its workers' processes to the handler either: they are found among this process' children, by
+the identity in their environment, until all expected ones are found.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ SEARCH_SECONDS: Final = 0.03
 SLOW_SEARCH_SECONDS: Final = 0.5
 _SEARCHES_BEFORE_SLOW: Final = 200
 _TAKING_SECONDS: Final = 0.05
-"""How long torchelastic's thread may take from the system call that takes an exit status to noting it."""
+"""Seconds that torchelastic's thread may take between collecting an exit status and storing it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exit:
-    """How a worker ended: exit status or signal number in ``code``."""
+    """The end of a worker: exit status or signal number in ``code``."""
 
     cause: Literal["exit", "signal"]
     code: int
@@ -50,7 +50,7 @@ class Exit:
 
     @property
     def is_clean(self) -> bool:
-        """Whether the program ended well."""
+        """Whether the program succeeded."""
         return self.cause == "exit" and self.code == 0
 
 
@@ -69,7 +69,7 @@ class Supervisor:
     """Finds and watches the workers of one agent. Lives in the agent's event loop.
 
     Args:
-        agent: identity of the agent, to tell its workers from other children.
+        agent: identity of the agent, to distinguish its workers from other children.
         on_found: called with each worker found.
         on_exit: called with each worker's end, once.
     """
@@ -90,14 +90,14 @@ class Supervisor:
         self._searches = 0
 
     def expect(self, round_number: int, local_world: int) -> None:
-        """Start to look for the workers of a round."""
+        """Start searching for the workers of a round."""
         self._round = round_number
         self._missing = set(range(local_world))
         self._searches = 0
         self._find()
 
     def look_at(self, pid: int) -> None:
-        """Watch a worker that has told its process, maybe before it was found, and the threads that it has now."""
+        """Watch a worker that has reported its process, maybe before it was found, and its present threads."""
         known = next((process for process in self._live.values() if process.pid == pid), None)
         if known is not None:
             known.threads.watch()
@@ -105,7 +105,7 @@ class Supervisor:
             self._examine(pid)
 
     def find(self, worker: str) -> WatchedProcess | None:
-        """Return the process of a worker that lives."""
+        """Return the process of a live worker."""
         return self._live.get(worker)
 
     def kill(self, worker: str, number: int = signal.SIGKILL) -> None:
@@ -119,7 +119,7 @@ class Supervisor:
         """Report every worker that torchelastic has reaped before its end was seen here.
 
         Args:
-            assumed: how such a worker is said to have ended.
+            assumed: the exit to report for such a worker.
         """
         self._stop_search()
         for process in list(self._live.values()):
@@ -149,10 +149,10 @@ class Supervisor:
             self._search = asyncio.get_running_loop().call_later(delay, self._find)
 
     def _examine(self, pid: int) -> None:
-        """Begin to watch ``pid`` if it is a missing worker. Between fork and exec it is not yet, but a later time."""
+        """Start watching ``pid`` if it is a missing worker. Between fork and exec it cannot be identified yet."""
         try:
             pidfd = os.pidfd_open(pid)
-        except OSError:  # it has ended, or a worker told nonsense
+        except OSError:  # it has ended, or a worker reported a wrong pid
             return
         worker = _identify(pid)
         if worker is None or worker.agent != self._agent or worker.round != self._round:
@@ -170,11 +170,11 @@ class Supervisor:
         self._on_found(process)
 
     def _ended(self, process: WatchedProcess, unknown: Exit) -> None:
-        """Report an end; ``unknown`` is what to say if torchelastic's poll was faster and its status can't be found."""
+        """Report an end; ``unknown`` is used if torchelastic's poll was faster and its status can't be found."""
         self._report(process, _peek_exit(process.pidfd) or _taken_exit(process.pid) or unknown)
 
     def _dies(self, process: WatchedProcess, status: int) -> None:
-        """Report an end that is certain: nothing of the program runs any more."""
+        """Report an end that is certain: no code of the program runs any more."""
         code = os.waitstatus_to_exitcode(status)
         self._report(process, Exit(cause="exit", code=code) if code >= 0 else Exit(cause="signal", code=-code))
 
@@ -223,9 +223,9 @@ def _peek_exit(pidfd: int) -> Exit | None:
 
 
 def _taken_exit(pid: int) -> Exit | None:
-    """The status that torchelastic's poll has taken, from the handle that it keeps: it gives nobody access to that.
+    """Return the status that torchelastic's poll has collected, from the handle that it keeps to itself.
 
-    One end in a hundred needs this, on a busy machine. A clean one must not pass for a failure then.
+    One end in a hundred needs this, on a busy machine. A clean exit must not be mistaken for a failure then.
     """
     handles = [
         item for item in gc.get_objects() if type(item) is subprocess.Popen and getattr(item, "pid", None) == pid
@@ -240,7 +240,7 @@ def _taken_exit(pid: int) -> Exit | None:
 
 
 def _kill_descendants(pid: int) -> None:
-    """Kill what a failed worker leaves in its process group, e.g. data loader processes that hold its memory."""
+    """Kill the processes that a failed worker leaves in its process group, e.g. data loaders that hold its memory."""
     if pid != os.getpgrp():
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What the agent's thread and torchelastic's main thread share: the present rendezvous round."""
+"""State shared by the agent's thread and torchelastic's main thread: the present rendezvous round."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ class SharedView:
         return self._now
 
     def update(self, **changes: Any) -> None:
-        """Replace fields of the view and wake who waits."""
+        """Replace fields of the view and wake waiting threads."""
         with self._changed:
             self._now = replace(self._now, **changes)
             self._changed.notify_all()
 
     def wait(self, pick: Callable[[RoundView], T | None], seconds: float | None = None) -> T | None:
-        """Wait until ``pick`` finds something in the view; None after ``seconds``.
+        """Wait until ``pick`` returns a value from the view; None after ``seconds``.
 
         Raises:
-            UnicronError: the session ended for good, or no coordinator was there for the rendezvous time-out.
+            UnicronError: the session ended permanently, or no coordinator answered within the rendezvous time-out.
         """
         deadline = None if seconds is None else time.monotonic() + seconds
         with self._changed:
