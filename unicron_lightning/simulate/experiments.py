@@ -321,10 +321,10 @@ EXPERIMENTS: Final = (
 
 HEAD: Final = """# Results of the simulator
 
-Written by `make experiments`; [simulator.md](simulator.md) describes the method. **These are simulations**: of Unicron by
-its real coordinator and planner, of the other systems by models of their behaviour, with
-[costs](simulator.md#calibration) of which many were published for other models and machines, and some are guesses. No GPU
-was involved.
+Written by `make experiments`; [simulator.md](simulator.md) describes the method. **These are simulations**: of Unicron
+by its real coordinator and planner, of the other systems by models of their behaviour, with
+[costs](simulator.md#calibration) of which many were published for other models and machines, and some are guesses. No
+GPU was involved.
 
 *WAF* is accumulated WAF in per cent of the ideal (no failures); *ratio* is accumulated WAF over that of Megatron with
 restart. *Detection*, *transition*, *sub-healthy* and *overhead* are the losses by cause, in per cent of the ideal.
