@@ -64,7 +64,7 @@ def _declare_nodes(trainer: pl.Trainer, workers: int) -> None:
     elif trainer.accumulate_grad_batches * devices * nodes < workers:
         raise ConfigError(
             f"Trainer(devices={devices}, num_nodes={nodes}, accumulate_grad_batches={trainer.accumulate_grad_batches}) "
-            f"has work for {trainer.accumulate_grad_batches * devices * nodes} workers, but torchrun may start {workers} "
-            "(maximum of --nnodes x --nproc-per-node): set num_nodes so that devices x num_nodes is that, or "
-            "UnicronStrategy(num_micro_batches=...) to have workers stand by on purpose"
+            f"has work for {trainer.accumulate_grad_batches * devices * nodes} workers, but torchrun may start "
+            f"{workers} (maximum of --nnodes x --nproc-per-node): set num_nodes so that devices x num_nodes is that, "
+            "or UnicronStrategy(num_micro_batches=...) to have workers stand by on purpose"
         )
