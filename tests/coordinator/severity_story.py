@@ -52,11 +52,11 @@ class Story:
         names |= {worker: node for worker, node in members.items() if node not in names.values()}
         return self.see(Settled(step=step, members=names), gone=gone)
 
-    def fail(self, node: str, kind: str = "exited_abnormally", *, gone: str = "") -> list[Decision]:
+    def fail(self, node: str, kind: str = "exited_abnormally", *, gone: str = "", fault: str = "") -> list[Decision]:
         """A member on the node fails; its agent starts another."""
         worker = next(worker for worker, member in self.record.joined.items() if member.node == node)
         self.round += 1
-        failure = Failure(kind=kind, node=node, agent=node, worker=worker, cause="exit 1", at=self.now)
+        failure = Failure(kind=kind, node=node, agent=node, worker=worker, cause="exit 1", at=self.now, fault=fault)
         return self.see(Error(failure=failure), gone=gone)
 
     def fail_and_return(self, node: str, step: int, kind: str = "exited_abnormally", *, gone: str = "") -> None:
@@ -65,10 +65,13 @@ class Story:
         self.settle(step, without=node, gone=gone)
         self.settle(step)
 
-    def start_fails(self, node: str, *, training: bool, sent: bool = False) -> list[Decision]:
+    def start_fails(
+        self, node: str, kind: str = "exited_abnormally", *, training: bool, sent: bool = False, fault: str = ""
+    ) -> list[Decision]:
         """A worker that is no member yet fails."""
         self.round += 1
-        failure = Failure(kind="exited_abnormally", node=node, agent=node, worker=f"{node}?", cause="x", at=self.now)
+        about = {"kind": kind, "node": node, "agent": node, "worker": f"{node}?", "cause": "x", "fault": fault}
+        failure = Failure(at=self.now, **about)
         return self.see(Error(failure=failure, round=self.round, training=training, sent=sent))
 
     def tell(self, node: str, kind: str) -> list[Decision]:
@@ -190,6 +193,23 @@ def no_way_past_a_step() -> Story:
     return story
 
 
+def a_value_is_wrong() -> Story:
+    story = Story()
+    story.fail("b", "config_error")
+    return story
+
+
+def the_program_fails() -> Story:
+    story = Story()
+    for _ in range(2):
+        story.see(Progress(step=7))
+        for node in NODES:
+            story.fail(node, "other_software_error", fault="KeyError in train.py:3 step")
+        story.see(NewLife())
+        story.settle(0)
+    return story
+
+
 def no_way_past_a_checkpoint() -> Story:
     story = Story()
     story.see(Progress(step=150))
@@ -217,6 +237,8 @@ WAYS = {
     "connection fails": connection_fails,
     "connection fails again": connection_fails_again,
     "process fails": process_fails,
+    "a value is wrong": a_value_is_wrong,
+    "the program fails": the_program_fails,
     "node keeps failing": node_keeps_failing,
     "needed node keeps failing": needed_node_keeps_failing,
     "lost node keeps failing": lost_node_keeps_failing,

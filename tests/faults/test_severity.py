@@ -32,16 +32,16 @@ def failing(folder: Path, *limits: str, agents: int, faults: Sequence[str] = (),
         yield cluster
 
 
-def test_a_script_that_raises_at_a_step_is_stopped_with_its_diagnosis(tmp_path: Path) -> None:
-    limits = ["severity.crash_attempts=2"]
+def test_a_script_that_raises_at_a_step_is_stopped_the_second_time_with_its_traceback(tmp_path: Path) -> None:
     faults = ["raise other_software_error rank=all from_step=4 phase=forward times=1000"]
-    with failing(tmp_path, *limits, agents=2, faults=faults, full=2, slow=0.02) as cluster:
+    with failing(tmp_path, agents=2, faults=faults, full=2, slow=0.02) as cluster:
         until("the agents' end", lambda: all(agent.poll() is not None for agent in cluster.agents.values()), 150)
         assert {agent.returncode for agent in cluster.agents.values()} == {1}
         (stopped,) = cluster.events("task_stopped")
         assert stopped["step"] == 4
-        assert stopped["rule"] == "no way past a step"
-        assert stopped["attempts"] == 2
+        assert stopped["rule"] == "the program fails"
+        assert (stopped["times"], stopped["lives"]) == (2, 2)
+        assert "RuntimeError in injector.py:" in stopped["fault"] and "after step 4" in stopped["fault"]
         assert stopped["causes"] == [f"RuntimeError: {EXAMPLES['other_software_error'].text}"]
         told = cluster.events("error_reported")
         assert {(error["kind"], error["phase"]) for error in told} == {("other_software_error", "compute")}
@@ -57,8 +57,22 @@ def test_a_script_that_raises_at_a_step_is_stopped_with_its_diagnosis(tmp_path: 
         assert over["reason"] == stopped["reason"]
         assert not cluster.events("node_cordoned"), "it is no node's fault"
         for node in ("n0", "n1"):
-            assert "failed 2 times at step 4" in (tmp_path / f"agent-{node}.log").read_text(), "torchrun's user is told"
+            shown = (tmp_path / f"agent-{node}.log").read_text().rsplit("task_over", 1)[-1]
+            assert EXAMPLES["other_software_error"].text in shown, "torchrun's user is told"
+            assert "\n  at " in shown and "injector.py:" in shown
         assert {line["step"] for line in cluster.notes("step")} == {0, 1, 2, 3}
+
+
+def test_a_wrong_setting_is_tried_once(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("wrong_setting.py")
+    with Cluster(tmp_path, agents=2, nodes="1:2", script=script) as cluster:
+        until("the agents' end", lambda: all(agent.poll() is not None for agent in cluster.agents.values()), 150)
+        assert {agent.returncode for agent in cluster.agents.values()} == {1}
+        (stopped,) = cluster.events("task_stopped")
+        assert stopped["rule"] == "a value is wrong"
+        assert "automatic_optimization is False" in stopped["reason"]
+    starts = (tmp_path / "starts").read_text().split()
+    assert len(starts) <= 2, "nobody was started again"
 
 
 def test_a_node_on_which_every_worker_dies_is_cordoned_and_the_others_train_on(tmp_path: Path) -> None:

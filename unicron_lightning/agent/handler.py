@@ -178,8 +178,10 @@ class UnicronRendezvousHandler(RendezvousHandler):
         if isinstance(decision, wire.TaskOver):
             # The graceful exit that torchelastic offers ends in an AttributeError in its launcher.
             level = logging.INFO if decision.succeeded else logging.WARNING
-            logger.log(level, "task_over task=%s succeeded=%s reason=%r", self._options.task, decision.succeeded,
-                       decision.reason)  # fmt: skip
+            reason, *traceback = decision.reason.splitlines() or [""]
+            logger.log(level, "%s", "\n".join([
+                f"task_over task={self._options.task} succeeded={decision.succeeded} reason={reason!r}", *traceback
+            ]))  # fmt: skip
             raise SystemExit(0 if decision.succeeded else 1)
         if isinstance(decision, CoordinatorUnavailable):
             raise RendezvousFailed(str(decision))

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from unicron_lightning.detection.patterns import UNKNOWN, classify
+from unicron_lightning.errors import ConfigError
+
+CONFIG: Final = "config_error"
 
 _CAUSE_CHARACTERS: Final = 300
 _MESSAGE_CHARACTERS: Final = 4000
@@ -65,8 +68,9 @@ def describe(exception: BaseException) -> Told:
     }
     lines = [line.strip() for line in _text(exception).splitlines() if line.strip()]
     cause = f"{type(exception).__name__}: {lines[0]}" if lines else type(exception).__name__
+    kind = UNKNOWN if found is None else found.kind
     return Told(
-        kind=UNKNOWN if found is None else found.kind,
+        kind=CONFIG if isinstance(exception, ConfigError) else kind,
         cause=cause[:_CAUSE_CHARACTERS],
         phase=phase_of([(frame.filename, frame.name) for frame in frames]),
         details=details,

@@ -11,7 +11,7 @@ import signal
 from unicron_lightning import wire
 from unicron_lightning.coordinator import membership
 from unicron_lightning.coordinator.severity.errors import known
-from unicron_lightning.coordinator.severity.record import Awaited, Failure
+from unicron_lightning.coordinator.severity.record import Awaited, Failure, Told
 from unicron_lightning.coordinator.severity.rules import Decision, View
 from unicron_lightning.coordinator.severity.workflow import (
     Error,
@@ -43,10 +43,8 @@ def worker_died(task: Task, turn: Turn, agent: Agent, message: wire.WorkerDied) 
     if not concerned(task) or task.finishing or ended_well or not (registered or starting):
         return
     kind = known(message.kind or ("silent" if message.cause == "silent" else "exited_abnormally"))
-    cause = message.meaning or _cause(message)
-    if (told := task.severity.told.get(message.worker)) is not None:
-        kind, cause = told.kind, told.cause
-    failure = failure_of(task, turn, agent, kind, message.worker, cause)
+    told = task.severity.told.get(message.worker) or Told(kind=kind, cause=message.meaning or _cause(message))
+    failure = failure_of(task, turn, agent, told, message.worker)
     sent = message.cause == "signal" and message.code in _SENT and message.kind is None
     error = Error(failure=failure, round=agent.round, training=bool(task.established), sent=sent)
     feed(task, turn, error)
@@ -56,7 +54,8 @@ def agent_lost(task: Task, turn: Turn, agent: Agent) -> None:
     """Handle the loss of an agent with its workers, before they are removed."""
     members = [worker for worker in task.workers_of(agent.id) if worker.id in task.severity.joined]
     if concerned(task) and not task.finishing and members:
-        failure = failure_of(task, turn, agent, "lost_connection", members[0].id, "the agent was lost")
+        lost = Told(kind="lost_connection", cause="the agent was lost")
+        failure = failure_of(task, turn, agent, lost, members[0].id)
         feed(task, turn, Error(failure=failure))
 
 
@@ -172,10 +171,29 @@ def _view(task: Task, turn: Turn) -> View:
     return View(members=members, spared=spared, agents=agents, trial=task.layouts.untried)
 
 
-def failure_of(task: Task, turn: Turn, agent: Agent, kind: str, worker: str | None, cause: str) -> Failure:
+def failure_of(task: Task, turn: Turn, agent: Agent, told: Told, worker: str | None) -> Failure:
     """Describe an error for the workflow; with a worker if the error ended it."""
-    step = task.severity.step
-    return Failure(kind=kind, node=agent.node, agent=agent.id, worker=worker, cause=cause, step=step, at=turn.now)
+    return Failure(
+        kind=told.kind,
+        node=agent.node,
+        agent=agent.id,
+        worker=worker,
+        cause=told.cause,
+        step=task.severity.step,
+        at=turn.now,
+        fault=told.fault,
+        frames=told.frames,
+    )
+
+
+def refused(task: Task, turn: Turn, agent: Agent, told: Told, worker: str) -> None:
+    """Stop a task without registered workers, one of which ends by a wrong setting before it registers."""
+    if task.over is None and not task.finishing:
+        failure = failure_of(task, turn, agent, told, worker)
+        decisions = handle(task.severity, Error(failure=failure, training=False), turn.limits, View(), turn.now)
+        for decision in decisions:
+            if decision.action == "stop":
+                _stop(task, turn, decision)
 
 
 def _cause(message: wire.WorkerDied) -> str:

@@ -75,6 +75,7 @@ KINDS: Final = (
         seen="an agent's connection breaks and is renewed repeatedly",
     ),
     ErrorKind(name="task_hang", method=_STATISTICS, severity="SEV2", seen="a worker is overdue and in no collective"),
+    ErrorKind(name="config_error", method="", severity="SEV2", seen="a `ConfigError` of this package"),
     ErrorKind(name="unnamed_software_error", method=_STATISTICS, severity="SEV2"),
     ErrorKind(
         name="out_of_memory",

@@ -26,6 +26,10 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """Number of optimizer steps known to be finished."""
     at: float = 0.0
     """time.time() of the coordinator."""
+    fault: str = ""
+    """Identifies an exception of the program, see `program.fault_of`; "" for all other failures."""
+    frames: tuple[str, ...] = ()
+    """The last frames of an exception, the innermost last."""
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,6 +37,8 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: str
     cause: str
+    fault: str = ""
+    frames: tuple[str, ...] = ()
 
 
 class Joined(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,6 +95,11 @@ class Record(msgspec.Struct, kw_only=True):
     rounds: dict[str, int] = {}
     """Last round in which a worker failed at its start, by agent; failures of its siblings count as the same one."""
 
+    raised: list[str] = []
+    """Faults of the program by which members have ended in this life, since there was progress."""
+    faults: dict[str, int] = {}
+    """By fault of the program: lives, or rounds of one agent before training, that ended by it since progress."""
+
     reattempts: list[float] = []
     """Times of SEV3 reactions in place since a step was finished."""
     named: dict[str, int] = {}
@@ -111,10 +122,17 @@ class Record(msgspec.Struct, kw_only=True):
         """Number of failed tries since the last progress."""
         return max(self.attempts, self.most_starts)
 
+    @property
+    def repeated(self) -> str | None:
+        """The fault of the program that has ended two tries in the same way."""
+        return next((fault for fault, times in self.faults.items() if times > 1), None)
+
     def begin_afresh(self) -> None:
         """Clear failures that were not caused by the nodes."""
         self.attempts = 0
         self.starts.clear()
+        self.raised.clear()
+        self.faults.clear()
         for failure in self.failed:
             self.series.pop(failure.node, None)
         self.failed.clear()

@@ -16,6 +16,7 @@ from unicron_lightning import wire
 from unicron_lightning.coordinator import membership, workers
 from unicron_lightning.coordinator.severity import apply
 from unicron_lightning.coordinator.severity.errors import SEVERITY, STOPPING, TOLD_ONLY, known
+from unicron_lightning.coordinator.severity.program import fault_of, frames_of
 from unicron_lightning.coordinator.severity.record import Told
 from unicron_lightning.coordinator.severity.workflow import Error, Named
 from unicron_lightning.coordinator.state import Agent, Task, Worker, round_of
@@ -23,6 +24,8 @@ from unicron_lightning.coordinator.turn import Turn
 from unicron_lightning.detection.patterns import Pattern
 
 _KEPT: Final = 50
+_SHOWN: Final = 6
+"""Frames of an exception that are kept for the diagnosis of a stopped task."""
 
 
 def reported(task: Task, turn: Turn, agent: Agent, message: wire.ErrorReport) -> None:
@@ -61,7 +64,7 @@ def _lost(task: Task, turn: Turn, agent: Agent, worker: Worker, message: wire.Er
         membership.open_incident(task)
     _log(task, turn, agent, message, task.incident, symptom=symptom)
     if apply.concerned(task) and not task.finishing and not symptom:
-        failure = apply.failure_of(task, turn, agent, kind, worker.id, message.cause)
+        failure = apply.failure_of(task, turn, agent, _told(message), worker.id)
         apply.feed(task, turn, Error(failure=failure, round=agent.round, training=bool(task.established)))
     workers.died(task, turn, [worker], workers.REPORTED, at=message.at)
     if not message.ends:
@@ -78,10 +81,19 @@ def _unknown(task: Task, turn: Turn, agent: Agent, message: wire.ErrorReport) ->
     if not present or message.worker in told:
         return
     if message.ends:
-        told[message.worker] = Told(kind=known(message.kind), cause=message.cause)
+        told[message.worker] = _told(message)
         if not task.elastic and not task.regrouping:
             membership.open_incident(task)
     _log(task, turn, agent, message, None if task.elastic else task.incident)
+    if message.ends and not task.elastic and known(message.kind) == "config_error":
+        apply.refused(task, turn, agent, told[message.worker], message.worker)
+
+
+def _told(message: wire.ErrorReport) -> Told:
+    """Describe an error that ends a worker for the workflow."""
+    kind = known(message.kind)
+    frames = frames_of(message)[-_SHOWN:]
+    return Told(kind=kind, cause=message.cause, fault=fault_of(message, kind), frames=frames)
 
 
 def _goes_on(task: Task, turn: Turn, agent: Agent, message: wire.ErrorReport) -> None:
@@ -98,7 +110,7 @@ def _goes_on(task: Task, turn: Turn, agent: Agent, message: wire.ErrorReport) ->
         apply.feed(task, turn, Named(agent=agent.id))
     _log(task, turn, agent, message, task.incident if in_place or SEVERITY[kind] != "SEV3" else None)
     if acts or kind in TOLD_ONLY:
-        failure = apply.failure_of(task, turn, agent, kind, None, message.cause)
+        failure = apply.failure_of(task, turn, agent, Told(kind=kind, cause=message.cause), None)
         apply.feed(task, turn, Error(failure=failure))
 
 

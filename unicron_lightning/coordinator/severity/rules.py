@@ -46,6 +46,8 @@ class Case:
     view: View
     now: float
     error: Failure | None = None
+    alone: bool = False
+    """Nobody trains on without the worker: it is a member, or there is no member yet."""
 
     @property
     def node(self) -> str:
@@ -77,6 +79,12 @@ class Case:
         if record.mark - record.series[self.node].mark >= self.limits.soon_steps:
             return True
         return all(failure.node == self.node for failure in [*record.failed, *record.unjudged])
+
+    @property
+    def wrong_value(self) -> bool:
+        """Whether a setting of the task is refused; that of a joiner alone may be its node's."""
+        error = self.error
+        return error is not None and error.kind == "config_error" and self.alone and not self.view.trial
 
     @property
     def spared(self) -> bool:
@@ -167,6 +175,14 @@ RULES: Final = (
         then="a new epoch and communicator, the same members and processes",
     ),
     Rule(
+        name="a value is wrong",
+        on="SEV2",
+        when="the kind is `config_error`, of a member or before anybody trains, and no layout is on trial",
+        holds=lambda case: case.wrong_value,
+        action="stop",
+        then="the task ends, with its diagnosis: no retry can change a setting",
+    ),
+    Rule(
         name="node keeps failing",
         on="SEV2",
         when="`cordon_failures` consecutive failures within `cordon_window`, the node is at fault and can be spared",
@@ -229,6 +245,15 @@ RULES: Final = (
         holds=lambda case: case.view.trial and case.record.tries >= TRIALS,
         action="revert",
         then="the task resumes in the previous layout, from the same checkpoint",
+    ),
+    Rule(
+        name="the program fails",
+        on="judged",
+        when="two lives, or two rounds of one agent before anybody trained, ended by the same exception of the "
+        "program: type, place and step",
+        holds=lambda case: case.record.repeated is not None and not case.view.trial,
+        action="stop",
+        then="the task ends, with its diagnosis and the traceback",
     ),
     Rule(
         name="no way past a step",

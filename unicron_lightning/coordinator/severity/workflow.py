@@ -24,7 +24,7 @@ from typing import Union
 from unicron_lightning.coordinator.events import Limits
 from unicron_lightning.coordinator.severity.errors import SEVERITY
 from unicron_lightning.coordinator.severity.record import KEPT, Failure, Joined, Record, Series
-from unicron_lightning.coordinator.severity.rules import Case, Decision, View, first
+from unicron_lightning.coordinator.severity.rules import Case, Decision, Rule, View, first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +125,10 @@ def suspect(record: Record, view: View) -> tuple[str, str, str] | None:
 
 def _error(record: Record, seen: Error, limits: Limits, view: View, now: float) -> list[Decision]:
     failure = seen.failure
+    alone = failure.worker in record.joined or not seen.training
+    case = Case(record=record, limits=limits, view=view, now=now, error=failure, alone=alone)
+    if case.wrong_value:
+        return [_refused(case)]
     if failure.worker is None and SEVERITY[failure.kind] == "SEV3":
         return _connection(record, failure, limits, view, now)
     if failure.worker is None:
@@ -139,6 +143,8 @@ def _error(record: Record, seen: Error, limits: Limits, view: View, now: float) 
     _remember(record, failure)
     if not seen.training:
         record.starts[failure.agent] = record.starts.get(failure.agent, 0) + 1
+        if failure.fault:
+            _repeat(record, f"{failure.fault} (agent {failure.agent})")
     if not seen.sent:
         _count(record, failure)
     return [*_decide(record, failure, limits, view, now), *_give_up(record, limits, view, now)]
@@ -187,6 +193,8 @@ def _progress(record: Record, step: int, limits: Limits) -> None:
         record.mark = step
         record.attempts = record.lives = 0
         record.starts.clear()
+        record.raised.clear()
+        record.faults.clear()
         record.failed.clear()
 
 
@@ -204,6 +212,8 @@ def _judge(record: Record, step: int, limits: Limits, view: View, now: float) ->
     _progress(record, step, limits)
     for failure in failures:
         _remember(record, failure)
+        if failure.fault and failure.fault not in record.raised:
+            record.raised.append(failure.fault)
     if any(failure.kind != "lost_connection" for failure in failures) and record.step in (record.mark, record.base):
         record.attempts += 1
     new = [failure for failure in failures if failure.worker is not None]
@@ -212,9 +222,14 @@ def _judge(record: Record, step: int, limits: Limits, view: View, now: float) ->
 
 
 def _new_life(record: Record, limits: Limits, view: View, now: float) -> list[Decision]:
+    # Counted once per life: its members often fail by the same exception, one after the other.
+    raised, record.raised = [*record.raised, *(failure.fault for failure in record.unjudged)], []
+    for fault in _unique(filter(None, raised)):
+        _repeat(record, fault)
     if any(failure.kind != "lost_connection" for failure in record.unjudged):
         record.lives += 1
     decisions = _judge(record, record.step, limits, view, now)
+    record.raised.clear()
     record.step = record.base = 0
     record.joined.clear()
     record.reattempts.clear()
@@ -253,6 +268,8 @@ def _give_up(record: Record, limits: Limits, view: View, now: float) -> list[Dec
         "causes": _unique(failure.cause or failure.kind for failure in record.failed),
         "last": last,
     }
+    if rule.name == "the program fails":
+        return [_hopeless(record, rule, facts)]
     number = {
         "no way into a layout": record.tries,
         "no way past a step": record.attempts,
@@ -263,6 +280,34 @@ def _give_up(record: Record, limits: Limits, view: View, now: float) -> list[Dec
     if rule.action == "revert":
         record.begin_afresh()
     return [Decision(rule=rule.name, action=rule.action, error=None, reason=reason, facts=facts)]
+
+
+def _hopeless(record: Record, rule: Rule, facts: dict[str, object]) -> Decision:
+    """Stop a task whose program raises the same exception at each try."""
+    fault = record.repeated
+    assert fault is not None
+    own = [failure for failure in record.failed if failure.fault and failure.fault in fault]
+    last = (own or record.failed)[-1]
+    facts = {**facts, "fault": fault, "times": record.faults[fault]}
+    return _stopped(rule, f"{last.cause} (raised again, {fault})", last, facts)
+
+
+def _refused(case: Case) -> Decision:
+    """Stop a task that has a wrong setting."""
+    rule, failure = first("SEV2", case), case.error
+    assert rule is not None and failure is not None
+    facts = {"step": case.record.mark, "nodes": [failure.node], "causes": [failure.cause]}
+    return _stopped(rule, failure.cause, failure, facts)
+
+
+def _stopped(rule: Rule, reason: str, failure: Failure, facts: dict[str, object]) -> Decision:
+    """Decide the end of the task, with the last frames of the exception."""
+    lines = [f"{rule.name}: {reason}", *(f"  at {frame}" for frame in failure.frames)]
+    return Decision(rule=rule.name, action="stop", error=None, reason="\n".join(lines), facts=facts)
+
+
+def _repeat(record: Record, fault: str) -> None:
+    record.faults[fault] = record.faults.get(fault, 0) + 1
 
 
 def _count(record: Record, failure: Failure) -> None:
