@@ -40,6 +40,12 @@ SETTINGS = {
     "dtype": "float64",
     "rebalance": False,
     "lag": {},  # seconds by which a node's micro-batches take longer
+    "accelerator": "cpu",
+    "precision": None,
+    "fused": False,  # AdamW, fused
+    "compile": False,  # the module's net
+    "fill": 0.0,  # part of the accelerator's memory that each worker holds
+    "assert_at": None,  # [rank, step] of a device-side assertion, once
 }
 
 
@@ -117,6 +123,7 @@ class Cluster:
         beside: another task's cluster, whose coordinator it shares and whose block it is used within.
         settings: what differs from `SETTINGS`.
         script: what the workers run, with the folder as its argument.
+        variables: further environment of a node's agent.
     """
 
     def __init__(
@@ -132,9 +139,10 @@ class Cluster:
         task: str = "task",
         beside: Cluster | None = None,
         script: Path = SCRIPT,
+        variables: Callable[[str], Mapping[str, str]] = lambda node: {},
     ) -> None:
         self.folder = folder
-        self._script = script
+        self._script, self._variables = script, variables
         self.settings = {**SETTINGS, **(settings or {})}
         self.notes = Notes(folder)
         self.task = task
@@ -187,6 +195,7 @@ class Cluster:
         ]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", MARK: self._mark, "TMPDIR": str(self._temporary)}
         environment["COORDINATOR_FILE"] = str(self.state_dir / "coordinator.json")
+        environment.update(self._variables(node))
         with (self.folder / f"agent-{node}.log").open("ab") as log:
             self.agents[node] = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy
 from faults.cluster import SCRIPT, Note, Notes
 
-MOST_DIFFERENCE = {"float64": 1e-11, "float32": 1e-6}
-"""Of parameters. What a float64 run shows is rounding, around 1e-14; anything counted wrongly shows far above."""
+MOST_DIFFERENCE = {"float64": 1e-11, "float32": 1e-6, "bf16-mixed": 2e-2, "16-mixed": 2e-3}
+"""Of parameters, by precision. A float64 run shows rounding, around 1e-14; a sample counted wrongly shows far more."""
 
 
 class Reference:
@@ -24,7 +24,7 @@ class Reference:
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], epochs: int) -> None:
         self._folder, self._settings = folder, settings
-        self.most_difference = MOST_DIFFERENCE[settings["dtype"]]
+        self.most_difference = MOST_DIFFERENCE[settings["precision"] or settings["dtype"]]
         self._epochs = 0
         self._run(epochs)
 

@@ -188,6 +188,8 @@ class Model(pl.LightningModule):
             *(torch.nn.Linear(32, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)),
         )
         self.notes, self.schedule, self.full, self.pace, self.slow = notes, schedule, full, pace, slow
+        self.fused = False
+        self.assert_at: list[int] | None = None
         self.last_ids: list[int] = []
         self.flops_per_step = FLOPS_PER_STEP
 
@@ -197,10 +199,21 @@ class Model(pl.LightningModule):
         missing = self.schedule.engine.world.size < self.full
         time.sleep(self.slow if missing else self.pace)
         self.schedule.script("training_step")
+        if self.assert_at == [self.schedule.engine.world.rank, self.trainer.global_step]:
+            self.assert_on_device()
         loss = torch.nn.functional.mse_loss(self.net(x), y)
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
         self.log("samples", float(len(ids)), on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)
         return loss
+
+    def assert_on_device(self) -> None:
+        """Have the accelerator run into an assertion, in one worker once."""
+        try:
+            (Path(self.trainer.default_root_dir) / "asserted").touch(exist_ok=False)
+        except FileExistsError:
+            return
+        here = torch.zeros(1, device=self.device)
+        here[torch.tensor([5], device=self.device)].cpu()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         x, y, _ = batch
@@ -220,7 +233,13 @@ class Model(pl.LightningModule):
         self.schedule.script("optimizer_stepped")
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.Adam(self.parameters(), lr=1e-2, eps=1e-3)
+        settings: dict[str, Any] = {"lr": 1e-2, "eps": 1e-3}
+        parameters = self.parameters()
+        optimizer = (
+            torch.optim.AdamW(parameters, fused=True, **settings)
+            if self.fused
+            else torch.optim.Adam(parameters, **settings)
+        )
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, decay)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -299,7 +318,7 @@ class Watch(pl.Callback):
 
     @staticmethod
     def _keep(trainer: pl.Trainer, module: Any, path: Path) -> None:
-        values = {name: value.numpy() for name, value in module.state_dict().items()}
+        values = {name: value.cpu().numpy() for name, value in module.state_dict().items()}
         metrics = {f"metric/{name}": numpy.asarray(float(v)) for name, v in trainer.callback_metrics.items()}
         rates = {"rate": numpy.asarray(trainer.optimizers[0].param_groups[0]["lr"])}
         numpy.savez(path, **values, **metrics, **rates)
@@ -320,10 +339,15 @@ def main() -> None:
     lag = settings["lag"].get(node, 0.0)
     pace, slow = (0.0, 0.0) if alone else (settings["pace"] + lag, settings["slow"] + lag)
     module = Model(notes, schedule, full, pace, slow)
+    module.fused, module.assert_at = settings["fused"], settings["assert_at"]
+    if settings["compile"]:
+        module.net.compile()
+    filled = fill(settings["fill"])
     checkpoints = ModelCheckpoint(folder / "checkpoints", save_last=True, monitor="val", save_top_k=settings["keep"])
     trainer = pl.Trainer(
         strategy=pl_strategy(settings["rebalance"]),
-        accelerator="cpu",
+        accelerator=settings["accelerator"],
+        precision=settings["precision"],
         devices=settings["devices"],
         num_nodes=settings["nodes"],
         accumulate_grad_batches=settings["accumulation"],
@@ -340,6 +364,14 @@ def main() -> None:
     training = DataLoader(Numbered(SAMPLES), batch_size=BATCH, shuffle=True)
     validation = DataLoader(Numbered(VALIDATION_BATCHES * BATCH), batch_size=BATCH)
     trainer.fit(module, training, validation)
+    del filled
+
+
+def fill(part: float) -> Any:
+    """Hold a part of the accelerator's memory."""
+    if not part:
+        return None
+    return torch.empty(int(part * torch.cuda.mem_get_info()[1]), dtype=torch.uint8, device="cuda")
 
 
 def injection(settings: dict[str, Any]) -> list[pl.Callback]:

@@ -26,7 +26,8 @@ import torch  # noqa: E402
 from unicron_lightning.megatron import shim  # noqa: E402
 
 faulthandler.register(signal.SIGUSR1)
-shim.install()
+if not torch.cuda.is_available():
+    shim.install()
 torch.set_num_threads(1)
 
 import lightning.pytorch as pl  # noqa: E402
@@ -58,6 +59,7 @@ SETTINGS: dict[str, Any] = {
     "optimizer": {},
     "redundancy": None,  # of the distributed optimizer's shards
     "unfit": None,  # [tp, pp] with which the model is not built
+    "accelerator": "cpu",
 }
 
 
@@ -201,7 +203,7 @@ class Watch(pl.Callback):
         place, shard = strategy.fabric.place, strategy.fabric.shard
         self._note("end", step=trainer.global_step, replica=place.replica, shard=shard)
         if place.replica is not None:
-            state = {name: value.detach().float() for name, value in module.model.named_parameters()}
+            state = {name: value.detach().float().cpu() for name, value in module.model.named_parameters()}
             name = f"final-{trainer.global_step}-{place.replica}-{shard}.pt"
             torch.save({"parameters": state, "lr": strategy.optimizers[0].param_groups[0]["lr"]}, self._folder / name)
 
@@ -237,7 +239,7 @@ def main() -> None:
         saves.append(ModelCheckpoint(folder / "best", "{step}", monitor="val_loss", save_top_k=1))
     trainer = pl.Trainer(
         strategy=strategy,
-        accelerator="cpu",
+        accelerator=settings["accelerator"],
         devices=1,
         num_nodes=settings["tp"] * settings["pp"] * settings["dp"],
         accumulate_grad_batches=settings["accumulation"],

@@ -1,0 +1,47 @@
+"""Skips the kit where it cannot run, and collects its report.
+
+`pytest -m gpu tests/gpu` runs it; `UNICRON_KIT_REPORT=docs/gpu.md` has the results written there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpu import kit, report
+
+_rows: dict[str, report.Row] = {}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none."""
+    on = kit.device()
+    for item in items:
+        if item.get_closest_marker("gpu") is None:
+            continue
+        if on is None:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU and a torch with NCCL"))
+        elif on == "cpu" and item.get_closest_marker("hardware") is not None:
+            item.add_marker(pytest.mark.skip(reason="the rehearsal on the CPU cannot show it"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+    """Note an item's result."""
+    result: pytest.TestReport = yield
+    marker = item.get_closest_marker("gpu")
+    if marker is not None and result.when == "call" and kit.device() is not None:
+        measured = json.dumps(dict(result.user_properties)).replace("|", "/")
+        about = " ".join(f"{name} {value}" for name, value in kit.versions().items())
+        outcome = result.outcome if kit.device() == "cuda" else f"{result.outcome} (rehearsal)"
+        _rows[item.name] = (marker.args[0], item.name, outcome, f"{result.duration:.1f}", measured, about)
+    return result
+
+
+def pytest_sessionfinish() -> None:
+    """Write the report, where one is asked for."""
+    if _rows and (path := os.environ.get("UNICRON_KIT_REPORT")):
+        report.update(Path(path), _rows)

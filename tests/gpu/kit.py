@@ -1,0 +1,109 @@
+"""Runs the acceptance kit's ranks, several on one GPU, and collects their measurements."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from unicron_lightning.agent import nccl_environment
+
+PROGRAM: Final = Path(__file__).with_name("ranks.py")
+REHEARSAL: Final = "UNICRON_KIT_REHEARSAL"
+"""Set to 1: run on the CPU over gloo what can be run there, to try the kit itself."""
+
+ONE_GPU: Final = {
+    "CUDA_VISIBLE_DEVICES": "0",
+    "CUDA_MODULE_LOADING": "EAGER",  # a kernel loaded while another waits for a peer would wait for that one
+    "NCCL_NET": "Socket",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_CUMEM_HOST_ENABLE": "0",
+    "NCCL_RAS_ENABLE": "0",
+    "NCCL_MAX_NCHANNELS": "2",
+    "NCCL_DEBUG": "WARN",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "OMP_NUM_THREADS": "1",
+}
+"""With a NCCL_HOSTID of its own for each rank, NCCL takes ranks of one GPU for ranks of several hosts."""
+
+
+def device() -> str | None:
+    """Return the device that the kit runs on, None if there is none."""
+    if os.environ.get(REHEARSAL) == "1":
+        return "cpu"
+    return "cuda" if torch.cuda.is_available() and dist.is_nccl_available() else None
+
+
+def environment(host: str) -> dict[str, str]:
+    """Return the variables of a rank or an agent that is to be taken for a host of this name."""
+    values = {**os.environ, **ONE_GPU, "NCCL_HOSTID": host}
+    values.pop("CUBLAS_WORKSPACE_CONFIG", None)
+    nccl_environment.settle(values)
+    return values
+
+
+def run(
+    case: str,
+    world: int,
+    *,
+    lost: int = 0,
+    seconds: float = 200.0,
+    store: dist.TCPStore | None = None,
+    extra: Mapping[str, str] | None = None,
+    settled: bool = True,
+) -> list[dict[str, Any]]:
+    """Run a case of `ranks` in ``world`` processes.
+
+    Args:
+        case: its name.
+        world: number of ranks.
+        lost: how many of the last ranks stop or die, and so measure nothing.
+        seconds: limit for the whole case.
+        store: in which they meet; a new one by default.
+        extra: variables beside the kit's.
+        settled: set the variables that the agent sets.
+
+    Returns:
+        What each rank that was not lost measured, in rank order.
+    """
+    on = device()
+    assert on is not None
+    store = store or dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes = []
+    for rank in range(world):
+        values = {**environment(f"rank{rank}"), **(extra or {})}
+        if not settled:
+            for name in nccl_environment.REQUIRED:
+                values.pop(name, None)
+        command = [sys.executable, str(PROGRAM), case, str(rank), str(world), str(store.port), on]
+        processes.append(subprocess.Popen(command, env=values, stdout=subprocess.PIPE, text=True))
+    try:
+        outputs = [process.communicate(timeout=seconds)[0] for process in processes[: world - lost]]
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+    return [json.loads(output.splitlines()[-1]) if output.strip() else {} for output in outputs]
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that the report names."""
+    found = {"python": sys.version.split()[0], "torch": torch.__version__}
+    if device() == "cuda":
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["cuda"] = str(torch.version.cuda)
+        found["gpu"] = torch.cuda.get_device_name(0)
+    return found

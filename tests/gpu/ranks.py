@@ -1,0 +1,251 @@
+"""One rank of the acceptance kit's data plane: `python ranks.py CASE RANK WORLD PORT DEVICE`.
+
+Prints one line of JSON with its measurements. All ranks of a case meet in the store at PORT. On the CPU the same
+cases run over gloo, as a rehearsal of the kit without a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from unicron_lightning.worker.communicator import Communicator, CommunicatorAborted
+from unicron_lightning.worker.connecting import abandoned
+from unicron_lightning.worker.gloo import GlooCommunicator
+from unicron_lightning.worker.nccl import NcclCommunicator
+
+NUMEL = 1 << 20
+WORKS = 4
+CYCLES = 100
+SETTLED = 10
+"""Cycles after which resources are first counted."""
+DEADLINE_SECONDS = 60.0
+"""An abort by which a case ends that shows no error by itself."""
+
+Measured = dict[str, Any]
+
+
+class Rank:
+    """One rank: its place, its device and the store."""
+
+    def __init__(self, rank: int, world: int, port: int, device: str) -> None:
+        self.rank, self.world = rank, world
+        self.device = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
+        self.store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+        if device == "cuda":
+            torch.cuda.set_device(self.device)
+
+    @property
+    def is_last(self) -> bool:
+        return self.rank == self.world - 1
+
+    def host(self, name: str, world: int) -> GlooCommunicator:
+        """Connect gloo among the first ``world`` ranks."""
+        return GlooCommunicator(dist.PrefixStore(f"{name}/gloo", self.store), self.rank, world, "127.0.0.1")
+
+    def connect(self, name: str, world: int | None = None) -> Communicator:
+        """Connect the first ``world`` ranks, by default all of them."""
+        size = world or self.world
+        host = self.host(name, size)
+        return host if self.device.type == "cpu" else self.accelerated(name, size, host)
+
+    def accelerated(self, name: str, world: int, host: GlooCommunicator) -> NcclCommunicator:
+        """Connect NCCL beside a connected host communicator."""
+        return NcclCommunicator(dist.PrefixStore(f"{name}/nccl", self.store), self.rank, world, self.device, host)
+
+    def total(self, communicator: Communicator, value: float) -> float:
+        """Sum ``value`` over the ranks, as read back from the device."""
+        tensor = torch.full((NUMEL,), value, device=self.device)
+        communicator.wait(communicator.all_reduce(tensor))
+        return float(tensor[-1])
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def timed(call: Callable[[], Any]) -> tuple[float, str | None]:
+    """Seconds that a call takes, and the error by which it ends; None if it ends without one."""
+    began = time.monotonic()
+    try:
+        call()
+    except CommunicatorAborted as error:
+        return time.monotonic() - began, str(error)[:200]
+    return time.monotonic() - began, None
+
+
+def sums(rank: Rank) -> Measured:
+    """K1."""
+    communicator = rank.connect("sums")
+    total = rank.total(communicator, rank.rank + 1)
+    communicator.close()
+    return {"total": total}
+
+
+def stopped(rank: Rank) -> Measured:
+    """K2: the last rank is stopped; the others abort four collectives that wait for it."""
+    communicator = rank.connect("stopped")
+    rank.total(communicator, 1)
+    if rank.is_last:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    tensors = [torch.ones(NUMEL, device=rank.device) for _ in range(WORKS)]
+    handles = [communicator.all_reduce(tensor) for tensor in tensors]
+    time.sleep(1)
+    aborted = threading.Timer(0, communicator.abort, ("a peer stands still",))
+    aborted.start()
+    waited, error = timed(lambda: communicator.wait(handles[0]))
+    closed, _ = timed(communicator.close)
+    released, _ = timed(lambda: communicator.released(DEADLINE_SECONDS))
+    kernels, _ = timed(rank.synchronize)
+    aborted.join()
+    return {"waited": waited, "error": error, "closed": closed, "released": released, "kernels": kernels}
+
+
+def killed(rank: Rank) -> Measured:
+    """K3: the last rank is killed; the others sum without it."""
+    communicator = rank.connect("killed")
+    rank.total(communicator, 1)
+    if rank.is_last:
+        os.kill(os.getpid(), signal.SIGKILL)
+    tensors = [torch.ones(NUMEL, device=rank.device) for _ in range(WORKS)]
+    deadline = threading.Timer(DEADLINE_SECONDS, communicator.abort, ("the deadline of the case",))
+    deadline.start()
+    noticed, error = timed(lambda: [communicator.wait(communicator.all_reduce(tensor)) for tensor in tensors])
+    deadline.cancel()
+    communicator.abort("a peer died")
+    _, refused = timed(lambda: communicator.all_reduce(torch.ones(1, device=rank.device)))
+    closed, _ = timed(communicator.close)
+    released, _ = timed(lambda: communicator.released(DEADLINE_SECONDS))
+    rank.synchronize()
+    again, total = time.monotonic(), 0.0
+    successor = rank.connect("survivors", rank.world - 1)
+    total = rank.total(successor, rank.rank + 1)
+    rebuilt = time.monotonic() - again
+    successor.close()
+    seconds = {"noticed": noticed, "closed": closed, "released": released, "rebuilt": rebuilt}
+    return {**seconds, "error": error, "refused": refused, "total": total}
+
+
+def absent(rank: Rank) -> Measured:
+    """K4: the last rank connects gloo and no more; the caller of the others gives the attempt up."""
+    from unicron_lightning import wire
+    from unicron_lightning.worker.connecting import Connecting
+
+    host = rank.host("absent", rank.world)
+    if rank.is_last:
+        rank.store.wait(["given up"], timedelta(seconds=DEADLINE_SECONDS))
+        host.close()
+        return {}
+
+    def build(epoch: wire.Epoch, place: int, world: int) -> Communicator:
+        if rank.device.type == "cuda":
+            return rank.accelerated("absent", rank.world, host)
+        while not abandoned():  # gloo has no second connection that could be missing
+            time.sleep(0.01)
+        raise CommunicatorAborted("the epoch was overtaken while connecting")
+
+    address = wire.Address(host="127.0.0.1", port=1)
+    about: dict[str, Any] = {"hold": False, "incident": None, "published_at": 0.0}
+    epoch = wire.Epoch(number=1, kind="init", members=[], store=address, **about)
+    attempt = Connecting(build, epoch, rank.rank)
+    attempt.start(threading.Condition())
+    time.sleep(2)
+    began = time.monotonic()
+    assert attempt.take() is None
+    caller = time.monotonic() - began
+    while not attempt.finished and time.monotonic() < began + DEADLINE_SECONDS:
+        time.sleep(0.01)
+    ended = time.monotonic() - began
+    host.close()
+    rank.store.set("given up", "yes")
+    return {"caller": caller, "ended": ended, "finished": attempt.finished}
+
+
+def cycles(rank: Rank) -> Measured:
+    """K5: a hundred epochs leave nothing behind."""
+    counted: list[dict[str, int]] = []
+    for number in range(CYCLES):
+        communicator = rank.connect(f"cycle-{number}")
+        assert rank.total(communicator, 1) == rank.world
+        communicator.close()
+        assert communicator.released(DEADLINE_SECONDS) or rank.device.type == "cpu"  # gloo does not tell
+        if number in (SETTLED - 1, CYCLES - 1):
+            time.sleep(3)  # the owners' threads destroy their groups after the release
+            free = torch.cuda.mem_get_info()[0] if rank.device.type == "cuda" else 0
+            tasks, files = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+            counted.append({"free": free, "threads": tasks, "descriptors": files})
+    first, last = counted
+    return {name: last[name] - first[name] for name in first}
+
+
+def noting(rank: Rank) -> Measured:
+    """K6, first part: plain torch with its own variables; the last rank is killed, and a watchdog notes the error."""
+    options = dist.ProcessGroupNCCL.Options()
+    group = dist.ProcessGroupNCCL(dist.PrefixStore("plain", rank.store), rank.rank, rank.world, options)
+    group.allreduce([torch.ones(1, device=rank.device)]).wait()
+    torch.cuda.synchronize()
+    if rank.is_last:
+        os.kill(os.getpid(), signal.SIGKILL)
+    group.allreduce([torch.ones(1, device=rank.device)])
+    time.sleep(DEADLINE_SECONDS)  # torch ends this process when its watchdog sees the error
+    return {"outlived": True}
+
+
+def joining(rank: Rank) -> Measured:
+    """K6: ranks with the agent's variables live on in a store in which others' watchdogs have noted an error."""
+    communicator = rank.connect("joiners")
+    seconds = float(os.environ["KIT_SECONDS"])
+    end = time.monotonic() + seconds
+    number = 0
+    while time.monotonic() < end:
+        assert rank.total(communicator, 1) == rank.world
+        number += 1
+        time.sleep(0.5)
+    communicator.close()
+    return {"sums": number, "seconds": seconds}
+
+
+def chained(rank: Rank) -> Measured:
+    """K10: two groups whose streams wait for each other; the last rank is stopped."""
+    groups = [rank.connect(name) for name in ("first", "second")]
+    for group in groups:
+        rank.total(group, 1)
+    if rank.is_last:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    tensors = [torch.ones(NUMEL, device=rank.device) for _ in groups]
+    streams = [torch.cuda.Stream() for _ in groups] if rank.device.type == "cuda" else []
+    for number, group in enumerate(groups):
+        if streams:
+            streams[number].wait_stream(streams[number - 1])
+            with torch.cuda.stream(streams[number]):
+                group.all_reduce(tensors[number])
+        else:
+            group.all_reduce(tensors[number])
+    time.sleep(1)
+    aborted, _ = timed(lambda: [group.close() for group in groups])
+    released, _ = timed(lambda: [group.released(DEADLINE_SECONDS) for group in groups])
+    kernels, _ = timed(rank.synchronize)
+    return {"aborted": aborted, "released": released, "kernels": kernels}
+
+
+CASES = {case.__name__: case for case in (sums, stopped, killed, absent, cycles, noting, joining, chained)}
+
+
+def main() -> None:
+    case, rank, world, port, device = sys.argv[1:]
+    print(json.dumps(CASES[case](Rank(int(rank), int(world), int(port), device))), flush=True)
+    os._exit(0)  # a destructor that blocks is measured above, and must not hide the measurement
+
+
+if __name__ == "__main__":
+    main()

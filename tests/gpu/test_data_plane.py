@@ -1,0 +1,85 @@
+"""NCCL's communicator on a GPU: sums, aborts, deaths, resources. Several ranks share one GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from gpu import kit
+
+pytestmark = [pytest.mark.timeout(500)]
+
+HEARTBEAT_SECONDS = 10
+RecordProperty = Callable[[str, Any], None]
+
+
+def rounded(measured: dict[str, Any]) -> dict[str, Any]:
+    return {name: round(value, 3) if isinstance(value, float) else value for name, value in measured.items()}
+
+
+@pytest.mark.gpu("K1")
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_sums(world: int) -> None:
+    assert [rank["total"] for rank in kit.run("sums", world)] == [world * (world + 1) / 2] * world
+
+
+@pytest.mark.gpu("K2")
+def test_abort_beside_a_stopped_peer(record_property: RecordProperty) -> None:
+    for rank, measured in enumerate(kit.run("stopped", 3, lost=1)):
+        record_property(f"rank{rank}", rounded(measured))
+        assert measured["error"] is not None
+        assert measured["waited"] < 2
+        assert measured["closed"] < 2
+        assert measured["released"] < 2, "the abort ends the kernels"
+        assert measured["kernels"] < 5
+
+
+@pytest.mark.gpu("K3")
+def test_survivors_of_a_killed_peer(record_property: RecordProperty) -> None:
+    for rank, measured in enumerate(kit.run("killed", 3, lost=1)):
+        record_property(f"rank{rank}", rounded(measured))
+        assert measured["error"] is not None
+        assert measured["refused"] is not None, "nothing is enqueued in an aborted group"
+        assert measured["closed"] < 2
+        assert measured["released"] < 5
+        assert measured["total"] == 3.0, "the survivors' group sums right"
+
+
+@pytest.mark.gpu("K4")
+def test_abandoned_connection_to_an_absent_peer(record_property: RecordProperty) -> None:
+    measured = kit.run("absent", 2)[0]
+    record_property("rank0", rounded(measured))
+    assert measured["caller"] < 0.5
+    assert measured["finished"]
+    assert measured["ended"] < 2
+
+
+@pytest.mark.gpu("K5")
+def test_a_hundred_epochs_leave_nothing_behind(record_property: RecordProperty) -> None:
+    for rank, growth in enumerate(kit.run("cycles", 2, seconds=480)):
+        record_property(f"rank{rank}", growth)
+        assert growth["free"] > -(64 << 20)
+        assert growth["threads"] <= 2
+        assert growth["descriptors"] <= 4
+
+
+@pytest.mark.gpu("K6")
+@pytest.mark.hardware
+def test_joiners_live_beside_a_watchdogs_note(record_property: RecordProperty) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    short = {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(HEARTBEAT_SECONDS), "KIT_SECONDS": str(4 * HEARTBEAT_SECONDS)}
+    kit.run("noting", 2, lost=1, store=store, extra=short, settled=False)
+    for rank, measured in enumerate(kit.run("joining", 2, store=store, extra=short)):
+        record_property(f"rank{rank}", measured)
+        assert measured["sums"] > HEARTBEAT_SECONDS
+
+
+@pytest.mark.gpu("K10")
+def test_abort_of_two_groups_with_chained_streams(record_property: RecordProperty) -> None:
+    for rank, measured in enumerate(kit.run("chained", 3, lost=1)):
+        record_property(f"rank{rank}", rounded(measured))
+        assert measured["aborted"] < 2
+        assert measured["released"] < 5
+        assert measured["kernels"] < 5
