@@ -3,6 +3,7 @@
 #   make demo        train a small GPT through three failures, then two tasks that share six nodes
 #   make test        all tests but the long chaos runs
 #   make chaos       200 random faults, seeded
+#   make gpu         the acceptance kit of docs/gpu.md, on a machine with a GPU: make gpu [WHEELS=folder] [ITEMS="K1 or K2"]
 #   make bench       the figures in the README, measured here
 #   make experiments what failures would cost: docs/simulator-results.md, simulated
 #   make lint types docs-check wheel-check
@@ -13,6 +14,8 @@ SHELL := bash
 .DEFAULT_GOAL := help
 FAULTS ?= 200
 PYTEST_ARGS ?=
+WHEELS ?=
+ITEMS ?=
 COMPUTING := $(addprefix tests/,planner planning coordinator data simulate inject detection) $(wildcard tests/test_*.py)
 # These start processes and mostly wait; their limits of time are generous (the fault tests pass at a load of ten).
 STARTING := $(addprefix tests/,strategies faults megatron demo/test_first_act.py)
@@ -24,7 +27,7 @@ READY := $(VENV)/.ready
 # -qq: what an index on this machine warns of is no concern of this project; errors are shown.
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: help setup demo test chaos bench experiments import-cost lint types docs-check wheel-check clean
+.PHONY: help setup demo test gpu chaos bench experiments import-cost lint types docs-check wheel-check clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -55,6 +58,10 @@ test: $(READY)
 
 chaos: $(READY)
 	@$(BIN)/python benchmarks/chaos.py --faults $(FAULTS)
+
+# With WHEELS nothing is fetched: the machine's own python3 has torch with CUDA, the folder the rest.
+gpu: $(if $(WHEELS),,$(READY))
+	@WHEELS="$(WHEELS)" ITEMS="$(ITEMS)" PYTHON="$(if $(WHEELS),$(PYTHON),$(BIN)/python)" .ci/gpu-kit $(PYTEST_ARGS)
 
 bench: $(READY)
 	@$(BIN)/python benchmarks/run.py

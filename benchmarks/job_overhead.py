@@ -22,12 +22,13 @@ from torch.utils.data import DataLoader
 
 NUM_SAMPLES = 65_536
 FOLDER = Path(os.environ["BENCH_LOG"])
+ON_GPU = os.environ.get("BENCH_ACCELERATOR") == "gpu"
 
 
 def strategy(name: str, bucket_mib: float) -> Strategy:
     """Lightning's DDP strategy or `UnicronStrategy`, with the same bucket size."""
     if name == "ddp":
-        return DDPStrategy(process_group_backend="gloo", bucket_cap_mb=bucket_mib)
+        return DDPStrategy(process_group_backend="nccl" if ON_GPU else "gloo", bucket_cap_mb=bucket_mib)
     from unicron_lightning.strategies.unicron import UnicronStrategy
 
     return UnicronStrategy(bucket_mib=bucket_mib)
@@ -94,8 +95,10 @@ def main() -> None:
     pl.seed_everything(1, verbose=False)
     trainer = pl.Trainer(
         strategy=strategy(name, float(bucket_mib)),
-        accelerator="cpu",
+        accelerator="gpu" if ON_GPU else "cpu",
+        precision="bf16-mixed" if ON_GPU else None,
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+        num_nodes=int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"]),
         accumulate_grad_batches=int(accumulate),
         max_steps=1_000_000,
         callbacks=[Segments(int(steps)), *callbacks(name)],
@@ -105,7 +108,7 @@ def main() -> None:
         enable_model_summary=False,
     )
     loader = DataLoader(Walks(NUM_SAMPLES, SIZES[size].context), batch_size=SIZES[size].sequences)
-    trainer.fit(GPT(SIZES[size]), loader)
+    trainer.fit(GPT(SIZES[size], fused=ON_GPU), loader)
 
 
 if __name__ == "__main__":

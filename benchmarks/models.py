@@ -28,6 +28,7 @@ SIZES = {
     "tiny": Size(layers=2, heads=2, width=64),
     "1M": Size(layers=5, heads=4, width=128),
     "10M": Size(layers=6, heads=6, width=384, sequences=4),
+    "100M": Size(layers=14, heads=12, width=768, context=512, sequences=16),
 }
 """Sizes by name, the approximate number of parameters."""
 
@@ -62,11 +63,12 @@ class GPT(pl.LightningModule):
     Args:
         size: of the model.
         eps: of AdamW.
+        fused: use AdamW's fused kernel.
     """
 
-    def __init__(self, size: Size, eps: float = 1e-8) -> None:
+    def __init__(self, size: Size, eps: float = 1e-8, fused: bool = False) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.fused = eps, fused
         self.tokens = nn.Embedding(VOCABULARY, size.width)
         self.places = nn.Embedding(size.context, size.width)
         self.blocks = nn.Sequential(*(Block(size) for _ in range(size.layers)))
@@ -85,7 +87,7 @@ class GPT(pl.LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3, eps=self.eps)
+        return torch.optim.AdamW(self.parameters(), lr=1e-3, eps=self.eps, fused=self.fused or None)
 
 
 class Walks(Dataset[Tensor]):

@@ -2,9 +2,10 @@
 
     python benchmarks/overhead.py [--sizes 1M 10M] [--buckets 1 5 25] [--pairs 8] [--launches 5]
     python benchmarks/overhead.py --jobs watched unwatched --sizes 1M --buckets 25 --launches 8
+    python benchmarks/overhead.py --accelerator gpu --sizes 100M --buckets 25 --launches 3
 
 The second command measures the cost of all monitoring: ``watched`` adds the callbacks, ``unwatched`` has neither the
-callbacks nor the statistics of steps.
+callbacks nor the statistics of steps. The third one runs both ranks on one GPU with bf16 and a fused AdamW.
 
 Both jobs exist at the same time with two workers each, but only one computes. They alternate in short segments
 (unicron, ddp, ddp, unicron, ...), so that other load on the machine affects both alike. A launch's ratio is that of the
@@ -59,13 +60,15 @@ class Job:
         }
         self.processes = Processes(folder, environment)
         back_end = "c10d" if name == "ddp" else "unicron"
-        torchrun: list[str | Path] = [
-            Path(sys.executable).parent / "torchrun",
-            f"--nproc-per-node={WORKERS}",
-            "--nnodes=1:1",
-        ]
+        on_gpu = malloc.get("BENCH_ACCELERATOR") == "gpu"
+        # NCCL takes the ranks of one GPU for those of several hosts only if each has an agent with a host id.
+        agents = WORKERS if on_gpu else 1
+        torchrun: list[str | Path] = [Path(sys.executable).parent / "torchrun"]
+        torchrun += [f"--nproc-per-node={WORKERS // agents}", f"--nnodes={agents}:{agents}"]
         torchrun += [f"--rdzv-backend={back_end}", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=bench"]
-        self.processes.start("agent", [*torchrun, HERE / "job_overhead.py", name, *arguments])
+        for number in range(agents):
+            words = [*torchrun, HERE / "job_overhead.py", name, *arguments]
+            self.processes.start("agent" if number == 0 else f"agent{number}", words, NCCL_HOSTID=f"{name}{number}")
 
     def segment(self, seconds: float = 120.0) -> tuple[list[float], float]:
         """Let the job compute one segment.
@@ -228,9 +231,14 @@ def main() -> None:
     parser.add_argument("--launches", type=int, default=1)
     parser.add_argument("--steps", type=int, default=10, help="counted steps per segment")
     parser.add_argument("--jobs", nargs=2, default=JOBS, choices=("unicron", "ddp", "watched", "unwatched"))
+    parser.add_argument("--accelerator", choices=("cpu", "gpu"), default="cpu")
     parser.add_argument("--malloc", choices=("default", "keep"), default="default")
     parser.add_argument("--output", type=Path, default=Path("bench-output/overhead"))
     arguments = parser.parse_args()
+    extra = KEEP_FREED if arguments.malloc == "keep" else {}
+    if arguments.accelerator == "gpu":
+        one_gpu = json.loads((HERE / "one_gpu.json").read_text(encoding="utf-8"))
+        extra = {**extra, **one_gpu, "BENCH_ACCELERATOR": "gpu"}
     print(
         table(
             series(
@@ -240,7 +248,7 @@ def main() -> None:
                 arguments.pairs,
                 arguments.steps,
                 arguments.output,
-                KEEP_FREED if arguments.malloc == "keep" else None,
+                extra,
                 tuple(arguments.jobs),
                 arguments.launches,
             )

@@ -1,6 +1,7 @@
 """Skips the kit where it cannot run, and collects its report.
 
-`pytest -m gpu tests/gpu` runs it; `UNICRON_KIT_REPORT=docs/gpu.md` has the results written there.
+`pytest -m gpu tests/gpu` runs it. UNICRON_KIT_REPORT names the document that gets the results, UNICRON_KIT_ITEMS the
+items to run, as in "K1 or K2"; all by default.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ _rows: dict[str, report.Row] = {}
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs a GPU where there is none."""
     on = kit.device()
+    picked = set(os.environ.get("UNICRON_KIT_ITEMS", "").replace(" or ", " ").split())
     for item in items:
-        if item.get_closest_marker("gpu") is None:
+        if (marker := item.get_closest_marker("gpu")) is None:
             continue
-        if on is None:
+        if picked and marker.args[0] not in picked:
+            item.add_marker(pytest.mark.skip(reason="not among UNICRON_KIT_ITEMS"))
+        elif on is None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU and a torch with NCCL"))
         elif on == "cpu" and item.get_closest_marker("hardware") is not None:
             item.add_marker(pytest.mark.skip(reason="the rehearsal on the CPU cannot show it"))

@@ -19,22 +19,13 @@ PROGRAM: Final = Path(__file__).with_name("ranks.py")
 REHEARSAL: Final = "UNICRON_KIT_REHEARSAL"
 """Set to 1: run on the CPU over gloo what can be run there, to try the kit itself."""
 
-ONE_GPU: Final = {
-    "CUDA_VISIBLE_DEVICES": "0",
-    "CUDA_MODULE_LOADING": "EAGER",  # a kernel loaded while another waits for a peer would wait for that one
-    "NCCL_NET": "Socket",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "NCCL_IB_DISABLE": "1",
-    "NCCL_P2P_DISABLE": "1",
-    "NCCL_SHM_DISABLE": "1",
-    "NCCL_CUMEM_HOST_ENABLE": "0",
-    "NCCL_RAS_ENABLE": "0",
-    "NCCL_MAX_NCHANNELS": "2",
-    "NCCL_DEBUG": "WARN",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "OMP_NUM_THREADS": "1",
-}
-"""With a NCCL_HOSTID of its own for each rank, NCCL takes ranks of one GPU for ranks of several hosts."""
+ONE_GPU: Final[dict[str, str]] = json.loads(
+    (Path(__file__).parents[2] / "benchmarks" / "one_gpu.json").read_text(encoding="utf-8")
+)
+"""Variables with which ranks that share a GPU use TCP on the loopback interface.
+
+With a NCCL_HOSTID of its own for each rank, NCCL takes the ranks for ranks of several hosts.
+"""
 
 
 def device() -> str | None:

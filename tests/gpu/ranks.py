@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import statistics
 import sys
 import threading
 import time
@@ -188,6 +189,20 @@ def cycles(rank: Rank) -> Measured:
     return {name: last[name] - first[name] for name in first}
 
 
+def renewals(rank: Rank) -> Measured:
+    """Figures: times of aborts and of connections among all ranks, over ten epochs."""
+    released, connected = [], []
+    for number in range(10):
+        rank.store.set(f"here/{number}/{rank.rank}", "")
+        rank.store.wait([f"here/{number}/{other}" for other in range(rank.world)])
+        made: list[Communicator] = []
+        connected.append(timed(lambda made=made, number=number: made.append(rank.connect(f"renewed-{number}")))[0])
+        assert rank.total(made[0], 1) == rank.world
+        made[0].close()
+        released.append(timed(lambda made=made: made[0].released(DEADLINE_SECONDS))[0])
+    return {"abort": statistics.median(released), "connect": statistics.median(connected)}
+
+
 def noting(rank: Rank) -> Measured:
     """K6, first part: plain torch with its own variables; the last rank is killed, and a watchdog notes the error."""
     options = dist.ProcessGroupNCCL.Options()
@@ -238,7 +253,7 @@ def chained(rank: Rank) -> Measured:
     return {"aborted": aborted, "released": released, "kernels": kernels}
 
 
-CASES = {case.__name__: case for case in (sums, stopped, killed, absent, cycles, noting, joining, chained)}
+CASES = {case.__name__: case for case in (sums, stopped, killed, absent, cycles, renewals, noting, joining, chained)}
 
 
 def main() -> None:

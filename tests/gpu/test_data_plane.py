@@ -83,3 +83,12 @@ def test_abort_of_two_groups_with_chained_streams(record_property: RecordPropert
         assert measured["aborted"] < 2
         assert measured["released"] < 5
         assert measured["kernels"] < 5
+
+
+@pytest.mark.gpu("figure")
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_times_of_aborts_and_connections(world: int, record_property: RecordProperty) -> None:
+    measured = kit.run("renewals", world)
+    record_property("abort_seconds", round(max(rank["abort"] for rank in measured), 4))
+    record_property("connect_seconds", round(max(rank["connect"] for rank in measured), 4))
+    assert all(rank["connect"] < 10 for rank in measured)
