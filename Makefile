@@ -3,7 +3,7 @@
 #   make demo        train a small GPT through three failures, then two tasks that share six nodes
 #   make test        all tests but the long chaos runs
 #   make chaos       200 random faults, seeded
-#   make gpu         the acceptance kit of docs/gpu.md, on a machine with a GPU: make gpu [WHEELS=folder] [ITEMS="K1 or K2"]
+#   make gpu         the acceptance kit of docs/gpu.md, on a machine with a GPU: make gpu [WHEELS=folder] [ITEMS=K1,K2]
 #   make bench       the figures in the README, measured here
 #   make experiments what failures would cost: docs/simulator-results.md, simulated
 #   make lint types docs-check wheel-check
