@@ -10,7 +10,7 @@ An incident's life, derived from its task's events as they are emitted:
 * *sub-healthy* ends when the task has as many slots as before (restored), or as many as it is due by an operator's
   order or by a plan that allocates as many places as before (replanned), or when the task is over (ended).
 
-During detection and transition the task stands still and all its capacity is lost; while sub-healthy, the missing
+During detection and transition the task is interrupted and all its capacity is lost; while sub-healthy, the missing
 part is lost. Of overlapping incidents, each accounts only for the capacity that the next one found, so nothing is
 counted twice. A second failure before the first step belongs to the same incident. All records are in `state.Task`, so
 a restarted coordinator continues with them; the time it was away counts.

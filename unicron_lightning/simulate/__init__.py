@@ -1,1 +1,1 @@
-"""What failures would cost a cluster: traces replayed by policies on a virtual clock. Pure: no processes, no torch."""
+"""Costs of failures in a cluster: traces replayed by policies on a virtual clock. Pure: no processes, no torch."""

@@ -1,7 +1,7 @@
-"""``python -m unicron_lightning.simulate [-m] [key=value ...]``: what failures would cost, by policy.
+"""``python -m unicron_lightning.simulate [-m] [key=value ...]``: simulate the costs of failures, by policy.
 
-Configured by Hydra; ``--cfg job`` shows the configuration, ``--help`` the groups. A wrong key or value ends it with one
-message (HYDRA_FULL_ERROR=1: with the whole trace).
+Configured by Hydra; ``--cfg job`` shows the configuration, ``--help`` the groups. A wrong key or value ends the process
+with one message (HYDRA_FULL_ERROR=1: with the full traceback).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> None:
     if os.environ.get(_FULL_ERROR) == "1":
         run()
         return
-    # Hydra prints errors itself, and advises to add unknown keys with `+`; raised, they are said in one line.
+    # Hydra prints errors itself, and advises adding unknown keys with `+`; raised, they are reported in one line.
     os.environ[_FULL_ERROR] = "1"
     try:
         run()
@@ -44,12 +44,12 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def job(composed: DictConfig) -> float:
-    """One simulation, as Hydra has composed it.
+    """Run one simulation, as Hydra has composed it.
 
     Returns:
-        Accumulated WAF as part of the ideal.
+        Accumulated WAF as a fraction of the ideal.
     """
-    # What computes is imported only here: --cfg and --help are quick.
+    # Computing modules are imported only here, so that --cfg and --help are quick.
     from unicron_lightning.simulate.rows import row_of
     from unicron_lightning.simulate.saving import save_result
     from unicron_lightning.simulate.settings import read_settings
@@ -79,12 +79,12 @@ def job(composed: DictConfig) -> float:
 
 
 def variant_of(overrides: list[str]) -> str:
-    """What sets a run apart from others beside policy, trace, workload and seed: the other overrides."""
+    """Return the overrides that distinguish a run, other than policy, trace, workload and seed."""
     return " ".join(sorted(each for each in overrides if _sets_apart(each.lstrip("+~").partition("=")[0])))
 
 
 def _sets_apart(key: str) -> bool:
-    # A change of a trace's or a workload's numbers does; the choice of one has its own column.
+    # Changed numbers of a trace or a workload do; the choice of one has its own column.
     return key.partition(".")[0] not in _NO_VARIANT or key.startswith(("trace.", "workload."))
 
 

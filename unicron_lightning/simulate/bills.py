@@ -1,7 +1,7 @@
-"""What each failure of a task has cost it: detection, transition, sub-healthy.
+"""The cost of each failure of a task: detection, transition, sub-healthy.
 
-As in the coordinator's own books (docs/accounting.md): a failure before the task makes steps again belongs to the
-same incident; of incidents that overlap each answers for what the next one found, so that nothing is counted twice.
+The rules are the coordinator's (docs/accounting.md): a failure before the task makes steps again belongs to the same
+incident; of overlapping incidents, each accounts only for the capacity that the next one found.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from unicron_lightning.simulate.result import MICRO, Incident, Phase, State
 
 _PHASE: dict[State, Phase] = {"detecting": "detection", "useful": "sub_healthy"}
-"""All others: transition."""
+"""Phases by state; all other states belong to the transition."""
 
 
 class _Open:
@@ -26,14 +26,14 @@ class _Open:
 
 
 class Bills:
-    """Of one task."""
+    """Bills of one task."""
 
     def __init__(self) -> None:
         self._open: list[_Open] = []
         self._closed: list[_Open] = []
 
     def strikes(self, now: int, kind: str, waf: float) -> None:
-        """A failure, when the task's WAF was this."""
+        """Record a failure, with the task's WAF before it."""
         if not self.is_struck:
             self._open.append(_Open(kind, now, waf))
 
@@ -43,24 +43,24 @@ class Bills:
         return bool(self._open) and self._open[-1].running_at is None
 
     def known(self, now: int) -> None:
-        """The system has heard of the newest one."""
+        """Record that the system has detected the newest failure."""
         if self._open and self._open[-1].known_at is None:
             self._open[-1].known_at = now
 
     def runs(self, now: int) -> None:
-        """The task makes steps again."""
+        """Record that the task makes steps again."""
         if self.is_struck:
             self.known(now)
             self._open[-1].running_at = now
 
     def forgive(self) -> None:
-        """The cluster's tasks have changed: what a task should have had is not known any more."""
+        """Close running incidents: the cluster's tasks have changed, so their due WAF is no longer defined."""
         kept = [incident for incident in self._open if incident.running_at is None]
         self._closed.extend(incident for incident in self._open if incident not in kept)
         self._open = kept
 
     def settle(self, start: int, end: int, state: State, waf: float) -> None:
-        """So it was between two times. What is back to what it was is over."""
+        """Account for a period; incidents whose WAF is restored are closed."""
         while state == "useful" and self._open and waf >= self._open[-1].due * (1.0 - 1e-12):
             self._closed.append(self._open.pop())
         for place, incident in enumerate(self._open):
@@ -73,7 +73,7 @@ class Bills:
             incident.waf[phase] += max(0.0, incident.due - had) * ((end - start) / MICRO)
 
     def all(self, task: str) -> list[Incident]:
-        """By their beginnings; what is open is told as far as it has come."""
+        """Return all incidents by start; open ones are reported with their costs so far."""
         ordered = sorted([*self._closed, *self._open], key=lambda incident: incident.at)
         return [_told(task, incident) for incident in ordered]
 

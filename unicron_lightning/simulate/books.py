@@ -17,14 +17,14 @@ from unicron_lightning.simulate.workload import SimTask
 
 
 class Books:
-    """Of one cluster.
+    """Books of one cluster.
 
     Args:
         cluster: the nodes.
-        tasks: all that will come.
-        trace: what goes wrong.
-        costs: of the system that runs them.
-        clock: tells the time.
+        tasks: all tasks of the simulation.
+        trace: the faults.
+        costs: costs of the system that runs the tasks.
+        clock: the virtual clock.
     """
 
     def __init__(self, cluster: Cluster, tasks: Sequence[SimTask], trace: Trace, costs: Costs, clock: Clock) -> None:
@@ -45,32 +45,32 @@ class Books:
             meter.begin(micros(meter.task.arrival))
 
     def node_down(self, node: int) -> None:
-        """Its repair begins."""
+        """Record that a node's repair begins."""
         self._settle_down()
         self.down.add(node)
 
     def node_up(self, node: int) -> None:
-        """It can be used again."""
+        """Record that a node can be used again."""
         self._settle_down()
         self.down.discard(node)
 
     def place_is_up(self, place: int) -> bool:
-        """Whether all its nodes can be used."""
+        """Whether all nodes of a place can be used."""
         first = place * self.cluster.cell
         return not any(node in self.down for node in range(first, first + self.cluster.cell))
 
     def set(self, task: str, state: State, places: int, starting: int = 0) -> None:
-        """What a task does from now on, with so many places, and how many more are being started for it."""
+        """Set a task's state from now on, its places, and the number of places being started for it."""
         self.meters[task].set(self.clock.now, state, places, starting)
         assert self._held() + len(self.down) * self.cluster.workers_per_node <= self.cluster.num_workers
 
     def ends(self, task: str) -> None:
-        """The task is gone."""
+        """Record the end of a task."""
         self.meters[task].set(self.clock.now, "idle", 0)
         self._gone[task] = self.clock.now
 
     def result(self, policy: str) -> Result:
-        """Everything up to now."""
+        """Return the result up to now."""
         end = self.clock.now
         self._settle_down()
         spent: Counter[State] = Counter(dict.fromkeys(STATES, 0))
@@ -115,7 +115,7 @@ class Books:
         )
 
     def _curve(self) -> tuple[np.ndarray, np.ndarray]:
-        """The tasks' WAF, summed."""
+        """Return the sum of the tasks' WAF over time."""
         changes_at = (at for meter in self.meters.values() for at, _ in meter.changes)
         moments = np.unique(np.array([0, *changes_at, *self._gone.values()], dtype=np.int64))
         moments = moments[moments < max(1, self.clock.now)]
@@ -140,5 +140,5 @@ class Books:
 
 
 def spent_seconds(worker_micros: Mapping[State, int]) -> dict[State, float]:
-    """Worker-seconds by state."""
+    """Convert worker time by state to seconds."""
     return {state: worker_micros.get(state, 0) / MICRO for state in STATES}

@@ -1,16 +1,16 @@
-"""Costs with their origin: what a file says of each system, and the numbers that policies go by.
+"""Costs with their origin: each system's figures from a file, and the numbers that policies use.
 
-A *figure* is a number of seconds (or a part) with where it comes from:
+A *figure* is a number of seconds (or a fraction) with its origin:
 
-* ``measured``: by this project's benchmarks, of itself or of the system named;
+* ``measured``: by this project's benchmarks, of itself or of the named system;
 * ``published``: by others, with the citation;
-* ``code``: a default that stands in the system's source;
-* ``derived``: follows from others, as the source says;
-* ``guess``: nobody's measurement. These are what a sensitivity sweep moves between `least` and `most`;
+* ``code``: a default in the system's source;
+* ``derived``: computed from other figures, as its source states;
+* ``guess``: not measured by anyone. A sensitivity sweep moves these between `least` and `most`;
 * ``given``: overridden by a plain number.
 
-What every system has to go through at the size of a cluster (making communicators, starting a process) is said once,
-under ``common``, and named in `Figure.plus`: so nobody gets it for nothing, and moving it moves everybody.
+Costs that every system has at the size of a cluster (creating communicators, starting a process) are stated once, under
+``common``, and named in `Figure.plus`: every system pays them, and moving one moves all systems.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Origin = Literal["measured", "published", "code", "derived", "guess", "given"]
 ORIGINS: Final[tuple[Origin, ...]] = get_args(Origin)
 COMMON: Final = "common"
 GUESS_FACTOR: Final = 3.0
-"""A guess without `least` or `most` is moved by this factor."""
+"""Factor by which a guess without `least` or `most` is moved."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +37,11 @@ class Figure:
     """A number with its origin; see the module.
 
     Attributes:
-        value: seconds, or a part of 1.
+        value: seconds, or a fraction of 1.
         origin: sort of origin.
-        source: what was measured or cited, or what the guess goes by. Only a ``given`` one may have none.
-        plus: names of common figures that come on top.
-        least, most: between which it may well lie.
+        source: the measurement, the citation or the basis of a guess. Only a ``given`` figure may have none.
+        plus: names of common figures that are added.
+        least, most: bounds of the plausible range.
 
     Raises:
         ConfigError: a value out of its range, or no source.
@@ -67,7 +67,7 @@ class Figure:
 
     @property
     def range(self) -> tuple[float, float]:
-        """Between what it may lie: as given; a guess else within `GUESS_FACTOR`; else it is what it is."""
+        """The plausible range: as given; a guess otherwise within `GUESS_FACTOR`; other figures are exact."""
         factor = GUESS_FACTOR if self.origin == "guess" else 1.0
         low = self.value / factor if self.least is None else self.least
         high = self.value * factor if self.most is None else self.most
@@ -76,7 +76,7 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True)
 class SystemFigures:
-    """Of one system: the fields of `Costs`, each a figure."""
+    """Figures of one system: the fields of `Costs`, each a figure."""
 
     detection: dict[str, Figure]
     change: dict[Change, Figure]
@@ -100,14 +100,14 @@ _GROUPS: Final = ("detection", "change", "extra")
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """All systems' figures.
+    """Figures of all systems.
 
     Attributes:
         common: figures that others name in `Figure.plus`.
-        systems: by name.
+        systems: figures by name of the system.
 
     Raises:
-        ConfigError: a figure names a common one that is not there.
+        ConfigError: a figure names a common one that does not exist.
     """
 
     common: Mapping[str, Figure]
@@ -120,7 +120,7 @@ class Calibration:
                 raise ConfigError(f"costs.{key}: plus={figure.plus}: expected some of {', '.join(self.common)}")
 
     def figures(self) -> Iterator[tuple[str, Figure]]:
-        """All, by the key that overrides them, less ``costs.``."""
+        """Iterate over all figures, by the key that overrides them without ``costs.``."""
         for name, figure in self.common.items():
             yield f"{COMMON}.{name}", figure
         for system, figures in self.systems.items():
@@ -133,10 +133,10 @@ class Calibration:
                     yield f"{system}.{name}", single
 
     def of(self, system: str) -> Costs:
-        """The numbers of a system.
+        """Return the costs of a system.
 
         Raises:
-            ConfigError: it has none.
+            ConfigError: the system has none.
         """
         if system not in self.systems:
             raise ConfigError(f"no costs of {system!r}: expected one of {', '.join(self.systems)}")
@@ -155,7 +155,7 @@ class Calibration:
 
 
 def read_calibration(data: Mapping[str, Any]) -> Calibration:
-    """Read what a file says. A plain number in the place of a figure is a ``given`` one.
+    """Read a file's content. A plain number in the place of a figure is a ``given`` one.
 
     Raises:
         ConfigError: an unknown or missing key, or a wrong value; the message has the full key.
@@ -171,7 +171,7 @@ def read_calibration(data: Mapping[str, Any]) -> Calibration:
             systems[name] = read_section(SystemFigures, _with_figures(each), f"costs.{name}")
     calibration = Calibration(common=common, systems=systems)
     for name in systems:
-        calibration.of(name)  # has checks of its own
+        calibration.of(name)  # validates on its own
     return calibration
 
 
@@ -182,7 +182,7 @@ def _figures(data: Mapping[str, Any], where: str) -> dict[str, Figure]:
 
 
 def _with_figures(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with numbers made figures."""
+    """Replace plain numbers by figures."""
     made: dict[str, Any] = {}
     for name, value in data.items():
         if name in _GROUPS and isinstance(value, Mapping):
@@ -198,12 +198,12 @@ def _figure(value: Any) -> Any:
 
 
 def moved(calibration: Calibration, key: str, value: float) -> Calibration:
-    """The same with one figure at another value; for sweeps.
+    """Return the calibration with one figure at another value; for sweeps.
 
     Args:
-        calibration: what there is.
-        key: as `Calibration.figures` has it.
-        value: instead.
+        calibration: the original.
+        key: as in `Calibration.figures`.
+        value: the new value.
 
     Raises:
         ConfigError: no such figure.

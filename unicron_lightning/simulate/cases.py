@@ -1,4 +1,4 @@
-"""Many simulations by hand instead of by command line: settings that Hydra composes, with figures moved."""
+"""Simulations defined in code instead of on a command line: settings composed by Hydra, with figures moved."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Case:
 
     Attributes:
         policy, seed: as in the configuration.
-        overrides: of Hydra.
-        variant: how it is called in tables.
-        moves: figures at other values, by key.
+        overrides: overrides of Hydra.
+        variant: its name in tables.
+        moves: changed figures, by key.
     """
 
     policy: str
@@ -32,7 +32,7 @@ class Case:
 
 @lru_cache(maxsize=16)
 def composed(overrides: tuple[str, ...]) -> Settings:
-    """Settings with overrides of Hydra's."""
+    """Compose settings with Hydra's overrides."""
     from hydra import compose, initialize_config_module
     from omegaconf import OmegaConf
 
@@ -65,7 +65,7 @@ def run(case: Case) -> Curve:
 def cases_of(
     policies: Iterable[str], seeds: int, *overrides: str, variant: str = "", moves: tuple[tuple[str, float], ...] = ()
 ) -> list[Case]:
-    """Cases of policies and seeds that have all else in common."""
+    """Create cases of policies and seeds that are otherwise equal."""
     return [
         Case(policy=policy, seed=seed, overrides=overrides, variant=variant, moves=moves)
         for policy in policies
@@ -74,7 +74,7 @@ def cases_of(
 
 
 def at_their_best(costs: Calibration) -> tuple[tuple[str, float], ...]:
-    """Every figure of all other systems at its least, which is its best; ours and common ones as they are."""
+    """Set every figure of all other systems to its minimum, their best case; Unicron's and common ones stay."""
     found = []
     for key, figure in costs.figures():
         if key.partition(".")[0] not in ("unicron", "common"):
@@ -83,14 +83,14 @@ def at_their_best(costs: Calibration) -> tuple[tuple[str, float], ...]:
 
 
 def at_our_worst(costs: Calibration) -> tuple[tuple[str, float], ...]:
-    """Every figure of ours, and the common ones, at its most."""
+    """Set every figure of Unicron, and the common ones, to its maximum."""
     return tuple(
         (key, figure.range[1]) for key, figure in costs.figures() if key.partition(".")[0] in ("unicron", "common")
     )
 
 
 def for_nothing(costs: Calibration) -> tuple[tuple[str, float], ...]:
-    """Ours next to nothing: what is left is that nodes are away. Intervals of checkpoints stay."""
+    """Reduce Unicron's costs to nearly nothing, so that only absent nodes matter. Checkpoint intervals stay."""
     return tuple(
         (key, 0.001)
         for key, _ in costs.figures()
@@ -99,5 +99,5 @@ def for_nothing(costs: Calibration) -> tuple[tuple[str, float], ...]:
 
 
 def swings(costs: Calibration) -> list[tuple[str, float, float]]:
-    """Figures that may lie elsewhere: key, least, most."""
+    """List figures with a range: key, minimum, maximum."""
     return [(key, *figure.range) for key, figure in costs.figures() if figure.range[0] < figure.range[1]]

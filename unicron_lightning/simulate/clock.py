@@ -1,7 +1,7 @@
-"""The virtual clock: what is to happen when, in whole microseconds.
+"""The virtual clock: a queue of calls at times in whole microseconds.
 
-At one moment things happen in this order: faults, then repairs, departures and arrivals, all in the trace's order; then
-what follows from earlier things, in the order in which it was put down. So a run has one history.
+Calls at the same moment are ordered: faults, then repairs, departures and arrivals, each in the trace's order; then
+consequences of earlier calls, in the order in which they were scheduled. So a run is deterministic.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ class Clock:
         return self.now / MICRO
 
     def at(self, moment: int, call: Callable[[], None], rank: int = CONSEQUENCE) -> int:
-        """Have something happen at a time (in microseconds), or now if that has passed; returns its number."""
+        """Schedule a call at a time (in microseconds), or now if the time has passed; return its number."""
         number = next(self._numbers)
         heapq.heappush(self._queue, (max(moment, self.now), rank, number, call))
         return number
 
     def after(self, seconds: float, call: Callable[[], None]) -> int:
-        """Have something happen in so many seconds; returns its number."""
+        """Schedule a call after a number of seconds; return its number."""
         return self.at(self.now + micros(seconds), call)
 
     def run(self, until: int) -> None:
-        """Let everything happen that is due before a time, and have it be that time."""
+        """Run all calls due before a time, then set the clock to that time."""
         queue = self._queue
         while queue and queue[0][0] < until:
             self.now, _, _, call = heapq.heappop(queue)
@@ -53,10 +53,10 @@ class Clock:
 
     @property
     def next_at(self) -> int | None:
-        """When the next thing happens; None if nothing will."""
+        """Time of the next call; None if none is scheduled."""
         return self._queue[0][0] if self._queue else None
 
 
 def micros(seconds: float) -> int:
-    """In whole microseconds."""
+    """Convert seconds to whole microseconds."""
     return round(seconds * MICRO)

@@ -1,4 +1,4 @@
-"""What a failure costs a system, as measured or published: the numbers that a policy goes by."""
+"""Costs of a failure for a system, as measured or published: the numbers that a policy uses."""
 
 from __future__ import annotations
 
@@ -12,31 +12,33 @@ from unicron_lightning.errors import ConfigError
 
 Change = Literal["continue", "join", "leave", "start", "restart", "reattempt", "migrate"]
 CHANGES: Final[tuple[Change, ...]] = ("continue", "join", "leave", "start", "restart", "reattempt", "migrate")
-"""What may happen to a task, in seconds that it stands still for it (of ``start``: that others need not wait for):
+"""Changes of a task, in seconds that it is interrupted for each (for ``start``: seconds that other workers need not
+wait):
 
-* ``continue``: the survivors go on without the dead: new communicators, and whatever the system moves for it;
-* ``join``: workers that are ready are taken in;
-* ``leave``: workers go by plan;
-* ``start``: a worker's start up to being ready to join or to begin: process, imports, model;
-* ``restart``: all workers begin again: stop, queue, rendezvous, start, load the checkpoint;
-* ``reattempt``: a broken connection is made anew with the same members;
+* ``continue``: the survivors continue without the dead: new communicators, and data that the system moves for it;
+* ``join``: ready workers are admitted;
+* ``leave``: workers leave by plan;
+* ``start``: a worker's start until it is ready to join or to begin: process, imports, model;
+* ``restart``: all workers start again: stop, queue, rendezvous, start, load the checkpoint;
+* ``reattempt``: a broken connection is renewed with the same members;
 * ``migrate``: a new parallel configuration: layers move between workers (Oobleck's templates, Varuna's morphing).
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Of one system.
+    """Costs of one system.
 
     Attributes:
         system: its name.
-        detection: seconds from a fault to its being known, by kind; ``default`` for those not listed.
+        detection: seconds from a fault to its detection, by kind; ``default`` for kinds not listed.
         change: seconds by `Change`.
         checkpoint_interval: seconds between persistent checkpoints.
-        memory_checkpoint_interval: seconds between checkpoints in memory, which outlive processes; None: none are made.
-        checkpoint_seconds: that training stands still for a checkpoint of either kind that is made most often.
-        step_overhead: part by which a step is longer than without the system.
-        redundancy: part of the throughput that goes into redundant computation.
+        memory_checkpoint_interval: seconds between checkpoints in memory, which outlive processes; None: no such
+            checkpoints.
+        checkpoint_seconds: seconds that training is interrupted for a checkpoint of the more frequent kind.
+        step_overhead: fraction by which a step is longer than without the system.
+        redundancy: fraction of the throughput spent on redundant computation.
 
     Raises:
         ConfigError: a value out of its range, or one that is missing.
@@ -51,7 +53,7 @@ class Costs:
     step_overhead: float = 0.0
     redundancy: float = 0.0
     extra: Mapping[str, float] = field(default_factory=dict)
-    """What one system alone has."""
+    """Costs that only one system has."""
 
     def __post_init__(self) -> None:
         if "default" not in self.detection:
@@ -71,14 +73,14 @@ class Costs:
                 raise ConfigError(f"costs of {self.system!r}: {name}={getattr(self, name)!r}: expected a part below 1")
 
     def detects(self, kind: str) -> float:
-        """Seconds from a fault of that kind to its being known."""
+        """Return the seconds from a fault of that kind to its detection."""
         return self.detection.get(kind, self.detection["default"])
 
     def takes(self, change: Change) -> float:
-        """Seconds of a change.
+        """Return the seconds of a change.
 
         Raises:
-            ConfigError: the system's costs do not say.
+            ConfigError: the system's costs do not include the change.
         """
         if change not in self.change:
             raise ConfigError(f"costs of {self.system!r}: no change {change!r}: expected its seconds")

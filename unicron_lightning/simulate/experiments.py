@@ -1,8 +1,8 @@
-"""``make experiments``: all experiments of docs/simulator-results.md, which this writes, with its pictures.
+"""``make experiments``: run all experiments of docs/simulator-results.md, and write it with its pictures.
 
     python -m unicron_lightning.simulate.experiments [--docs docs] [--only NAME ...] [--seeds N] [--processes N]
 
-Each experiment is a list of cases, a table and perhaps a picture. Cases run in as many processes as asked for.
+Each experiment is a list of cases, a table and optionally a picture. Cases run in the requested number of processes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ABLATIONS: Final = (
 )
 REFERENCE: Final = "megatron"
 RESTARTING: Final = ("megatron", "varuna", "inprocess")
-"""Policies that go back to a checkpoint."""
+"""Policies that return to a checkpoint."""
 FREE: Final = "failures cost nothing but their nodes"
 
 
@@ -53,9 +53,9 @@ class Experiment:
     Attributes:
         name: for ``--only`` and the names of pictures.
         title: the heading.
-        text: what is asked.
-        cases: for so many seeds.
-        show: from what was found to Markdown; may draw into the folder.
+        text: the question.
+        cases: creates the cases for a number of seeds.
+        show: renders the results as Markdown; may draw into the folder.
     """
 
     name: str
@@ -66,12 +66,12 @@ class Experiment:
 
 
 def means_of(curves: Sequence[Curve]) -> list[Row]:
-    """The summary, with ratios to `REFERENCE`."""
+    """Return the summary, with ratios to `REFERENCE`."""
     return summary(with_ratio([curve.row for curve in curves], REFERENCE))
 
 
 def table(curves: Sequence[Curve], _folder: Path) -> str:
-    """Just the table."""
+    """Render only the table."""
     return as_markdown(means_of(curves))
 
 
@@ -87,7 +87,7 @@ def _headline(seeds: int) -> list[Case]:
 
 
 def verdict(rows: Sequence[Row], trace: str) -> str:
-    """How far ours is ahead, and how far anyone could be."""
+    """State Unicron's advantage, and the upper bound of any system's."""
     of = {(str(row["policy"]), str(row["variant"])): float(row["of_ideal"]) for row in rows if row["trace"] == trace}
     ours, free = of["unicron", ""], of["unicron", FREE]
     best = max(RESTARTING, key=lambda policy: of[policy, ""])
@@ -334,7 +334,7 @@ incidents. Brackets show the minimum and maximum over seeds.
 
 
 def sections(found: Iterable[tuple[Experiment, Sequence[Curve]]], folder: Path) -> Iterator[str]:
-    """Markdown of each experiment."""
+    """Render each experiment as Markdown."""
     for experiment, curves in found:
         yield f"## {experiment.title}\n\n{experiment.text}\n\n{experiment.show(curves, folder)}\n"
 
@@ -355,7 +355,7 @@ def main(arguments: list[str] | None = None) -> None:
     cases = [(experiment, case) for experiment in chosen for case in experiment.cases(options.seeds)]
     found: dict[str, list[Curve]] = {experiment.name: [] for experiment in chosen}
     with processes(options.processes) as pool:
-        # Neighbours share their settings, and so what is remembered of them.
+        # Neighbouring cases share their settings, and so cached results.
         results = pool.map(run, [case for _, case in cases], chunksize=5)
         shown = track(results, "simulating", len(cases), console=Console(stderr=True))
         for (experiment, _), curve in zip(cases, shown, strict=True):

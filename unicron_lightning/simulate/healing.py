@@ -1,8 +1,9 @@
-"""Clusters whose tasks heal one by one: what a `Policy` decides, carried out on the virtual clock.
+"""Clusters whose tasks recover one by one: the decisions of a `Policy`, carried out on the virtual clock.
 
-A fault stops its task at once; when it is noticed the policy is asked what to do; when that is done the task makes
-steps again. A fault in between begins this anew. Places that become usable go back to the task that lost them, else to
-the first that has fewer than it was started with, else to a task that waits to be started, else they are spare.
+A fault stops its task immediately; when it is detected the policy decides; when the reaction is complete the task makes
+steps again. A fault in between restarts this sequence. Places that become usable return to the task that lost them,
+else to the first task that has fewer than it was started with, else to a task that waits to be started; otherwise they
+are spare.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Doing = Literal["queued", "running", "detecting", "transition", "waiting", "over
 
 @dataclass(kw_only=True)
 class Job:
-    """A task as it stands."""
+    """State of a task."""
 
     task: SimTask
     least: int
@@ -35,25 +36,27 @@ class Job:
     doing: Doing = "queued"
     alive: set[int] = field(default_factory=set)
     dead: set[int] = field(default_factory=set)
-    """Places whose processes died and whose nodes are well."""
+    """Places whose processes died and whose nodes are healthy."""
     starting: dict[int, int] = field(default_factory=dict)
-    """Those whose workers are being started while the others go on, and which start it is; in none of the others."""
+    """Places whose workers are being started while the others continue, with the number of the start; disjoint from the
+    other sets.
+    """
     ready: set[int] = field(default_factory=set)
-    """Started, and waiting to be taken in."""
+    """Places that are started and wait to be admitted."""
     faults: list[Fault] = field(default_factory=list)
     version: int = 0
-    """Rises with each change, so that what was scheduled before it is void."""
+    """Rises with each change, which invalidates calls scheduled before it."""
 
 
 class Healing:
     """One simulation.
 
     Args:
-        policy: what decides.
+        policy: decides on reactions.
         cluster: the nodes.
-        tasks: all that come.
-        trace: what goes wrong.
-        costs: of the system.
+        tasks: all tasks.
+        trace: the faults.
+        costs: costs of the system.
     """
 
     def __init__(self, policy: Policy, cluster: Cluster, tasks: Sequence[SimTask], trace: Trace, costs: Costs) -> None:
@@ -65,7 +68,7 @@ class Healing:
         self.jobs = {t.name: Job(task=t, least=least_places(t, cluster.place_workers)) for t in tasks}
         self._cell = cluster.cell
         self._owner: dict[int, str] = {}
-        """Of each place, who has it or lost it last."""
+        """Present or previous owner of each place."""
         self._starts_so_far = 0
         for job in self.jobs.values():
             self._expect(job)
@@ -201,7 +204,7 @@ class Healing:
         )
 
     def _change(self, job: Job, reaction: Reaction) -> None:
-        """Do what was decided."""
+        """Carry out a reaction."""
         meter = self.books.meters[job.task.name]
         meter.settle(self.clock.now)
         self._lose(job, reaction)
@@ -238,7 +241,7 @@ class Healing:
             position.back_to_checkpoint(memory=reaction.loses == "memory")
 
     def _starts(self, job: Job, place: int) -> None:
-        """Start a place's workers while the others go on."""
+        """Start a place's workers while the others continue."""
         job.dead.discard(place)
         self._starts_so_far += 1
         job.starting[place] = self._starts_so_far
@@ -275,7 +278,7 @@ class Healing:
             self._departs(job)
 
     def _consider(self, job: Job) -> None:
-        """There may be more places for the task than it runs with: perhaps it takes them in."""
+        """Let the policy admit places beyond those that the task runs with."""
         if job.doing == "waiting":
             resumed = self.policy.resumes(self._situation(job))
             if resumed.places:
@@ -294,7 +297,7 @@ class Healing:
                 self._tell(job)
 
     def _tell(self, job: Job) -> None:
-        """Have the books know what the task does."""
+        """Report the task's state to the books."""
         doing, name = job.doing, job.task.name
         if doing == "running":
             self.books.set(name, "useful", len(job.alive), len(job.starting))
@@ -313,7 +316,7 @@ class Healing:
             self._offer(place)
 
     def _offer(self, place: int) -> None:
-        """A place has become usable, and nobody's."""
+        """Offer a place that has become usable and is not in use."""
         self.free.add(place)
         owner = self.jobs.get(self._owner.get(place, ""))
         first = [owner] if owner is not None and owner.doing in ("running", "waiting") else []

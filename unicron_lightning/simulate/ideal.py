@@ -1,4 +1,4 @@
-"""What the tasks would have done without failures: the best allocation, changed at once and for nothing."""
+"""The progress of the tasks without failures: the best allocation, changed instantly and at no cost."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from unicron_lightning.simulate.workload import SimTask
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """A function of time that changes at moments: ``values[i]`` from ``moments[i]`` (microseconds) on, 0 before."""
+    """A step function of time: ``values[i]`` from ``moments[i]`` (microseconds) on, 0 before."""
 
     moments: Sequence[int]
     values: Sequence[float]
 
     def at(self, moment: int) -> float:
-        """Its value."""
+        """Return its value."""
         place = bisect.bisect_right(self.moments, moment) - 1
         return self.values[place] if place >= 0 else 0.0
 
     def between(self, start: int, end: int) -> float:
-        """Its integral [value x seconds]."""
+        """Return its integral [value x seconds]."""
         total, place = 0.0, max(0, bisect.bisect_right(self.moments, start) - 1)
         while place < len(self.moments) and self.moments[place] < end:
             until = self.moments[place + 1] if place + 1 < len(self.moments) else end
@@ -36,11 +36,11 @@ class Steps:
 
 @dataclass(frozen=True, kw_only=True)
 class Ideal:
-    """The same for a cluster's tasks.
+    """The ideal progress of a cluster's tasks.
 
     Attributes:
-        waf: of each task, weighted FLOP/s.
-        places: of each task.
+        waf: weighted FLOP/s of each task.
+        places: number of places of each task.
     """
 
     waf: Mapping[str, Steps]
@@ -48,7 +48,9 @@ class Ideal:
 
     @classmethod
     def of(cls, cluster: Cluster, tasks: Sequence[SimTask], seconds: float) -> Ideal:
-        """Of tasks that come and go within so many seconds; those with a number of steps go when they are done."""
+        """Compute the ideal of tasks that arrive and depart within a time; those with a number of steps end
+        after them.
+        """
         left = {task.name: task.steps for task in tasks}
         histories: dict[str, tuple[list[int], list[float], list[float]]] = {t.name: ([], [], []) for t in tasks}
         now, end = 0.0, seconds
@@ -74,12 +76,12 @@ class Ideal:
         )
 
     def total(self, seconds: float) -> float:
-        """Accumulated WAF of all tasks up to then, weighted FLOP."""
+        """Return the accumulated WAF of all tasks up to a time, weighted FLOP."""
         return sum(steps.between(0, round(seconds * MICRO)) for steps in self.waf.values())
 
 
 def optimum(tasks: Sequence[SimTask], num_places: int, place_workers: int) -> dict[str, int]:
-    """Places by task with the largest WAF, by the planner."""
+    """Return the places by task with the largest WAF, by the planner."""
     from unicron_lightning.planner.reward import Curve
     from unicron_lightning.planner.solver import solve
     from unicron_lightning.planner.state import ClusterState

@@ -1,8 +1,8 @@
-"""How far a task has come, and what its workers' time went into.
+"""A task's progress, and the use of its workers' time.
 
-A task makes steps at a rate that depends on its workers. What it has done before and does again, because it went back
-to a checkpoint or lost part of a step, does not count: WAF is 0 until it is as far as it ever was. Everything between
-two calls of `TaskMeter.set` is settled at the second one, in whole microseconds of workers, so that nothing is lost.
+A task makes steps at a rate that depends on its workers. Steps done before and repeated, because it returned to a
+checkpoint or lost part of a step, do not count: WAF is 0 until the task is as far as it ever was. The time between two
+calls of `TaskMeter.set` is settled at the second one, in whole microseconds of workers, so that nothing is lost.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _WHY: dict[State, Loss] = {"detecting": "detection", "transition": "transition",
 
 
 class Position:
-    """Steps done, how many ever were, and how many each kind of checkpoint holds."""
+    """Steps done, the furthest step ever done, and the step of each kind of checkpoint."""
 
     def __init__(self, costs: Costs) -> None:
         self.steps = 0.0
@@ -27,10 +27,10 @@ class Position:
         self._intervals = {"disk": costs.checkpoint_interval, "memory": costs.memory_checkpoint_interval}
         self._saved = {"disk": 0.0, "memory": 0.0}
         self._since = {"disk": 0.0, "memory": 0.0}
-        """Seconds of training since the last one."""
+        """Seconds of training since the last checkpoint of each kind."""
 
     def advance(self, seconds: float, rate: float) -> None:
-        """Train for so long, at ``rate`` steps per second."""
+        """Train for a number of seconds, at ``rate`` steps per second."""
         self.steps += seconds * rate
         self.frontier = max(self.frontier, self.steps)
         for kind, interval in self._intervals.items():
@@ -42,11 +42,11 @@ class Position:
                 self._since[kind] = since
 
     def lose(self, steps: float) -> None:
-        """So much of the present step is to be done again."""
+        """Mark a part of the present step as to be repeated."""
         self.steps -= steps
 
     def back_to_checkpoint(self, *, memory: bool) -> None:
-        """Go on from the newest checkpoint; those in memory are gone if ``memory`` is not set."""
+        """Return to the newest checkpoint; checkpoints in memory are lost if ``memory`` is not set."""
         kinds = ["disk", "memory"] if memory and self._intervals["memory"] is not None else ["disk"]
         self.steps = max(self._saved[kind] for kind in kinds)
         for kind in self._since:
@@ -55,16 +55,16 @@ class Position:
 
     @property
     def fraction(self) -> float:
-        """The part of the present step that is done."""
+        """The finished part of the present step."""
         return self.steps - int(self.steps)
 
 
 class TaskMeter:
-    """Of one task, from its arrival on. Times are microseconds of the clock.
+    """Meter of one task, from its arrival on. Times are microseconds of the clock.
 
     Args:
-        task: whose.
-        costs: of the system that runs it.
+        task: the task.
+        costs: costs of the system that runs it.
         place_workers: workers of a place.
         ideal: its WAF without failures.
     """
@@ -72,19 +72,19 @@ class TaskMeter:
     def __init__(self, task: SimTask, costs: Costs, place_workers: int, ideal: Steps) -> None:
         self.task = task
         self.lost: dict[Loss, float] = dict.fromkeys(LOSSES, 0.0)
-        """Weighted FLOP that it would have done in the ideal and has not, by why."""
+        """Weighted FLOP missing relative to the ideal, by reason."""
         self.position = Position(costs)
         self.state: State = "idle"
         self.places = 0
-        """With workers in ``state``."""
+        """Places with workers in ``state``."""
         self.starting = 0
-        """Whose workers are being started while the others do what they do."""
+        """Places whose workers are being started while the others continue."""
         self.worker_micros: Counter[State] = Counter()
         self.changes: list[tuple[int, float]] = []
-        """WAF from a time on."""
+        """Pairs of a time and the WAF from then on."""
         self.counted_flops = 0.0
         self.counted_micros = 0
-        """Time in which steps were made that counted."""
+        """Microseconds in which counted steps were made."""
         self.bills = Bills()
         self._ideal = ideal
         self._place_workers = place_workers
@@ -94,7 +94,7 @@ class TaskMeter:
         self._rates: dict[int, float] = {}
 
     def rate(self, places: int) -> float:
-        """Steps per second with so many places, less what the system itself takes."""
+        """Return steps per second with a number of places, less the system's own overhead."""
         known = self._rates.get(places)
         if known is None:
             flops = self.task.throughput(places * self._place_workers)
@@ -102,11 +102,11 @@ class TaskMeter:
         return known
 
     def waf(self, places: int) -> float:
-        """F, weighted FLOP/s, as achieved."""
+        """Return F, weighted FLOP/s, as achieved."""
         return self.task.weight * self.task.flops_per_step * self.rate(places)
 
     def used(self, places: int) -> int:
-        """Workers of so many places that have something to do."""
+        """Return the workers of a number of places that have work."""
         task, workers = self.task, places * self._place_workers
         if task.max_workers is not None:
             workers = min(workers, task.max_workers)
@@ -119,18 +119,18 @@ class TaskMeter:
         return self.state == "useful"
 
     def begin(self, now: int) -> None:
-        """The task is there."""
+        """Record the task's arrival."""
         self._since = now
 
     def set(self, now: int, state: State, places: int, starting: int = 0) -> None:
-        """From now on: ``useful`` makes steps (which may have been made before), all else stands still."""
+        """Set the state from now on: ``useful`` makes steps (maybe repeated ones); all other states make no steps."""
         self.settle(now)
         self.state, self.places, self.starting = state, places, starting
         if state == "useful":
             self.bills.runs(now)
 
     def settle(self, now: int) -> None:
-        """Write down everything up to now."""
+        """Account for everything up to now."""
         span = now - self._since
         if span <= 0:
             return
@@ -167,7 +167,7 @@ class TaskMeter:
             self.bills.settle(start + again, now, "useful", full)
 
     def _advance(self, span: int) -> int:
-        """Make steps for so long; returns for how much of it they had been made before."""
+        """Make steps for a time; return the part of it in which steps were repeated."""
         position, rate = self.position, self.rate(self.places)
         behind = position.frontier - position.steps
         position.advance(span / MICRO, rate)

@@ -1,4 +1,4 @@
-"""Pictures of a sweep: WAF over time by policy, accumulated WAF, and what was lost to what. Needs matplotlib."""
+"""Pictures of a sweep: WAF over time by policy, accumulated WAF, and losses by cause. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Curve:
 
     Attributes:
         row: its row.
-        seconds: when WAF changes, from 0 on.
-        waf: from then on, weighted FLOP/s.
+        seconds: times at which WAF changes, from 0 on.
+        waf: WAF from each of these times on, weighted FLOP/s.
     """
 
     row: Row
@@ -47,15 +47,15 @@ class Curve:
 
     @property
     def end(self) -> float:
-        """How long it is, seconds."""
+        """Duration in seconds."""
         return float(self.row["days"]) * DAY
 
 
 def curves_picture(path: Path, curves: Sequence[Curve]) -> None:
-    """WAF over time as small pictures by policy and trace, and below them the accumulated WAF of all, of the ideal.
+    """Draw WAF over time as small pictures by policy and trace, and below them the accumulated WAF of all.
 
     Args:
-        path: where to.
+        path: output file.
         curves: one for each policy and trace; more (other seeds, variants) are left out.
     """
     from matplotlib.figure import Figure
@@ -92,7 +92,7 @@ def curves_picture(path: Path, curves: Sequence[Curve]) -> None:
 
 
 def colour_of(policy: str) -> str:
-    """The same in all pictures; a variant has its system's."""
+    """Return a policy's colour, the same in all pictures; a variant has its system's."""
     return _COLOURS.get(policy.partition("_")[0], "#888888")
 
 
@@ -113,11 +113,11 @@ def _accumulated(axes: Any, curve: Curve, policy: str) -> None:
 
 
 def losses_picture(path: Path, rows: Sequence[Row]) -> None:
-    """Bars: which part of the ideal WAF was lost to what, by policy and trace, with the ratio to the reference.
+    """Draw the losses of ideal WAF by cause as bars, by policy and trace, with the ratio to the reference.
 
     Args:
-        path: where to.
-        rows: of a summary.
+        path: output file.
+        rows: rows of a summary.
     """
     from matplotlib.figure import Figure
 
@@ -157,14 +157,14 @@ def _bars(axes: Any, title: str, group: Sequence[Row]) -> None:
 
 
 def tornado_picture(path: Path, title: str, base: float, swings: Mapping[str, tuple[float, float]], label: str) -> None:
-    """What a result hangs on: a bar for each figure, from the result at its least to that at its most.
+    """Draw the sensitivity of a result: a bar for each figure, from the result at its minimum to that at its maximum.
 
     Args:
-        path: where to.
-        title: of the picture.
-        base: the result with all figures as they are.
-        swings: figure -> results at its least and its most; drawn in this order from the top.
-        label: of the results.
+        path: output file.
+        title: title of the picture.
+        base: the result with all figures unchanged.
+        swings: figure -> results at its minimum and maximum; drawn in this order from the top.
+        label: label of the results.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -187,15 +187,15 @@ def tornado_picture(path: Path, title: str, base: float, swings: Mapping[str, tu
 
 
 def sweep_picture(path: Path, rows: Sequence[Row], values: Mapping[str, float], x: str, name: str, y: str) -> None:
-    """One number by another, a line for each policy.
+    """Draw one number over another, a line for each policy.
 
     Args:
-        path: where to.
-        rows: of a summary.
-        values: variant -> where it lies on the logarithmic axis.
-        x: what that is.
+        path: output file.
+        rows: rows of a summary.
+        values: variant -> its position on the logarithmic axis.
+        x: label of that axis.
         name: column that is drawn.
-        y: what that is.
+        y: label of the column's axis.
     """
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""Processes that simulate many cases: they end with the command, however that ends."""
+"""Processes that simulate many cases; they end with the command, however it ends."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from unicron_lightning.launcher.tied import tie_to
 
 @contextmanager
 def processes(number: int | None) -> Iterator[ProcessPoolExecutor]:
-    """A pool. If what is done with it ends early (Ctrl-C and SIGTERM included) its processes are killed.
+    """Create a pool whose processes are killed if the block ends early (Ctrl-C and SIGTERM included).
 
-    To be called from the main thread, which gets SIGTERM as `SystemExit`.
+    Call it from the main thread, which receives SIGTERM as `SystemExit`.
 
     Args:
-        number: of processes; None for as many as there are CPUs.
+        number: number of processes; None for one per CPU.
     """
     others = set(multiprocessing.active_children())
     before = signal.signal(signal.SIGTERM, _leave)
@@ -43,7 +43,7 @@ def _leave(number: int, _frame: FrameType | None) -> None:
 
 
 def _begin(parent: int) -> None:
-    """In a process of the pool: Ctrl-C, which the whole terminal gets, is the command's affair."""
+    """Initialize a process of the pool: Ctrl-C, which the whole terminal receives, is handled by the command."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     tie_to(parent)

@@ -1,4 +1,4 @@
-"""What a simulation has found: WAF over time, and where everybody's time went."""
+"""Results of a simulation: WAF over time, and the use of all workers' time."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ STATES: Final[tuple[State, ...]] = (
     "idle",
     "repairing",
 )
-"""What a worker is doing:
+"""States of a worker:
 
 * ``useful``: its task gets further than it ever was; ``overhead``: the part of that time that the system takes;
-* ``recomputing``: its task does again what was done before;
-* ``detecting``: its task stands still, and nobody knows why yet; ``transition``: and is being set right;
+* ``recomputing``: its task repeats earlier work;
+* ``detecting``: its task is interrupted, with the cause still undetected; ``transition``: its task is being recovered;
 * ``idle``: it could work and has no task, or its task cannot use it or waits for others;
 * ``repairing``: its node is down.
 """
@@ -38,16 +38,16 @@ MICRO: Final = 1_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Incident:
-    """A failure of a task, with all that follows.
+    """A failure of a task, with all its consequences.
 
     Attributes:
-        task: whose.
-        kind: of the fault.
-        at: when it struck, seconds.
-        known_at: when the system had heard of it; None: not before the end.
-        running_at: when the task made steps again; None: not before the end.
-        seconds: by phase; sub-healthy until it has as many places as it would have had.
-        waf_seconds: weighted FLOP that were not done, by phase. Steps done again are in ``transition``.
+        task: the task.
+        kind: kind of the fault.
+        at: time of the fault, seconds.
+        known_at: time of its detection; None: not before the end.
+        running_at: time at which the task made steps again; None: not before the end.
+        seconds: duration by phase; sub-healthy lasts until the task has as many places as it would have had.
+        waf_seconds: weighted FLOP that were not done, by phase. Repeated steps are in ``transition``.
     """
 
     task: str
@@ -61,17 +61,17 @@ class Incident:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskResult:
-    """A task's share.
+    """Results of one task.
 
     Attributes:
         name: its name.
-        flops: done, each step counted once.
+        flops: finished FLOP, each step counted once.
         weight: w(t).
-        present: seconds for which it was there.
-        steps: done.
+        present: seconds between its arrival and its end.
+        steps: finished steps.
         worker_micros: microseconds of its workers by state; ``idle`` are those that wait with it, ``repairing`` none.
-        goodput: flops, as part of those that it would have done on the workers of the ideal.
-        ettr: part of its time in which it made steps that counted (effective training time ratio).
+        goodput: finished FLOP as a fraction of the ideal's.
+        ettr: fraction of its time in which it made counted steps (effective training time ratio).
     """
 
     name: str
@@ -86,21 +86,22 @@ class TaskResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """Of one policy on one trace.
+    """Results of one policy on one trace.
 
     Attributes:
         policy: its name.
         trace: the trace's name.
-        seconds: how long was simulated.
+        seconds: simulated duration.
         times: seconds at which WAF changes, from 0.0 on, rising.
-        values: WAF from then on, weighted FLOP/s.
-        ideal: accumulated WAF without failures or changes' costs, by the planner's allocation [weighted FLOP].
+        values: WAF from each of these times on, weighted FLOP/s.
+        ideal: accumulated WAF without failures or costs of changes, by the planner's allocation [weighted FLOP].
         worker_micros: microseconds of all workers by state; their sum is ``seconds`` x workers.
-        lost: what the ideal has done and this has not, by why; the sum is ``ideal`` less the accumulated WAF. Steps
-            done again are in ``transition``, tasks with fewer nodes than in the ideal in ``sub_healthy``.
+        lost: WAF missing relative to the ideal, by reason; the sum is ``ideal`` less the accumulated WAF. Repeated
+        steps
+            are in ``transition``, tasks with fewer nodes than in the ideal in ``sub_healthy``.
         tasks: by name.
-        incidents: in the order of their beginnings.
-        counts: what else was counted, e.g. ``epochs``, ``plans``, ``restarts``.
+        incidents: in the order of their start.
+        counts: other counters, e.g. ``epochs``, ``plans``, ``restarts``.
     """
 
     policy: str
@@ -122,9 +123,9 @@ class Result:
 
     @property
     def of_ideal(self) -> float:
-        """Accumulated WAF as part of the ideal."""
+        """Accumulated WAF as a fraction of the ideal."""
         return self.accumulated_waf / self.ideal if self.ideal else 1.0
 
     def total(self, phase: Phase, of: Literal["seconds", "waf_seconds"] = "waf_seconds") -> float:
-        """Sum over all incidents."""
+        """Return the sum over all incidents."""
         return sum(float(getattr(incident, of)[phase]) for incident in self.incidents)

@@ -1,4 +1,4 @@
-"""A simulation in one row, and many rows in a summary."""
+"""A simulation as one row, and summaries of many rows."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from unicron_lightning.simulate.result import LOSSES, MICRO, PHASES, STATES, Res
 Row = Mapping[str, str | int | float]
 
 WHAT: Final = ("policy", "trace", "workload", "variant")
-"""Columns that say what was simulated; `seed` is averaged over."""
+"""Columns that identify the simulation; the results are averaged over `seed`."""
 EXACT: Final = "seed"
 
 
 def row_of(result: Result, *, workload: str, seed: int, variant: str, num_workers: int, num_faults: int) -> Row:
-    """All numbers of a result: WAF in weighted FLOP, losses as parts of the ideal, states of all workers' time."""
+    """Convert a result to a row: WAF in weighted FLOP, losses as fractions of the ideal, states of all workers'
+    time.
+    """
     ideal = result.ideal or 1.0
     workers = result.seconds * num_workers * MICRO
     present = sum(task.present for task in result.tasks.values()) or 1.0
@@ -45,9 +47,11 @@ def row_of(result: Result, *, workload: str, seed: int, variant: str, num_worker
 
 
 def with_ratio(rows: Sequence[Row], reference: str) -> list[Row]:
-    """The same rows with ``ratio``: accumulated WAF over that of the reference policy in the same situation and seed.
+    """Add ``ratio`` to rows: accumulated WAF over that of the reference policy in the same situation and seed.
 
-    A variant without a reference of its own is compared with the reference as it is. Where there is none, no ratio.
+    A variant without a reference of its own is compared with the unchanged reference. Without any reference, no ratio
+    is
+    added.
     """
     base = {_situation(row): float(row["waf"]) for row in rows if row["policy"] == reference}
     made: list[Row] = []
@@ -63,7 +67,7 @@ def _situation(row: Row) -> tuple[str, str, str, int]:
 
 
 def summary(rows: Iterable[Row]) -> list[Row]:
-    """One row for each policy, trace, workload and variant: means over seeds, with the range of what varies most."""
+    """Summarize rows by policy, trace, workload and variant: means over seeds, with ranges of the main results."""
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault(tuple(str(row[name]) for name in WHAT), []).append(row)
@@ -79,7 +83,7 @@ def summary(rows: Iterable[Row]) -> list[Row]:
                 values = [float(row[name]) for row in group]
                 mean[f"{name}_least"], mean[f"{name}_most"] = min(values), max(values)
         made.append(mean)
-    # By situation, in the order in which they first appear; policies in theirs.
+    # By situation, in the order of first appearance; policies in theirs.
     first: dict[tuple[str, ...], int] = {}
     for mean in made:
         first.setdefault(_group(mean), len(first))

@@ -28,15 +28,15 @@ def simulate(policy: str, cluster: Cluster, tasks: Sequence[SimTask], trace: Tra
     Args:
         policy: one of `POLICIES`.
         cluster: the nodes.
-        tasks: all that come; those with arrival 0 run already.
-        trace: what goes wrong.
-        costs: of the policy's system.
+        tasks: all tasks; those with arrival 0 run already.
+        trace: the faults.
+        costs: costs of the policy's system.
 
     Returns:
-        The same, byte for byte, for the same arguments: nothing is drawn by chance but the trace, by who made it.
+        The result, byte for byte the same for the same arguments: only the trace was drawn at random, by its generator.
 
     Raises:
-        ConfigError: an unknown policy, a fault of a node that is not there, tasks of the same name.
+        ConfigError: an unknown policy, a fault of a node that does not exist, tasks of the same name.
     """
     names = [task.name for task in tasks]
     if len(set(names)) < len(names):
@@ -56,8 +56,9 @@ def simulate(policy: str, cluster: Cluster, tasks: Sequence[SimTask], trace: Tra
 
 @contextmanager
 def _rarely_collected() -> Iterator[None]:
-    """Have the garbage collector look for cycles seldom: a machine with a hundred thousand agents makes hardly any, and
-    to look at all of them again and again takes a fifth of the time.
+    """Make the garbage collector run rarely: a machine with 100,000 agents creates hardly any cycles.
+
+    Searching all of them repeatedly would take a fifth of the time.
     """
     before = gc.get_threshold()
     gc.set_threshold(200_000, 50, 1000)

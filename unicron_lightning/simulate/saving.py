@@ -1,4 +1,4 @@
-"""Tables on disk: CSV, or Parquet by pyarrow. The same rows are the same bytes."""
+"""Tables on disk: CSV, or Parquet by pyarrow. Equal rows give equal bytes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from unicron_lightning.simulate.settings import Format
 
 
 def save_table(path: Path, rows: Sequence[Row], form: Format) -> Path:
-    """Write rows; columns are those of all rows, in the order in which they first appear.
+    """Write rows; columns are those of all rows, in the order of first appearance.
 
     Args:
         path: without the suffix, which is added.
         rows: the table.
-        form: of the file.
+        form: format of the file.
 
     Returns:
         The file.
@@ -53,7 +53,7 @@ def save_result(folder: Path, result: Result, row: Row, form: Format) -> None:
     values = result.values.tolist()
     save_table(folder / "waf", [{"seconds": t, "waf": v} for t, v in zip(times, values, strict=True)], form)
     save_table(folder / "incidents", list(_incidents(result.incidents)), form)
-    # Last: a folder with it is whole.
+    # written last, so that a folder that contains it is complete
     text = json.dumps({**row, "curve": [times, values]})
     (folder / "row.json").write_text(text + "\n", encoding="utf-8")
 

@@ -1,7 +1,7 @@
-"""What is simulated: a cluster, its tasks, a trace and costs, as Hydra's configuration says them.
+"""The simulated scenario: a cluster, its tasks, a trace and costs, from Hydra's configuration.
 
-The schema of the groups ``workload`` and ``cluster``, and how they become what `run.simulate` takes. A task's speed is
-said as in files for ``unicron plan``, and such a file can be a workload as it is.
+This module has the schema of the groups ``workload`` and ``cluster``, and converts them for `run.simulate`. A task's
+speed is given as in files for ``unicron plan``, and such a file can be a workload.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from unicron_lightning.simulate.workload import SimTask
 
 HOUR = 3600.0
 _SCENES: dict[tuple[str, str, Path], tuple[Cluster, tuple[SimTask, ...]]] = {}
-"""The newest one, so that the jobs of a sweep share it. A table in a CSV file is part of it as it was first read."""
+"""The newest scene, shared by the jobs of a sweep. A table in a CSV file stays as it was first read."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SizeConfig:
-    """The cluster; what is null is as the workload says."""
+    """The cluster; null values are taken from the workload."""
 
     num_nodes: int | None = None
-    """Equal nodes."""
+    """Number of equal nodes."""
     workers_per_node: int | None = None
-    """Accelerators of each."""
+    """Accelerators of each node."""
     cell: int | None = None
-    """Nodes that are given out, and lost, together; see `unicron_lightning.simulate.trace.Cluster`."""
+    """Nodes that are allocated, and lost, together; see `unicron_lightning.simulate.trace.Cluster`."""
     accelerator: str | None = None
     """A800, A100, H100 or H200, for tasks with ``performance.transformer``."""
 
@@ -50,19 +50,19 @@ class SimTaskConfig:
     min_workers: int = 1
     max_workers: int | None = None
     quantum: int = 1
-    """Workers that it uses at a time, e.g. TP x PP."""
+    """Number that its workers are a multiple of, e.g. TP x PP."""
     flops_per_step: float | None = None
-    """FLOPs of an optimizer step; of a ``transformer`` they are known."""
+    """FLOPs of an optimizer step; known for a ``transformer``."""
     micro_batches: int = 1024
-    """Of a step."""
+    """Micro-batches of a step."""
     arrival_hours: float = 0.0
     departure_hours: float | None = None
     steps: float | None = None
-    """After which it ends."""
+    """Steps after which it ends."""
     copies: int = 1
-    """So many alike, named NAME-0, NAME-1, ..."""
+    """Number of equal tasks, named NAME-0, NAME-1, ..."""
     stagger_hours: float = 0.0
-    """Each of the copies arrives so much after the one before."""
+    """Hours between the arrivals of consecutive copies."""
 
     def __post_init__(self) -> None:
         if self.copies < 1:
@@ -76,15 +76,15 @@ class WorkloadConfig:
     """Tasks, and the cluster that they are for."""
 
     name: str
-    """For tables."""
+    """Name for tables."""
     cluster: SizeConfig = field(default_factory=SizeConfig)
     tasks: dict[str, SimTaskConfig] = field(default_factory=dict)
     file: str | None = None
-    """A file for ``unicron plan``: its tasks, queued ones left out, and its cluster."""
+    """A file for ``unicron plan``: its tasks, except queued ones, and its cluster."""
 
 
 def read_workload(data: Mapping[str, Any]) -> WorkloadConfig:
-    """The group ``workload`` from plain data.
+    """Read the group ``workload`` from plain data.
 
     Raises:
         ConfigError: an unknown or missing key, or a wrong value.
@@ -93,7 +93,7 @@ def read_workload(data: Mapping[str, Any]) -> WorkloadConfig:
 
 
 def read_size(data: Mapping[str, Any]) -> SizeConfig:
-    """The group ``cluster`` from plain data.
+    """Read the group ``cluster`` from plain data.
 
     Raises:
         ConfigError: as for `read_workload`.
@@ -102,12 +102,12 @@ def read_size(data: Mapping[str, Any]) -> SizeConfig:
 
 
 def scene(workload: WorkloadConfig, size: SizeConfig, folder: Path = Path()) -> tuple[Cluster, tuple[SimTask, ...]]:
-    """The cluster and its tasks. Those of a file are read each time; others are remembered, as models search long.
+    """Create the cluster and its tasks. Those of a file are read each time; others are cached, as models search long.
 
     Args:
-        workload: what they are.
-        size: what is to be different of the cluster.
-        folder: where relative paths begin.
+        workload: the tasks and their cluster.
+        size: overrides of the cluster.
+        folder: base of relative paths.
 
     Raises:
         ConfigError: something is missing, or values contradict each other.
@@ -190,7 +190,7 @@ def _step_flops(config: SimTaskConfig, performance: PerformanceModel, where: str
         return flops
     if isinstance(performance, TransformerModel):
         return float(performance.step_flops)
-    # Only the length of a step hangs on it, of which part is lost with a worker: take 10 s at the least size.
+    # This sets only the length of a step, and so the loss with a worker: assume 10 s at the smallest size.
     least = performance.throughput(max(config.min_workers, config.quantum))
     if not least:
         raise ConfigError(f"{where}: T(t,x)=0 at min_workers={config.min_workers}: expected FLOP/s > 0")

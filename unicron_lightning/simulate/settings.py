@@ -1,4 +1,4 @@
-"""One simulation as Hydra has composed it: strictly read, and run."""
+"""One simulation as composed by Hydra: validated, and run."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Format = Literal["csv", "parquet"]
 
 @dataclass(frozen=True, kw_only=True)
 class OutputConfig:
-    """What is written and shown."""
+    """Output of a simulation."""
 
     format: Format = "csv"
-    """Of tables; parquet needs pyarrow."""
+    """Format of tables; parquet needs pyarrow."""
     pictures: bool = True
-    """Whether to draw them, where matplotlib is installed."""
+    """Whether to draw pictures, if matplotlib is installed."""
     progress: bool = True
     """Whether sweeps show a progress bar, on a terminal."""
     reference: str = "megatron"
@@ -41,9 +41,9 @@ class Settings:
 
     Attributes:
         policy: one of `run.POLICIES`.
-        seed: of the trace.
+        seed: seed of the trace.
         trace, workload, cluster, costs: the groups.
-        output: what is written.
+        output: its output.
     """
 
     policy: str
@@ -55,7 +55,7 @@ class Settings:
     output: OutputConfig = field(default_factory=OutputConfig)
 
     def scene(self, folder: Path = Path()) -> tuple[Cluster, tuple[SimTask, ...], Trace]:
-        """Cluster, tasks and trace; relative paths begin at ``folder``."""
+        """Return cluster, tasks and trace; relative paths begin at ``folder``."""
         cluster, tasks = scene(self.workload, self.cluster, folder)
         return cluster, tasks, generate(self.trace, cluster, self.seed, folder)
 
@@ -70,7 +70,7 @@ class Settings:
 
 
 def system_of(policy: str) -> str:
-    """Whose costs a policy has: a variant, named SYSTEM_WITHOUT_SOMETHING, those of its system.
+    """Return the system whose costs a policy has; a variant is named SYSTEM_WITHOUT_SOMETHING.
 
     Raises:
         ConfigError: no such policy.
@@ -81,7 +81,7 @@ def system_of(policy: str) -> str:
 
 
 def read_settings(data: Mapping[str, Any]) -> Settings:
-    """From what was composed, as plain data.
+    """Read composed settings from plain data.
 
     Raises:
         ConfigError: an unknown or missing key, or a wrong value, with the full key.

@@ -1,4 +1,4 @@
-"""T(t,x) of simulated tasks by number of places, as the planner asks for it."""
+"""T(t,x) of simulated tasks by number of places, for the planner."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 class PlaceSpeed:
-    """A `PerformanceModel` by number of places. Each size is asked for once.
+    """A `PerformanceModel` by number of places, which caches each size.
 
     Args:
-        task: whose.
+        task: the task.
         place_workers: workers of a place.
     """
 
@@ -25,35 +25,35 @@ class PlaceSpeed:
         self._known: dict[int, float] = {}
 
     def throughput(self, num_workers: int) -> float:
-        """T with so many places [FLOP/s]."""
+        """Return T with a number of places [FLOP/s]."""
         known = self._known.get(num_workers)
         if known is None:
             known = self._known[num_workers] = self._task.throughput(num_workers * self._place_workers)
         return known
 
     def configuration(self, num_workers: int) -> ParallelConfiguration | None:
-        """Not known."""
+        """Return None: the configuration is not known."""
         return None
 
     def uncertainty(self, num_workers: int) -> float:
-        """The simulated tasks are as fast as is said."""
+        """Return 0: the speeds of simulated tasks are exact."""
         return 0.0
 
 
 def least_places(task: SimTask, place_workers: int) -> int:
-    """Fewest places with which it may run."""
+    """Return the fewest places with which a task may run."""
     quanta = -(-task.min_workers // task.quantum)
     return max(1, -(-quanta * task.quantum // place_workers))
 
 
 def most_places(task: SimTask, place_workers: int, num_places: int) -> int:
-    """Most places of which it can use all, or nearly all, workers; at least the fewest."""
+    """Return the most places whose workers a task can use, all or nearly all of them; at least the fewest."""
     most = num_places if task.max_workers is None else -(-task.max_workers // place_workers)
     return max(least_places(task, place_workers), min(most, num_places))
 
 
 def plan_task(task: SimTask, place_workers: int, num_places: int) -> PlanTask:
-    """The task as the planner knows it, alone and before it runs."""
+    """Describe the task to the planner, alone and before it runs."""
     from unicron_lightning.planner.task import PlanTask
 
     return PlanTask(

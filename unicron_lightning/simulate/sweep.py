@@ -25,7 +25,7 @@ _LOOK_SECONDS = 0.3
 
 
 class Summary(Callback):
-    """Of a multirun; a single run shows its own table."""
+    """Summary of a multirun; a single run shows its own table."""
 
     def __init__(self) -> None:
         self._bar: _Bar | None = None
@@ -44,7 +44,7 @@ class Summary(Callback):
 
 
 def conclude(folder: Path, curves: list[Curve], output: Any) -> None:
-    """Write and show what a sweep has found: ``rows``, ``summary``, and pictures."""
+    """Write and show a sweep's results: ``rows``, ``summary``, and pictures."""
     rows = with_ratio([curve.row for curve in curves], str(output.reference))
     means = summary(rows)
     save_table(folder / "rows", rows, output.format)
@@ -59,7 +59,7 @@ def conclude(folder: Path, curves: list[Curve], output: Any) -> None:
 
 
 def read_curves(folder: Path) -> list[Curve]:
-    """All simulations of a sweep, in the order of their numbers."""
+    """Read all simulations of a sweep, in the order of their numbers."""
     return list(_curves(sorted(folder.glob("*/row.json"), key=lambda path: int(path.parent.name))))
 
 
@@ -71,7 +71,7 @@ def _curves(paths: list[Path]) -> Iterator[Curve]:
 
 
 def num_jobs(overrides: list[str]) -> int:
-    """How many jobs Hydra's basic sweeper makes of a command line."""
+    """Return the number of jobs that Hydra's basic sweeper creates from a command line."""
     number = 1
     for override in OverridesParser.create().parse_overrides(overrides):
         if override.is_sweep_override():
@@ -80,7 +80,7 @@ def num_jobs(overrides: list[str]) -> int:
 
 
 class _Bar:
-    """Counts finished folders: whoever runs the jobs, here or in other processes, leaves one for each."""
+    """Counts finished folders: each job, in this or another process, writes one."""
 
     def __init__(self, folder: Path, number: int) -> None:
         self._folder = folder
@@ -95,7 +95,7 @@ class _Bar:
         self._thread.start()
 
     def stop(self) -> None:
-        """Take it away."""
+        """Remove the progress bar."""
         self._over.set()
         self._thread.join()
         self._progress.stop()

@@ -1,7 +1,7 @@
-"""What is shown on the terminal, and in Markdown for the documents.
+"""Tables for the terminal, and in Markdown for the documents.
 
-Per cent are of the ideal's accumulated WAF, but ETTR, which is of time; ``to detect`` and ``to recover`` are means over
-incidents. In brackets: least and most over seeds.
+Percentages are of the ideal's accumulated WAF, except ETTR, which is of time; ``to detect`` and ``to recover`` are
+means over incidents. Brackets show the minimum and maximum over seeds.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _UNLESS_DIFFERENT: Final = ("workload", "variant")
 
 
 def _shown(rows: Sequence[Row]) -> list[tuple[str, Say]]:
-    """Columns, less those that say nothing, and the workload or the variant where it is the same of all."""
+    """Select columns with content; workload and variant only where they differ."""
     kept = []
     for title, say in COLUMNS:
         texts = {say(row) for row in rows}
@@ -79,12 +79,12 @@ def _shown(rows: Sequence[Row]) -> list[tuple[str, Say]]:
 
 
 def console() -> Console:
-    """Standard output; wide enough for a table where it is not a terminal."""
+    """Return standard output as a console, wide enough for a table if it is not a terminal."""
     return Console() if Console().is_terminal else Console(width=170)
 
 
 def as_table(rows: Sequence[Row], title: str) -> Table:
-    """For a terminal."""
+    """Render rows for a terminal."""
     table = Table(title=title, title_justify="left")
     columns = _shown(rows)
     for name, _ in columns:
@@ -100,7 +100,7 @@ def as_table(rows: Sequence[Row], title: str) -> Table:
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
-    """For a document."""
+    """Render rows for a document."""
     columns = _shown(rows)
     lines = [
         "| " + " | ".join(name for name, _ in columns) + " |",

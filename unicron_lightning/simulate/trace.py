@@ -1,8 +1,8 @@
-"""What goes wrong when: faults of a cluster's nodes and workers, in an order that is total.
+"""Traces: faults of a cluster's nodes and workers over time, in a total order.
 
-Faults are sorted by (time, place of the kind in `errors.KINDS`, node, worker, order given), so that a trace of the same
-faults is the same whatever order they were listed in, and what happens at the same moment has one sequence. A fault of
-a node that is down already changes nothing.
+Faults are sorted by (time, place of the kind in `errors.KINDS`, node, worker, repair), so that a trace of the same
+faults is the same whatever order they were listed in, and simultaneous faults have one sequence. A fault of a node that
+is already down has no effect.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Cluster:
     Attributes:
         num_nodes: numbered from 0.
         workers_per_node: accelerators, one worker each.
-        cell: nodes that are given out, and lost, together: a *place* of the plan. 1 is the real thing; more makes large
-            clusters quicker to simulate, and every policy loses a cell for a node.
+        cell: nodes that are allocated, and lost, together: a *place* of the plan. 1 is realistic; more makes large
+            clusters quicker to simulate, and every policy then loses a cell for a node.
 
     Raises:
         ConfigError: a value below 1, or nodes that do not fill their cells.
@@ -45,7 +45,7 @@ class Cluster:
 
     @property
     def num_places(self) -> int:
-        """Places that the plan gives out."""
+        """Number of places that the plan allocates."""
         return self.num_nodes // self.cell
 
     @property
@@ -55,20 +55,20 @@ class Cluster:
 
     @property
     def num_workers(self) -> int:
-        """All workers."""
+        """Number of all workers."""
         return self.num_nodes * self.workers_per_node
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """Something fails.
+    """A failure of a component.
 
     Attributes:
         at: seconds from the beginning of the trace.
         kind: one of `errors.KINDS`.
-        node: where.
+        node: the node.
         worker: local rank on the node; None: the whole node.
-        repair: seconds until the node can be used again; 0: its processes are started again at once.
+        repair: seconds until the node can be used again; 0: its processes restart immediately.
 
     Raises:
         ConfigError: a value out of its range.
@@ -92,21 +92,21 @@ class Fault:
 
     @property
     def severity(self) -> Severity:
-        """What the kind is treated as when it first appears."""
+        """Severity of the first occurrence of the kind."""
         return SEVERITY[self.kind]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """Faults within a time, sorted.
+    """Faults within a period, sorted.
 
     Attributes:
         name: for tables.
-        seconds: how long it is; nothing after it counts.
+        seconds: duration; nothing after it counts.
         faults: sorted, see the module; `Trace.of` sorts.
 
     Raises:
-        ConfigError: no length, or faults that are not sorted.
+        ConfigError: no duration, or faults that are not sorted.
     """
 
     name: str
@@ -121,7 +121,7 @@ class Trace:
 
     @classmethod
     def of(cls, name: str, seconds: float, faults: Iterable[Fault]) -> Trace:
-        """A trace of faults in any order; those at or after its end are left out."""
+        """Create a trace of faults in any order; those at or after its end are left out."""
         kept = sorted((fault for fault in faults if fault.at < seconds), key=order)
         return cls(name=name, seconds=seconds, faults=tuple(kept))
 

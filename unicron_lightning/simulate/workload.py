@@ -1,4 +1,4 @@
-"""What a cluster is there for: tasks, how fast they are at which size, when they come and go."""
+"""The tasks of a cluster: their speed by size, arrival and departure."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class SimTask:
     Attributes:
         name: unique.
         performance: T(t,x) by number of workers (accelerators), FLOP/s.
-        flops_per_step: of one optimizer step of the whole task, so that a step at x workers takes this / T(t,x).
+        flops_per_step: FLOPs of one optimizer step of the whole task; a step at x workers takes this / T(t,x).
         weight: w(t).
         min_workers: fewest with which it may run.
-        max_workers: most that it can use; None: as many as there are.
-        quantum: its number of workers is a multiple of it (TP x PP, or a node's); what it is given beyond stands idle.
+        max_workers: most that it can use; None: all.
+        quantum: number that its workers are a multiple of (TP x PP, or a node's); workers beyond a multiple stand idle.
         micro_batches: M, of a step.
         arrival: seconds from the beginning; 0: it runs already when the trace begins.
-        departure: when it ends, whatever it has done; None: never.
+        departure: time of its end, whatever its progress; None: never.
         steps: optimizer steps after which it ends; None: never.
 
     Raises:
@@ -62,13 +62,13 @@ class SimTask:
             raise ConfigError(f"task {self.name!r}: {given}: expected at least min_workers={self.min_workers}")
 
     def throughput(self, num_workers: int) -> float:
-        """FLOP/s with so many workers, of which it uses whole quanta; 0.0 below its minimum."""
+        """Return FLOP/s with a number of workers, rounded down to whole quanta; 0.0 below its minimum."""
         if self.max_workers is not None:
             num_workers = min(num_workers, self.max_workers)
         usable = num_workers // self.quantum * self.quantum
         return self.performance.throughput(usable) if usable >= self.min_workers else 0.0
 
     def step_seconds(self, num_workers: int) -> float:
-        """Of one optimizer step; inf where it cannot run."""
+        """Return the seconds of one optimizer step; inf if it cannot run."""
         rate = self.throughput(num_workers)
         return self.flops_per_step / rate if rate else math.inf

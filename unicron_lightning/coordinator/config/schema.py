@@ -108,13 +108,13 @@ class PlannerConfig:
     worker_mtbf_hours: float = 720.0
     """Hours per failure of the workers in one slot, failures of their node excluded."""
     shrink_seconds: float = 0.5
-    """Seconds that a task stands still when workers leave it and the others continue."""
+    """Seconds that a task is interrupted when workers leave it and the others continue."""
     grow_seconds: float = 1.0
-    """Seconds that a task stands still when workers join it."""
+    """Seconds that a task is interrupted when workers join it."""
     restart_seconds: float = 15.0
-    """Seconds that a task stands still when all its workers restart."""
+    """Seconds that a task is interrupted when all its workers restart."""
     cold_seconds: float = 30.0
-    """Seconds that a task stands still when it starts on other slots from a checkpoint, or for the first time."""
+    """Seconds that a task is interrupted when it starts on other slots from a checkpoint, or for the first time."""
 
     def __post_init__(self) -> None:
         check_positive("planner", node_mtbf_hours=self.node_mtbf_hours, worker_mtbf_hours=self.worker_mtbf_hours)

@@ -1,1 +1,1 @@
-"""Systems that are compared: each says how errors are noticed, what stops, what is lost, and who gets which nodes."""
+"""Compared systems: each defines how errors are detected, what stops, what is lost, and which task gets which nodes."""

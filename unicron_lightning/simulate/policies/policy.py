@@ -1,4 +1,4 @@
-"""What a system that heals each task by itself decides; `healing.Healing` asks it."""
+"""Decisions of a system that recovers each task by itself; `healing.Healing` requests them."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from unicron_lightning.simulate.trace import Fault
 from unicron_lightning.simulate.workload import SimTask
 
 Loses = Literal["nothing", "step", "memory", "checkpoint"]
-"""What is to be done again: nothing; the present step; all since the newest checkpoint in memory, or of any kind that
-outlives processes; all since the newest persistent checkpoint.
+"""Work to be repeated: none; the present step; all since the newest checkpoint in memory, or of any kind that outlives
+processes; all since the newest persistent checkpoint.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Situation:
-    """How a task stands when something is to be decided, in places.
+    """State of a task when a decision is due, in places.
 
     Attributes:
-        task: what it is.
-        costs: of the system.
+        task: the task.
+        costs: costs of the system.
         declared: places that it was started with.
         least: fewest with which it may run.
-        alive: those that it has, with processes that live.
-        dead: those that it has, whose processes died though the node is well.
-        spares: healthy ones that nobody has.
-        faults: since it last ran.
+        alive: its places with live processes.
+        dead: its places whose processes died though the node is healthy.
+        spares: healthy places that no task has.
+        faults: faults since it last ran.
     """
 
     task: SimTask
@@ -41,7 +41,7 @@ class Situation:
 
     @property
     def whole(self) -> int:
-        """Those it would have if the dead ones were started again."""
+        """Places it would have if the dead ones were started again."""
         return self.alive + self.dead
 
     @property
@@ -52,12 +52,12 @@ class Situation:
 
 @dataclass(frozen=True, kw_only=True)
 class Reaction:
-    """What is done.
+    """A decision.
 
     Attributes:
-        places: with how many it goes on, living ones first, then dead ones started again, then spares; 0: it waits.
-        seconds: for which it stands still.
-        loses: what is to be done again.
+        places: number of places to continue with, live ones first, then restarted dead ones, then spares; 0: it waits.
+        seconds: seconds that it is interrupted.
+        loses: work to be repeated.
     """
 
     places: int
@@ -66,26 +66,26 @@ class Reaction:
 
 
 class Policy:
-    """Base of those systems. Stateless: everything it may go by is an argument."""
+    """Base class of those systems. Stateless: all inputs are arguments."""
 
     name: ClassVar[str]
     starts_dead: ClassVar[bool] = True
-    """Whether workers that died are started again while the others go on."""
+    """Whether workers that died are started again while the others continue."""
 
     def notices(self, costs: Costs, fault: Fault) -> float:
-        """Seconds from a fault, at which its task stops, to its being known."""
+        """Return the seconds from a fault, at which its task stops, to its detection."""
         return costs.detects(fault.kind)
 
     def reacts(self, now: Situation) -> Reaction:
-        """Faults are known: what is done."""
+        """Decide on the reaction to detected faults."""
         raise NotImplementedError
 
     def resumes(self, now: Situation) -> Reaction:
-        """The task waits, and there may be nodes enough now: what is done; with 0 places it goes on waiting."""
+        """Decide for a waiting task that may have enough nodes now; with 0 places it keeps waiting."""
         raise NotImplementedError
 
     def grows(self, now: Situation) -> Reaction | None:
-        """The task runs; if it had so many places as are alive: what is done to take them in; None: it never does."""
+        """Decide how a running task admits places, assuming all that are alive; None: it never does."""
         return None
 
 
@@ -105,7 +105,7 @@ class Restarting(Policy):
 
 
 class Shrinking(Policy):
-    """A task that goes on with what lives, and grows again when nodes are ready. Below its minimum it waits."""
+    """A task that continues with its live places, and grows again when nodes are ready. Below its minimum it waits."""
 
     shrink_loses: ClassVar[Loses] = "step"
     grow_loses: ClassVar[Loses] = "nothing"
@@ -129,9 +129,9 @@ class Shrinking(Policy):
         )
 
     def shrink_seconds(self, costs: Costs) -> float:
-        """For which the others stand still without the dead."""
+        """Return the seconds that the others are interrupted to continue without the dead."""
         return costs.takes("continue")
 
     def grow_seconds(self, costs: Costs) -> float:
-        """For which all stand still to take others in."""
+        """Return the seconds that all are interrupted to admit others."""
         return costs.takes("join")

@@ -1,6 +1,6 @@
-"""The systems that heal each task by itself. Their times are in the costs; here is what they do.
+"""The systems that recover each task by itself. Their times are in the costs; their behaviour is here.
 
-Facts are from their papers and sources; where a system is idealised, it is so in its favour, and said.
+Facts are from their papers and sources; a system is idealised only in its favour, and its docstring states it.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ from unicron_lightning.simulate.policies.policy import Loses, Policy, Reaction, 
 
 
 class Megatron(Restarting):
-    """Megatron-LM as it is mostly run: a collective's time-out, then a restart from the last persistent checkpoint.
+    """Megatron-LM in its usual operation: a collective's time-out, then a restart from the last persistent checkpoint.
 
-    A task needs all its nodes. A spare one takes the place of one that is down, else the task waits for the repair.
+    A task needs all its nodes. A spare node replaces one that is down, else the task waits for the repair.
     """
 
     name = "megatron"
 
 
 class Oobleck(Shrinking):
-    """Oobleck (SOSP '23): pipeline templates made beforehand; a task is laid out anew without the lost node.
+    """Oobleck (SOSP '23): precomputed pipeline templates; a task gets a new layout without the lost node.
 
-    The iteration is done again; layers come from whoever has them. Nodes that return are taken in by the same means.
-    Idealised: a process's death counts as its node's, which the prototype does not notice at all.
+    The iteration is repeated; layers are copied from nodes that hold them. Nodes that return are admitted in the same
+    way.
+    Idealised: a process's death counts as its node's, which the prototype does not detect at all.
     """
 
     name = "oobleck"
@@ -51,9 +52,9 @@ class Varuna(Shrinking):
 
 
 class Bamboo(Shrinking):
-    """Bamboo (NSDI '23): every node computes its neighbour's layers as well, and goes on for it when it fails.
+    """Bamboo (NSDI '23): every node computes its neighbour's layers as well, and takes over when it fails.
 
-    Redundancy is paid for all the time. Idealised: no two neighbours ever fail together.
+    Redundancy costs throughput all the time. Idealised: no two neighbours ever fail together.
     """
 
     name = "bamboo"
@@ -66,7 +67,7 @@ class Bamboo(Shrinking):
 class TorchFT(Shrinking):
     """torchft: a quorum per step over replica groups; the step in which one fails is discarded by all.
 
-    A place is a replica group; it starts again by itself and heals from a live peer.
+    A place is a replica group; it restarts by itself and copies its state from a live peer.
     """
 
     name = "torchft"
@@ -75,8 +76,9 @@ class TorchFT(Shrinking):
 class InProcess(Policy):
     """NVIDIA's in-process restart: all ranks enter the training function again, without the dead, from a checkpoint.
 
-    Ranks that died stay away; when more than ``extra["tolerated_loss"]`` of the declared places are missing, too few
-    are left, or a node has come back, the job is restarted with all that are well.
+    Ranks that died stay away. The job is restarted with all healthy places when more than ``extra["tolerated_loss"]``
+    of
+    the declared ones are missing, too few are left, or a node has returned.
     """
 
     name = "inprocess"

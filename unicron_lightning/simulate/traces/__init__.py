@@ -1,1 +1,1 @@
-"""Where traces come from: generators with stated parameters, and files of one's own events. Pure."""
+"""Sources of traces: generators with stated parameters, and files of a user's own events. Pure."""

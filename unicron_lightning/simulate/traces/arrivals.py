@@ -1,15 +1,14 @@
-"""When components fail: times and places of one source, before it is known what fails and why.
+"""Times and components of one source's failures; kinds and causes are chosen later.
 
 Each process has the same mean number of failures, components x seconds / mtbf:
 
 * ``poisson``: N is Poisson distributed, times are uniform and independent, each component is as likely as any other;
 * ``exact``: the same with N the mean, rounded;
 * ``weibull``: lifetimes of each component from new, P(T > t) = exp(-(t / scale)^shape), with
-  scale = mtbf / Gamma(1 + 1/shape). With a shape other than 1 the rate begins as that of
-  new components and comes to 1 / mtbf with time;
+  scale = mtbf / Gamma(1 + 1/shape). With a shape other than 1 the rate starts as that of
+  new components and approaches 1 / mtbf with time;
 * ``bursts``: a Neyman-Scott process. Bursts begin like ``poisson`` at rate 1 / (mtbf burst_size); each has a geometric
-  number of failures, exponential times apart, among `neighbours` components in a row. What reaches beyond the end
-  is cut.
+  number of failures, exponential times apart, among `neighbours` components in a row. Failures beyond the end are cut.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ class Arrivals:
     """Failures of one source, sorted by time.
 
     Attributes:
-        seconds: when, shape (n,).
-        components: which, from 0 on, shape (n,).
+        seconds: times, shape (n,).
+        components: failing components, numbered from 0, shape (n,).
     """
 
     seconds: NDArray[np.float64]
     components: NDArray[np.int64]
 
     def sorted(self) -> Arrivals:
-        """In the order of time, then of components."""
+        """Sort by time, then by component."""
         order = np.lexsort((self.components, self.seconds))
         return Arrivals(seconds=self.seconds[order], components=self.components[order])
 
@@ -48,9 +47,9 @@ def arrivals(source: SourceConfig, num_components: int, seconds: float, random: 
 
     Args:
         source: its process and rate.
-        num_components: how many there are.
-        seconds: how long the trace is.
-        random: where randomness comes from.
+        num_components: number of components.
+        seconds: duration of the trace.
+        random: source of randomness.
     """
     mtbf = source.mtbf_hours * HOUR / source.frequency
     mean = num_components * seconds / mtbf
@@ -89,7 +88,7 @@ def _bursts(
     starts = np.cumsum(sizes) - sizes
     gaps = random.exponential(source.burst_seconds, int(sizes.sum()))
     gaps[starts] = 0.0
-    # Running sums within each burst: those over all, less what was there where the burst began.
+    # Running sums within each burst: the overall sums, less the sum at the start of the burst.
     sums = np.cumsum(gaps)
     times = np.repeat(first.seconds, sizes) + sums - np.repeat(sums[starts], sizes)
     beside = random.integers(0, source.neighbours, times.size)

@@ -1,8 +1,8 @@
-"""What a trace file says: the schema, its defaults, units and reasons.
+"""The schema of a trace file, with defaults, units and reasons.
 
-A trace is made of independent *sources* of failures. Each has *causes*, which say what kind of error it is and how
-often it is this one. How a source's failures lie in time is its `process`; the mean number of failures is the same for
-all:
+A trace consists of independent *sources* of failures. Each has *causes*, which give the kind of error and its relative
+frequency. The distribution of a source's failures in time is its `process`; the mean number of failures is the same for
+all processes:
 
     components x hours / mtbf_hours            components: workers, nodes or switches of the cluster
 """
@@ -24,13 +24,15 @@ Distribution = Literal["lognormal", "uniform", "fixed", "none"]
 
 @dataclass(frozen=True, kw_only=True)
 class RepairConfig:
-    """How long a node is away after a failure of severity SEV1; after others its processes start again at once."""
+    """Downtime of a node after a failure of severity SEV1; after others its processes restart immediately."""
 
     distribution: Distribution = "none"
     """``lognormal`` (median_hours, log_deviation), ``uniform`` (least_hours, most_hours), ``fixed`` (hours)."""
     median_hours: float = 0.0
     log_deviation: float = 0.0
-    """Standard deviation of the logarithm: with 1 two thirds of all lie within a factor of 2.7 of the median."""
+    """Standard deviation of the logarithm: with 1, two thirds of all values lie within a factor of 2.7 of the
+    median.
+    """
     least_hours: float = 0.0
     most_hours: float = 0.0
     hours: float = 0.0
@@ -50,12 +52,12 @@ class RepairConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CauseConfig:
-    """Why something fails, and as what error it is seen."""
+    """A cause of failures, and the kind of error that it appears as."""
 
     kind: str
-    """Of `unicron_lightning.coordinator.severity.errors`."""
+    """Kind of error, of `unicron_lightning.coordinator.severity.errors`."""
     count: float
-    """How often, beside the other causes of its source: what counts is the share."""
+    """Frequency relative to the other causes of its source: only the share matters."""
 
     def __post_init__(self) -> None:
         if self.kind not in SEVERITY:
@@ -69,29 +71,33 @@ class SourceConfig:
     """Failures of one sort of component."""
 
     component: Literal["worker", "node", "switch"]
-    """What fails. A switch takes all its nodes along at the same moment."""
+    """The component that fails. A switch takes down all its nodes at the same moment."""
     mtbf_hours: float
     """Component-hours per failure of one component, on average."""
     causes: dict[str, CauseConfig]
     process: Process = "poisson"
-    """``poisson``: at a constant rate. ``weibull``: lifetimes of components, all new at the beginning, with `shape`.
-    ``bursts``: a failure brings more of the same component and its neighbours soon after. ``exact``: at random times,
-    but as many, and as many of each cause, as the mean says: for traces that repeat what was counted."""
+    """Distribution of failures in time:
+
+    * ``poisson``: a constant rate.
+    * ``weibull``: lifetimes of components, all new at the beginning, with `shape`.
+    * ``bursts``: a failure is soon followed by more of the same component and its neighbours.
+    * ``exact``: random times, but exactly the mean number of failures, and of each cause, to repeat counted events.
+    """
     shape: float = 1.0
-    """Of ``weibull``: below 1 failures are frequent in the beginning, above 1 they come with age."""
+    """Shape of ``weibull``: below 1 failures are frequent at the beginning, above 1 they increase with age."""
     burst_size: float = 1.0
-    """Of ``bursts``: mean number of failures in one, the first included; their numbers are geometric."""
+    """Mean number of failures in one of the ``bursts``, the first included; the numbers are geometric."""
     burst_seconds: float = 600.0
-    """Of ``bursts``: mean time between the failures of one."""
+    """Mean seconds between the failures within one of the ``bursts``."""
     neighbours: int = 1
-    """Of ``bursts``: they strike among so many components in a row."""
+    """Number of consecutive components that one of the ``bursts`` strikes."""
     nodes_per_switch: int = 16
-    """Of ``switch``: nodes that it takes along."""
+    """Nodes that a ``switch`` takes down."""
     frequency: float = 1.0
-    """Times as frequent as `mtbf_hours` says."""
+    """Factor on the frequency given by `mtbf_hours`."""
     repair: RepairConfig = field(default_factory=RepairConfig)
     origin: str = ""
-    """Where the numbers come from."""
+    """Origin of the numbers."""
 
     def __post_init__(self) -> None:
         for name in ("mtbf_hours", "shape", "burst_seconds", "frequency"):
@@ -107,18 +113,20 @@ class SourceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceConfig:
-    """A trace: generated, or read from a CSV file of one's own events, or said in sentences."""
+    """A trace: generated, read from a CSV file of a user's own events, or given as sentences."""
 
     name: str
-    """For tables and pictures."""
+    """Name for tables and pictures."""
     days: float
-    """How long it is."""
+    """Duration in days."""
     sources: dict[str, SourceConfig] = field(default_factory=dict)
-    """What fails, by names of one's own. Each has random numbers of its own: to change one changes no other."""
+    """Sources of failures by freely chosen names. Each has its own random numbers: a change affects no other source."""
     csv: str | None = None
-    """A file with the columns of `unicron_lightning.simulate.traces.table`; added to what the sources make."""
+    """A file with the columns of `unicron_lightning.simulate.traces.table`; added to the sources' failures."""
     faults: list[str] = field(default_factory=list)
-    """Sentences of docs/faults.md, see `unicron_lightning.simulate.traces.sentences`; added too."""
+    """Sentences of docs/faults.md, see `unicron_lightning.simulate.traces.sentences`; added to the sources'
+    failures.
+    """
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.days) and self.days > 0):
@@ -126,7 +134,7 @@ class TraceConfig:
 
 
 def read_trace(data: Mapping[str, Any]) -> TraceConfig:
-    """A trace's configuration from plain data.
+    """Read a trace's configuration from plain data.
 
     Raises:
         ConfigError: an unknown or missing key, or a wrong value.

@@ -1,10 +1,10 @@
-"""Traces from their configuration: which node and worker fails, why, and how long the node is away.
+"""Traces from their configuration: the node and worker of each failure, its cause, and the downtime of the node.
 
 The same configuration, cluster and seed give the same trace, byte for byte, with the same numpy. Each source draws from
-a generator of its own, seeded by (seed, name of the source): to add or change one leaves the others as they were. Times
+its own generator, seeded by (seed, name of the source), so adding or changing one leaves the others as they were. Times
 are rounded to microseconds, as the simulator counts them.
 
-What is down does not fail: a failure that would strike a node under repair is left out, or strikes another node where
+Nodes that are down do not fail: a failure that would strike a node under repair is left out, or strikes another node if
 the number of failures is given (``exact``).
 """
 
@@ -31,11 +31,11 @@ DAY = 24 * HOUR
 
 @dataclass(frozen=True, kw_only=True)
 class _Drawn:
-    """A failure before it is known whether its node is up.
+    """A failure before its node is known to be up.
 
     Attributes:
-        fault: it.
-        elsewhere: from where to look for another node if that one is down; None: it is left out then.
+        fault: the failure.
+        elsewhere: first candidate for another node if the drawn one is down; None: the failure is left out then.
     """
 
     fault: Fault
@@ -43,16 +43,16 @@ class _Drawn:
 
 
 def generate(config: TraceConfig, cluster: Cluster, seed: int, folder: Path = Path()) -> Trace:
-    """The trace of a configuration.
+    """Generate the trace of a configuration.
 
     Args:
         config: the trace.
-        cluster: whose nodes and workers fail.
-        seed: of the randomness.
-        folder: where a relative `TraceConfig.csv` begins.
+        cluster: the cluster whose nodes and workers fail.
+        seed: seed of the randomness.
+        folder: base of a relative `TraceConfig.csv`.
 
     Raises:
-        ConfigError: the file of one's own events can't be read or contradicts the cluster, or a sentence is wrong.
+        ConfigError: the file of events can't be read or contradicts the cluster, or a sentence is wrong.
     """
     seconds = config.days * DAY
     drawn: list[_Drawn] = []
@@ -102,7 +102,7 @@ def _faults(source: SourceConfig, cluster: Cluster, seconds: float, random: np.r
 
 
 def _causes(counts: NDArray[np.float64], num: int, exactly: bool, random: np.random.Generator) -> NDArray[np.int64]:
-    """Which cause each failure has: by chance, or in the given proportions (largest remainders) in a random order."""
+    """Choose the cause of each failure: at random, or in exact proportions (largest remainders) in a random order."""
     shares = counts / counts.sum()
     if not exactly:
         return random.choice(counts.size, size=num, p=shares)
@@ -114,7 +114,7 @@ def _causes(counts: NDArray[np.float64], num: int, exactly: bool, random: np.ran
 
 
 def repair_seconds(repair: RepairConfig, num: int, random: np.random.Generator) -> NDArray[np.float64]:
-    """Draw times for which nodes are away; rounded to microseconds."""
+    """Draw downtimes of nodes; rounded to microseconds."""
     if repair.distribution == "lognormal":
         hours = repair.median_hours * np.exp(repair.log_deviation * random.standard_normal(num))
     elif repair.distribution == "uniform":
@@ -125,7 +125,7 @@ def repair_seconds(repair: RepairConfig, num: int, random: np.random.Generator) 
 
 
 def _where_nodes_are_up(drawn: list[_Drawn], cluster: Cluster) -> Iterator[Fault]:
-    """Leave out, or move, what would strike a node that is down."""
+    """Drop, or move, failures that would strike a node that is down."""
     down: dict[int, float] = {}
     returns: list[tuple[float, int]] = []
     for each in drawn:

@@ -1,7 +1,7 @@
-"""Faults as sentences of docs/faults.md, on the simulator's clock: what `unicron inject` would have strike, and when.
+"""Sentences of docs/faults.md on the simulator's clock: the faults that `unicron inject` would produce, with times.
 
-The simulator counts nodes from 0 and knows no ranks, as who has which changes with every policy; it knows no points of
-a program either. A sentence that says more than what, on which node and when is refused.
+The simulator numbers nodes from 0. It has no ranks, whose assignment changes with every policy, and no points of a
+program. A sentence that specifies more than a fault, a node and times is refused.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ SEEN_AS: Final[dict[words.Kind, str]] = {
     "kill agent": "lost_connection",
     "drop network": "lost_connection",
 }
-"""The kind of error as which a fault is known; ``raise`` names its own."""
+"""The kind of error that a fault appears as; ``raise`` names its own."""
 
 
 def replay(sentences: Sequence[str], cluster: Cluster, seconds: float, seed: int) -> Iterator[Fault]:
-    """What the sentences have strike.
+    """Generate the faults of sentences.
 
     Args:
-        sentences: in any order; their places and the seed decide what is drawn.
-        cluster: whose nodes are struck; one that is not named is drawn, as is the worker on it.
-        seconds: how long the trace is: a rate has no end.
-        seed: of those that have none of their own.
+        sentences: in any order; their places and the seed determine the random draws.
+        cluster: the cluster; a node that is not named is drawn, as is the worker on it.
+        seconds: duration of the trace: a rate has no end.
+        seed: seed of sentences without one of their own.
 
     Raises:
-        ConfigError: no sentence, or one of which the simulator knows nothing, quoted.
+        ConfigError: not a sentence, or one that the simulator does not support, quoted.
     """
     for place, sentence in enumerate(sentences):
         fault = parse(sentence)
@@ -55,7 +55,7 @@ def _strike(
 ) -> Fault:
     drawn, worker = random.randrange(cluster.num_nodes), random.randrange(cluster.workers_per_node)
     whole = SEVERITY[kind] == "SEV1"
-    lasts = seconds if fault.duration is None else fault.duration  # without ``for=`` it is not back in this trace
+    lasts = seconds if fault.duration is None else fault.duration  # without ``for=`` it does not return in this trace
     return Fault(
         at=at,
         kind=kind,

@@ -1,13 +1,13 @@
-"""Faults as CSV: one's own events in, any trace out.
+"""Faults as CSV: reads a user's own events, writes any trace.
 
     at,kind,node,worker,repair
     86400,ecc_error,3,,172800
     2026-03-01T04:00:00,exited_abnormally,0,5,
 
-``at``: seconds from the beginning, or times in ISO 8601, all of one sort; the first of the latter is the beginning
-unless a line ``# start TIME`` says another. ``kind``: of the table of severities. ``node``: a number from 0 on.
-``worker``: its local rank, empty for the whole node. ``repair``: seconds until the node can be used again, empty for 0.
-Lines that begin with # and empty lines are skipped; the order of lines and columns does not matter.
+``at``: seconds from the beginning, or times in ISO 8601, all in one format; the first time is the beginning unless a
+line ``# start TIME`` gives another. ``kind``: of the table of severities. ``node``: a number from 0 on. ``worker``: its
+local rank, empty for the whole node. ``repair``: seconds until the node can be used again, empty for 0. Lines that
+begin with # and empty lines are skipped; the order of lines and columns does not matter.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _START = "# start "
 
 
 def write_table(faults: Iterable[Fault]) -> str:
-    """CSV text that `parse_table` reads back as the same faults."""
+    """Return CSV text that `parse_table` reads back as the same faults."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
@@ -54,9 +54,9 @@ def parse_table(text: str, cluster: Cluster, name: str) -> list[Fault]:
     """Read text.
 
     Args:
-        text: the file's.
-        cluster: whose nodes and workers there may be.
-        name: of the file, for messages.
+        text: the file's text.
+        cluster: the cluster whose nodes and workers are valid.
+        name: name of the file, for messages.
 
     Raises:
         ConfigError: as for `read_table`.

@@ -1,6 +1,6 @@
-"""A place's daemon and the agents that it runs, as the coordinator knows them: what they say, and when.
+"""A place's daemon and its agents, as the coordinator sees them: their messages and timing.
 
-One simulated worker stands for all of a place. What the workers do with an epoch is the task's affair (`training`).
+One simulated worker represents all workers of a place. Their reaction to an epoch belongs to the task (`training`).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 SLOT: Final = "0"
 _KILLED: Final = 9
 _RELAUNCH_SECONDS: Final = 0.1
-"""torchrun's poll: until it has noticed that its worker is dead."""
+"""Interval of torchrun's poll, after which it has detected its worker's death."""
 
 
 class SimDaemon:
     """The daemon of a place, through all of its lives.
 
     Args:
-        system: everything.
+        system: the simulated system.
         place: number of the place.
     """
 
@@ -37,7 +37,7 @@ class SimDaemon:
         self.place = place
         self.label = f"n{place:06d}"
         self.agents: dict[str, SimAgent] = {}
-        """By task."""
+        """Agents by task."""
         self.up = False
         self._conn: int | None = None
         self._life = 0
@@ -48,10 +48,10 @@ class SimDaemon:
         return self.system.shell
 
     def start(self) -> None:
-        """The daemon begins."""
+        """Start the daemon."""
         self.up = True
         self._life += 1
-        if self._conn is not None:  # nobody has noticed yet that it was away
+        if self._conn is not None:  # its absence was not detected yet
             self.shell.disconnect(self._conn)
         self._conn = self.shell.connect(self)
         message = NodeHello(
@@ -66,7 +66,7 @@ class SimDaemon:
         self.shell.say(ev.NodeSaid(conn=self._conn, message=message))
 
     def down(self, noticed_in: float) -> None:
-        """Everything on it dies at once; the coordinator sees its connections end in so many seconds."""
+        """Kill everything on the node; the coordinator sees its connections end after a number of seconds."""
         self.up = False
         conns = [agent.die() for agent in self.agents.values()]
         self.agents = {}
@@ -76,7 +76,7 @@ class SimDaemon:
         self._conn = None
 
     def receive(self, message: wire.ToAgent | ToNode) -> None:
-        """It is told what to run."""
+        """Process an order to run agents."""
         if not isinstance(message, NodeRun) or not self.up:
             return
         wanted = {launch.job.name: launch.job for launch in message.launches}
@@ -88,14 +88,14 @@ class SimDaemon:
                 self.agents[name] = SimAgent(self, job)
 
     def closed(self) -> None:
-        """The coordinator does not want it any more: a newer one has its label."""
+        """Ignore that the coordinator closed the connection because a newer daemon has its label."""
 
 
 class SimAgent:
     """A torchrun agent with its worker.
 
     Args:
-        daemon: what started it.
+        daemon: the daemon that started it.
         job: the task's definition.
     """
 
@@ -111,7 +111,7 @@ class SimAgent:
         self.alive = True
         self.granted = False
         self.built = False
-        """Its worker is one that can be, or is, a member."""
+        """Whether its worker can be, or is, a member."""
         self._round = 0
         self._warm = False
         self._said_hello = False
@@ -124,12 +124,12 @@ class SimAgent:
         return f"{self.id}/0#{self._round}"
 
     def say(self, message: wire.FromAgent) -> None:
-        """Tell the coordinator."""
+        """Send a message to the coordinator."""
         if self.alive and self.conn is not None:
             self.system.shell.say(ev.Received(conn=self.conn, message=message))
 
     def receive(self, message: wire.ToAgent | ToNode) -> None:
-        """The coordinator says something."""
+        """Process a message of the coordinator."""
         if not self.alive:
             return
         if type(message) is wire.Epoch:
@@ -153,23 +153,23 @@ class SimAgent:
                 self.system.clock.after(0.0, self.leave)
 
     def closed(self) -> None:
-        """The coordinator has closed the connection."""
+        """Ignore that the coordinator has closed the connection."""
 
     def die(self) -> int | None:
-        """Its machine is gone. Returns its connection, of whose end nobody has heard yet."""
+        """Die with the machine; return its connection, whose end is not detected yet."""
         self.alive = False
         self._loses_worker()
         return self.conn
 
     def leave(self) -> None:
-        """It ends in order."""
+        """Exit in order."""
         if self.alive:
             self._loses_worker()
             self.say(wire.Bye(succeeded=False))
             self.alive = False
 
     def finish(self) -> None:
-        """Its worker has done all there was to do."""
+        """Exit after its worker has finished the task."""
         if self.alive:
             self.say(wire.WorkerDone(worker=self.worker))
             self._loses_worker()
@@ -177,7 +177,7 @@ class SimAgent:
             self.alive = False
 
     def worker_dies(self, known_in: float, cause: str) -> None:
-        """Its worker is dead, or as good as dead; it is known in so many seconds."""
+        """Let its worker die, or fail permanently; the death is reported after a number of seconds."""
         self.built = False
         self._in_this_round(known_in, partial(self._tell_of_death, cause))
 
@@ -258,7 +258,7 @@ class SimAgent:
         self._in_this_round(_RELAUNCH_SECONDS, self._rendezvous)
 
     def _in_this_round(self, seconds: float, call: object) -> None:
-        """Do something later, unless the worker that it is about is gone by then."""
+        """Call a function later, unless the worker concerned is gone by then."""
         round_ = self._round
 
         def due() -> None:
@@ -269,5 +269,5 @@ class SimAgent:
 
 
 def died_of(kind: str) -> str:
-    """How an agent tells of a worker with an error of this kind."""
+    """Return the cause that an agent reports for a worker with an error of this kind."""
     return "silent" if kind in ("silent", "task_hang") else "signal"

@@ -1,4 +1,4 @@
-"""Answers the machine's questions as `coordinator.planning` does: the same planner, state and beliefs."""
+"""Answers the machine's questions as `coordinator.planning` does: the same planner, state and estimates."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def answer(question: Question, known: Knowledge) -> ev.Planned:
-    """The plan, as an input of the machine."""
+    """Return the plan, as an input of the machine."""
     from unicron_lightning.planner.solver import solve
 
     plan = solve(state_of(question, known))
@@ -25,12 +25,12 @@ def answer(question: Question, known: Knowledge) -> ev.Planned:
 
 
 def knowledge(cluster: Cluster, performances: Mapping[str, PerformanceModel], costs: Costs) -> Knowledge:
-    """What is known: the tasks' speeds as they are, and what the coordinator has measured of all else.
+    """Combine the tasks' exact speeds with the coordinator's measurements of everything else.
 
     Args:
         cluster: the machine's state.
-        performances: T(t,x) by number of places. In the real system they are profiles, set right by measured steps.
-        costs: what an operator would believe of transitions before any was measured.
+        performances: T(t,x) by number of places. In the real system these are profiles, corrected by measured steps.
+        costs: an operator's estimates of transitions before any was measured.
     """
     tasks = cluster.tasks
     hours = costs.extra.get("node_mtbf_hours", 720.0), costs.extra.get("worker_mtbf_hours", 720.0)

@@ -1,7 +1,7 @@
-"""The coordinator without its I/O: the real `Machine` on the virtual clock, where `server.Server` has the real one.
+"""The coordinator without its I/O: the real `Machine` on the virtual clock, in place of `server.Server`.
 
-Messages take no time. What agents say at the same moment is taken in together. What peers say in answer to something
-they say through the clock, never from within an answer.
+Messages take no time. Messages sent by agents at the same moment are processed together. Peers send their answers
+through the clock, never from within a callback.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from unicron_lightning.nodewire import ToNode
 from unicron_lightning.simulate.clock import Clock
 
 _ORIGIN: Final = 1e9
-"""time.time() at the beginning of the trace: to the machine 0 means never."""
+"""time.time() at the beginning of the trace; 0 is reserved by the machine for unset times."""
 
 
 class Peer(Protocol):
-    """Whoever has a connection."""
+    """The owner of a connection."""
 
     def receive(self, message: wire.ToAgent | ToNode) -> None:
-        """A message has come."""
+        """Receives a message."""
 
     def closed(self) -> None:
-        """The coordinator has closed the connection."""
+        """Called when the coordinator has closed the connection."""
 
 
 class Shell:
     """One coordinator.
 
     Args:
-        clock: tells the time.
-        limits: what the machine goes by.
+        clock: the virtual clock.
+        limits: parameters of the machine.
         plan: answers its questions.
-        seen: is told of each event that is logged.
+        seen: receives each logged event.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Shell:
         self._peers: dict[int, Peer] = {}
         self._conns = itertools.count(1)
         self._timers: dict[ev.TimerKey, int] = {}
-        """By key, the number of the setting that counts."""
+        """Number of the valid setting of each timer."""
         self._settings = itertools.count()
         self._said: list[ev.Received | ev.NodeSaid] = []
         self.do(ev.Started())
@@ -66,24 +66,24 @@ class Shell:
         return _ORIGIN + self._clock.seconds
 
     def connect(self, peer: Peer) -> int:
-        """A new connection."""
+        """Open a connection."""
         conn = next(self._conns)
         self._peers[conn] = peer
         return conn
 
     def disconnect(self, conn: int) -> None:
-        """A connection has ended."""
+        """Handle the end of a connection."""
         if self._peers.pop(conn, None) is not None:
             self.do(ev.Disconnected(conn=conn))
 
     def say(self, said: ev.Received | ev.NodeSaid) -> None:
-        """A message, taken in with all others of this moment."""
+        """Queue a message, to be processed with all others of this moment."""
         if not self._said:
             self._clock.after(0.0, self._take_in)
         self._said.append(said)
 
     def do(self, event: ev.Input) -> None:
-        """One input, and what follows from it."""
+        """Process one input, and its consequences."""
         self._take_in()
         self._handle(event)
 
@@ -95,7 +95,7 @@ class Shell:
     def _handle(self, event: ev.Input) -> None:
         peers = self._peers
         for action in self.machine.handle(event, self.time):
-            if type(action) is ev.Send:  # nearly all are, and of these many are notices, of which nothing follows
+            if type(action) is ev.Send:  # nearly all actions are; many send notices, which have no effect here
                 peer = peers.get(action.conn)
                 if peer is not None and type(action.message) is not wire.Notice:
                     peer.receive(action.message)

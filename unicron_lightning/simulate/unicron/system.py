@@ -26,14 +26,14 @@ from unicron_lightning.simulate.unicron.training import Training
 from unicron_lightning.simulate.workload import SimTask
 
 _NOT_IN_BAND_SECONDS: Final = 1800.0
-"""A collective's default time-out, after which a failure is known if nothing else tells of it."""
+"""A collective's default time-out, after which a failure is detected if nothing else reports it."""
 _UNDRAIN_SECONDS: Final = 86400.0
-"""Until an operator has looked at a node that was cordoned, unless ``extra["undrain"]`` says something else."""
+"""Seconds until an operator undrains a cordoned node, unless ``extra["undrain"]`` gives another number."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ablation:
-    """Which of its parts it has."""
+    """Selection of Unicron's parts."""
 
     name: str = "unicron"
     partial_reuse: bool = True
@@ -55,11 +55,11 @@ class System:
     """One simulation.
 
     Args:
-        ablation: what is left out.
+        ablation: the selected parts.
         cluster: the nodes.
-        tasks: all that come.
-        trace: what goes wrong.
-        costs: measured ones.
+        tasks: all tasks.
+        trace: the faults.
+        costs: measured costs.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class System:
         self.daemons = [SimDaemon(self, place) for place in range(cluster.num_places)]
         for task in tasks:
             self._expect(task)
-        for daemon in self.daemons:  # after the tasks, so that the first plan is one for all of them
+        for daemon in self.daemons:  # after the tasks, so that the first plan covers all of them
             daemon.start()
         for fault in trace.faults:
             self.clock.at(micros(fault.at), partial(self._fault, fault), order.FAULT)
@@ -93,7 +93,7 @@ class System:
         return self.books.result(self.ablation.name)
 
     def next_number(self) -> int:
-        """Counts agents."""
+        """Return a new number for an agent."""
         self._numbers += 1
         return self._numbers
 
@@ -171,7 +171,7 @@ class System:
             self._out_of_order(fault, daemon)
 
     def _out_of_order(self, fault: Fault, daemon: SimDaemon) -> None:
-        """Until the node is repaired; at least until it was known to be down."""
+        """Keep the node down until it is repaired, at least until its failure is detected."""
         if fault.repair > 0:
             self.books.node_down(fault.node)
             moment = micros(fault.at + fault.repair)
@@ -204,6 +204,6 @@ class System:
 
 
 def _tell(agent: SimAgent, fault: Fault) -> None:
-    """A collective has failed, and no newer epoch explains it."""
+    """Report a failed collective that no newer epoch explains."""
     epoch = agent.training.epoch_number
     agent.say(wire.CommError(worker=agent.worker, epoch=epoch, error=fault.kind))

@@ -1,8 +1,8 @@
-"""A task's workers: what they do with epochs, and how far they have come.
+"""A task's workers: their reactions to epochs, and their progress.
 
-They act as the real ones do (docs/protocol.md). At a fault all stop where they are. A ``fail`` epoch is answered at
-once, a planned one at the next step boundary; after `Go` they connect, and go on with the step that was broken off:
-of it only what the dead had done is lost. One of them tells of the first finished step.
+They act as real workers do (docs/protocol.md). At a fault all stop where they are. A ``fail`` epoch is answered
+immediately, a planned one at the next step boundary. After `Go` they connect, and resume the interrupted step: only the
+dead workers' part of it is lost. One of them reports the first finished step.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _TELLS: Final[dict[str, str]] = {
     "init": "started",
     "restart": "started",
 }
-"""What the first finished step in an epoch is called."""
+"""Event of the first finished step in an epoch, by kind."""
 
 
 class Training:
-    """One task's.
+    """Training of one task.
 
     Args:
-        system: everything.
-        task: what it is.
+        system: the simulated system.
+        task: the task.
     """
 
     def __init__(self, system: System, task: SimTask) -> None:
@@ -44,23 +44,23 @@ class Training:
         self.most = most_places(task, system.cluster.place_workers, system.cluster.num_places)
         self.least = least_places(task, system.cluster.place_workers)
         self.members: dict[int, SimAgent] = {}
-        """By place, the workers that have the task's state; they run, or stand together."""
+        """Workers that have the task's state, by place; they all run, or all are blocked."""
         self.granted: dict[str, SimAgent] = {}
         """Agents that have a slot, by id."""
         self.over = False
         self._stands: str | None = "transition"
-        """Why no steps are made; None: they are."""
+        """Reason why no steps are made; None: they are."""
         self._epoch: wire.Epoch | None = None
         self._heard: list[SimAgent] = []
-        """Who has been sent the newest epoch and has not answered."""
+        """Agents that have been sent the newest epoch and have not answered."""
         self._settled = 0
-        """The newest epoch that has got its `Go`."""
+        """The newest epoch that has received its `Go`."""
         self._lost_parts: set[int] = set()
         """Places of dead workers whose part of the present step is lost."""
         self._died = False
-        """Whether the newest epoch that was no planned one has lost anybody."""
+        """Whether the newest unplanned epoch has lost a member."""
         self._version = 0
-        """Rises whenever what was to come will not come."""
+        """Rises with each change, which invalidates scheduled calls."""
 
     @property
     def runs(self) -> bool:
@@ -69,13 +69,13 @@ class Training:
 
     @property
     def epoch_number(self) -> int:
-        """Of the newest epoch that its workers have entered."""
+        """Number of the newest epoch that its workers have entered."""
         return self._settled
 
     # ---- what fails
 
     def struck(self, place: int, fault: Fault) -> None:
-        """A member fails, or its connection: all stand still until they hear of a new epoch."""
+        """Fail a member, or its connection: all are blocked until they receive a new epoch."""
         now, meter = self.system.clock.now, self.meter
         meter.settle(now)
         meter.bills.strikes(now, fault.kind, meter.waf(meter.places))
@@ -84,14 +84,14 @@ class Training:
         self._stand("detecting")
 
     def node_is_gone(self, place: int) -> None:
-        """A member's place cannot be counted any more."""
+        """Remove a member's place, which no longer counts."""
         if self.members.pop(place, None) is not None:
             self._tell_books()
 
     # ---- what the coordinator says
 
     def epoch_for(self, agent: SimAgent, epoch: wire.Epoch) -> None:
-        """One of the agents that are concerned is told of an epoch."""
+        """Deliver an epoch to one of its agents."""
         if self._epoch is None or epoch.number > self._epoch.number:
             self._new_epoch(epoch)
         if self._epoch is not None and epoch.number == self._epoch.number:
@@ -105,7 +105,7 @@ class Training:
         self._answer_when_due()
 
     def _answer_when_due(self) -> None:
-        """A planned epoch is answered at the end of a step; who stands in a transition makes a step first."""
+        """Answer a planned epoch at the end of a step; workers in a transition make a step first."""
         epoch = self._epoch
         if epoch is None or epoch.number <= self._settled:
             return
@@ -115,7 +115,7 @@ class Training:
             self.system.clock.after(0.0, partial(self._answer, epoch.number, None))
 
     def _breaks_off(self, epoch: wire.Epoch) -> None:
-        """Stop now; what the dead had done of the present step is lost, or all of it."""
+        """Stop now; the dead members' part of the present step is lost, or all of it."""
         before = len(self.members)
         names = {member.agent for member in epoch.members}
         dead = self._lost_parts | {place for place, agent in self.members.items() if agent.id not in names}
@@ -131,7 +131,7 @@ class Training:
             self.meter.bills.known(self.system.clock.now)
 
     def new_life(self) -> None:
-        """Nobody that has the state is left: the task goes on from its newest checkpoint, once it has workers again."""
+        """Return to the newest checkpoint, because no worker with the state is left; training waits for workers."""
         self.meter.settle(self.system.clock.now)
         self.meter.bills.known(self.system.clock.now)
         memory = self.system.costs.memory_checkpoint_interval is not None and self.system.ablation.memory_checkpoint
@@ -142,7 +142,7 @@ class Training:
         self._stand("transition")
 
     def _answer(self, number: int, version: int | None) -> None:
-        """Those who have heard of the epoch stop for it, if they live."""
+        """Let live workers that have received the epoch stop for it and report."""
         if version not in (None, self._version) or self._epoch is None or self._epoch.number != number:
             return
         if self._epoch.kind in wire.PLANNED and self.runs:
@@ -160,7 +160,7 @@ class Training:
                 agent.say(wire.WorkerReady(worker=agent.worker, epoch=number, state=state))
 
     def go(self, go: wire.Go) -> None:
-        """The epoch is settled: connect, and go on."""
+        """Connect and continue: the epoch is settled."""
         if self._epoch is None or go.epoch != self._epoch.number or go.epoch <= self._settled:
             return
         self._settled = go.epoch
@@ -172,7 +172,7 @@ class Training:
         self.system.clock.after(seconds, partial(self._connected, self._epoch, self._version))
 
     def _stands_for(self, epoch: wire.Epoch) -> float:
-        """Seconds from an epoch's `Go` until steps are made in it."""
+        """Return the seconds from an epoch's `Go` until steps are made in it."""
         costs = self.system.costs
         if epoch.kind == "fail":
             return costs.takes("continue" if self._died else "reattempt")
@@ -198,7 +198,7 @@ class Training:
             self.system.clock.after(max(0.0, left) / rate, partial(self._done, self._version))
 
     def _first_step(self, epoch: wire.Epoch, version: int) -> None:
-        """The first step in an epoch is finished: the first member tells of it."""
+        """Report the first finished step in an epoch, by the first member."""
         if self._version != version:
             return
         self.meter.settle(self.system.clock.now)
@@ -216,7 +216,7 @@ class Training:
                 agent.finish()
 
     def ends(self) -> None:
-        """The task is over."""
+        """End the task."""
         self.over = True
         self._version += 1
         self.system.books.ends(self.task.name)
@@ -226,7 +226,7 @@ class Training:
     # ---- its state
 
     def slot_changes(self, agent: SimAgent) -> None:
-        """An agent has got a slot, or has it no more."""
+        """Record that an agent has received or lost its slot."""
         if agent.granted:
             self.granted[agent.id] = agent
         else:
@@ -250,7 +250,7 @@ class Training:
         self.system.books.set(self.task.name, state, places, starting)  # type: ignore[arg-type]
 
     def _until_boundary(self) -> float:
-        """Seconds to the end of the present step."""
+        """Return the seconds to the end of the present step."""
         self.meter.settle(self.system.clock.now)
         rate = self.meter.rate(len(self.members))
         left = 1.0 - self.meter.position.fraction
