@@ -356,7 +356,7 @@ def test_twelve_thousand_nodes_and_256_tasks_take_seconds() -> None:
         (
             lambda: place([Node(name=n, num_slots=3) for n in "ab"],
                           [Demand(task="t", num_workers=4, group_size=4)], {}),
-            "task 't': 4 of its 4 workers find no node with 4 free slots",
+            "task 't': 4 of its 4 workers do not fit on any node with 4 free slots",
         ),
     ],
 )  # fmt: skip

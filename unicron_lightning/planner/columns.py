@@ -1,7 +1,7 @@
 """The options of each task as columns of integers: numbers of units, and the key of each.
 
-Option (i, k) gives task i k units. All options of all tasks are in one array, task by task, k rising; ``starts`` says
-where each task's begin.
+Option (i, k) gives task i k units. All options of all tasks are in one array, task by task, k rising; ``starts`` holds
+the index of each task's first option.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Column:
 
 
 NOTHING = Column(units=np.zeros(1, dtype=np.int64), keys=np.zeros(1, dtype=np.int64))
-"""The column of a task that is not there."""
+"""The column of an absent task."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class Columns:
 
     @classmethod
     def join(cls, columns: list[Column]) -> Columns:
-        """Put columns together."""
+        """Concatenate columns."""
         starts = np.cumsum([0, *(len(column.units) for column in columns)], dtype=np.int64)
         none = [NOTHING.units[:0]]
         return cls(
@@ -66,7 +66,7 @@ class Columns:
         return len(self.starts) - 1
 
     def chosen(self, mask: NDArray[np.bool_]) -> Columns:
-        """Only the options of ``mask``."""
+        """The options selected by ``mask``."""
         counts = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(mask)])
         return Columns(starts=counts[self.starts], units=self.units[mask], keys=self.keys[mask])
 
@@ -76,10 +76,10 @@ def column(state: ClusterState, curve: Curve, *, factor: int, may_pause: bool, m
 
     Args:
         state: the situation.
-        curve: the task's.
+        curve: the task's curve.
         factor: W, see `unicron_lightning.planner.quantum`.
-        may_pause: whether no workers at all is one of them.
-        may_run: whether there are others.
+        may_pause: whether zero workers are an option.
+        may_run: whether other numbers of workers are options.
     """
     name = curve.task.name
     before, lost = state.allocation.get(name, 0), state.lost.get(name, 0)

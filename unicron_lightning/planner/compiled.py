@@ -1,4 +1,4 @@
-"""numba's compiler, with its cache where one can be kept."""
+"""numba's compiler, with its on-disk cache where a writable folder exists."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def compiled(function: Function) -> Function:
-    """Compile ``function`` to machine code when it is first called; keep the code on disk for other processes.
+    """Compile ``function`` to machine code at its first call; cache the code on disk for other processes.
 
-    Where neither the installed package nor the user's cache folder can be written to, every process compiles anew.
+    If neither the installed package nor the user's cache folder is writable, every process compiles for itself.
     """
     try:
         made = numba.njit(cache=True)(function)

@@ -1,9 +1,9 @@
-"""What may happen next to a cluster: the situations that are planned for one step ahead.
+"""Possible next events of a cluster, which plans are made ahead for.
 
 * `Loss`: workers fail, of one or several tasks, or idle ones.
-* `Join`: workers come, new or repaired.
+* `Join`: workers are added, new or repaired.
 * `Finish`: a task ends.
-* `Launch`: a task that was queued is to run.
+* `Launch`: a queued task is to run.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ class Loss:
     """Workers fail.
 
     Attributes:
-        num_workers: how many, idle ones included.
-        by_task: which tasks lose how many, by name; given as a mapping or as pairs.
+        num_workers: number of failed workers, idle ones included.
+        by_task: number of failed workers of each affected task, by name; given as a mapping or as pairs.
 
     Raises:
-        ValueError: a number is not positive, or the tasks lose more than there are.
+        ValueError: a number is not positive, or the tasks lose more workers than fail.
     """
 
     num_workers: int
@@ -32,7 +32,7 @@ class Loss:
         object.__setattr__(self, "by_task", tuple(sorted(pairs)))
         lost = [number for _, number in self.by_task]
         if self.num_workers < 1 or any(number < 1 for number in lost):
-            raise ValueError(f"{self!r}: expected at least one worker lost, by each task that is named too")
+            raise ValueError(f"{self!r}: expected at least one lost worker, and one of each named task")
         if sum(lost) > self.num_workers:
             raise ValueError(f"{self!r}: the tasks lose {sum(lost)} workers, expected at most {self.num_workers}")
         if len(dict(self.by_task)) != len(self.by_task):
@@ -41,10 +41,10 @@ class Loss:
 
 @dataclass(frozen=True, kw_only=True)
 class Join:
-    """``num_workers`` workers come.
+    """``num_workers`` workers are added.
 
     Raises:
-        ValueError: less than one.
+        ValueError: the number is below one.
     """
 
     num_workers: int

@@ -1,4 +1,4 @@
-"""Why a plan is the best one: what any task's having a little more or less would cost.
+"""Explains why a plan is the best one, by the cost of giving any task a little more or less.
 
 The best plan in which a task has its next larger or next smaller size is a variant of the problem, with one option for
 that task; all of them share one pair of tables (`unicron_lightning.planner.search`).
@@ -24,8 +24,8 @@ class Alternative:
     """The best plan in which one task has another size.
 
     Attributes:
-        num_workers: that size.
-        cost: by how much its value is below the best plan's [FLOP]; never negative.
+        num_workers: the other size.
+        cost: difference of its value below the best plan's [FLOP]; never negative.
         plan: the plan.
     """
 
@@ -36,13 +36,13 @@ class Alternative:
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """Why a task has the size that it has.
+    """The reason for a task's size.
 
     Attributes:
-        name: the task's.
+        name: of the task.
         num_workers: its size in the best plan.
-        fewer: the best plan with its next smaller size; None: there is none, or nothing fits with it.
-        more: the best plan with its next larger size; None as well.
+        fewer: the best plan with the task's next smaller size; None if no such size exists or no plan fits with it.
+        more: the best plan with the task's next larger size; None in the same cases.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Explanation:
 def explain(plan: Plan) -> tuple[Explanation, ...]:
     """Explain a plan made by the solver, task by task.
 
-    Marginal gains of each task by itself are in `Plan.tasks`; here the others make room, or take what gets free.
+    `Plan.tasks` holds the marginal gains of each task by itself; here the other tasks make room or take freed workers.
     """
     state = plan.state
     columns = columns_of(state, plan.infeasible, moves_factor(state))
@@ -79,7 +79,7 @@ def explain(plan: Plan) -> tuple[Explanation, ...]:
 
 
 def _only(column: Column, units: int) -> Column | None:
-    """The column with this option alone; None if the task may not have it."""
+    """The column with this option alone; None if the task does not have the option."""
     at = np.flatnonzero(column.units == units)
     return Column(units=column.units[at], keys=column.keys[at]) if at.size else None
 
@@ -92,7 +92,7 @@ def _explanation(plan: Plan, index: int, found: dict[tuple[int, int], np.typing.
             return None
         workers: Sequence[int] = (found[index, size] * state.unit).tolist()
         other = Plan(state=state, names=plan.names, workers=tuple(workers), infeasible=plan.infeasible)
-        # Rounding (`unicron_lightning.planner.quantum`) may put an equally good plan above the best by a hair.
+        # Rounding (`unicron_lightning.planner.quantum`) may place an equally good plan minimally above the best.
         return Alternative(num_workers=size, cost=max(0.0, plan.value - other.value), plan=other)
 
     smaller, larger = neighbours(state, state.tasks[index], x)

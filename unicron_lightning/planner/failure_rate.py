@@ -1,15 +1,15 @@
-"""The failure rate estimated while the cluster runs: exponential lifetimes with a Gamma prior.
+"""Estimates the failure rate while the cluster runs: exponential lifetimes with a Gamma prior.
 
-A component (a worker, or a node) fails at an unknown constant rate lambda [1/s]. What is known of it is a Gamma
-distribution; d failures during an exposure of E component-seconds turn one into another (conjugate prior; e.g. Gelman
-et al., Bayesian Data Analysis, 3rd ed., section 2.6):
+A component (a worker, or a node) fails at an unknown constant rate lambda [1/s], described by a Gamma distribution.
+Observing d failures during an exposure of E component-seconds updates it (conjugate prior; e.g. Gelman et al., Bayesian
+Data Analysis, 3rd ed., section 2.6):
 
     lambda ~ Gamma(a, b)    a [failures], b [component-seconds]        mean a / b
     lambda | d, E ~ Gamma(a + d, b + E)
 
-so a prior reads as a failures seen earlier in b component-seconds. D_running uses the posterior mean of lambda. The
-mean of 1 / lambda, the other candidate, is larger, and infinite for a <= 1; the choice is the cautious and always
-finite one.
+so a prior reads as a failures observed earlier in b component-seconds. D_running uses the posterior mean of lambda. The
+mean of 1 / lambda, the other candidate, is larger, and infinite for a <= 1; the chosen one is cautious and always
+finite.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from unicron_lightning.planner.failures import ConstantHazard
 
 @dataclass(frozen=True, kw_only=True)
 class RateBelief:
-    """What is known of a failure rate: Gamma(num_failures, exposure_seconds).
+    """Belief about a failure rate: Gamma(num_failures, exposure_seconds).
 
     Attributes:
-        num_failures: a, > 0; need not be whole.
-        exposure_seconds: b, running time of all components added up, > 0.
+        num_failures: a, > 0; need not be an integer.
+        exposure_seconds: b, sum of all components' running times, > 0.
     """
 
     num_failures: float
@@ -41,18 +41,18 @@ class RateBelief:
 
     @classmethod
     def from_mtbf(cls, mtbf_seconds: float, *, num_failures: float = 1.0) -> RateBelief:
-        """A prior: this MTBF of one component, believed as firmly as if so many failures had been seen.
+        """A prior with this MTBF of one component, weighted as ``num_failures`` observed failures.
 
         With the default of one failure, a handful of observed ones outweighs the prior.
         """
         return cls(num_failures=num_failures, exposure_seconds=num_failures * mtbf_seconds)
 
     def observed(self, *, num_failures: int, exposure_seconds: float) -> RateBelief:
-        """The belief after more was seen.
+        """The belief after further observations.
 
         Args:
-            num_failures: failures of any component since.
-            exposure_seconds: running time since, added up over all components, those that did not fail included.
+            num_failures: failures of any component since the last observation.
+            exposure_seconds: running time since then, summed over all components, including those that did not fail.
         """
         if num_failures < 0:
             raise ValueError(f"num_failures={num_failures}: expected an integer >= 0")
@@ -63,12 +63,12 @@ class RateBelief:
         )
 
     def faded(self, prior: RateBelief, *, elapsed_seconds: float, half_life_seconds: float) -> RateBelief:
-        """The belief with what was seen since ``prior`` fading away, for clusters that change.
+        """The belief with its observations since ``prior`` reduced in weight, for clusters that change.
 
-        Observations lose half of their weight per half-life; what the prior said stays.
+        Observations lose half of their weight per half-life; the prior keeps its weight.
 
         Args:
-            prior: where this belief began.
+            prior: the belief before any observation.
             elapsed_seconds: time since the belief was last faded, >= 0.
             half_life_seconds: > 0.
         """

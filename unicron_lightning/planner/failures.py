@@ -1,9 +1,9 @@
-"""D_running(n'): how long a cluster of n' workers is expected to run until its next failure.
+"""D_running(n'): expected time until the next failure of a cluster of n' workers.
 
 The paper's reward weighs a plan's WAF by this time ("Unicron", arXiv 2401.00134, the section on plan generation). Two
-kinds of component fail here, each with a hazard of its own: a *worker* (its process, its accelerator) and a *node*,
-which takes all its workers along. With H(t) [failures] the cumulative hazard of one component over the next t seconds,
-components failing independently of each other, and g workers on a node,
+kinds of component fail here, each with a hazard of its own: a *worker* (its process, its accelerator) and a *node* with
+all its workers. H(t) [failures] is the cumulative hazard of one component over the next t seconds and g the number of
+workers on a node. Components fail independently of each other:
 
     S(t)          = exp(-( n' H_worker(t) + ceil(n'/g) H_node(t) ))          no failure within t
     D_running(n') = integral over t from 0 to infinity of S(t)  dt           [s]
@@ -12,9 +12,9 @@ With constant hazards, H(t) = lambda t, this is the paper's 1/n':
 
     D_running(n') = 1 / ( n' lambda_worker + ceil(n'/g) lambda_node )
 
-Limits. The n' workers are taken to be packed: ceil(n'/g) nodes. A failure that strikes several nodes at once, as of a
-switch, is one event: count it as one node failure. Hazards are estimated from what was seen in `failure_rate`
-(constant) and `weibull_posterior` (depending on age).
+Limits. The n' workers are assumed to be packed on ceil(n'/g) nodes. A failure of several nodes at once, as of a switch,
+is one event and counts as one node failure. Hazards are estimated from observations in `failure_rate` (constant) and
+`weibull_posterior` (age-dependent).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LOG_TIME_STEP: Final = 0.05
 
 
 class Hazard(Protocol):
-    """How likely a component is to fail, as time goes on from now."""
+    """Probability of a component's failure as time passes from now on."""
 
     @property
     def mean_lifetime_seconds(self) -> float:
@@ -90,12 +90,12 @@ class ConstantHazard:
 
 @dataclass(frozen=True, kw_only=True)
 class FailureModel:
-    """What fails in the cluster, and how often. At least one of the two kinds is given.
+    """Hazards of the cluster's components. At least one of the two is given.
 
     Attributes:
         worker: hazard of a single worker; None if workers fail only with their node.
-        node: hazard of a node; None if nodes are not counted apart.
-        workers_per_node: workers that a node takes along.
+        node: hazard of a node; None if nodes are not counted separately.
+        workers_per_node: number of workers lost with a node.
     """
 
     worker: Hazard | None = None
@@ -128,7 +128,7 @@ class FailureModel:
 
     @cached_property
     def _table(self) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Times [s] on the logarithmic grid, and H_worker and H_node there: made once, used for every n'."""
+        """Times [s] on the logarithmic grid, and H_worker and H_node at these times: computed once for every n'."""
         lifetimes = [hazard.mean_lifetime_seconds for hazard in (self.worker, self.node) if hazard]
         grid = np.arange(_LOG_TIME_LOW, _LOG_TIME_HIGH, _LOG_TIME_STEP)
         times = min(lifetimes) * np.exp(grid)

@@ -1,10 +1,10 @@
-"""The regularised incomplete gamma function and its inverse: what credible intervals of failure rates need.
+"""The regularised incomplete gamma function and its inverse, used for credible intervals of failure rates.
 
     P(a, x) = (1 / Gamma(a)) * integral from 0 to x of u^(a-1) exp(-u) du          lower fraction
     Q(a, x) = 1 - P(a, x)                                                          upper fraction
 
 The power series and the continued fraction are textbook ones (NIST Digital Library of Mathematical Functions, sections
-8.7 and 8.9, https://dlmf.nist.gov/8). scipy has both functions, but is no dependency of this package; the tests compare
+8.7 and 8.9, https://dlmf.nist.gov/8). scipy has both functions but is no dependency of this package; the tests compare
 with it.
 """
 

@@ -1,13 +1,14 @@
-"""Compiled loops of the solver: keys of options, their upper hulls, the price of a unit, and which options can matter.
+"""Compiled loops of the solver: keys of options, their upper hulls, the price of a unit, and the relevant options.
 
 Everything is exact in 64-bit integers. With a price p >= 0 per unit, a plan with keys g_i and units k_i, at most N, has
 
     sum g_i  <=  p N + sum max_k (g_i(k) - p k)  -  sum r_i(k_i),    r_i(k) = max_k' (g_i(k') - p k') - (g_i(k) - p k)
 
-so an option whose reduced cost r_i(k) is more than the distance between the bound and a plan that is known is in no
-plan that is as good (Lagrangian relaxation; Pisinger, "A minimal algorithm for the multiple-choice knapsack problem",
-European Journal of Operational Research 83, 1995, removes options so). The price is the least at which the tasks would
-take no more than N units.
+An option whose reduced cost r_i(k) exceeds the distance between the bound and a known plan is in no plan that is as
+good
+(Lagrangian relaxation; Pisinger, "A minimal algorithm for the multiple-choice knapsack problem", European Journal of
+Operational Research 83, 1995, removes options in this way). The price is the least at which the tasks take no more than
+N units.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     Ints = NDArray[np.int64]
 
 STICKY = 0.75
-"""How far, in quanta, an increment of F * D may be from the last one and still be rounded to the same number."""
+"""Largest difference, in quanta, between successive increments of F * D that are rounded to the same number."""
 
 
 @compiled
@@ -43,14 +44,14 @@ def keys_of(
 
     Args:
         workers: int64 [n], rising.
-        waf: float64 [n], F at each.
+        waf: float64 [n], F at each number of workers.
         scale: D_running / quantum.
         cost: F(t,x) * D_transition in quanta.
-        before: x, the workers that cost nothing to keep; -1 if the task is affected.
-        left: workers that it still has.
+        before: x, the number of workers that is kept without cost; -1 if the task is affected.
+        left: number of workers that the task still has.
         unit: workers per unit.
         factor: W, the weight of a quantum in a key.
-        may_pause: whether no workers at all is an option.
+        may_pause: whether zero workers are an option.
     """
     first = 1 if may_pause else 0
     units = np.zeros(first + len(workers), dtype=np.int64)
@@ -63,7 +64,7 @@ def keys_of(
     for n in range(len(workers)):
         exact = waf[n] * scale
         step = exact - reached
-        # The same increment again: a straight line stays one, a concave curve concave.
+        # Repeating the increment keeps a straight line straight and a concave curve concave.
         if n == 0 or abs(step - increment) > STICKY:
             increment = int(np.rint(step))
         reached = exact
@@ -150,11 +151,12 @@ def find_price(
     num_units: int,
     most: int,
 ) -> tuple[int, int, int]:
-    """The least price, up to ``most``, at which the tasks take no more than there is.
+    """Find the least price, up to ``most``, at which the tasks take no more units than are available.
 
     Returns:
-        The price, the bound on the sum of keys, and the sum of keys of the tasks' choice, which is a plan. If they take
-        more even at ``most``: -1 and nothing of meaning.
+        The price, the bound on the sum of keys, and the sum of keys of the tasks' choice, which is a plan. The price is
+        -1
+        and the rest meaningless if the tasks take more units even at ``most``.
     """
     if wanted_units(hull_starts, vertices, units, keys, num_tasks, skip, own, most) > num_units:
         return -1, 0, 0
@@ -191,10 +193,10 @@ def mark(
     marked: int,
     most_marked: int,
 ) -> int:
-    """Mark the options whose reduced cost at ``price`` is at most ``most_cost``; give up beyond ``most_marked``.
+    """Mark the options whose reduced cost at ``price`` is at most ``most_cost``; stop beyond ``most_marked``.
 
     Returns:
-        How many options are marked now, ``marked`` of them from before; more than ``most_marked``: it gave up.
+        Number of marked options, including ``marked`` from before; above ``most_marked`` if marking was stopped.
     """
     for i in range(num_tasks + 1):
         task = own if i == num_tasks else i

@@ -1,4 +1,4 @@
-"""The median of sorted values, and that of their distances from it, without looking at all of them."""
+"""Median of sorted values and of their distances from a value, without visiting all of them."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Sequence
 
 
 def median(values: Sequence[float]) -> float:
-    """As `statistics.median`, of one value or more in ascending order."""
+    """Median as `statistics.median` defines it, of one or more values in ascending order."""
     half = len(values) // 2
     return values[half] if len(values) % 2 else (values[half - 1] + values[half]) / 2
 
 
 def median_deviation(values: Sequence[float], middle: float) -> float:
-    """The median of ``abs(value - middle)``, of one value or more in ascending order."""
+    """Median of ``abs(value - middle)``, of one or more values in ascending order."""
     half = len(values) // 2
     upper = _nth_deviation(values, middle, half)
     return upper if len(values) % 2 else (_nth_deviation(values, middle, half - 1) + upper) / 2
 
 
 def _nth_deviation(values: Sequence[float], middle: float, n: int) -> float:
-    """The n-th smallest distance, from 0: of the n + 1 nearest values, which are neighbours, an outer one has it."""
+    """The n-th smallest distance, counted from 0: the distance of an outer one of the n + 1 nearest values."""
     low, high = 0, len(values) - n - 1
     while low < high:
         first = (low + high) // 2

@@ -1,8 +1,8 @@
-"""Which tasks run when the minimums of those that may not be paused do not fit together.
+"""Choice of the running tasks when the minimums of tasks that may not be paused do not fit together.
 
-Then the tasks that may not be paused come first, by weighted value: those run whose F(t, minimum) sum to the most,
-among all subsets whose minimums fit; of equally good ones those that run already. The others of them are paused. What
-is left goes by reward to all tasks that run or may be paused.
+Tasks that may not be paused then have priority, by weighted value: among all subsets whose minimums fit, the one with
+the largest sum of F(t, minimum) runs, and among equal ones the one with more running tasks. The remaining tasks of this
+kind are paused. All other workers are allocated by reward to the tasks that run or may be paused.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from unicron_lightning.planner.state import ClusterState
 
 _VALUE_BITS = 44
-"""F is rounded to 2^-44 of the sum of all."""
+"""Number of bits to which F is rounded, relative to the sum of all."""
 
 
 def must_pause(state: ClusterState) -> tuple[str, ...]:
-    """Names of the tasks that may not be paused and have to be, in order; none if the minimums fit."""
+    """Names of the tasks that have to be paused although they may not be, in order; empty if the minimums fit."""
     bound = [curve for curve in state.tasks if not curve.task.may_pause]
     able = [curve for curve in bound if len(curve.workers) and curve.workers[0] <= state.num_workers]
     num_units = state.num_workers // state.unit
@@ -36,7 +36,7 @@ def must_pause(state: ClusterState) -> tuple[str, ...]:
 
 
 def _best_subset(state: ClusterState, curves: list[Curve], num_units: int) -> list[Curve]:
-    """A knapsack: those curves whose F at the minimum sum to the most."""
+    """Solve a knapsack: the curves with the largest sum of F at their minimums."""
     total = math.fsum(float(curve.waf[0]) for curve in curves)
     columns = []
     for curve in curves:

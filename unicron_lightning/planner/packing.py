@@ -1,17 +1,20 @@
-"""The search behind `placement.place`: nodes are numbers here, and so are tasks.
+"""The search behind `placement.place`; nodes and tasks are numbers here.
 
-In turn, each step for all tasks, those with large groups and replicas first (what is placed early finds more room, and
-large pieces need it more):
+Each step is done for all tasks, in descending order of group and replica size: large pieces need the room that early
+placement finds.
 
-1. *keep*: each task keeps its whole groups where they are; those that are over it gives up, from broken replicas first,
-   then from the switches and nodes where it has least.
-2. *reclaim*: what is still missing it takes where it ran until now, if it left something there that fits.
-3. *grow*: it completes broken replicas, adds replicas whole on a node, then whole under a switch, then groups anywhere.
-4. *make way*: where there is room for no more groups, smaller groups of tasks that come later are evicted from the node
-   where that is cheapest; those tasks place them again.
+1. *keep*: each task keeps its whole groups in place. A task above its new size releases slots, of broken replicas
+first,
+   then on the switches and nodes where it has fewest.
+2. *reclaim*: a task takes missing slots on nodes where it ran until now, where groups fit into freed slots.
+3. *grow*: a task completes broken replicas, then adds whole replicas on a node, whole ones under a switch, and groups
+   anywhere.
+4. *make way*: if no more groups fit, smaller groups of later tasks are evicted from the node where this is cheapest,
+and
+   those tasks place them again.
 
-Step 4 finds room whenever there is any, if each group size divides the next larger one: larger groups then fill nodes
-in multiples of the smaller, and leave no room unused that a smaller one could have used.
+Step 4 finds room whenever it exists, if each group size divides the next larger one: larger groups then fill nodes in
+multiples of the smaller ones and leave no room that a smaller one could have used.
 """
 
 from __future__ import annotations
@@ -29,13 +32,13 @@ IntArray = NDArray[np.int64]
 
 
 class Packing:
-    """A placement in the making.
+    """A placement under construction.
 
     Args:
         capacity: slots of each node.
         switch: the switch of each node, counted from 0.
-        demands: what each task gets.
-        ran: for each task, slots by node that it has now. No node has more in use than its capacity.
+        demands: the demand of each task.
+        ran: current slots of each task by node. No node has more in use than its capacity.
     """
 
     def __init__(
@@ -77,7 +80,7 @@ class Packing:
                 self._make_way(task, order[position + 1 :])
 
     def spanning(self, task: int) -> int:
-        """Slots of replicas that could be whole on a node, or else under a switch, and are not."""
+        """Slots of replicas that are not whole on a node, or else under a switch, although they would fit there."""
         size = self._demands[task].replica_size
         if size <= self._largest_node:
             return sum(num % size for num in self.held[task].values())
@@ -89,7 +92,7 @@ class Packing:
         return self._demands[task].num_workers - sum(self.held[task].values())
 
     def _put(self, task: int, node: int, num: int) -> None:
-        """Give (or, with a negative number, take) slots."""
+        """Give slots to a task, or take them with a negative number."""
         held = self.held[task]
         held[node] = held.get(node, 0) + num
         if held[node] == 0:
@@ -115,7 +118,7 @@ class Packing:
                 return
 
     def _worst_first(self, task: int) -> Iterator[tuple[int, int]]:
-        """Nodes and how many slots to give up on them: the task's total shrinks while this is consumed."""
+        """Nodes and the number of slots to release on each; the task's total shrinks while this is consumed."""
         size = self._demands[task].replica_size
         held = self.held[task]
         if size <= self._largest_node:
@@ -134,7 +137,7 @@ class Packing:
                 yield node, held[node]
 
     def _emptiest(self, task: int, switch: int) -> list[int]:
-        """Nodes of a switch where the task is, those first where it has least, and where least else runs."""
+        """Nodes of a switch with slots of the task: fewest slots first, then nodes with most free slots."""
         nodes = [node for node in self.held[task] if self._switch[node] == switch]
         return sorted(nodes, key=lambda node: (self.held[task][node], -int(self._free[node]), node))
 
@@ -148,13 +151,13 @@ class Packing:
     # 2. reclaim
 
     def _reclaim(self, task: int) -> None:
-        """Take back groups of which at least a part ran there, those of which most ran first."""
+        """Take back groups that ran there at least partly, those with the largest part first."""
         group = self._demands[task].group_size
         ran, held = self._ran[task], self.held[task]
         missing = self._missing(task)
         left = {node: num - held.get(node, 0) for node, num in ran.items() if num > held.get(node, 0)}
         for node, num in sorted(left.items(), key=lambda item: (-min(item[1], group), item[0])):
-            # Whole groups that ran there; where there was none, one of which a part ran.
+            # Whole groups that ran there; if there was none, one group of which a part ran.
             wanted = max(num // group, 1) * group
             take = min(wanted, missing, int(self._free[node]) // group * group)
             if take > 0:
@@ -164,9 +167,9 @@ class Packing:
     # 3. grow
 
     def _grow(self, task: int) -> bool:
-        """Place what is missing; False if there is no room for some group."""
+        """Place the missing slots; False if some group does not fit."""
         demand = self._demands[task]
-        self._reclaim(task)  # what had to make way may find room where it ran until now
+        self._reclaim(task)  # evicted groups may fit where they ran until now
         if self._missing(task) == 0:
             return True
         self._complete(task)
@@ -178,7 +181,7 @@ class Packing:
         return self._missing(task) == 0
 
     def _complete(self, task: int) -> None:
-        """Complete broken replicas: on their node where they can be whole on one, and under their switch."""
+        """Complete broken replicas, on their node if they fit on one, and under their switch."""
         size, group = self._demands[task].replica_size, self._demands[task].group_size
         if size <= self._largest_node:
             broken = [(size - num % size, node) for node, num in self.held[task].items() if num % size]
@@ -192,7 +195,7 @@ class Packing:
                 self._fill(task, switch, group, lacking // group)
 
     def _spread(self, task: int, piece: int) -> None:
-        """Add as many pieces (groups, or replicas) as are missing and there is room for, on few switches, few nodes."""
+        """Add the missing pieces (groups or replicas) that fit, on few switches and nodes."""
         room = self._by_switch(self._free // piece)
         wanted = self._missing(task) // piece
         familiar = self._per_switch(self._switch_totals(task))
@@ -200,7 +203,7 @@ class Packing:
             self._fill(task, switch, piece, num)
 
     def _add_under_switches(self, task: int) -> None:
-        """Add replicas that are whole under a switch, on few switches, few nodes."""
+        """Add replicas that are whole under a switch, on few switches and nodes."""
         size, group = self._demands[task].replica_size, self._demands[task].group_size
         whole = self._by_switch(self._free // group) * group // size
         familiar = self._per_switch(self._switch_totals(task))
@@ -240,15 +243,16 @@ class Packing:
         if not possible.size:
             demand = self._demands[task]
             raise ValueError(
-                f"task {demand.task!r}: {self._missing(task)} of its {demand.num_workers} workers find no node with "
-                f"{group} free slots: expected nodes for groups of group_size={group}"
+                f"task {demand.task!r}: {self._missing(task)} of its {demand.num_workers} workers do not fit on any "
+                f"node with {group} free slots: expected nodes for groups of group_size={group}"
             )
         node = int(possible[np.argmin(lacking[possible])])
         self._evict(node, int(lacking[node]), smaller)
 
     def _evict(self, node: int, lacking: int, others: Sequence[int]) -> None:
-        """Take groups of other tasks from a node until so many slots are free: large ones that are needed whole, then
-        the smallest that are enough.
+        """Evict other tasks' groups from a node until ``lacking`` slots are free: large groups that are needed whole
+        first, then
+        the smallest sufficient ones.
         """
         for other in others:
             group = self._demands[other].group_size
@@ -265,15 +269,16 @@ class Packing:
 
 
 def _fewest(room: IntArray, wanted: int, familiar: IntArray) -> list[tuple[int, int]]:
-    """Bins and amounts that hold what is wanted (or all there is room for) in few new bins.
+    """Choose bins and amounts that hold ``wanted`` (or as much as fits) in few new bins.
 
-    Bins that are familiar come first, where most is; then the roomiest, which gives the fewest bins; but what is left
-    for the last bin goes to the tightest that holds it, so that roomy ones stay whole.
+    Familiar bins come first, the fullest before others; then the roomiest, which keeps the number of bins low. The
+    amount of
+    the last bin goes to the tightest sufficient one, so that roomy bins stay whole.
 
     Args:
         room: of each bin.
-        wanted: how much.
-        familiar: what is in each bin already, 0 for a new one.
+        wanted: total amount.
+        familiar: present amount in each bin, 0 for a new one.
     """
     order = np.lexsort((-room, -familiar))
     order = order[room[order] > 0]

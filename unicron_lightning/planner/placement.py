@@ -1,30 +1,29 @@
-"""From numbers of workers to nodes: what runs stays where it runs, and what is new goes close together.
+"""Places numbers of workers on nodes: running workers stay in place, and new ones are placed close together.
 
-A *slot* is the room for one worker: an accelerator of a node. `place` gives each task as many slots as the plan says.
+A *slot* is the room for one worker: an accelerator of a node. `place` gives each task the planned number of slots.
 
-What it guarantees:
+Guarantees:
 
 * no node has more slots in use than it has accelerators, and nodes that are not ready have none;
-* the slots of a group, those that have to share a node (the tensor-parallel workers), share a node;
-* the same question has the same answer, in whatever order nodes and tasks are listed.
+* the slots of a group, i.e. of workers that have to share a node (tensor parallelism), are on one node;
+* equal arguments give equal results, in any order of nodes and tasks.
 
-What it aims at, in this order:
+Aims, in descending priority:
 
-1. The fewest moved slots: slots on which a task has to start that it did not have before. Whatever the placement, a
-task
-   that had p_t slots on ready nodes and gets x_t starts on at least max(0, x_t - p_t), so that
+1. The fewest moved slots: slots on which a task has to start that it did not have before. A task that had p_t slots on
+   ready nodes and gets x_t starts on at least max(0, x_t - p_t) slots in any placement, so that
 
        moved slots  >=  sum over tasks of max(0, x_t - p_t)  =  Placement.fewest_moves
 
-   Where no group has more than one slot this is always reached, as tasks only give up slots that are over: what is kept
-   is a part of what ran, so it fits; the rest fits because all slots are alike. Groups of the size of a node reach it
-   for the same reason. With groups in between, free slots may lie scattered, and smaller groups have to make way:
-   `Placement.num_moved` then may exceed the bound, and finding the least is a packing problem, which is solved greedily
-   here. `Placement.proven_fewest` says which it was.
+   Where no group has more than one slot the bound is always reached, since tasks only release surplus slots: the kept
+   slots are a part of the running ones and fit; the rest fits because all slots are alike. Groups of the size of a node
+   reach the bound for the same reason. With groups in between, free slots may be scattered, and smaller groups have to
+   be evicted. `Placement.num_moved` may then exceed the bound; the minimum is a packing problem, which is solved
+   greedily here. `Placement.proven_fewest` states whether the bound was reached.
 2. Replicas (TP x PP groups) whole on a node where they fit on one, whole under a switch otherwise.
-3. Few nodes, few switches for each task.
+3. Few nodes and few switches for each task.
 
-2 and 3 are greedy (they are bin packing); `Placement.num_spanning` tells how well they did.
+Aims 2 and 3 are bin packing and pursued greedily; `Placement.num_spanning` measures the result.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ Slots = Mapping[str, Mapping[str, int]]
 
 
 class NodeState(enum.Enum):
-    """Whether tasks may be placed on a node. What runs on one that is not ready has to leave it."""
+    """State of a node. Tasks are placed on ready nodes only and have to leave the others."""
 
     READY = "ready"
     FAILED = "failed"
@@ -55,8 +54,8 @@ class Node:
 
     Attributes:
         name: unique.
-        num_slots: its accelerators.
-        switch: the switch, rack or rail group that it shares with its near nodes; "" where that is not known.
+        num_slots: number of its accelerators.
+        switch: the switch, rack or rail group that it shares with near nodes; "" if unknown.
         state: only ready nodes are used.
     """
 
@@ -74,7 +73,7 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
-    """What a task gets.
+    """Slots that a task gets.
 
     Attributes:
         task: its name, unique.
@@ -105,10 +104,10 @@ class Move:
     """Slots of a task that change place.
 
     Attributes:
-        task: whose.
-        source: the node where they ran; None: they are new to the task.
-        target: the node where they will run; None: they are given up.
-        num_slots: how many, >= 1.
+        task: name of the task.
+        source: the node where they ran; None if they are new to the task.
+        target: the node where they will run; None if they are released.
+        num_slots: their number, >= 1.
     """
 
     task: str
@@ -119,12 +118,12 @@ class Move:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where everything runs.
+    """The slots of all tasks on all nodes.
 
     Attributes:
         slots: node -> task -> number of slots; only nodes and tasks that have some, sorted by name.
-        moves: what has to happen, sorted by task. What stays is not listed.
-        fewest_moves: a lower bound of `num_moved` that holds for every placement.
+        moves: the required changes, sorted by task. Unchanged slots are not listed.
+        fewest_moves: a lower bound of `num_moved` for every placement.
         num_spanning: by task, slots of replicas that could be whole on a node, or under a switch, and are not.
     """
 
@@ -140,11 +139,11 @@ class Placement:
 
     @property
     def proven_fewest(self) -> bool:
-        """Whether no placement moves fewer slots. False: it is not known."""
+        """Whether no placement moves fewer slots; False means unknown."""
         return self.num_moved == self.fewest_moves
 
     def of_task(self, task: str) -> dict[str, int]:
-        """Where one task has slots: node -> number of slots."""
+        """Slots of one task: node -> number of slots."""
         return {node: tasks[task] for node, tasks in self.slots.items() if task in tasks}
 
 
@@ -153,12 +152,13 @@ def place(nodes: Sequence[Node], demands: Sequence[Demand], running: Slots) -> P
 
     Args:
         nodes: all nodes, ready or not.
-        demands: how many workers each task gets. Tasks that run and are not named here give up their slots.
-        running: where tasks have workers now. What is on nodes that are not ready, or not known any more, is lost.
+        demands: number of workers of each task. Running tasks without a demand release their slots.
+        running: current slots. Slots on nodes that are not ready or no longer known are lost.
 
     Raises:
-        ValueError: a name is given twice, more runs on a ready node than fits on it, or the demands don't fit: more
-            slots in all than there are, or groups too large for what nodes are left.
+        ValueError: a name is given twice, more slots run on a ready node than it has, or the demands do not fit: more
+            slots
+            than are available, or groups too large for the remaining nodes.
     """
     _check(nodes, demands, running)
     ready = sorted((node for node in nodes if node.state is NodeState.READY), key=lambda node: (node.switch, node.name))
@@ -217,7 +217,7 @@ def _by_node(placed: Mapping[str, Mapping[str, int]]) -> Slots:
 
 
 def _moves(placed: Mapping[str, Mapping[str, int]], running: Slots) -> tuple[Move, ...]:
-    """What each task gives up, paired with what it gets, both in the order of the nodes' names."""
+    """The slots that each task releases, paired with those that it gets, both in the order of the nodes' names."""
     before: dict[str, dict[str, int]] = {}
     for node, tasks in running.items():
         for task, num in tasks.items():
@@ -233,7 +233,7 @@ def _moves(placed: Mapping[str, Mapping[str, int]], running: Slots) -> tuple[Mov
 
 
 def _paired(task: str, sources: list[tuple[str, int]], targets: list[tuple[str, int]]) -> list[Move]:
-    """Moves that take all slots of the sources to the targets; what is over on either side has no other end."""
+    """Moves that take all slots of the sources to the targets; a surplus on either side has no other end."""
     moves: list[Move] = []
     left, right = sources[::-1], targets[::-1]
     while left or right:

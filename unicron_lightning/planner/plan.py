@@ -1,4 +1,4 @@
-"""A plan: who gets how many workers, what that is worth, and what a little more or less would be."""
+"""A plan: the workers of each task, their value, and the value of a little more or less."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class TaskPlan:
     """One task's part of a plan.
 
     Attributes:
-        name: the task's.
-        num_workers: x', what it gets; 0: it is paused.
-        num_workers_before: x, what it had, lost workers included.
-        num_workers_lost: how many of them failed.
-        changed: whether it has to go through a transition: it is affected, or x' differs from x.
+        name: of the task.
+        num_workers: x', planned workers; 0 if the task is paused.
+        num_workers_before: x, workers before, including lost ones.
+        num_workers_lost: number of failed workers among them.
+        changed: whether the task goes through a transition: it is affected, or x' differs from x.
         waf: F(t,x') [FLOP/s].
         reward: G(t,x') [FLOP].
-        configuration: how it is spread over its workers; None where the performance model does not know.
-        gain_of_last: what its last units bring: G less that of the next smaller size [FLOP]. None: there is none.
-        gain_of_next: what the next larger size would bring the task alone [FLOP]. None: there is none.
+        configuration: distribution over its workers; None if the performance model does not know it.
+        gain_of_last: G less that of the next smaller size [FLOP]; None if no smaller size exists.
+        gain_of_next: G of the next larger size, for this task alone, less G [FLOP]; None if no larger size exists.
     """
 
     name: str
@@ -54,10 +54,10 @@ class Plan:
     """The best allocation in a state.
 
     Attributes:
-        state: the situation that it is for; plans are equal if they say the same, whatever it is.
+        state: the planned situation; ignored when plans are compared.
         names: the tasks, sorted.
         workers: x' of each.
-        infeasible: tasks that may not be paused and are, because the minimums of all such tasks do not fit.
+        infeasible: tasks that are paused although they may not be, because the minimums of all such tasks do not fit.
     """
 
     state: ClusterState = field(compare=False, repr=False)
@@ -67,7 +67,7 @@ class Plan:
 
     @cached_property
     def allocation(self) -> Mapping[str, int]:
-        """Workers by task, x', 0 for those that are paused."""
+        """Workers by task, x', 0 for paused tasks."""
         return MappingProxyType(dict(zip(self.names, self.workers, strict=True)))
 
     @property
@@ -77,7 +77,7 @@ class Plan:
 
     @cached_property
     def value(self) -> float:
-        """The sum of G(t,x') [FLOP]: what is maximised."""
+        """The maximised quantity: the sum of G(t,x') [FLOP]."""
         return math.fsum(reward_of(self.state, *pair) for pair in zip(self.state.tasks, self.workers, strict=True))
 
     @cached_property
@@ -87,19 +87,19 @@ class Plan:
 
     @property
     def num_spare_workers(self) -> int:
-        """Healthy workers that no task gets."""
+        """Healthy workers without a task."""
         return self.state.num_workers - sum(self.workers)
 
     @cached_property
     def num_moved_workers(self) -> int:
-        """Workers that a task gets or gives up: the sum of abs(x' - what it still has)."""
+        """Workers that tasks get or release: the sum of abs(x' - workers that the task still has)."""
         allocation, lost = self.state.allocation, self.state.lost
         left = (allocation.get(name, 0) - lost.get(name, 0) for name in self.names)
         return sum(abs(x - has) for x, has in zip(self.workers, left, strict=True))
 
     @cached_property
     def tasks(self) -> tuple[TaskPlan, ...]:
-        """Everything about each task."""
+        """Details of each task."""
         return tuple(self._task(curve, x) for curve, x in zip(self.state.tasks, self.workers, strict=True))
 
     def _task(self, curve: Curve, num_workers: int) -> TaskPlan:
@@ -138,9 +138,9 @@ def reward_of(state: ClusterState, curve: Curve, num_workers: int) -> float:
 
 
 def neighbours(state: ClusterState, curve: Curve, num_workers: int) -> tuple[int | None, int | None]:
-    """The next smaller and the next larger number of workers that the task could have, None where there is none.
+    """The next smaller and the next larger possible number of workers of the task, None where none exists.
 
-    To be paused is the smallest for a task that may be.
+    A task that may be paused has 0 as its smallest size.
     """
     below = int(np.searchsorted(curve.workers, num_workers))
     above = int(np.searchsorted(curve.workers, num_workers, side="right"))

@@ -1,4 +1,4 @@
-"""What the search is given and what it finds: columns, units, and variants that differ in one column."""
+"""Input and output of the search: columns, units, and variants that differ in one column."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Variant:
-    """One column changed.
+    """One changed column.
 
     Attributes:
         position: the tasks before it are the columns [0, position).
-        replaces: whether it stands for the column at ``position`` or is put in before it.
+        replaces: whether it replaces the column at ``position`` or is inserted before it.
         column: its options.
     """
 
@@ -41,7 +41,7 @@ class Choice:
 
     Attributes:
         key: the sum of keys.
-        units: int64 [num_tasks]: units of every column; that of a replaced one is the variant's.
+        units: int64 [num_tasks]: units of every column, where a replaced one has the variant's.
         own_units: units of the variant's column.
     """
 
@@ -52,11 +52,11 @@ class Choice:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Problem:
-    """Columns and units, with the columns of all variants behind the others.
+    """Columns and units, with the columns of all variants after those of the tasks.
 
     Attributes:
-        columns: those of the tasks, then one for each variant.
-        num_tasks: how many of them are tasks'.
+        columns: one for each task, then one for each variant.
+        num_tasks: number of the tasks' columns.
         num_units: N.
         variants: each with its own column.
         hull_starts: see `kernels.hulls`.
@@ -73,7 +73,7 @@ class Problem:
 
     @classmethod
     def of(cls, columns: Sequence[Column], num_units: int, variants: Sequence[Variant]) -> Problem:
-        """Put it together, without the options that leave too little for the minimums of the others."""
+        """Build the problem without options that leave too little for the minimums of the others."""
         everything = [*columns, *(variant.column for variant in variants)]
         least = sum(int(column.units[0]) for column in columns)
         needs = [

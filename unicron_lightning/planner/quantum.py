@@ -1,17 +1,18 @@
-"""How finely rewards are told apart.
+"""Resolution of rewards.
 
-Rewards are rounded to whole multiples of a quantum, so that sums are exact, whatever their order: ties are ties, the
-order of tasks changes nothing, and a plan made ahead is the very plan that would be made afresh. Rewards and moved
-workers are one 64-bit integer, a *key*,
+Rewards are rounded to whole multiples of a quantum, so that sums are exact in any order: ties are exact, the order of
+tasks has no effect, and a plan made ahead equals the plan that would be made later. The reward and the number of moved
+workers form one 64-bit integer, a *key*:
 
-    key = round(G / quantum) * W  -  moved units,      W > any sum of moved units,
+    key = round(G / quantum) * W  -  moved units,      W > any sum of moved units
 
-so that among plans of equal reward the one that moves fewer workers is greater. F * D_running is rounded by its
-*increments* from size to size (`unicron_lightning.planner.kernels.keys_of`), by at most 0.75 quanta each: so a concave
-stretch stays concave. A plan of n' units on m tasks is hence rounded by less than 0.75 n' + 0.5 m quanta, and the plan
-found is at most twice as much below the best one. The quantum is a power of two, and small: with the default, this
-bound, as a share of the largest reward that n' units can bring, is below 3e-13 for 6 tasks on 128 units and below 2e-9
-for 256 tasks on 12,500 units.
+Among plans of equal reward the one with fewer moved workers thus has the greater key. F * D_running is rounded by its
+*increments* from size to size (`unicron_lightning.planner.kernels.keys_of`), by at most 0.75 quanta each, which keeps
+concave stretches concave. The rounding error of a plan of n' units on m tasks is hence below 0.75 n' + 0.5 m quanta,
+and
+the chosen plan's value is at most twice this error below the best one's. The quantum is a small power of two: with the
+default, this bound, as a share of the largest possible reward of n' units, is below 3e-13 for 6 tasks on 128 units and
+below 2e-9 for 256 tasks on 12,500 units.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ if TYPE_CHECKING:
     from unicron_lightning.planner.state import ClusterState
 
 KEY_BITS = 60
-"""No sum of keys reaches 2^60: differences and the bounds of the solver stay within 64 bits."""
+"""Number of bits of any sum of keys, so that differences and the solver's bounds stay within 64 bits."""
 
 
 def moves_factor(state: ClusterState) -> int:
-    """W: a power of two above what any plan can move, in units.
+    """W: a power of two above the number of units that any plan can move.
 
     A task moves at most as many units as it has or gets, rounded up.
     """
@@ -36,9 +37,9 @@ def moves_factor(state: ClusterState) -> int:
 
 
 def choose(state: ClusterState) -> float:
-    """The quantum [FLOP]: the one given if it is large enough, else the smallest that leaves room for a doubling.
+    """The quantum [FLOP]: the given one if it is large enough, else the smallest that leaves room for a doubling.
 
-    A state that follows from another keeps its quantum, so that their plans can be compared.
+    A state derived from another keeps its quantum, so that their plans can be compared.
     """
     curves = (*state.tasks, *state.queued)
     per_unit = max((curve.waf_per_unit for curve in curves), default=0.0)
@@ -48,7 +49,7 @@ def choose(state: ClusterState) -> float:
     largest = waf * state.duration_seconds + lost
     if largest <= 0.0:
         return state.quantum_flop or 1.0
-    # What rounding adds, up to 0.75 quanta per unit, is kept free as well.
+    # Rounding adds up to 0.75 quanta per unit; this room is kept free as well.
     room = (1 << KEY_BITS) // moves_factor(state) - 2 * (state.num_workers // state.unit) - 2 * len(curves)
     needed = math.ldexp(1.0, math.frexp(largest / room)[1])
     return state.quantum_flop if state.quantum_flop >= needed else 2 * needed

@@ -2,9 +2,9 @@
 
     S(i,j) = max over k <= j of  S(i-1, j-k) + key_i(k)             the paper's recursion, at most j units in all
 
-Row i of the *prefix* table is of the tasks before i, row i of the *suffix* table of the tasks from i on. A row is kept
-for a window of j only, ``low`` to ``high``: below are budgets with which nothing is feasible, or that leave more than
-the other tasks can use; above, the value is that at ``high``.
+Row i of the *prefix* table covers the tasks before i, row i of the *suffix* table the tasks from i on. A row is kept
+only for a window of j, ``low`` to ``high``. Smaller budgets are infeasible or leave more than the other tasks can use;
+larger ones have the value at ``high``.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     Ints = NDArray[np.int64]
 
 NEVER = -(1 << 62)
-"""The value of what is not feasible."""
+"""Value of an infeasible entry."""
 
 LONG_RUN = 96
-"""Options in a concave stretch from which on it is worth to use the concavity."""
+"""Number of options in a concave stretch from which on exploiting the concavity pays."""
 
 BLOCK = 2048
-"""Entries of a row that are worked on at once: two such blocks fit into a processor's first cache."""
+"""Entries of a row that are processed at once: two such blocks fit into a processor's first cache."""
 
 
 @compiled
@@ -46,10 +46,11 @@ def add_options(row: Ints, low: int, units: Ints, keys: Ints, out: Ints, out_low
 
 @compiled
 def add_concave(row: Ints, low: int, units: Ints, keys: Ints, step: int, out: Ints, out_low: int) -> None:
-    """The same for options ``step`` apart whose keys are concave, in O((options + window) log window).
+    """Do as `add_options` for options ``step`` apart with concave keys, in O((options + window) log window).
 
-    Which entry of ``row`` is best for out(j) rises with j within a residue class modulo ``step`` (the matrix
-    row(l) + key(j - l) is inverse Monge where it is defined): so the best ones of every second j bound those between.
+    The best entry of ``row`` for out(j) rises with j within a residue class modulo ``step`` (the matrix row(l) + key(j
+    - l)
+    is inverse Monge where it is defined), so the best entries of every second j bound those in between.
     """
     count = len(units)
     base = low + units[0] - out_low  # row[c] with option t is for out[base + c + step * t]
@@ -88,11 +89,11 @@ def add_concave(row: Ints, low: int, units: Ints, keys: Ints, step: int, out: In
 
 @compiled
 def extend(row: Ints, low: int, units: Ints, keys: Ints, out: Ints, out_low: int) -> None:
-    """One step of the recursion: ``out`` is the row with one more task, whose options are given."""
+    """Compute one step of the recursion: ``out`` is the row with one more task, whose options are given."""
     out[:] = NEVER
     high = low + len(row) - 1
     for n in range(len(units)):
-        if high + units[n] < out_low:  # everything that the others can use leaves more than this
+        if high + units[n] < out_low:  # even if the others use all they can, more than this is left
             out[0] = max(out[0], row[len(row) - 1] + keys[n])
     begin = 0
     pending = 0
@@ -119,16 +120,16 @@ def extend(row: Ints, low: int, units: Ints, keys: Ints, out: Ints, out_low: int
 def fill(
     starts: Ints, units: Ints, keys: Ints, first: int, last: int, lows: Ints, row_starts: Ints, values: Ints
 ) -> None:
-    """Fill rows: those after ``first`` up to ``last``, each from the one before.
+    """Fill the rows after ``first`` up to ``last``, each from the one before.
 
     Args:
-        starts: int64, where each task's options begin.
+        starts: int64, index of each task's first option.
         units: of each option.
         keys: of each option.
-        first: the row that is there already.
-        last: the last row to fill; below ``first``: rows of the suffix table, downwards.
+        first: the row that is already filled.
+        last: the last row to fill; below ``first`` for rows of the suffix table, downwards.
         lows: the first j of each row's window.
-        row_starts: where each row begins in ``values``, and where the last one ends.
+        row_starts: index of each row's first entry in ``values``, and the end of the last row.
         values: the rows, one after another.
     """
     direction = 1 if last >= first else -1
@@ -145,11 +146,13 @@ def fill(
 def combine(
     before: Ints, before_low: int, after: Ints, after_low: int, units: Ints, keys: Ints, num_units: int
 ) -> tuple[int, int, int]:
-    """The best of: one option of a task, a row of the tasks before it, a row of those after it; N units in all.
+    """Best combination of one option of a task, a row of the tasks before it, and a row of those after it; N units in
+    all.
 
     Returns:
-        The sum of keys, ``NEVER`` if nothing is feasible; of the best options the one with fewest units, by index; and
-        the largest budget of the tasks before it.
+        The sum of keys, ``NEVER`` if nothing is feasible; the index of the best option with fewest units; and the
+        largest
+        budget of the tasks before it.
     """
     top, option, budget = NEVER, -1, -1
     before_high, after_high = before_low + len(before) - 1, after_low + len(after) - 1
@@ -175,22 +178,22 @@ def trace(
     values: Ints,
     chosen: Ints,
 ) -> int:
-    """Which options make up the value of ``row`` with ``budget``; of equals, each task in turn takes the fewest units.
+    """Find the options behind the value of ``row`` with ``budget``; among equals, each task in turn takes fewest units.
 
     Args:
         starts: as in `fill`, like ``units``, ``keys``, ``lows``, ``row_starts`` and ``values``.
         units: of each option.
         keys: of each option.
-        row: where to begin.
+        row: first row.
         last: the row without tasks.
         budget: units.
         lows: of each row.
         row_starts: of each row.
         values: of all rows.
-        chosen: int64 [num_tasks]; the units of the tasks between the rows are written to it.
+        chosen: int64 [num_tasks]; output for the units of the tasks between the rows.
 
     Returns:
-        How many units these tasks get; -1 if the tables do not fit together.
+        Number of units of these tasks; -1 if the tables are inconsistent.
     """
     direction = 1 if last >= row else -1
     total = 0

@@ -40,15 +40,16 @@ def reward(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Curve:
-    """F(t,x) of a task at every number of workers that a plan may give it: what was known when this was made.
+    """F(t,x) of a task at every number of workers that a plan may give it, as known when the curve was made.
 
-    Make it with `Curve.of`, and anew when the performance model has learned more; plans are made from curves, so that
-    a model that learns meanwhile cannot change half of a plan.
+    Make it with `Curve.of`, and again when the performance model has learned more. Plans use curves so that a model
+    that
+    learns in the meantime cannot change half of a plan.
 
     Attributes:
-        task: whose it is.
+        task: the task.
         unit: workers per unit of the plan.
-        num_workers: up to how many workers it is known.
+        num_workers: largest number of workers that is covered.
         workers: int64, rising: the numbers of workers with which the task can run (where F > 0).
         waf: float64 [FLOP/s], F at each of them.
     """
@@ -61,10 +62,10 @@ class Curve:
 
     @classmethod
     def of(cls, task: PlanTask, unit: int, num_workers: int) -> Curve:
-        """Ask the performance model for every size that the task may have on up to ``num_workers`` workers.
+        """Evaluate the performance model at every size that the task may have on up to ``num_workers`` workers.
 
         Raises:
-            ValueError: the model answers with something that is no number of FLOP/s.
+            ValueError: a throughput is negative or not finite.
         """
         sizes = np.array(task.sizes(unit, num_workers), dtype=np.int64)
         flops = np.array([task.performance.throughput(int(x)) for x in sizes], dtype=np.float64)
@@ -76,7 +77,7 @@ class Curve:
         return cls(task=task, unit=unit, num_workers=num_workers, workers=sizes[runs], waf=task.weight * flops[runs])
 
     def waf_at(self, num_workers: int) -> float:
-        """F(t,x) [FLOP/s] for any x, also one that no plan would give: a task may have such a size before."""
+        """F(t,x) [FLOP/s] for any x, including sizes that no plan would give but that a task may have had before."""
         if num_workers < self.task.min_workers:
             return 0.0
         index = int(np.searchsorted(self.workers, num_workers))
@@ -100,7 +101,7 @@ class Curve:
 
     @cached_property
     def digest(self) -> bytes:
-        """Names the contents: equal for curves from which the same plans follow."""
+        """Digest of the contents: equal for curves that lead to the same plans."""
         task = self.task
         terms = (task.name, task.weight, task.transition_seconds, task.min_workers, task.may_pause, self.unit)
         content = hashlib.blake2b(repr((*terms, self.num_workers)).encode(), digest_size=16)

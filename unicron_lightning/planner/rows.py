@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Table:
-    """Rows, one after another: row i of the prefix table is of the tasks before i, of the suffix table of those from i.
+    """Rows, one after another: row i of the prefix table covers the tasks before i, of the suffix table those from i.
 
     Attributes:
         lows: int64 [num_rows]: the first budget of each row's window.
-        row_starts: int64 [num_rows + 1]: where each begins in ``values``.
+        row_starts: int64 [num_rows + 1]: index of each row's first entry in ``values``.
         values: int64, the best sums of keys.
     """
 
@@ -36,7 +36,7 @@ class Table:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Rows:
-    """The tables of the options that were chosen to enter them."""
+    """Tables of the options that were chosen to enter them."""
 
     problem: Problem = field(repr=False)
     core: Columns
@@ -45,11 +45,11 @@ class Rows:
 
     @classmethod
     def fill(cls, core: Columns, problem: Problem) -> Rows:
-        """Compute as many rows as the variants need.
+        """Compute the rows that the variants need.
 
         Args:
-            core: some options of each of the problem's columns, those of a plan of each variant at least.
-            problem: of which.
+            core: some options of each of the problem's columns, including those of at least one plan of each variant.
+            problem: the problem.
         """
         count = problem.num_tasks
         least = core.units[core.starts[:-1]]
@@ -65,7 +65,7 @@ class Rows:
         return cls(problem=problem, core=core, prefix=prefix, suffix=suffix)
 
     def best(self, index: int) -> tuple[int, int, int]:
-        """Of variant ``index``: the best sum of keys, its own option, and the budget of the tasks before it."""
+        """For variant ``index``: the best sum of keys, its own option, and the budget of the tasks before it."""
         variant = self.problem.variants[index]
         units, keys = self._own(index)
         found: tuple[int, int, int] = recursion.combine(
@@ -75,7 +75,7 @@ class Rows:
         return found
 
     def choice(self, index: int, key: int, option: int, budget: int) -> Choice:
-        """The plan behind what `best` has found."""
+        """The plan behind a result of `best`."""
         variant, count = self.problem.variants[index], self.problem.num_tasks
         own = int(self._own(index)[0][option])
         chosen = np.zeros(count, dtype=np.int64)
@@ -83,11 +83,13 @@ class Rows:
         table = self.prefix
         rows = (table.lows, table.row_starts, table.values)
         used = recursion.trace(*arrays, variant.position, 0, budget, *rows, chosen)
-        assert used >= 0, "the prefix table does not hold its own plan"
+        assert used >= 0, "the prefix table does not contain its own plan"
         table = self.suffix
         rows = (table.lows, table.row_starts, table.values)
         left = self.problem.num_units - own - used
-        assert recursion.trace(*arrays, variant.after, count, left, *rows, chosen) >= 0, "nor does the suffix table"
+        assert recursion.trace(*arrays, variant.after, count, left, *rows, chosen) >= 0, (
+            "the suffix table does not contain its own plan"
+        )
         if variant.replaces:
             chosen[variant.position] = own
         return Choice(key=key, units=chosen, own_units=own)
@@ -101,17 +103,17 @@ class Rows:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _Windows:
-    """From the fewest and most units of each task: which budgets of each row can matter."""
+    """Relevant budgets of each row, from the fewest and most units of each task."""
 
     num_units: int
     least: NDArray[np.int64]
-    """[num_tasks + 1]: of all tasks before i, by options in the core."""
+    """int64 [num_tasks + 1]: fewest units of all tasks before i, by options in the core."""
     most: NDArray[np.int64]
     positions: NDArray[np.int64]
-    """[num_variants]"""
+    """int64 [num_variants]."""
     afters: NDArray[np.int64]
     own_least: NDArray[np.int64]
-    """[num_variants]: of the variant's own column."""
+    """int64 [num_variants]: fewest units of the variant's own column."""
     own_most: NDArray[np.int64]
 
     @classmethod
@@ -130,8 +132,8 @@ class _Windows:
 
     def prefix(self, last: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Lowest and highest budget of the rows 0 to ``last``."""
-        # Units of all tasks after row i is the total less what is before it; a variant's own column is counted for
-        # the one that it replaces.
+        # The units of all tasks after row i are the total less those before it; a variant's own column replaces
+        # another.
         extra_least = self.own_least - (self.least[self.afters] - self.least[self.positions])
         extra_most = self.own_most - (self.most[self.afters] - self.most[self.positions])
         order = np.argsort(self.positions, kind="stable")
@@ -164,13 +166,13 @@ class _Windows:
         rest_least: NDArray[np.int64],
         rest_most: NDArray[np.int64],
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The window of rows whose tasks take ``least`` to ``most`` units, and all others the rest."""
+        """The window of rows whose tasks take ``least`` to ``most`` units, and all other tasks the rest."""
         highs = np.minimum(most, self.num_units - rest_least)
         return np.minimum(np.maximum(least, self.num_units - rest_most), highs), highs
 
 
 def _table(lows: NDArray[np.int64], highs: NDArray[np.int64], row: int) -> Table:
-    """An empty table with these windows, but for ``row``, the one without tasks, whose value is 0."""
+    """An empty table with these windows, except for ``row``, the one without tasks, whose value is 0."""
     row_starts = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(highs - lows + 1)])
     values = np.empty(int(row_starts[-1]), dtype=np.int64)
     values[row_starts[row] : row_starts[row + 1]] = 0

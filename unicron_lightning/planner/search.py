@@ -1,12 +1,13 @@
 """The exact search: the best choice of one option per task, for several variants of one problem at once.
 
-A *variant* changes one column: it replaces a task's options, takes a task away or puts one in. All variants share the
-prefix and the suffix table of the other columns; each then takes one combination of a prefix row, its own column and a
-suffix row, instead of a solution of its own.
+A *variant* changes one column: it replaces a task's options, removes a task or inserts one. All variants share the
+prefix and the suffix table of the other columns; each then needs one combination of a prefix row, its own column and a
+suffix row instead of a solution of its own.
 
-Only options that can be in a best plan of some variant enter the tables (`unicron_lightning.planner.kernels`): first
-those within a guess of the distance between bound and optimum; the plans found bound that distance, and if they do not
-prove the guess right, those within that distance. Ties are never removed.
+Only options that can be in a best plan of some variant enter the tables (`unicron_lightning.planner.kernels`). The
+first
+tables use a guess of the distance between bound and optimum. The resulting plans bound this distance; if the guess was
+too small, the tables are made again with the bound. Ties are never removed.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ if TYPE_CHECKING:
     from unicron_lightning.planner.problem import Choice, Problem
 
 EVERYTHING = 1 << 61
-"""More than there are options, and further than any plan that is known is below a bound."""
+"""A number above any number of options and above any distance between a known plan and a bound."""
 
 FEW_OPTIONS = 24
-"""Options per task that the first, guessing tables may have."""
+"""Options per task in the first tables, which use a guessed limit."""
 
 
 def best_choices(problem: Problem) -> list[Choice]:
-    """The best plan of each variant; ties as `unicron_lightning.planner.solver` says."""
+    """The best plan of each variant; ties are broken as described in `unicron_lightning.planner.solver`."""
     prices, distances = _bounds(problem)
     limits, mask = _guess(problem, prices, distances)
     while True:
@@ -48,7 +49,9 @@ def best_choices(problem: Problem) -> list[Choice]:
 
 
 def _bounds(problem: Problem) -> tuple[list[tuple[int, int]], list[int]]:
-    """Of each variant: its price (-1: none) and upper bound; and how far the best plan is below the bound, at most."""
+    """For each variant its price (-1: none) and upper bound, and the largest distance of the best plan from the
+    bound.
+    """
     most = (1 << 62) // (problem.free_units + 1)
     prices, distances = [], []
     for index in range(len(problem.variants)):
@@ -63,7 +66,7 @@ def _bounds(problem: Problem) -> tuple[list[tuple[int, int]], list[int]]:
             problem.num_units,
             most,
         )
-        # Without a price that 64 bits can hold nothing is ruled out.
+        # Without a price that fits into 64 bits no option is excluded.
         prices.append((price, bound if price >= 0 else EVERYTHING))
         distances.append(bound - value if price >= 0 else EVERYTHING)
     return prices, distances
@@ -72,14 +75,14 @@ def _bounds(problem: Problem) -> tuple[list[tuple[int, int]], list[int]]:
 def _guess(
     problem: Problem, prices: list[tuple[int, int]], distances: list[int]
 ) -> tuple[list[int], NDArray[np.bool_]]:
-    """Limits on reduced costs that leave few options, and the options that are left."""
+    """Limits on reduced costs that leave few options, and the remaining options."""
     few = FEW_OPTIONS * (problem.num_tasks + len(problem.variants)) + 64
     for shift in range(0, 64, 2):
         limits = [distance >> shift for distance in distances]
         mask = _mark(problem, prices, limits, few)
         if mask is not None:
             return limits, mask
-    mask = _mark(problem, prices, limits, EVERYTHING)  # so many options are best ones
+    mask = _mark(problem, prices, limits, EVERYTHING)  # more options than the limit are equally good
     assert mask is not None
     return limits, mask
 

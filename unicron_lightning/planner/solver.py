@@ -2,18 +2,18 @@
 
     maximise  sum_i G(t_i, x'_i)   subject to   sum_i x'_i <= n'              "Unicron", arXiv 2401.00134
 
-Of plans of equal reward (`unicron_lightning.planner.quantum` says how equal) the one that moves fewest workers is
-taken: the sum of abs(x' - x) where x counts the workers that a task still has, in units, rounded up for each task. Of
-those that are still equal, one that depends on names only, never on the order in which tasks are given:
+Among plans of equal reward (by the resolution of `unicron_lightning.planner.quantum`) the one that moves fewest workers
+is chosen: the sum of abs(x' - x) where x counts the workers that a task still has, in units, rounded up for each task.
+Remaining ties are broken by names only, never by the order in which tasks are given:
 
-1. the task that the last event was about (the state's ``pivot``) takes the fewest workers;
-2. the tasks whose names come before it bring the most, in reward and then in fewest moved workers;
+1. the task of the last event (the state's ``pivot``) takes the fewest workers;
+2. the tasks whose names come before the pivot's have the most reward and then the fewest moved workers;
 3. each of these in turn, by descending name, takes the fewest workers;
-4. each of those after it in turn, by ascending name, takes the fewest.
+4. each task after the pivot in turn, by ascending name, takes the fewest workers.
 
-Without a pivot all tasks come before it.
+Without a pivot all tasks belong to 2.
 
-Workers that would bring nothing stay spare. When minimums do not fit see `unicron_lightning.planner.minimums`.
+Workers that would add no reward stay spare. If minimums do not fit, see `unicron_lightning.planner.minimums`.
 """
 
 from __future__ import annotations

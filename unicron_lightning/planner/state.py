@@ -1,4 +1,4 @@
-"""The situation that a plan is made for: tasks, workers, and who has which now."""
+"""The situation that a plan is made for: tasks, workers, and the current allocation."""
 
 from __future__ import annotations
 
@@ -17,29 +17,31 @@ from unicron_lightning.planner.reward import Curve
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ClusterState:
-    """n' healthy workers, the tasks that compete for them, and how they stand.
+    """n' healthy workers, the tasks that compete for them, and the current allocation.
 
     The order in which tasks are given does not matter. Equal contents have equal fingerprints, and a plan depends on
-    nothing else.
+    nothing
+    else.
 
     Attributes:
         tasks: F(t,x) of each task that is to run.
-        num_workers: n', the workers there are, healthy.
-        running_seconds: D_running(n'), the expected seconds to the next failure with n' workers; a number if it does
-            not depend on n'. It gives the same answers as long as the state is used: an estimate that learns on is
-            taken anew with a new state.
-        allocation: x_i, the workers that each task had by its last plan; none if it is not named.
-        lost: how many of them failed since then, by task. A task that is named is *affected*, also with 0.
+        num_workers: n', the number of healthy workers.
+        running_seconds: D_running(n'), the expected seconds to the next failure with n' workers; a number if
+            independent of
+            n'. Its results must not change while the state is used: a new estimate needs a new state.
+        allocation: x_i, each task's workers by its last plan; 0 for tasks that are not named.
+        lost: number of failed workers since then, by task. A named task is *affected*, even with 0.
         queued: F(t,x) of tasks that are not to run yet. They matter only to the plans made ahead.
-        unit: workers per unit of the plan: it gives each task a multiple of this.
-        node_workers: how many workers a node has: so many fail, or join, in the plans made ahead. Default: the unit.
-        pivot: the task that the last event was about. It decides between plans that are equally good and move equally
-            many workers, see `unicron_lightning.planner.solver`.
+        unit: workers per unit of the plan, which gives each task a multiple of this.
+        node_workers: workers of a node, which fail or join together in the plans made ahead. Default: the unit.
+        pivot: task of the last event. It decides between plans that are equally good and move equally many workers, see
+            `unicron_lightning.planner.solver`.
         quantum_flop: rewards are rounded to multiples of this [FLOP]; default: see `unicron_lightning.planner.quantum`.
 
     Raises:
         ValueError: names are not unique or unknown, a number is out of range, or a curve is for another unit or for
-            fewer workers than there are.
+            fewer
+            workers than needed.
     """
 
     tasks: tuple[Curve, ...]
@@ -111,14 +113,14 @@ class ClusterState:
         return self.running_seconds_with(self.num_workers)
 
     def running_seconds_with(self, num_workers: int) -> float:
-        """D_running of another number of workers; that of one if there is none."""
+        """D_running of another number of workers; of one worker if the number is 0."""
         if callable(self.running_seconds):
             return float(self.running_seconds(max(1, num_workers)))
         return float(self.running_seconds)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Names the contents, those that matter to the plans made ahead included: equal only for equal states."""
+        """Digest of the contents, including those that matter only to plans made ahead; equal only for equal states."""
         sizes = (self.num_workers, self.num_workers - self.node_workers, self.num_workers + self.node_workers)
         durations = [self.running_seconds_with(n) for n in sizes]
         numbers = (self.num_workers, self.unit, self.node_workers, self.pivot, self.quantum_flop, durations)
@@ -134,7 +136,7 @@ class ClusterState:
         """The state in which the next plan is made if ``event`` happens now.
 
         Raises:
-            ValueError: it cannot happen here.
+            ValueError: the event cannot happen in this state.
         """
         change = dataclasses.replace
         match event:
@@ -166,21 +168,21 @@ class ClusterState:
         )
 
     def adopt(self, allocation: Mapping[str, int]) -> ClusterState:
-        """The state once a plan's ``allocation`` is in force."""
+        """The state after a plan's ``allocation`` has been put into force."""
         return dataclasses.replace(self, allocation=allocation, lost={}, pivot=None)
 
     @cached_property
     def num_idle(self) -> int:
-        """Healthy workers that no task has."""
+        """Healthy workers without a task."""
         return self.num_workers - sum(self.allocation.values()) + sum(self.lost.values())
 
     def loss_of(self, name: str | None) -> Loss | None:
-        """The event, as planned for ahead, that a node of ``name`` fails (None: one with idle workers only).
+        """The loss of a node of ``name``, as planned ahead (None: of a node with idle workers only).
 
-        A task that has fewer workers than a node loses all it has, and idle workers, if there are, fail with them.
+        A task that has fewer workers than a node loses all of them, and idle workers, if any, fail with them.
 
         Returns:
-            None if there is nothing to lose.
+            None if no worker can be lost.
         """
         if name is None:
             return Loss(num_workers=min(self.node_workers, self.num_idle)) if self.num_idle else None

@@ -1,12 +1,14 @@
-"""The plans for everything that may happen next, made before it happens.
+"""Plans for all foreseen next events, made ahead.
 
 Foreseen are: the loss of a node by each task that has workers, and of an idle one; a node that joins; the end of each
 task; the launch of each queued task. Cases with the same number of healthy workers differ in one task only, so they
-are variants of one problem and share its prefix and suffix tables (`unicron_lightning.planner.search`). Each plan is
-the one that `unicron_lightning.planner.solver.solve` makes of the state after the event, ties included.
+are variants of one problem and share its prefix and suffix tables (`unicron_lightning.planner.search`). Each plan
+equals
+the one that `unicron_lightning.planner.solver.solve` makes for the state after the event, ties included.
 
-A table answers only for the very state it was made for: a state has a fingerprint of all that plans depend on (tasks,
-weights, F(t,x), transition times, allocation, losses, queue, n', D_running at n' and at n' with a node more or less).
+A table is valid only for the state it was made for. The state's fingerprint covers everything that plans depend on
+(tasks, weights, F(t,x), transition times, allocation, losses, queue, n', D_running at n' and at n' with a node more or
+less).
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from unicron_lightning.planner.state import ClusterState
 
 
 class StaleTable(UnicronError):
-    """The plans were made for another state than the one in which they are asked for."""
+    """Raised if plans made for one state are looked up in another state."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -38,26 +40,20 @@ class PlanTable:
     """The plan for each foreseen event. Make it with `PlanTable.of`.
 
     Attributes:
-        fingerprint: of the state it was made for.
+        fingerprint: of the state that the table was made for.
         plans: by event.
-        num_reused: how many plans were taken from the table before.
+        num_reused: number of plans taken from the previous table.
     """
 
     fingerprint: str
     plans: Mapping[Event, Plan] = field(repr=False)
     num_reused: int = 0
     solved: Mapping[bytes, tuple[int, ...]] = field(default_factory=dict, repr=False)
-    """Workers of each task, by a digest of everything that they follow from."""
+    """Workers of each task, by a digest of everything that the plan depends on."""
 
     @classmethod
     def of(cls, state: ClusterState, before: PlanTable | None = None) -> PlanTable:
-        """Make the plans for all that may happen next in ``state``.
-
-        Args:
-            state: the situation.
-            before: a table made earlier, for any state: cases in which nothing has changed are taken from it, e.g. all
-                but one when a task joined the queue.
-        """
+        """Make the plans for all foreseen events in ``state``."""
         cases = [_Case.of(state, event) for event in foreseen(state)]
         groups = defaultdict(list)
         for case in cases:
@@ -80,20 +76,20 @@ class PlanTable:
         )
 
     def look_up(self, state: ClusterState, event: Event) -> Plan | None:
-        """The plan for ``event`` in ``state``; None if such an event was not foreseen.
+        """The plan for ``event`` in ``state``; None if the event was not foreseen.
 
-        It takes constant time: a state computes its fingerprint once.
+        The look-up takes constant time: a state computes its fingerprint once.
 
         Raises:
             StaleTable: the table was made for another state.
         """
         if state.fingerprint != self.fingerprint:
-            raise StaleTable(f"plans made for the state {self.fingerprint} are asked for in {state.fingerprint}")
+            raise StaleTable(f"plans of state {self.fingerprint} were looked up in state {state.fingerprint}")
         return self.plans.get(event)
 
 
 def foreseen(state: ClusterState) -> list[Event]:
-    """What may happen next: the events that a table has plans for."""
+    """Foreseen events: those that a table has plans for."""
     losses = [loss for name in (None, *state.names) if (loss := state.loss_of(name)) is not None]
     joins = [Join(num_workers=state.node_workers)] if _knows(state, state.num_workers + state.node_workers) else []
     ends = [Finish(task=name) for name in state.names]
@@ -101,14 +97,14 @@ def foreseen(state: ClusterState) -> list[Event]:
 
 
 def _knows(state: ClusterState, num_workers: int) -> bool:
-    """Whether all curves reach as far as tasks could with so many workers."""
+    """Whether all curves cover the sizes that tasks could have with ``num_workers`` workers."""
     limits = ((curve.num_workers, curve.task.max_workers) for curve in (*state.tasks, *state.queued))
     return all(known >= num_workers or (most is not None and known >= most) for known, most in limits)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _Case:
-    """An event, and what follows from it."""
+    """An event and its consequences."""
 
     event: Event
     state: ClusterState
@@ -121,7 +117,7 @@ class _Case:
 
     @property
     def task(self) -> str | None:
-        """The task that the event is about: only its column differs from those of other cases of the group."""
+        """Task of the event: only its column differs from those of other cases of the group."""
         return self.state.pivot
 
     @property
@@ -131,7 +127,7 @@ class _Case:
         return self.state.num_workers, self.state.quantum_flop, paused
 
     def own_column(self, factor: int) -> Column:
-        """The options of the event's task; nothing if there is none any more."""
+        """The options of the event's task; `NOTHING` if the task is gone."""
         names = self.state.names
         at = bisect.bisect_left(names, self.task) if self.task is not None else len(names)
         if at == len(names) or names[at] != self.task:
@@ -160,14 +156,14 @@ def _column(state: ClusterState, index: int, paused: tuple[str, ...], factor: in
     curve = state.tasks[index]
     forced = curve.task.name in paused
     made = column(state, curve, factor=factor, may_pause=curve.task.may_pause or forced, may_run=not forced)
-    # Without options: a task that can neither run nor be paused ends, which is what all cases of the group are about.
+    # A task without options can neither run nor be paused: it ends, which is the event of all cases of the group.
     return made if len(made.units) else NOTHING
 
 
 def _solve_together(
     state: ClusterState, cases: list[_Case], known: Mapping[bytes, tuple[int, ...]]
 ) -> Iterable[tuple[_Case, bytes, tuple[int, ...]]]:
-    """Each case of a group with a digest of what it depends on, and its plan in workers."""
+    """Each case of a group with a digest of its inputs, and its plan in workers."""
     factor = max(moves_factor(each) for each in (state, *(case.state for case in cases)))
     columns = _shared_columns(state, cases, factor)
     num_units = cases[0].state.num_workers // state.unit
@@ -190,10 +186,10 @@ def _solve_together(
 
 
 def _shared_columns(state: ClusterState, cases: list[_Case], factor: int) -> list[Column]:
-    """The columns that the cases of a group have in common: each task's as it is where the event is not about it."""
+    """The columns shared by the cases of a group: each task's options without an event of its own."""
     if cases[0].state.num_workers == state.num_workers:
         return [_column(state, index, cases[0].paused, factor) for index in range(len(state.names))]
-    # The number of workers differs from the state's, the tasks do not.
+    # The number of workers differs from the state's, but the tasks are the same.
     return [
         _column(
             next((case.state for case in cases if case.task != name), cases[0].state), index, cases[0].paused, factor

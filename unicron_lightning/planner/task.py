@@ -1,4 +1,4 @@
-"""What the planner knows of a task."""
+"""The planner's view of a task."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ class PlanTask:
     Attributes:
         name: unique among the tasks planned together.
         performance: T(t,x), its achieved aggregate FLOP/s on x workers.
-        transition_seconds: D_transition, the expected time that a change of its workers costs it.
-        weight: w(t), what a FLOP of this task is worth.
+        transition_seconds: D_transition, the expected time lost by a change of its workers.
+        weight: w(t), the value of a FLOP of this task.
         min_workers: fewest workers with which it may run.
-        max_workers: most workers it may have, None for as many as there are.
+        max_workers: most workers it may have, None for no limit.
         granularity: its number of workers is a multiple of this, e.g. TP x PP, or the workers of a node.
-        may_pause: whether the planner may give it no workers for the good of others. A task that may not is paused only
-            if the minimums of all such tasks do not fit together.
+        may_pause: whether the planner may give it no workers in favour of others. Otherwise the task is paused only if
+            the
+            minimums of all such tasks do not fit together.
 
     Raises:
-        ValueError: a value is out of its range.
+        ValueError: a value is out of range.
     """
 
     name: str
@@ -54,14 +55,14 @@ class PlanTask:
             raise ValueError(f"task {self.name!r}: {given}: expected at least min_workers={self.min_workers}")
 
     def sizes(self, unit: int, num_workers: int) -> range:
-        """The numbers of workers, other than none, that a plan in units may give it.
+        """The numbers of workers, other than 0, that a plan in units may give the task.
 
         Args:
             unit: workers per unit of the plan.
-            num_workers: workers there are.
+            num_workers: available workers.
 
         Returns:
-            Multiples of both granularity and unit from the minimum to the maximum; perhaps empty.
+            Multiples of both granularity and unit from the minimum to the maximum; may be empty.
         """
         step = math.lcm(self.granularity, unit)
         first = -(-self.min_workers // step) * step

@@ -1,24 +1,23 @@
-"""D_transition: how long a task stands still when its workers change, estimated from the transitions that were
-measured.
+"""D_transition: the time that a task loses when its workers change, estimated from measured transitions.
 
-The paper's reward charges a plan F(t,x) * D_transition for each task that it touches ("Unicron", arXiv 2401.00134, the
-section on plan generation). Durations differ by kind more than by anything else, so each kind is estimated apart.
-Durations of a kind are taken to be log-normal: with m and d their log-median and log-deviation,
+The paper's reward charges a plan F(t,x) * D_transition for each task that it changes ("Unicron", arXiv 2401.00134, the
+section on plan generation). Durations differ most by kind, so each kind is estimated separately. Durations of a kind
+are assumed to be log-normal, with log-median m and log-deviation d:
 
     E[duration] = exp(m + d^2 / 2)   [s]
 
-A few transitions went wrong and took hours: m comes from the median of the logarithms, and d from their median absolute
-deviation (times 1.4826, which makes it consistent for a normal distribution; Rousseeuw and Croux, JASA 88, 1993). Few
-were measured at first, so both are drawn towards what was expected, by weights in numbers of transitions:
+A few transitions fail and take hours. m is therefore based on the median of the logarithms, and d on their median
+absolute deviation (times 1.4826, which makes it consistent for a normal distribution; Rousseeuw and Croux, JASA 88,
+1993). Few are measured at first, so both are shrunk towards the prior, by weights in numbers of transitions:
 
     m = (n0 m0 + n median) / (n0 + n)            d^2 = (n0 d0^2 + n d_mad^2) / (n0 + n)
 
 first the kind over all other tasks towards the prior, then the task towards its kind. Only a task's newest transitions
 of a kind count: scripts, machines and storage change.
 
-Limits. Up to half of a task's transitions may be outliers without moving m at all; then again a task of which one
-transition in three really takes hours is underestimated. One number is used for each kind: that a transition takes
-longer in a larger world is not modelled.
+Limits. Up to half of a task's transitions may be outliers without moving m at all; conversely, a task for which every
+third transition really takes hours is underestimated. Each kind has one duration: the effect of the world's size on a
+transition is not modelled.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ _MAD_TO_DEVIATION: Final = 1.4826
 
 
 class TransitionKind(enum.Enum):
-    """What happens to a task's workers."""
+    """Kind of a change of a task's workers."""
 
     SHRINK_IN_PLACE = "shrink_in_place"
-    """Workers leave; those that stay keep their processes and state."""
+    """Workers leave; the remaining ones keep their processes and state."""
     GROW_IN_PLACE = "grow_in_place"
-    """Workers join; those that were there keep their processes and state."""
+    """Workers join; the present ones keep their processes and state."""
     RESTART = "restart"
-    """Processes are started anew on the same workers, in the same configuration."""
+    """Processes are restarted on the same workers, in the same configuration."""
     RECONFIGURE_COLD = "reconfigure_cold"
     """The task starts from a checkpoint in another parallel configuration, or for the first time."""
 
@@ -56,8 +55,8 @@ def kind_of_change(num_workers: int, next_num_workers: int, *, same_replicas: bo
 
     Args:
         num_workers: x, workers now.
-        next_num_workers: x', workers planned; equal to x if workers failed and are replaced.
-        same_replicas: whether a replica (TP x PP) stays what it is; False means another parallel configuration.
+        next_num_workers: x', planned workers; equal to x if workers failed and are replaced.
+        same_replicas: whether replicas (TP x PP) are unchanged; False means another parallel configuration.
     """
     for name, value in (("num_workers", num_workers), ("next_num_workers", next_num_workers)):
         if value < 0:
@@ -74,9 +73,9 @@ class Transition:
     """One measured transition.
 
     Attributes:
-        task: whose.
-        kind: what happened.
-        seconds: from the last step that was finished before it to the first one after it, > 0.
+        task: name of the task.
+        kind: kind of the change.
+        seconds: time between the last step finished before it and the first one after it, > 0.
     """
 
     task: str
@@ -90,12 +89,12 @@ class Transition:
 
 @dataclass(frozen=True, kw_only=True)
 class TransitionTime:
-    """A log-normal distribution of durations; as a prior, what is expected before any was measured.
+    """A log-normal distribution of durations, also used as a prior.
 
     Attributes:
         median_seconds: exp(m).
         log_deviation: d; with 0.7 two thirds of all transitions take between half and twice the median.
-        num_transitions: how firmly it is known, in transitions (n0 of a prior), > 0.
+        num_transitions: weight of the estimate in transitions (n0 of a prior), > 0.
     """
 
     median_seconds: float
@@ -116,7 +115,7 @@ class TransitionTime:
         return self.median_seconds * math.exp(self.log_deviation**2 / 2)
 
     def quantile_seconds(self, probability: float) -> float:
-        """The duration that this fraction of transitions stays below.
+        """The quantile of the duration.
 
         Args:
             probability: between 0 and 1.
@@ -126,11 +125,11 @@ class TransitionTime:
         return self.median_seconds * math.exp(self.log_deviation * statistics.NormalDist().inv_cdf(probability))
 
     def observed(self, seconds: Sequence[float]) -> TransitionTime:
-        """What is known after durations were measured, this being what was known before."""
+        """The estimate after measured durations, with this one as the prior."""
         return self.observed_logs(sorted(math.log(value) for value in seconds))
 
     def observed_logs(self, logs: Sequence[float]) -> TransitionTime:
-        """The same from the durations' logarithms, in ascending order: as quick for thousands as for a few."""
+        """`observed` from the durations' logarithms in ascending order: as fast for thousands as for a few."""
         if not logs:
             return self
         median = medians.median(logs)
@@ -153,8 +152,8 @@ class TransitionTimes:
 
     Args:
         measured: all measured transitions, oldest first.
-        priors: what was expected of each kind; all four are needed.
-        newest: how many of a task's transitions of a kind count, the newest.
+        priors: the prior of each kind; all four are needed.
+        newest: number of newest transitions of a task and kind that count.
     """
 
     def __init__(
@@ -179,10 +178,10 @@ class TransitionTimes:
             kind: sorted(math.log(value) for seconds in tasks.values() for value in seconds)
             for kind, tasks in self._seconds.items()
         }
-        """Of all tasks, in ascending order."""
+        """Logarithms of all tasks' durations, in ascending order."""
 
     def of_kind(self, task: str, kind: TransitionKind) -> TransitionTime:
-        """What is known of one kind of transition of a task, whether or not any was measured."""
+        """The estimate for one kind of transition of a task, measured or not."""
         own = sorted(math.log(value) for value in self._seconds[kind].get(task, []))
         others = self._logs[kind]
         if own:
@@ -191,7 +190,7 @@ class TransitionTimes:
                 del others[bisect.bisect_left(others, log)]
         prior = self._priors[kind]
         pooled = prior.observed_logs(others)
-        # However much is known of the others, of this task it says no more than the prior's weight.
+        # However many transitions other tasks have, for this task they have only the prior's weight.
         towards = TransitionTime(
             median_seconds=pooled.median_seconds,
             log_deviation=pooled.log_deviation,
@@ -200,7 +199,7 @@ class TransitionTimes:
         return towards.observed_logs(own)
 
     def expected_seconds(self, task: str) -> float:
-        """D_transition of a task as one number: its kinds in the proportions in which they were measured.
+        """D_transition of a task as one number: the mean over its kinds, weighted by their measured numbers.
 
         Each kind's prior counts with its ``num_transitions``.
         """

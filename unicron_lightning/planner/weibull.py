@@ -1,14 +1,15 @@
-"""Failures that depend on age: Weibull lifetimes.
+"""Age-dependent failures: Weibull lifetimes.
 
-A component of age u fails with cumulative hazard (u / s)^k: shape k < 1 where new ones fail most (burn-in), k > 1 where
-old ones do (wear), k = 1 the constant hazard. A component that fails is taken to be as good as new afterwards
-(renewal). Over the next t seconds, for components of ages a_i now,
+A component of age u fails with cumulative hazard (u / s)^k: shape k < 1 if new components fail most (burn-in), k > 1 if
+old ones do (wear), k = 1 for the constant hazard. A component is assumed to be as good as new after a failure
+(renewal).
+Over the next t seconds, for components of ages a_i now,
 
     H(t) = mean over i of ( ((a_i + t)/s)^k - (a_i/s)^k )
 
-which is exact for just these components together, and an approximation for more or fewer of them: those are taken to
-have the same distribution of ages. Where ages are not known they are taken to be in equilibrium, as in a population
-that has been renewed for long (Cox, Renewal Theory, 1962, chapter 5):
+which is exact for exactly these components, and an approximation for more or fewer of them, which are assumed to have
+the same distribution of ages. Unknown ages are assumed to be in equilibrium, as in a population that has been renewed
+for long (Cox, Renewal Theory, 1962, chapter 5):
 
     H(t) = -ln( (1/mean) * integral from t to infinity of exp(-(u/s)^k) du ) = -ln Q(1/k, (t/s)^k)
 """
@@ -29,7 +30,7 @@ SHAPE_MIN: Final = 0.25
 SHAPE_MAX: Final = 8.0
 _MAX_DISTINCT_AGES: Final = 512
 _AS_NEW: Final = 1e-12
-"""Ages below this fraction of the scale count as 0: the quotient of a time and an age must not overflow."""
+"""Ages below this fraction of the scale count as 0, so that the quotient of a time and an age cannot overflow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +40,9 @@ class WeibullHazard:
     Attributes:
         shape: k, from `SHAPE_MIN` to `SHAPE_MAX`.
         scale_seconds: s, the age that a fraction 1/e outlives.
-        ages_seconds: ages of the components that run now; None for ages in equilibrium. More than 512 distinct ages
-            are put into 512 groups of about equal number, each at its mean age.
+        ages_seconds: current ages of the running components; None for ages in equilibrium. More than 512 distinct ages
+            are
+            put into 512 groups of about equal number, each at its mean age.
     """
 
     shape: float

@@ -1,11 +1,11 @@
 """Shape and scale of a Weibull hazard, estimated from running and failed components, with a prior.
 
-From a component that was watched from age v to age u, and failed there (d = 1) or not (d = 0), the likelihood is
+For a component observed from age v to age u that failed there (d = 1) or did not (d = 0), the likelihood is
 
     L(k, s) = ( (k/u) (u/s)^k )^d  exp( -(u/s)^k + (v/s)^k )
 
 Prior: ln k is normal; given k, theta = (s0(k)/s)^k ~ Gamma(a0, a0), where s0(k) = m0 / Gamma(1 + 1/k) is the scale
-whose mean lifetime is the expected m0. With k = 1 this is `RateBelief.from_mtbf(m0, num_failures=a0)` exactly. theta
+whose mean lifetime is the expected m0. With k = 1 this is exactly `RateBelief.from_mtbf(m0, num_failures=a0)`. theta
 is then integrated out in closed form, and the posterior of k is computed on a grid: with D failures, and U the sum of
 (u/s0)^k - (v/s0)^k over all components,
 
@@ -14,7 +14,7 @@ is then integrated out in closed form, and the posterior of k is computed on a g
 
 `WeibullPosterior.hazard`, from which D_running is computed, is taken at the posterior mean of ln k and the mean of
 theta there; it is not averaged over the posterior. Lifetimes of one component between renewals, and of different
-components, are taken to be independent.
+components, are assumed to be independent.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _NEGLIGIBLE: Final = 1e-10
 
 @dataclass(frozen=True, kw_only=True)
 class Lifetime:
-    """What was seen of one component between two renewals.
+    """Observation of one component between two renewals.
 
     Attributes:
-        age_seconds: its age when it failed, or now, or when it was taken out of service.
-        failed: whether it failed at that age; False: it was alive (right-censored).
-        seen_from_age_seconds: its age when observation began (left-truncated): an older failure would not be known.
+        age_seconds: its age at its failure, at its removal from service, or now.
+        failed: whether it failed at that age; False if it was alive (right-censored).
+        seen_from_age_seconds: its age when observation began (left-truncated): earlier failures would be unknown.
     """
 
     age_seconds: float
@@ -61,12 +61,12 @@ class Lifetime:
 
 @dataclass(frozen=True, kw_only=True)
 class WeibullPrior:
-    """What is expected before anything was seen.
+    """Expectation before any observation.
 
     Attributes:
         mean_lifetime_seconds: m0, the expected MTBF of a component.
         num_failures: a0, the weight of that expectation in failures.
-        shape: median of k; 1, no dependence on age, where nothing is known.
+        shape: median of k; 1, no dependence on age, if nothing is known.
         log_shape_deviation: standard deviation of ln k; 0.5 holds 95 % of k within a factor 2.7 either way. Very small
             values fix the shape.
     """
@@ -87,7 +87,7 @@ class WeibullPrior:
 
 @dataclass(frozen=True, kw_only=True)
 class ShapeGridPoint:
-    """One shape k with its posterior probability, and what is then known of the scale.
+    """One shape k with its posterior probability, and the posterior of the scale given k.
 
     Attributes:
         shape: k.
@@ -111,10 +111,10 @@ class ShapeGridPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class WeibullPosterior:
-    """What is known of a Weibull hazard. Grid points of negligible probability are left out.
+    """Posterior of a Weibull hazard. Grid points of negligible probability are omitted.
 
     Attributes:
-        grid: by rising shape; their probabilities add up to 1.
+        grid: by rising shape; the probabilities add up to 1.
     """
 
     grid: tuple[ShapeGridPoint, ...]
@@ -158,10 +158,10 @@ class WeibullPosterior:
 
 
 def estimate_weibull(lifetimes: Sequence[Lifetime], prior: WeibullPrior) -> WeibullPosterior:
-    """The posterior of shape and scale. Costs some 400 passes over the lifetimes: half a second for 50,000.
+    """Estimate the posterior of shape and scale. Costs some 400 passes over the lifetimes: half a second for 50,000.
 
     Args:
-        lifetimes: of all components, running ones included; the latter decide as much as failures do.
+        lifetimes: of all components, including running ones, which matter as much as failed ones.
         prior: see `WeibullPrior`.
     """
     ages = np.array([item.age_seconds for item in lifetimes], dtype=np.float64)

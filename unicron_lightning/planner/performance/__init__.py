@@ -2,12 +2,13 @@
 
 Nothing is imported here. Read in this order:
 
-* `model`: what the planner asks of any of them;
+* `model`: the interface that the planner uses;
 * `table`, `parsing`: the user's own measurements;
-* `online`, `isotonic`: what running tasks measure;
-* `shape`, `cluster`, `recipe`: what is trained, on what, and how; then the formulas in `memory` and `timing`;
+* `online`, `isotonic`: measurements of running tasks;
+* `shape`, `cluster`, `recipe`: the model, the machines and the training method; then the formulas in `memory` and
+  `timing`;
 * `search`, `transformer`: the best configuration for every x by those formulas; `layouts` holds many at once;
-* `sublinear`: what is assumed of a task of which nothing is known;
-* `calibrated`: any model, set right by measurements;
-* `published`: how far the formulas are off runs that others published.
+* `sublinear`: the assumption for a task without any data;
+* `calibrated`: any model, corrected by measurements;
+* `published`: the formulas' errors for published runs.
 """

@@ -1,13 +1,14 @@
-"""A prior for T(t,x), such as the analytic model, set right by what was measured.
+"""A prior for T(t,x), such as the analytic model, corrected by measurements.
 
-The measured ratios r(x) = measured / prior are taken as samples of a smooth curve. Its logarithm is a Gaussian process:
+The measured ratios r(x) = measured / prior are treated as samples of a smooth curve. Its logarithm is a Gaussian
+process:
 
     log r ~ GP(0, k),   k(x, y) = e(x) e(y) (c + (1 - c) exp(-|log2(x/y)| / l))
 
 e(x): the prior's relative error; c: the part of its error that is the same for all x (a wrong efficiency moves the
-whole curve); l: after how many doublings of x the rest is forgotten. The samples' errors are those of the means
-measured. At a well measured x the answer is the measurement; far from all of them it is the prior scaled by what they
-share; with none it is the prior. The error follows: small where measured, never more than the prior's.
+whole curve); l: number of doublings of x after which the remaining part is uncorrelated. The samples' errors are those
+of the measured means. The result equals the measurement at a well measured x, the prior scaled by the common part far
+from all measurements, and the prior without any. Its error is small where measured and never above the prior's.
 """
 
 from __future__ import annotations
@@ -28,15 +29,16 @@ class CalibratedModel:
     """A performance model from a prior and measurements.
 
     Attributes:
-        prior: any model; where it says 0, the task runs only at counts where it was measured running.
+        prior: any model; where its throughput is 0, the task runs only at counts with measurements.
         online: the measurements.
-        prior_error: relative standard error of the prior; None takes the prior's own, which must be above 0 somewhere
-            to leave the measurements any say.
+        prior_error: relative standard error of the prior; None takes the prior's own, which must be above 0 at some
+            count
+            for measurements to have any effect.
         common: c, the part of the prior's error that all x share.
         doublings: l, doublings of x after which the rest of the error is independent.
 
     Raises:
-        ValueError: a value out of range.
+        ValueError: a value is out of range.
     """
 
     prior: PerformanceModel
@@ -74,7 +76,7 @@ class CalibratedModel:
 
     @cached_property
     def _samples(self) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
-        """Of the measured counts where the prior is above 0: log2 x, e(x), K^-1 log r, K^-1."""
+        """log2 x, e(x), K^-1 log r and K^-1 of the measured counts where the prior is above 0."""
         rows = [
             (math.log2(count), self._error(count), math.log(mean / self.prior.throughput(count)), error)
             for count, mean, error in self.online.measured

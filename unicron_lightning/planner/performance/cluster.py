@@ -1,8 +1,8 @@
-"""The machines: what an accelerator can do, and how fast nodes talk.
+"""Machines: the speed of an accelerator and of the network between accelerators and nodes.
 
-The presets are the vendor's published figures, all without structured sparsity; each names its source. Bandwidths here
-are in one direction, of one accelerator: NVIDIA gives NVLink's as the sum of both. Two things nobody publishes are
-assumed: latencies, which matter little beside the bytes of large models, and the memory that is not for the model.
+The presets are the vendor's published figures, all without structured sparsity; each names its source. Bandwidths are
+in one direction, of one accelerator, whereas NVIDIA gives the sum of both for NVLink. Two unpublished figures are
+assumed: latencies, which matter little beside the bytes of large models, and memory that is not available to the model.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Cluster:
     Attributes:
         name: for messages.
         peak_flops: FLOP/s of matrix products by precision: ``bf16``, ``fp16``, ``tf32``, ``fp32``, ``fp8``.
-        memory_bytes: of one accelerator.
-        reserved_bytes: of that, not for the model: context, communication buffers, fragments.
+        memory_bytes: memory of one accelerator.
+        reserved_bytes: memory that is not available to the model: context, communication buffers, fragments.
         memory_bandwidth: bytes/s between an accelerator and its memory.
         accelerators_per_node: g.
         intra_bandwidth: bytes/s that an accelerator sends within its node.
@@ -32,7 +32,7 @@ class Cluster:
         inter_latency_seconds: of one hop between nodes.
 
     Raises:
-        ValueError: a value out of range.
+        ValueError: a value is out of range.
     """
 
     name: str

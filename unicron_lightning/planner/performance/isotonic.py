@@ -1,7 +1,7 @@
 """Isotonic regression: the rising curve that is nearest to scattered points (pool adjacent violators).
 
-Written here, as `scipy.optimize.isotonic_regression` and scikit-learn's do the same at the price of a large dependency;
-the tests hold this one against scipy's.
+Implemented here because `scipy.optimize.isotonic_regression` and scikit-learn's would require a large dependency; the
+tests compare the results with scipy's.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from collections.abc import Sequence
 
 
 def isotonic(values: Sequence[float], weights: Sequence[float]) -> list[tuple[int, float]]:
-    """The non-decreasing sequence with the least sum of weights x squared distances to ``values``.
+    """The non-decreasing sequence with the least weighted sum of squared distances to ``values``.
 
     Args:
         values: in the order in which they should rise.
-        weights: of each, above 0.
+        weights: of each value, above 0.
 
     Returns:
-        Blocks of equal fitted values, in order: how many values each holds, and its value, their weighted mean.
+        Blocks of equal fitted values, in order: the number of values in each, and their weighted mean.
 
     Raises:
         ValueError: lengths differ, or a weight is not above 0.
     """
     if len(values) != len(weights):
-        raise ValueError(f"{len(values)} values with {len(weights)} weights: expected as many")
+        raise ValueError(f"{len(values)} values with {len(weights)} weights: expected equal numbers")
     blocks: list[tuple[int, float, float]] = []
     for value, weight in zip(values, weights, strict=True):
         if not weight > 0:

@@ -1,4 +1,4 @@
-"""Many parallel configurations at once, as arrays: the formulas of memory and time take them all together."""
+"""Many parallel configurations as arrays, so that the formulas of memory and time evaluate them all at once."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 
 @dataclass(frozen=True, kw_only=True)
 class Layouts:
-    """Parallel configurations; all arrays are of one length, and of integers.
+    """Parallel configurations as integer arrays of one length.
 
     Attributes:
         tensor: TP, t.
         pipeline: PP, p.
         data: DP, d.
         micro_batch: samples in a micro-batch, b.
-        num_micro_batches: per copy and step, of the copy that has the most, m.
+        num_micro_batches: per step, of the copy with most micro-batches, m.
         interleave: groups of layers per stage, v.
         recompute: index into `RECOMPUTE`.
     """
@@ -48,11 +48,11 @@ class Layouts:
         return len(self.tensor)
 
     def at(self, index: IntArray | BoolArray | slice) -> Layouts:
-        """Some of them."""
+        """The configurations selected by ``index``."""
         return Layouts(**{field.name: getattr(self, field.name)[index] for field in fields(self)})
 
     def configuration(self, index: int, memory_bytes: int) -> ParallelConfiguration:
-        """One of them, as the planner's answer."""
+        """One configuration in the form that the planner uses."""
         return ParallelConfiguration(
             tensor_parallel=int(self.tensor[index]),
             pipeline_parallel=int(self.pipeline[index]),

@@ -1,4 +1,4 @@
-"""How many bytes a worker needs: the model's state and the activations that the backward pass waits for.
+"""Memory of a worker in bytes: the model's state and the activations kept for the backward pass.
 
 Activations are those of Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models" (arXiv
 2205.05198), table 2, equations 1 to 6, per layer and micro-batch with 2-byte elements and 1-byte masks:
@@ -9,12 +9,13 @@ Activations are those of Korthikanti et al. 2022, "Reducing Activation Recomputa
     selective recomputation               the same without the terms 5 a s
     full recomputation                    2 s b h
 
-The first stage waits for p micro-batches of l/p layers, so for l layers whatever p is; with interleaving for
-1 + (p-1)/(p v) times that. Counted tensor by tensor the terms also hold for grouped keys and values and for gated or
-other widths of the feed-forward part (ours; the paper has h and 4 h there). Fused attention keeps no s x s tensor.
+The first stage keeps p micro-batches of l/p layers, which are l layers for any p; with interleaving 1 + (p-1)/(p v)
+times as much. Counted tensor by tensor, the terms also hold for grouped keys and values and for gated or other widths
+of
+the feed-forward part (an extension; the paper has h and 4 h there). Fused attention keeps no s x s tensor.
 
-Not counted: buffers of communication libraries, fragmentation (`Cluster.reserved_bytes` is for them), and the uneven
-stage when p does not divide l is taken as full.
+Communication buffers and fragmentation are not counted; `Cluster.reserved_bytes` covers them. If p does not divide l,
+every stage is counted as the largest one.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ _SELECTIVE, _FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
 
 
 def worker_bytes(shape: ModelShape, recipe: Recipe, layouts: Layouts) -> FloatArray:
-    """Bytes that the fullest worker needs: one of the first stage, or of the last."""
+    """Bytes needed by the fullest worker, which is one of the first or of the last stage."""
     first = state_bytes(shape, recipe, layouts, last=False) + first_stage_activation_bytes(shape, recipe, layouts)
     last = state_bytes(shape, recipe, layouts, last=True) + last_stage_activation_bytes(shape, recipe, layouts)
     return np.maximum(first, last * (layouts.pipeline > 1))
 
 
 def stage_parameters(shape: ModelShape, layouts: Layouts, *, last: bool) -> FloatArray:
-    """Parameters of one worker of the first stage or of the last. Norms, a thousandth of all, are taken as divided."""
+    """Parameters of one worker of the first or last stage. Norms, a thousandth of all parameters, count as divided."""
     layers = -(-shape.num_layers // layouts.pipeline) * shape.layer_parameters
     untied = 0 if shape.tied_embeddings else shape.head_parameters
     alone = shape.embedding_parameters + untied
@@ -55,7 +56,7 @@ def state_bytes(shape: ModelShape, recipe: Recipe, layouts: Layouts, *, last: bo
 def core_bytes(shape: ModelShape, recipe: Recipe, layouts: Layouts) -> FloatArray:
     """Bytes of one layer's s x s tensors of one micro-batch on one worker: softmax, its mask, and dropout's output."""
     per_sample = float(shape.num_heads * shape.sequence_length**2)
-    # Softmax and what it is multiplied by after dropout, which is softmax itself without dropout; the mask.
+    # Softmax; its mask and the output of dropout, which equals softmax without dropout.
     kept = 2 * recipe.element_bytes + 1 if recipe.dropout else recipe.element_bytes
     return layouts.micro_batch * per_sample * kept / layouts.tensor
 
@@ -83,11 +84,11 @@ def layer_activation_bytes(shape: ModelShape, recipe: Recipe, layouts: Layouts) 
 
 
 def first_stage_activation_bytes(shape: ModelShape, recipe: Recipe, layouts: Layouts) -> FloatArray:
-    """Bytes of activations of one worker of the first stage when most micro-batches are under way."""
+    """Bytes of activations of one worker of the first stage when most micro-batches are in progress."""
     p, v, t = layouts.pipeline, layouts.interleave, layouts.tensor
     layers = -(-shape.num_layers // p)
     under_way = np.minimum(p, layouts.num_micro_batches) * np.where(v > 1, 1 + (p - 1) / (p * v), 1.0)
-    # The embedding's dropout mask; and, if this is the last stage too, what the loss needs.
+    # The embedding's dropout mask; and, if this is the last stage too, the tensors for the loss.
     masks = layouts.micro_batch * shape.sequence_length * shape.hidden_size * under_way / t * recipe.dropout
     loss = np.where(p == 1, _loss_bytes(shape, recipe, layouts), 0.0)
     kept = layer_activation_bytes(shape, recipe, layouts) * layers * under_way
@@ -96,7 +97,7 @@ def first_stage_activation_bytes(shape: ModelShape, recipe: Recipe, layouts: Lay
 
 
 def last_stage_activation_bytes(shape: ModelShape, recipe: Recipe, layouts: Layouts) -> FloatArray:
-    """Bytes of activations of one worker of the last stage, where one micro-batch is under way (v groups of it)."""
+    """Bytes of activations of one worker of the last stage, with one micro-batch (v groups of it) in progress."""
     layers = -(-shape.num_layers // layouts.pipeline)
     kept = layer_activation_bytes(shape, recipe, layouts) * layers
     return kept + _loss_bytes(shape, recipe, layouts) + _working_bytes(shape, recipe, layouts)
@@ -109,7 +110,7 @@ def _boundary_bytes(shape: ModelShape, recipe: Recipe, layouts: Layouts) -> Floa
 
 
 def _working_bytes(shape: ModelShape, recipe: Recipe, layouts: Layouts) -> FloatArray:
-    """The one layer that is there again while its backward pass runs, or that layer's s x s part."""
+    """Bytes of the one layer that is recomputed during its backward pass, or of that layer's s x s part."""
     core = core_bytes(shape, recipe, layouts) * (0.0 if recipe.fused_attention else 1.0)
     whole = linear_bytes(shape, recipe, layouts) + core
     result: FloatArray = whole * (layouts.recompute == _FULL) + core * (layouts.recompute == _SELECTIVE)

@@ -1,16 +1,16 @@
-"""The seam between the planner and whatever knows how fast a task runs.
+"""The interface between the planner and any model of a task's speed.
 
-A performance model says T(t,x) of "Unicron", arXiv 2401.00134: the achieved aggregate FLOP/s of task t on x workers in
-the best parallel configuration for that x. The planner asks nothing else of a task's speed.
+A performance model provides T(t,x) of "Unicron", arXiv 2401.00134: the achieved aggregate FLOP/s of task t on x workers
+in the best parallel configuration for that x. The planner uses no other information about a task's speed.
 
-What every model guarantees:
+Every model guarantees:
 
 * ``throughput`` is finite and never negative; it is 0.0 at 0 workers and wherever the task cannot run;
-* the same question has the same answer as long as nothing was measured in between: a model is asked many times while a
-  plan is made.
+* equal calls return equal results as long as no measurement is added in between: a model is called many times for one
+  plan.
 
-What no model promises is that more workers are faster: a task that can use 8 or 16 but not 12 has T(12) = 0, unless the
-model was told that the task may leave workers idle.
+No model guarantees that more workers are faster: a task that can use 8 or 16 but not 12 workers has T(12) = 0, unless
+the model is configured to leave workers idle.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Protocol, runtime_checkable
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfiguration:
-    """How a task is spread over its workers.
+    """Distribution of a task over its workers.
 
     Attributes:
         tensor_parallel: workers that share each layer (TP).
@@ -30,11 +30,11 @@ class ParallelConfiguration:
         micro_batch_size: samples in one micro-batch of one copy.
         num_micro_batches: micro-batches that each copy computes per step (m).
         interleave: groups of layers per stage (v), 1 without the interleaved schedule.
-        recompute: what is computed again in the backward pass: ``none``, ``selective`` or ``full``.
-        memory_bytes: what the fullest worker needs, 0 where it is not known.
+        recompute: activations recomputed in the backward pass: ``none``, ``selective`` or ``full``.
+        memory_bytes: memory needed by the fullest worker, 0 if unknown.
 
     Raises:
-        ValueError: a degree below 1, or an unknown ``recompute``.
+        ValueError: a degree is below 1, or ``recompute`` is unknown.
     """
 
     tensor_parallel: int
@@ -65,7 +65,7 @@ class ParallelConfiguration:
 
     @property
     def num_workers(self) -> int:
-        """Workers that compute: TP x PP x DP. Fewer than the task was given if it leaves some idle."""
+        """Computing workers: TP x PP x DP. Fewer than the task has if it leaves some idle."""
         return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
 
     @property
@@ -79,7 +79,7 @@ class PerformanceModel(Protocol):
     """T(t,x) of one task."""
 
     def throughput(self, num_workers: int) -> float:
-        """T(t,x): achieved aggregate FLOP/s on ``num_workers`` accelerators, 0.0 where it cannot run.
+        """T(t,x): achieved aggregate FLOP/s on ``num_workers`` accelerators, 0.0 where the task cannot run.
 
         Raises:
             ValueError: ``num_workers`` is negative.
@@ -87,19 +87,21 @@ class PerformanceModel(Protocol):
         ...
 
     def configuration(self, num_workers: int) -> ParallelConfiguration | None:
-        """The best configuration on ``num_workers`` accelerators, None where it is not known or the task cannot run."""
+        """The best configuration on ``num_workers`` accelerators, None if unknown or if the task cannot run."""
         ...
 
     def uncertainty(self, num_workers: int) -> float:
-        """Relative standard error of ``throughput(num_workers)``: 0.0 if taken as given, inf if nothing is known."""
+        """Relative standard error of ``throughput(num_workers)``: 0.0 if taken as given, inf without any
+        information.
+        """
         ...
 
 
 def check_num_workers(num_workers: int) -> None:
-    """Refuse a number of workers that cannot be.
+    """Reject a negative number of workers.
 
     Raises:
-        ValueError: it is negative.
+        ValueError: the number is negative.
     """
     if num_workers < 0:
         raise ValueError(f"num_workers={num_workers!r}: expected 0 or more")

@@ -1,18 +1,18 @@
-"""T(t,x) from what running tasks measure, newest first, with an honest error.
+"""T(t,x) from measurements of running tasks, with its standard error.
 
-Every measurement is added to the statistics of its number of workers; older ones count less by half each
-``half_life_seconds``. Between the numbers of workers the curve is made to rise (`isotonic`): a task may always leave
-workers idle, so a fall with more workers is noise, or a task that ought to. Times are arguments: nothing here reads a
-clock.
+Every measurement is added to the statistics of its number of workers; its weight halves with each
+``half_life_seconds``.
+The curve over the numbers of workers is made non-decreasing (`isotonic`): a task may always leave workers idle, so a
+fall with more workers is noise or avoidable. Times are arguments: nothing here reads a clock.
 
-What is answered where nothing was measured, and how sure it is:
+Results where nothing was measured, with their errors:
 
 | x | throughput | relative standard error |
 |---|---|---|
-| measured | the rising curve | of the mean, growing with age, and with what the smoothing moved |
-| between two measured counts | the straight line | that, and that the truth may be anywhere between both neighbours |
+| measured | the rising curve | of the mean, growing with age and with the shift by smoothing |
+| between two measured counts | the straight line | as above, plus the range between both neighbours |
 | above the largest | as at the largest: the others idle | growing: the truth may be anything up to proportional |
-| below the smallest | proportional to x | inf: it may not even fit in memory |
+| below the smallest | proportional to x | inf: the task may not even fit in memory |
 | nothing measured at all | 0 | inf |
 """
 
@@ -27,21 +27,21 @@ from functools import cached_property
 from unicron_lightning.planner.performance.isotonic import isotonic
 from unicron_lightning.planner.performance.model import ParallelConfiguration, check_num_workers
 
-_UNIFORM = 1 / math.sqrt(12)  # standard deviation of what may be anywhere in an interval of length 1
+_UNIFORM = 1 / math.sqrt(12)  # standard deviation of a uniform distribution over an interval of length 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class OnlinePoint:
-    """One measurement, over one optimizer step or over several.
+    """One measurement, over one or more optimizer steps.
 
     Attributes:
-        num_workers: accelerators the task had.
+        num_workers: number of the task's accelerators.
         flops_per_second: achieved aggregate FLOP/s: the model's FLOPs of a step / its duration.
-        at_seconds: when, on any clock that the caller keeps to.
-        configuration: how the task was spread, if that is known.
+        at_seconds: time of the measurement, on any clock that the caller uses consistently.
+        configuration: distribution of the task, if known.
 
     Raises:
-        ValueError: a value out of range.
+        ValueError: a value is out of range.
     """
 
     num_workers: int
@@ -60,15 +60,15 @@ class OnlinePoint:
 
 @dataclass(frozen=True, kw_only=True)
 class CountStatistics:
-    """What is kept of all measurements with one number of workers.
+    """Statistics of all measurements with one number of workers.
 
     Attributes:
         weight: sum of the weights w, as of ``at_seconds``; a new measurement has w = 1.
         weight_squared: sum of w^2.
         mean: weighted mean, FLOP/s.
         spread: sum of w (value - mean)^2.
-        at_seconds: time of the newest.
-        configuration: of the newest.
+        at_seconds: time of the newest measurement.
+        configuration: configuration of the newest measurement.
     """
 
     weight: float
@@ -79,7 +79,10 @@ class CountStatistics:
     configuration: ParallelConfiguration | None
 
     def with_point(self, point: OnlinePoint, half_life_seconds: float) -> CountStatistics:
-        """These and one more. A point older than the newest counts less, and keeps the newest's time."""
+        """The statistics with one more measurement.
+
+        A point older than the newest has less weight and leaves the newest's time unchanged.
+        """
         newest = max(self.at_seconds, point.at_seconds)
         kept = 0.5 ** ((newest - self.at_seconds) / half_life_seconds)
         added = 0.5 ** ((newest - point.at_seconds) / half_life_seconds)
@@ -89,7 +92,7 @@ class CountStatistics:
         return CountStatistics(
             weight=weight,
             weight_squared=self.weight_squared * kept**2 + added**2,
-            # Sums of what is not negative: nothing cancels, however unlike weights and values are.
+            # These sums have no negative terms, so nothing cancels, however different weights and values are.
             mean=(before * self.mean + added * point.flops_per_second) / weight,
             spread=self.spread * kept + step**2 * (before * added / weight),
             at_seconds=newest,
@@ -98,24 +101,24 @@ class CountStatistics:
 
     @property
     def effective_points(self) -> float:
-        """How many equally weighted measurements are worth as much: (sum w)^2 / sum w^2."""
+        """Equivalent number of equally weighted measurements: (sum w)^2 / sum w^2."""
         return self.weight**2 / self.weight_squared
 
 
 @dataclass(frozen=True, kw_only=True)
 class OnlineModel:
-    """A performance model that learns. Frozen: `with_point` and `at` give new ones.
+    """A performance model that learns from measurements. Frozen: `with_point` and `at` return new ones.
 
     Attributes:
-        now_seconds: when the questions are asked.
-        half_life_seconds: after which a measurement counts half.
-        noise: relative standard deviation of a single measurement that is assumed until enough are there; it counts
-            as one measurement's worth of evidence.
-        drift: relative standard deviation by which the truth may have moved within a half-life.
+        now_seconds: time at which the model is evaluated.
+        half_life_seconds: time after which a measurement has half its weight.
+        noise: assumed relative standard deviation of a single measurement; it has the weight of one measurement in the
+            estimate.
+        drift: relative standard deviation of the truth's movement within a half-life.
         statistics: by number of workers.
 
     Raises:
-        ValueError: a value out of range.
+        ValueError: a value is out of range.
     """
 
     now_seconds: float = 0.0
@@ -135,7 +138,7 @@ class OnlineModel:
                 raise ValueError(f"{name}={value!r}: expected a finite number, 0 or more")
 
     def with_point(self, point: OnlinePoint) -> OnlineModel:
-        """This and one more measurement; now is not before it."""
+        """The model with one more measurement; its time is not before the measurement's."""
         before = self.statistics.get(point.num_workers)
         if before is None:
             after = CountStatistics(
@@ -152,7 +155,7 @@ class OnlineModel:
         return replace(self, now_seconds=now, statistics={**self.statistics, point.num_workers: after})
 
     def at(self, now_seconds: float) -> OnlineModel:
-        """The same knowledge, asked at another time."""
+        """The model with the same measurements at another time."""
         return replace(self, now_seconds=now_seconds)
 
     def throughput(self, num_workers: int) -> float:
@@ -180,13 +183,15 @@ class OnlineModel:
 
     @property
     def measured(self) -> tuple[tuple[int, float, float], ...]:
-        """By rising number of workers: that, the mean measured (FLOP/s, not smoothed), its relative standard error."""
+        """(number of workers, measured mean in FLOP/s without smoothing, its relative standard error), by rising
+        number.
+        """
         errors = self._errors
         return tuple((count, self.statistics[count].mean, errors[count]) for count in sorted(self.statistics))
 
     @cached_property
     def _variation(self) -> float:
-        """Relative variance of one measurement: as seen at all counts together, and the assumption's one."""
+        """Relative variance of one measurement, over all counts and the assumed `noise` as one observation."""
         seen = freedom = 0.0
         for known in self.statistics.values():
             points = known.effective_points
@@ -209,7 +214,7 @@ class OnlineModel:
         """Number of workers, smoothed FLOP/s, relative standard error; the first two never fall."""
         counts = sorted(self.statistics)
         means = [self.statistics[count].mean for count in counts]
-        # No error at all would be an infinite weight.
+        # An error of zero would be an infinite weight.
         errors = [max(self._errors[count], 1e-9) * mean for count, mean in zip(counts, means, strict=True)]
         weights = [1 / error**2 for error in errors]
         curve: list[tuple[int, float, float]] = []

@@ -1,6 +1,6 @@
-"""Reads tables of measurements from text or from values already loaded. Opening files is the caller's business.
+"""Parses tables of measurements from text or loaded values. The caller opens files.
 
-A row has these columns; exactly one of the four ways to say how fast it was:
+A row has these columns; exactly one of the four speed columns is given:
 
 | column | meaning |
 |---|---|
@@ -38,13 +38,13 @@ def table_from_rows(
     """A table from rows in any order.
 
     Args:
-        rows: mappings from column to value; numbers, or text that is one. Empty text and None are absent.
+        rows: mappings from column to value; numbers, or text that is one. Empty text and None count as absent.
         flops_per_step: FLOPs of one optimizer step, needed if rows give ``step_seconds``.
         between: see `MeasuredTable`.
         beyond: see `MeasuredTable`.
 
     Raises:
-        ValueError: the first row that is wrong, by its number (from 1), with what was given and what was expected.
+        ValueError: the first wrong row, by its number (from 1), with the given and the expected value.
     """
     points: dict[int, MeasuredPoint] = {}
     for number, row in enumerate(rows, start=1):

@@ -1,14 +1,16 @@
-"""Published runs, and how far the analytic model is off them.
+"""Published runs, and the analytic model's errors for them.
 
 The model's three constants (`recipe.FITTED`) were fitted to `LAYER_TIMES` and to nothing else; every run in `RUNS` is a
-prediction. `predict` takes what is published of the configuration and, where the micro-batch or the interleaving is
-not, the fastest that divides and fits.
+prediction. `predict` uses the published configuration and, where the micro-batch or the interleaving was not published,
+the fastest values that divide and fit.
 
-`OTHER_SOFTWARE` shows what the constants do not carry over to: a program that is not Megatron. There the model promises
-half as much again as was reached; `calibrated` with a few measured steps mends that, or one's own `Efficiency`.
+`OTHER_SOFTWARE` shows runs to which the constants do not carry over: a program that is not Megatron. For these the
+model
+predicts one and a half times the measured throughput; `calibrated` with a few measured steps, or an `Efficiency` of
+one's own, corrects this.
 
-NVIDIA's runs on H100 hide most of their tensor-parallel communication, and the model hides none. That their times are
-met all the same means that two errors cancel: their products reach less of the peak than the A100's.
+NVIDIA's runs on H100 hide most of their tensor-parallel communication, and the model hides none. Their times are
+predicted well because two errors cancel: their products reach less of the peak than the A100's.
 """
 
 from __future__ import annotations
@@ -30,17 +32,17 @@ from unicron_lightning.planner.performance.timing import layer_seconds, step_sec
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedRun:
-    """A run that somebody measured and described.
+    """A measured and published run.
 
     Attributes:
-        source: where, with the table.
-        name: of the model and of what is special.
-        shape, cluster, recipe, global_batch_size: what ran, on what, and how.
+        source: the publication, with the table.
+        name: the model and its special settings.
+        shape, cluster, recipe, global_batch_size: the model, the machines and the training method.
         tensor_parallel, pipeline_parallel, data_parallel: as published.
-        micro_batch_size, interleave: as published, 0 where not.
+        micro_batch_size, interleave: as published, 0 if unpublished.
         recompute: as published.
-        seconds: duration of an optimizer step, or what follows from the FLOP/s published.
-        fits: whether the memory formulas say that it fits; runs known to have run where they do not are marked.
+        seconds: duration of an optimizer step, as published or derived from the published FLOP/s.
+        fits: whether the run fits by the memory formulas; False for published runs that exceed them.
     """
 
     source: str
@@ -65,18 +67,18 @@ class PublishedRun:
 
     @property
     def utilization(self) -> float:
-        """Model FLOPs utilization: the model's FLOPs per second, of the peak."""
+        """Model FLOPs utilization: the model's FLOPs per second as a share of the peak."""
         flops = self.shape.step_flops(self.global_batch_size)
         return flops / self.seconds / self.num_workers / self.cluster.peak(self.recipe.precision)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What the model says of a run.
+    """The model's prediction for a run.
 
     Attributes:
         seconds: duration of a step.
-        configuration: with the micro-batch and the interleaving that were taken.
+        configuration: with the chosen micro-batch and interleaving.
     """
 
     seconds: float
@@ -84,7 +86,7 @@ class Prediction:
 
 
 def predict(run: PublishedRun) -> Prediction:
-    """The model's answer for a published run."""
+    """Predict a published run."""
     layouts = Layouts.of(*_configurations(run))
     memory = worker_bytes(run.shape, run.recipe, layouts)
     seconds = step_seconds(run.shape, run.cluster, run.recipe, layouts).total
@@ -95,7 +97,7 @@ def predict(run: PublishedRun) -> Prediction:
 
 
 def _configurations(run: PublishedRun) -> Iterator[ParallelConfiguration]:
-    """What is published, with all that divides where nothing is."""
+    """The published configuration, with all values that divide in place of unpublished ones."""
     p, layers = run.pipeline_parallel, -(-run.shape.num_layers // run.pipeline_parallel)
     for b in [run.micro_batch_size] if run.micro_batch_size else [1, 2, 4, 8, 16]:
         m, rest = divmod(run.global_batch_size, run.data_parallel * b)
@@ -147,7 +149,7 @@ NEMOTRON_340B = ModelShape(
 
 
 def _weak_scaling() -> Iterator[PublishedRun]:
-    """Narayanan et al. 2021, table 1: 16-bit TFLOP/s per GPU of the hardware, all layers computed again."""
+    """Narayanan et al. 2021, table 1: 16-bit TFLOP/s per GPU of the hardware, with full recomputation."""
     for billions, heads, hidden, layers, t, p, workers, batch, teraflops in (
         (1.7, 24, 2304, 24, 1, 1, 32, 512, 137),
         (3.6, 32, 3072, 30, 2, 1, 64, 512, 138),
@@ -212,7 +214,7 @@ def _nemo() -> Iterator[PublishedRun]:
     nemotron = {"bf16": (4.61, 4.67, 4.7, 4.73, 4.84), "fp8": (3.16, 3.21, 3.26, 3.34, 3.49)}
     for name, shape, t, m, fits, times in (
         ("GPT-3 175B", gpt(96, 12288, 96), 4, 64, True, gpt3),
-        # Ran with 16-bit gradients and less optimizer state than the recipe here has.
+        # Ran with 16-bit gradients and less optimizer state than the recipe assumes.
         ("Nemotron-4 340B", NEMOTRON_340B, 8, 16, False, nemotron),
     ):
         for precision, measured in times.items():
@@ -262,9 +264,9 @@ RUNS: tuple[PublishedRun, ...] = (*_weak_scaling(), *_recomputation(), *_nemo(),
 
 
 def _fully_sharded() -> Iterator[PublishedRun]:
-    """MosaicML's MPT with PyTorch FSDP in eager mode, s = 2048, V = 50,368, nothing computed again: tokens/s.
+    """MosaicML's MPT with PyTorch FSDP in eager mode, s = 2048, V = 50,368, without recomputation: tokens/s.
 
-    Layers and hidden sizes are those that give the published numbers of parameters to the last digit.
+    Layers and hidden sizes are those that yield exactly the published numbers of parameters.
     """
     for name, layers, hidden, heads, workers, b, batch, tokens_per_second in (
         ("MPT 1B", 24, 2048, 16, 8, 14, 112, 363_645),
@@ -287,7 +289,7 @@ def _fully_sharded() -> Iterator[PublishedRun]:
             interleave=1,
             recompute="none",
             seconds=batch * 2048 / tokens_per_second,
-            fits=False,  # FSDP divides more than the recipe here
+            fits=False,  # FSDP divides more state than the recipe assumes
         )
 
 

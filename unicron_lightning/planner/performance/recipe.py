@@ -1,9 +1,8 @@
-"""How the training program does its work, and how well: the part of the model that is measured, not derived.
+"""The training method and its efficiency: the measured part of the model.
 
-`Efficiency` holds the only fitted constants of the analytic model. They are the fractions of the hardware's peak that a
-program reaches in matrix products, in everything bound by memory, and in communication. The two sets here come from
-published measurements that are named beside them, and the tests state how far predictions for *other* published runs
-are off.
+`Efficiency` holds the only fitted constants of the analytic model: the fractions of the hardware's peak that a program
+reaches in matrix products, in everything bound by memory, and in communication. The values are fitted to published
+measurements named beside them, and the tests state the errors of predictions for *other* published runs.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ class Efficiency:
 
     Attributes:
         matmul: of the peak FLOP/s, in matrix products.
-        memory: of the memory's bandwidth, in everything else.
+        memory: of the memory's bandwidth, in all other operations.
         network: of the links' bandwidth, in collectives and between stages.
         tensor_overlap: part of tensor-parallel communication that is hidden behind computation.
         pipeline_overlap: part of the communication between stages that is hidden.
 
     Raises:
-        ValueError: a fraction outside its range.
+        ValueError: a fraction is out of range.
     """
 
     matmul: float
@@ -49,14 +48,14 @@ class Efficiency:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What the training program does.
+    """The training method.
 
     Attributes:
-        efficiency: how well.
+        efficiency: fractions of the hardware's peak.
         precision: of the matrix products; a key of `Cluster.peak_flops`.
         sequence_parallel: whether norms and dropouts are divided by TP too (Korthikanti et al. 2022).
         fused_attention: whether the s x s part never reaches memory and its masked half is skipped (FlashAttention).
-        dropout: whether there are dropouts, whose masks are kept.
+        dropout: whether the model has dropouts, whose masks are kept.
         distributed_optimizer: whether the optimizer's state is divided over DP (ZeRO stage 1).
         overlap_gradients: whether data-parallel communication runs behind the last backward and the first forward.
         weight_bytes: per parameter: the weights used in matrix products.
@@ -64,10 +63,11 @@ class Recipe:
         optimizer_bytes: per parameter: fp32 weights and Adam's two moments.
 
     The default bytes are Megatron-Core's for bf16 with fp32 gradients: 18 per parameter, or 6 + 12/DP with the
-    distributed optimizer (Megatron-Core developer guide, "Distributed Optimizer").
+    distributed
+    optimizer (Megatron-Core developer guide, "Distributed Optimizer").
 
     Raises:
-        ValueError: an unknown precision, or negative bytes.
+        ValueError: the precision is unknown, or bytes are negative.
     """
 
     efficiency: Efficiency
@@ -96,13 +96,14 @@ class Recipe:
 
     @property
     def attention_precision(self) -> str:
-        """Precision of the s x s part and of the output layer, which stay at 16 bits when the rest has 8."""
+        """Precision of the s x s part and of the output layer, which stay at 16 bits under fp8."""
         return "bf16" if self.precision == "fp8" else self.precision
 
 
 # Fitted to the seven forward and backward times of one layer of a 22-billion model on 8 A100 (Korthikanti et al. 2022,
-# arXiv 2205.05198, table 4); they are met to 2 % (root mean square). Nothing else here is fitted. The same constants
-# serve every accelerator, which the published runs on H100 bear out; whoever has measurements should use their own.
+# arXiv 2205.05198, table 4) with a root mean square error of 2 %. Nothing else is fitted. The same constants are used
+# for
+# every accelerator, which the published runs on H100 confirm. Prefer own measurements where they exist.
 FITTED = Efficiency(matmul=0.69, memory=0.8, network=0.8)
 
 # Megatron-LM of 2021 (arXiv 2104.04473), the same with sequence parallelism (arXiv 2205.05198), Megatron-Core of 2024.

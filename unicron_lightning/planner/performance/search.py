@@ -1,16 +1,16 @@
 """Finds the best parallel configuration for every number of workers at once.
 
-All combinations of TP, PP, interleaving, micro-batch, recomputation and DP that divide evenly are laid out as arrays;
-those that do not fit in memory are dropped; of the rest the fastest is kept for each number of workers. The number of
+All combinations of TP, PP, interleaving, micro-batch, recomputation and DP that divide evenly are laid out as arrays.
+Combinations that do not fit in memory are dropped, and the fastest is kept for each number of workers. The number of
 combinations depends on the divisors of the model's sizes and of the global batch, not on the size of the cluster.
 
-What is a candidate:
+Candidates:
 
 * TP divides the heads, the groups of keys and values (or they divide it), the feed-forward width, and the accelerators
   of a node: it never leaves a node.
-* PP divides the layers; v groups per stage divide its layers again, and p divides m then (Narayanan et al. 2021, 2.2).
-* DP x b divides the global batch. With ``uneven_shares`` it need not: some copies have one micro-batch less, as with
-  this package's strategy, and the step takes as long as theirs that have the most.
+* PP divides the layers; v groups per stage divide its layers again, and p then divides m (Narayanan et al. 2021, 2.2).
+* DP x b divides the global batch. With ``uneven_shares`` some copies have one micro-batch less, as with this package's
+  strategy; the copies with most micro-batches then determine the duration of the step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from unicron_lightning.planner.performance.timing import step_seconds
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSpace:
-    """What to try. Empty tuples mean everything that divides.
+    """Configurations to try. Empty tuples mean all values that divide.
 
     Attributes:
         micro_batch_sizes: samples in a micro-batch.
@@ -40,10 +40,10 @@ class SearchSpace:
         interleave: groups per stage.
         recompute: some of ``none``, ``selective``, ``full``.
         uneven_shares: whether DP need not divide the global batch.
-        max_workers: larger configurations are not tried, 0 for no bound; saves time with uneven shares of many samples.
+        max_workers: size of the largest configurations, 0 for no bound; saves time with uneven shares of many samples.
 
     Raises:
-        ValueError: a degree below 1, no micro-batch size, or an unknown recomputation.
+        ValueError: a degree is below 1, no micro-batch size is given, or a recomputation is unknown.
     """
 
     micro_batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16)
@@ -84,10 +84,11 @@ class Found:
 
 
 def search(shape: ModelShape, cluster: Cluster, recipe: Recipe, space: SearchSpace, global_batch_size: int) -> Found:
-    """The best configurations of a task, over all numbers of workers.
+    """Find the best configurations of a task, over all numbers of workers.
 
-    Equally fast ones are told apart by the order of the search: less PP, less TP, less interleaving, less to compute
-    again, larger micro-batches (fewer kernels, which the formulas do not charge for).
+    Among equally fast ones the order of the search decides: less PP, less TP, less interleaving, less recomputation,
+    larger
+    micro-batches (fewer kernels, which the formulas do not charge for).
     """
     parts: list[tuple[Layouts, FloatArray, FloatArray]] = [(Layouts.of(), np.zeros(0), np.zeros(0))]
     for layouts in _candidates(shape, cluster, recipe, space, global_batch_size):
@@ -108,8 +109,8 @@ def search(shape: ModelShape, cluster: Cluster, recipe: Recipe, space: SearchSpa
 
 
 def _best_per_count(num_workers: IntArray, seconds: FloatArray) -> IntArray:
-    """Indices of the fastest of each count, by rising count; of equally fast ones the first."""
-    # Stable, so that the search's order decides among equals; single precision, so that rounding makes no difference.
+    """Indices of the fastest configuration of each count, by rising count; among equally fast ones the first."""
+    # A stable sort lets the search's order decide among equals; single precision removes differences by rounding.
     order = np.lexsort((seconds.astype(np.float32), num_workers))
     _, first = np.unique(num_workers[order], return_index=True)
     return order[first].astype(np.int64)
@@ -120,7 +121,7 @@ def _candidates(
 ) -> Iterator[Layouts]:
     """Candidates, one PP at a time to bound the memory of the arrays."""
     batches = np.array(list(_batches(space, global_batch_size)), dtype=np.int64).reshape(-1, 3)
-    # Fused attention never keeps what `selective` would compute again: there it is the same as `none`.
+    # Fused attention never keeps the tensors that `selective` would recompute, which makes it equal to `none`.
     skipped = "selective" if recipe.fused_attention and "none" in space.recompute else ""
     choices = [choice for choice in RECOMPUTE if choice in space.recompute and choice != skipped]
     recompute = np.array([RECOMPUTE.index(choice) for choice in choices], dtype=np.int64)
@@ -160,13 +161,13 @@ def _tensor_degrees(shape: ModelShape, cluster: Cluster, space: SearchSpace) -> 
 
 
 def _batches(space: SearchSpace, global_batch_size: int) -> Iterator[tuple[int, int, int]]:
-    """(b, d, m): micro-batch size, copies, and micro-batches of the copy that has the most."""
+    """(b, d, m): micro-batch size, copies, and micro-batches of the copy with most micro-batches."""
     for b in sorted(space.micro_batch_sizes, reverse=True):
         if global_batch_size % b:
             continue
         micro_batches = global_batch_size // b
         copies = range(1, micro_batches + 1) if space.uneven_shares else _divisors(micro_batches)
-        # More copies with as many micro-batches each are no faster, but divide the optimizer's state further.
+        # More copies with equally many micro-batches each are no faster, but divide the optimizer's state further.
         yield from ((b, d, -(-micro_batches // d)) for d in copies)
 
 

@@ -1,17 +1,17 @@
-"""What a transformer computes: its parameters and floating-point operations.
+"""Parameters and floating-point operations of a transformer.
 
 The counts are those of Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
 Megatron-LM" (arXiv 2104.04473), section 5.1 and appendix, generalised to grouped keys and values, to any width of the
-feed-forward part, and to gated ones; with its shapes they are equal to
+feed-forward part, and to gated ones. With the paper's shapes they equal
 
     P = 12 l h^2 (1 + 13/(12 h) + (V + s)/(12 l h))                                     parameters
-    F = 96 B s l h^2 (1 + s/(6 h) + V/(16 l h))              FLOPs of a step, with every layer computed again
-    F = 72 B s l h^2 (1 + s/(6 h) + V/(12 l h))              FLOPs of a step, without: the *model's* FLOPs
+    F = 96 B s l h^2 (1 + s/(6 h) + V/(16 l h))              FLOPs of a step with full recomputation
+    F = 72 B s l h^2 (1 + s/(6 h) + V/(12 l h))              FLOPs of a step without: the *model's* FLOPs
 
 B: global batch (samples), s: sequence length (tokens), l: layers, h: hidden size, V: vocabulary. A multiply-add is two
 operations; only matrix products are counted; attention counts the whole s x s square, masked or not. T(t,x) is in the
-model's FLOPs: computing a layer twice is no achievement. For selective recomputation 4 B s^2 h per layer are added,
-what is computed again; the formula of Korthikanti et al. 2022 (s/(3 h) for s/(6 h)) books three times that.
+model's FLOPs, which exclude recomputation. Selective recomputation adds its 4 B s^2 h per layer; the formula of
+Korthikanti et al. 2022 (s/(3 h) for s/(6 h)) counts three times as much.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class ModelShape:
         num_kv_heads: heads of keys and values, a divisor of a; 0 means a (no grouping).
         ffn_size: width of the feed-forward part; 0 means 4 h.
         gated: whether the feed-forward part has a third matrix, as SwiGLU does.
-        biases: whether linear layers and norms have them.
-        learned_positions: whether there is a table of s positions.
+        biases: whether linear layers and norms have biases.
+        learned_positions: whether the model has a table of s positions.
         tied_embeddings: whether the output layer is the embedding.
 
     Raises:
-        ValueError: a size below 1, or heads that do not divide.
+        ValueError: a size is below 1, or a number of heads does not divide.
     """
 
     num_layers: int
@@ -127,11 +127,11 @@ class ModelShape:
         return 2 * num_samples * self.sequence_length * self.head_parameters
 
     def step_flops(self, global_batch_size: int, recompute: Recompute = "none") -> int:
-        """F: FLOPs of an optimizer step; with ``none`` those of the model, else those that the hardware executes.
+        """F: FLOPs of an optimizer step; with ``none`` those of the model, else those executed by the hardware.
 
         Args:
             global_batch_size: B, in samples.
-            recompute: what the backward pass computes again: nothing, the s x s part (selective), whole layers (full).
+            recompute: recomputation in the backward pass: none, the s x s part (selective), or whole layers (full).
         """
         matrices = self.layer_matrix_flops(global_batch_size)
         attention = self.layer_attention_flops(global_batch_size)

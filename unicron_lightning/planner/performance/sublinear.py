@@ -1,10 +1,11 @@
-"""T(t,x) of a task of which nothing is known but how its work is divided: a little less than proportional.
+"""T(t,x) of a task for which only the division of its work is known: slightly less than proportional.
 
     T(t,x) = rate u(x)^exponent              rate: one worker's FLOP/s
-    u(x)   = min(x, M / ceil(M / x))         M: parts that a step's work consists of, dealt out to the workers
+    u(x)   = min(x, M / ceil(M / x))         M: equal parts of a step's work, distributed over the workers
 
-Of M = 6 parts 4 workers need as many rounds as 3: u(4) = 3. So a task with a small M is not given workers that would
-only wait for others; and equal tasks get equal shares, as the exponent is below 1.
+With M = 6 parts 4 workers need as many rounds as 3: u(4) = 3. A task with a small M thus gets no workers that would
+only
+wait for others, and equal tasks get equal shares, as the exponent is below 1.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from unicron_lightning.planner.performance.model import ParallelConfiguration, c
 
 @dataclass(frozen=True, kw_only=True)
 class SublinearModel:
-    """A performance model for want of a better one; what `CalibratedModel` can start from.
+    """A default performance model, also used as the prior of a `CalibratedModel`.
 
     Attributes:
         rate: FLOP/s of one worker, > 0.
-        num_parts: M, None if the work can be divided at will; need not be whole (parts per worker of a group).
-        exponent: 0 (more workers bring nothing) to 1 (each brings as much as the first).
-        relative_error: what `uncertainty` says.
+        num_parts: M, None for arbitrarily divisible work; need not be an integer (parts per worker of a group).
+        exponent: 0 (more workers add nothing) to 1 (each adds as much as the first).
+        relative_error: result of `uncertainty`.
 
     Raises:
-        ValueError: a value out of range.
+        ValueError: a value is out of range.
     """
 
     rate: float = 1.0

@@ -1,14 +1,14 @@
 """T(t,x) as the user measured it: a table of worker counts and throughputs.
 
-The rules, all of them visible in the result:
+Rules:
 
 * At a measured count the table is taken as given.
-* Between two counts, ``stair`` (the default) gives what the smaller one gives: the task runs as measured and the other
-  workers stand idle. That is always possible, so nothing is promised that was not seen. ``linear`` joins the points by
-  straight lines, for a task that can use every count.
+* Between two counts, ``stair`` (the default) uses the smaller one's value: the task runs as measured and the other
+  workers are idle. This is always possible, so nothing unmeasured is assumed. ``linear`` joins the points by straight
+  lines, for a task that can use every count.
 * Below the smallest count the task does not run: 0.
-* Beyond the largest, more workers bring nothing more, in either mode. ``beyond="extend"`` goes on along the line
-  through the last two points instead; nothing is known there, and ``uncertainty`` says so (inf).
+* Beyond the largest count, more workers add nothing, in either mode. ``beyond="extend"`` extends the line through the
+  last two points instead; ``uncertainty`` is then inf, since nothing was measured there.
 
 A table need not rise: a measured fall is kept. `unicron_lightning.planner.performance.parsing` reads tables from text.
 """
@@ -32,13 +32,13 @@ class MeasuredPoint:
     """One row of a table.
 
     Attributes:
-        num_workers: accelerators the task ran on, at least 1.
+        num_workers: number of the task's accelerators, at least 1.
         flops_per_second: achieved aggregate FLOP/s, at least 0.
-        relative_error: relative standard error of it, 0.0 if it is taken as exact.
-        configuration: how the task was spread, if that is known.
+        relative_error: relative standard error of ``flops_per_second``, 0.0 if exact.
+        configuration: distribution of the task, if known.
 
     Raises:
-        ValueError: a value out of range, or a configuration that needs more workers than there were.
+        ValueError: a value is out of range, or the configuration needs more workers than ``num_workers``.
     """
 
     num_workers: int
@@ -109,7 +109,7 @@ class MeasuredTable:
     def uncertainty(self, num_workers: int) -> float:
         left, right = self._around(num_workers)
         if left is None:
-            return 0.0  # the table says that it does not run there
+            return 0.0  # by the table, the task does not run there
         if right is None:
             known = self.beyond == "hold" or num_workers == left.num_workers
             return left.relative_error if known else math.inf

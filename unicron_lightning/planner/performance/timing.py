@@ -1,21 +1,22 @@
-"""How long an optimizer step takes: computation, communication, and waiting in the pipeline.
+"""Duration of an optimizer step: computation, communication, and waiting in the pipeline.
 
 One layer of one micro-batch on one worker, forward:
 
     t_layer = F_matrices / (e_mm Pi) + F_core / (e_mm Pi) + 2 A / (e_mem beta) + 2 t_allreduce(2 s b h bytes, TP)
 
-Pi: peak FLOP/s; beta: memory bandwidth; A: bytes of activations that the layer makes (`memory`): each is written once
-and read once. The backward pass has twice the products and as much of the rest; computing again adds a forward pass of
-what is computed again. Fused attention touches no s x s tensor, skips the masked half of the square, and has five
-products backward instead of four, as it computes one of the forward ones again.
+Pi: peak FLOP/s; beta: memory bandwidth; A: bytes of the layer's activations (`memory`), each written once and read
+once.
+The backward pass has twice the products and the same remaining terms; recomputation adds the forward time of the
+recomputed part. Fused attention uses no s x s tensor, skips the masked half of the square, and has five products in the
+backward pass instead of four, since it recomputes one of the forward ones.
 
 A step, with m micro-batches, p stages, v groups per stage and t_stage for one micro-batch forward and backward:
 
     t_step = m t_slowest + (p-1)/v t_stage + t_data + t_optimizer
 
-which for equal stages is m t_stage (1 + (p-1)/(m v)): the bubble of Narayanan et al. 2021, section 2.2. The last stage
-has the output layer too. t_data is a ring's all-reduce of the gradients, or a reduce-scatter and an all-gather of the
-weights with the distributed optimizer; with overlap only what the last backward (first forward) does not cover.
+For equal stages this is m t_stage (1 + (p-1)/(m v)): the bubble of Narayanan et al. 2021, section 2.2. The last stage
+also has the output layer. t_data is a ring's all-reduce of the gradients, or a reduce-scatter and an all-gather of the
+weights with the distributed optimizer; with overlap only the part that the last backward (first forward) does not hide.
 
 Ignored: stragglers, contention of several jobs in the network, the distance between nodes, start-up costs of kernels,
 products too small to fill the accelerator, loading of data, gradient clipping, context and expert parallelism.
@@ -42,7 +43,7 @@ class LayerSeconds:
 
     Attributes:
         forward: forward pass, communication included.
-        backward: backward pass, what is computed again included.
+        backward: backward pass, recomputation included.
     """
 
     forward: FloatArray
@@ -51,12 +52,12 @@ class LayerSeconds:
 
 @dataclass(frozen=True, kw_only=True)
 class StepSeconds:
-    """An optimizer step: seconds of its parts, by configuration. They add up to ``total``.
+    """An optimizer step: seconds of its parts, by configuration. The parts add up to ``total``.
 
     Attributes:
-        stages: the slowest stage at work, tensor-parallel communication and waiting for neighbours included.
+        stages: work of the slowest stage, including tensor-parallel communication and waiting for neighbours.
         bubble: waiting while the pipeline fills and drains.
-        data: data-parallel communication that nothing covers.
+        data: data-parallel communication that is not hidden.
         optimizer: the optimizer's update.
     """
 
@@ -98,7 +99,7 @@ def step_seconds(shape: ModelShape, cluster: Cluster, recipe: Recipe, layouts: L
     head = _head_seconds(shape, cluster, recipe, layouts)
     exchange = _pipeline_seconds(shape, cluster, recipe, layouts)
     stage = fullest * (layer.forward + layer.backward) + exchange
-    # An uneven division leaves the last stage one layer less, to make up for the output layer.
+    # Under an uneven division the last stage has one layer less, which compensates for the output layer.
     last = emptiest * (layer.forward + layer.backward) + exchange + head
     return StepSeconds(
         stages=np.float64(1) * m * np.maximum(stage, last),
@@ -109,7 +110,7 @@ def step_seconds(shape: ModelShape, cluster: Cluster, recipe: Recipe, layouts: L
 
 
 def _tensor_seconds(shape: ModelShape, cluster: Cluster, recipe: Recipe, layouts: Layouts) -> FloatArray:
-    """An all-reduce of a layer's output over TP; with sequence parallelism its two halves, at the same cost."""
+    """An all-reduce of a layer's output over TP; with sequence parallelism its two halves at the same cost."""
     t = layouts.tensor
     within = t <= cluster.accelerators_per_node
     bandwidth = np.where(within, cluster.intra_bandwidth, cluster.inter_bandwidth) * recipe.efficiency.network
@@ -129,7 +130,7 @@ def _head_seconds(shape: ModelShape, cluster: Cluster, recipe: Recipe, layouts: 
 
 
 def _pipeline_seconds(shape: ModelShape, cluster: Cluster, recipe: Recipe, layouts: Layouts) -> FloatArray:
-    """Handing one micro-batch to the next stage and its gradient back, v times; each TP worker sends its part."""
+    """Sending one micro-batch to the next stage and its gradient back, v times; each TP worker sends its part."""
     within = layouts.tensor * layouts.data * 2 <= cluster.accelerators_per_node
     bandwidth = np.where(within, cluster.intra_bandwidth, cluster.inter_bandwidth) * recipe.efficiency.network
     latency = np.where(within, cluster.intra_latency_seconds, cluster.inter_latency_seconds)
@@ -141,7 +142,7 @@ def _pipeline_seconds(shape: ModelShape, cluster: Cluster, recipe: Recipe, layou
 def _data_bandwidth(cluster: Cluster, layouts: Layouts) -> tuple[FloatArray, FloatArray]:
     """Bytes/s of a data-parallel ring and its latency: TP's members are neighbours, then DP's, then PP's.
 
-    A node's adapters are shared by the rings that leave it; a ring with several members on the node has as many shares.
+    A node's adapters are shared by the rings that leave it; a ring has as many shares as it has members on the node.
     """
     on_node = np.clip(cluster.accelerators_per_node // layouts.tensor, 1, None)
     within = layouts.data <= on_node
@@ -158,7 +159,7 @@ def _data_seconds(
     first_forward: FloatArray,
     last_backward: FloatArray,
 ) -> FloatArray:
-    """Data-parallel communication of a step that no computation covers."""
+    """Data-parallel communication of a step that is not hidden behind computation."""
     d = layouts.data
     link, latency = _data_bandwidth(cluster, layouts)
     parameters = np.maximum(stage_parameters(shape, layouts, last=False), stage_parameters(shape, layouts, last=True))

@@ -1,4 +1,4 @@
-"""T(t,x) of a transformer on a described cluster, from formulas: the model for a task that nobody has measured."""
+"""T(t,x) of a transformer on a described cluster, from formulas: the model for a task without measurements."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ RELATIVE_ERROR = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerModel:
-    """The best that a task can do with x workers, by search over its parallel configurations.
+    """The best throughput of a task with x workers, by search over its parallel configurations.
 
-    The search is done when the first question is asked, once, for all x.
+    The search runs once for all x, at the first call.
 
     Attributes:
-        shape: the model that is trained.
+        shape: the trained model.
         cluster: the machines.
-        global_batch_size: B, samples per optimizer step; it stays the same whatever x is.
-        recipe: how the training program works, and how well.
-        space: which configurations to try.
-        may_idle: whether the task may leave some of its x workers idle. Then T never falls with x; if not, T is 0
-            where no configuration takes exactly x workers.
+        global_batch_size: B, samples per optimizer step; the same for all x.
+        recipe: the training method and its efficiency.
+        space: the configurations to try.
+        may_idle: whether the task may leave some of its x workers idle. Then T never falls with x; otherwise T is 0
+            where
+            no configuration takes exactly x workers.
         relative_error: relative standard error of the prediction, the same for all x.
 
     Raises:
-        ValueError: a wrong batch or error, or a precision that the cluster has no figure for.
+        ValueError: the batch or the error is out of range, or the cluster has no figure for the precision.
     """
 
     shape: ModelShape
@@ -84,7 +85,7 @@ class TransformerModel:
 
     @cached_property
     def _best(self) -> Found:
-        """What is best for each count; if workers may idle, only counts that beat all smaller ones."""
+        """The best configuration for each count; if workers may idle, only counts that beat all smaller ones."""
         found = search(self.shape, self.cluster, self.recipe, self.space, self.global_batch_size)
         if not self.may_idle or not len(found.num_workers):
             return found
@@ -102,7 +103,7 @@ class TransformerModel:
         return self.step_flops / self._best.step_seconds
 
     def _index(self, num_workers: int) -> int | None:
-        """Where in `_best` the answer for ``num_workers`` is."""
+        """Index in `_best` for ``num_workers``."""
         check_num_workers(num_workers)
         counts = self._best.num_workers
         index = int(np.searchsorted(counts, num_workers, side="right")) - 1
