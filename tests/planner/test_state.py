@@ -101,7 +101,7 @@ def test_what_cannot_happen_is_refused(state: ClusterState, event: object) -> No
     [
         ({"num_workers": 0}, "at least one"),
         ({"num_workers": 2, "by_task": {"a": 3}}, "the tasks lose 3 workers, expected at most 2"),
-        ({"num_workers": 2, "by_task": {"a": 0}}, "by each task"),
+        ({"num_workers": 2, "by_task": {"a": 0}}, "of each named task"),
         ({"num_workers": 2, "by_task": (("a", 1), ("a", 1))}, "each task once"),
     ],
 )

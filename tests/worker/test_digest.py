@@ -64,7 +64,7 @@ def test_the_error_names_rank_and_node() -> None:
     check_parameters([1], 0, ("a", "b", "c"), 300)
     with pytest.raises(ParametersDiffer, match=r"at step 300 .* rank 1 on node b differ from those of the other 2"):
         check_parameters([1], 1, ("a", "b", "c"), 300)
-    with pytest.raises(ParametersDiffer, match="starts anew from its newest checkpoint"):
+    with pytest.raises(ParametersDiffer, match="restarts from its newest checkpoint"):
         check_parameters([0, 1], 0, ("a", "b"), 300)
 
 

@@ -53,7 +53,13 @@ class PlanTable:
 
     @classmethod
     def of(cls, state: ClusterState, before: PlanTable | None = None) -> PlanTable:
-        """Make the plans for all foreseen events in ``state``."""
+        """Make the plans for all foreseen events in ``state``.
+
+        Args:
+            state: the situation.
+            before: a table made earlier, for any state; unchanged cases are taken from it, e.g. all but one when a task
+                has joined the queue.
+        """
         cases = [_Case.of(state, event) for event in foreseen(state)]
         groups = defaultdict(list)
         for case in cases:

@@ -1,8 +1,8 @@
-"""What the training thread is doing: written by it alone, as plain values, and read by the control thread.
+"""The training thread's current activity, written as plain values by this thread and read by the control thread.
 
-A step's time runs from one commit to the next, where all ranks are together. It is made up of *phases*; those of the
-step protocol itself (`CORE`) are what a hang is looked for in by the statistics of the steps before. In the others
-somebody else's code runs, or something that takes as long as it takes.
+A step lasts from one commit to the next; at a commit all ranks are together. Its time is divided into *phases*. In the
+phases of the step protocol itself (`CORE`), hangs are detected by the statistics of earlier steps. The other phases run
+foreign code, or operations whose duration is unpredictable.
 """
 
 from __future__ import annotations
@@ -16,57 +16,57 @@ from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
 Phase = Literal[
-    "start",  # up to the first step
-    "over",  # after the last
+    "start",  # until the first step
+    "over",  # after the last step
     "data",  # fetches samples
     "compute",  # forward and backward of a micro-batch
     "reduce",  # waits for the reductions
     "commit",
     "optimizer",
-    "hooks",  # the script's code, and Lightning's, between steps
-    "boundary",  # between two steps, where a world may change
+    "hooks",  # code of the script and of Lightning between steps
+    "boundary",  # between two steps, where the world may change
     "validation",
     "checkpoint",
     "epoch_end",  # the script's code between two passes over the data
     "recovery",  # enters an epoch
-    "hold",  # waits for nodes enough
+    "hold",  # waits for enough nodes
 ]
 CORE: Final = frozenset({"compute", "reduce", "commit", "optimizer"})
 ORDINARY: Final = CORE | {"data", "hooks", "boundary"}
-"""Phases of a step in which nothing special was done."""
+"""Phases of a step without further activities."""
 UNSETTLING: Final = frozenset({"start", "recovery", "hold"})
-"""A step that begins with one of them is the first in its world: it may take longer."""
+"""Phases after which a step is the first in its world and may take longer."""
 _KEPT: Final = 1000
 
 
 class Moment(NamedTuple):
-    """What the training thread does. Times are those of the activity's clock, in seconds."""
+    """The training thread's activity at a moment. Times are those of the activity's clock, in seconds."""
 
     phase: Phase
     since: float
-    """When the phase, or the present part of it (a batch of a validation), began."""
+    """Start of the phase, or of its present part (a batch of a validation)."""
     core: float
-    """Spent in the core phases of this step before this one."""
+    """Seconds spent in the earlier core phases of this step."""
     steady: bool
     """Whether this step has had no unsettling phase."""
     waiting: bool
-    """Whether it waits in a collective, for the other ranks."""
+    """Whether the training thread waits for the other ranks in a collective."""
     micro_batch: int
-    """The micro-batch in hand; -1 for none."""
+    """The micro-batch being computed; -1 for none."""
     waited: float = 0.0
-    """Spent in waits for other ranks that are over, in the core phases of this step: others' doing."""
+    """Seconds spent in finished waits for other ranks, in the core phases of this step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTimes:
-    """One finished step.
+    """Times of one finished step.
 
     Attributes:
-        step: optimizer steps finished with it.
-        epoch: in which it was committed.
-        seconds: since the commit before.
-        phases: seconds by phase, which add up to that.
-        micro_batches: how many this rank computed.
+        step: number of finished optimizer steps, including this one.
+        epoch: epoch in which the step was committed.
+        seconds: time since the commit before.
+        phases: seconds by phase, which add up to ``seconds``.
+        micro_batches: number of micro-batches that this rank computed.
     """
 
     step: int
@@ -77,18 +77,18 @@ class StepTimes:
 
     @property
     def ordinary(self) -> bool:
-        """Whether nothing but a step was done."""
+        """Whether the step had ordinary phases only."""
         return self.phases.keys() <= ORDINARY
 
     @property
     def busy(self) -> float | None:
-        """Seconds that one micro-batch took this rank, waiting left out; None if it had none."""
+        """Seconds that this rank needed for one micro-batch, without waiting; None if it computed none."""
         spent = self.phases.get("compute", 0.0) + self.phases.get("data", 0.0)
         return spent / self.micro_batches if self.micro_batches else None
 
 
 class Activity:
-    """The slot that the training thread writes to. Each method costs it about a microsecond.
+    """Record of the training thread's activity. Each method takes about a microsecond.
 
     Args:
         clock: in seconds.
@@ -97,30 +97,30 @@ class Activity:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self.thread = threading.get_native_id()
-        """The training thread's, to the kernel."""
+        """The training thread's id in the kernel."""
         self.now = Moment("start", clock(), 0.0, False, False, -1)
         self.step = 0
-        """Optimizer steps finished."""
+        """Number of finished optimizer steps."""
         self.epoch = 0
-        """Of the world; 0 before the first."""
+        """Epoch of the world; 0 before the first."""
         self.finished: deque[StepTimes] = deque(maxlen=_KEPT)
-        """Steps that nobody has looked at yet; the reader takes them out."""
+        """Finished steps that have not been read; the reader removes them."""
         self.began = self.now.since
-        """When the step in progress did, i.e. the last commit."""
+        """Start of the step in progress, i.e. the time of the last commit."""
         self._times: dict[str, float] = {}
         self._micro_batches = 0
         self._waited = 0.0
         self._waits_since = self.now.since
 
     def enter(self, phase: Phase, micro_batch: int = -1) -> None:
-        """A phase begins, or a new part of the present one."""
+        """Begin a phase, or a new part of the present one."""
         now, before = self.clock(), self.now
         core = self._note(before, now)
         self.now = Moment(phase, now, core, before.steady and phase not in UNSETTLING, False, micro_batch, self._waited)
 
     @contextlib.contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """In a phase, then again in the one before."""
+        """Run in a phase, then return to the phase before."""
         before = self.now.phase
         self.enter(phase)
         try:
@@ -129,7 +129,7 @@ class Activity:
             self.enter(before)
 
     def waits(self, waiting: bool) -> None:
-        """A wait for other ranks begins or ends."""
+        """Record the start or the end of a wait for other ranks."""
         now, (phase, since, core, steady, waited, micro_batch, _) = self.clock(), self.now
         if waiting:
             self._waits_since = now
@@ -138,20 +138,24 @@ class Activity:
         self.now = Moment(phase, since, core, steady, waiting, micro_batch, self._waited)
 
     def computed(self) -> None:
-        """A micro-batch is finished."""
+        """Record a finished micro-batch."""
         self._micro_batches += 1
 
     def busy(self) -> float:
-        """Seconds in which this rank has fetched and computed in this step; 0 before it has."""
+        """Seconds that this rank has spent fetching and computing in this step; 0 before."""
         return self._times.get("compute", 0.0) + self._times.get("data", 0.0)
 
     @property
     def micro_batches(self) -> int:
-        """Finished in this step."""
+        """Number of micro-batches finished in this step."""
         return self._micro_batches
 
     def committed(self, step: int) -> None:
-        """So many steps are finished; the optimizer's turn begins."""
+        """Record the commit of a step; the optimizer runs next.
+
+        Args:
+            step: number of finished steps, including this one.
+        """
         now, before = self.clock(), self.now
         self._note(before, now)
         times = StepTimes(
@@ -166,7 +170,7 @@ class Activity:
         self.now = Moment("optimizer", now, 0.0, True, False, -1)
 
     def _note(self, before: Moment, now: float) -> float:
-        """Books the phase that ends; returns the step's seconds in core phases."""
+        """Add the time of the ending phase; return the step's seconds in core phases."""
         spent = now - before.since
         self._times[before.phase] = self._times.get(before.phase, 0.0) + spent
         return before.core + spent if before.phase in CORE else before.core

@@ -1,7 +1,7 @@
-"""Do the workers of a task agree on what they train? Pure: compares what they say of themselves.
+"""Checks that the workers of a task train the same thing. Pure: compares the workers' descriptions of themselves.
 
-Each worker describes what must be the same on all: a name and a short text for each item. The workers that differ from
-most (from the first, where there is no majority) are at fault.
+Each worker describes everything that must be equal on all workers, as a name and a short text for each item. Workers
+whose values differ from the most frequent one (from the first worker's, if none is most frequent) are at fault.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ from unicron_lightning.errors import UnicronError
 
 Description = Mapping[str, str]
 _SHOWN: Final = 80
-"""Characters of a value in an error."""
+"""Number of characters of a value that an error shows."""
 
 
 class WorkersDiffer(UnicronError):
-    """This worker does not train what the others train; the message names what differs, and the values."""
+    """This worker trains something else than the others; the message contains the items that differ and their
+    values.
+    """
 
 
 class ParametersDiffer(UnicronError):
-    """The workers' parameters are not equal any more, and this worker ends by it.
+    """The workers' parameters are no longer equal, and this worker ends because of it.
 
     Attributes:
         stops: whether the task ends with the worker.
@@ -35,12 +37,12 @@ class ParametersDiffer(UnicronError):
 
 
 def digest(items: Iterable[object]) -> str:
-    """A short text that stands for many items, by their `repr`."""
+    """A short digest of many items, by their `repr`."""
     return hashlib.blake2b(repr(list(items)).encode(), digest_size=6).hexdigest()
 
 
 def accepted(descriptions: Sequence[Description]) -> dict[str, str]:
-    """The value of each item that most workers have; of several, the first worker's that has one of them."""
+    """The most frequent value of each item; among equally frequent ones, the one of the lowest rank."""
     names = dict.fromkeys(name for description in descriptions for name in description)
     found = {}
     for name in names:
@@ -52,15 +54,15 @@ def accepted(descriptions: Sequence[Description]) -> dict[str, str]:
 
 
 def check_agreement(mine: Description, descriptions: Sequence[Description], *, node: str) -> None:
-    """Refuses to go on where this worker differs from the others.
+    """Reject this worker if it differs from the others.
 
     Args:
-        mine: of this worker.
+        mine: description of this worker.
         descriptions: of all workers, in rank order.
-        node: where this worker is.
+        node: node of this worker.
 
     Raises:
-        WorkersDiffer: naming each item, this worker's value and the value that is expected.
+        WorkersDiffer: an item differs; the message states this worker's and the expected value of each such item.
     """
     expected = accepted(descriptions)
     names = [name for name in dict.fromkeys([*mine, *expected]) if mine.get(name, "missing") != expected.get(name)]
@@ -77,10 +79,10 @@ def check_agreement(mine: Description, descriptions: Sequence[Description], *, n
 
 
 def odd_ranks(digests: Sequence[float]) -> list[int]:
-    """The ranks whose parameters can't be right: those that differ from most; all, where no value is that of most.
+    """The ranks with possibly wrong parameters: those that differ from the majority; all ranks without a majority.
 
     Args:
-        digests: of the parameters, by rank; 0.0 of a rank that has made none.
+        digests: of the parameters, by rank; 0.0 for a rank without a digest.
     """
     made = [digest for digest in digests if digest]
     if len(set(made)) <= 1:
@@ -92,31 +94,31 @@ def odd_ranks(digests: Sequence[float]) -> list[int]:
 
 
 def check_parameters(odd: Sequence[int], rank: int, nodes: Sequence[str], step: int, *, stops: bool = False) -> None:
-    """Ends this worker if its parameters can't be right; its agent starts another, which gets those of the others.
+    """Stop this worker if its parameters may be wrong; its replacement receives the other workers' parameters.
 
     Args:
-        odd: as `odd_ranks` gives them.
+        odd: result of `odd_ranks`.
         rank: of this worker.
         nodes: of the workers, by rank.
-        step: for which the digests were made.
+        step: step of the digests.
         stops: whether any difference ends all workers, and the task.
 
     Raises:
-        ParametersDiffer: naming the ranks and nodes that differ.
+        ParametersDiffer: this rank is odd, or any is and ``stops``; the message contains the odd ranks and their nodes.
     """
     if not odd or not (stops or rank in odd):
         return
     where = ", ".join(f"rank {other} on node {nodes[other] if nodes else '?'}" for other in odd)
     if len(odd) == len(nodes):
-        what = f"the parameters of the {len(nodes)} workers differ ({where}), and no value is that of most"
-        follows = "The task starts anew from its newest checkpoint"
+        what = f"the parameters of the {len(nodes)} workers differ ({where}), and no value has a majority"
+        follows = "The task restarts from its newest checkpoint"
     else:
         what = f"the parameters of {where} differ from those of the other {len(nodes) - len(odd)} workers"
-        follows = "The worker starts anew with theirs"
+        follows = "The worker is restarted with their parameters"
     if stops:
-        follows = "The task ends, as on_divergence='stop'"
+        follows = "The task ends because of on_divergence='stop'"
     raise ParametersDiffer(
-        f"at step {step} {what}: expected equal ones, bit by bit. {follows}. Look at the node's memory and "
+        f"at step {step} {what}: expected bitwise equality. {follows}. Check the node's memory and "
         "accelerator, and for code that changes parameters on some ranks only",
         stops=stops,
     )

@@ -1,8 +1,8 @@
-"""Shares by speed: a rank whose micro-batches take longer gets fewer of them. The global batch stays what it is.
+"""Shares by speed: a rank with slower micro-batches gets fewer of them. The global batch is unchanged.
 
-Every rank has to plan the same step, so what this is decided from is the same on all of them: each rank's time per
-micro-batch, which comes with the commit, since the epoch began. Nothing is carried over to another epoch: whoever joins
-or recovers knows as much as the others, and all begin with equal shares.
+Every rank has to plan the same step, so the decision uses data that is equal on all ranks: each rank's time per
+micro-batch since the epoch began, as gathered in the commits. Nothing is carried over to another epoch: joiners and
+recovered workers have the same data as the others, and every epoch begins with equal shares.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 OBSERVED: Final = 8
-"""Steps with one division, whose median decides on the next."""
+"""Steps with one division, whose median decides on the next one."""
 WORTH: Final = 0.1
-"""Another division must make the step's longest share shorter by this part; else shares would follow the noise."""
+"""Relative reduction of the step's longest share that justifies another division; smaller ones may be noise."""
 
 
 def deal(micro_batches: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
-    """Divides micro-batches among ranks, so many to each, with few changes of hands when the counts change a little.
+    """Divide micro-batches among ranks, such that small changes of the counts move few micro-batches.
 
     Raises:
-        ValueError: the counts do not add up to their number.
+        ValueError: the counts do not add up to the number of micro-batches.
     """
     if sum(counts) != len(micro_batches):
-        raise ValueError(f"shares {list(counts)} of {len(micro_batches)} micro-batches: expected as many in all")
+        raise ValueError(f"shares {list(counts)} of {len(micro_batches)} micro-batches: expected counts with that sum")
     dealt = [list(micro_batches[rank :: len(counts)]) for rank in range(len(counts))]
     over = [item for share, count in zip(dealt, counts, strict=True) for item in share[count:]]
     shares = [share[:count] for share, count in zip(dealt, counts, strict=True)]
@@ -37,7 +37,7 @@ def deal(micro_batches: Sequence[int], counts: Sequence[int]) -> list[list[int]]
 
 
 def fit(times: Sequence[float], total: int) -> list[int]:
-    """The counts with the shortest longest share, at least one for each rank.
+    """The counts with the shortest longest share, with at least one micro-batch for each rank.
 
     Args:
         times: of one micro-batch, by rank; > 0.
@@ -51,7 +51,7 @@ def fit(times: Sequence[float], total: int) -> list[int]:
 
 
 def equal(total: int, world: int) -> list[int]:
-    """The counts of a round-robin."""
+    """The counts of a round-robin division."""
     return [len(range(rank, total, world)) for rank in range(world)]
 
 
@@ -60,8 +60,8 @@ class Balance:
 
     Args:
         total: micro-batches of a whole step.
-        epoch: tells the present one.
-        changed: told the new counts and each rank's seconds for a micro-batch.
+        epoch: returns the present epoch.
+        changed: called with the new counts and each rank's seconds per micro-batch.
     """
 
     def __init__(self, total: int, epoch: Callable[[], int], changed: Callable[[list[int], list[float]], None]) -> None:
@@ -74,16 +74,20 @@ class Balance:
         self._skips = True
 
     def counts(self, total: int) -> list[int] | None:
-        """How many of a step's micro-batches each rank gets; None: as equally as possible."""
+        """Number of a step's micro-batches for each rank; None for shares as equal as possible."""
         return self._counts if self._now() == self._epoch and total == self._total else None
 
     def take(self, times: Sequence[float]) -> None:
-        """A step was committed, in which one micro-batch took each rank so many seconds (0: it had none)."""
+        """Record a committed step.
+
+        Args:
+            times: seconds per micro-batch of each rank; 0 for a rank without one.
+        """
         if (epoch := self._now()) != self._epoch:
             self._epoch, self._counts, self._skips = epoch, None, True
             self._seen.clear()
         if self._skips or min(times) <= 0.0 or self._total < len(times):
-            self._skips = False  # the first step of a division: caches are cold
+            self._skips = False  # the first step of a division is slow because caches are cold
             return
         self._seen.append(list(times))
         if len(self._seen) == OBSERVED:

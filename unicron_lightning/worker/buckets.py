@@ -1,10 +1,11 @@
-"""Gradient buckets: local sums that survive a failed reduction, and the hooks that tell when a bucket is whole.
+"""Gradient buckets: local sums that survive a failed reduction, and hooks that detect complete buckets.
 
-torch DDP reduces in place and can be neither re-bound nor interrupted, so the reducer is our own. While micro-batches
-accumulate, the parameters' ``.grad`` are this rank's sums, as without any of this: autograd hands over the first one
-without a copy. For the reduction they are copied into the bucket's flat buffer ``reduced``, which is summed over the
-ranks and to which the ``.grad`` are views while the optimizer steps. The local sums are untouched until the step is
-committed: whatever happens to the reduction, no finished micro-batch is lost. The price is one more buffer of the
+torch DDP reduces in place and can be neither re-bound nor interrupted, so this package has its own reducer. While
+micro-batches accumulate, each parameter's ``.grad`` holds this rank's sum, as in plain training; autograd stores the
+first gradient without a copy. For the reduction the gradients are copied into the bucket's flat buffer ``reduced``,
+which
+is summed over the ranks; each ``.grad`` is a view into it while the optimizer steps. The local sums are unchanged until
+the step is committed: a failed reduction loses no finished micro-batch. The cost is one additional buffer of the
 gradients' size.
 """
 
@@ -31,15 +32,17 @@ class Bucket(ABC):
 
     @abstractmethod
     def load(self) -> None:
-        """Copies this rank's part into ``reduced``."""
+        """Copy this rank's part into ``reduced``."""
 
     def renew(self) -> None:
-        """Takes a new buffer for the next attempt: the library may go on writing to that of an aborted collective."""
+        """Allocate a new buffer for the next attempt, since the library may still write to that of an aborted
+        collective.
+        """
         self.reduced = torch.empty_like(self.reduced)
 
 
 class FlatBucket(Bucket):
-    """Anything that is summed per step; this rank's part is in ``local``."""
+    """A bucket for any sum of a step; this rank's part is in ``local``."""
 
     def __init__(self, local: Tensor) -> None:
         super().__init__(torch.empty_like(local))
@@ -50,7 +53,7 @@ class FlatBucket(Bucket):
 
 
 class GradientBucket(Bucket):
-    """The gradients of some parameters, of one dtype and device."""
+    """The gradients of some parameters with the same dtype and device."""
 
     def __init__(self, parameters: Sequence[Parameter]) -> None:
         size = sum(parameter.numel() for parameter in parameters)
@@ -75,7 +78,7 @@ class GradientBucket(Bucket):
         self._views = _views_of(self.reduced, self._parameters)
 
     def bind(self) -> None:
-        """Makes the parameters' gradients those of ``reduced``."""
+        """Make the parameters' gradients views of ``reduced``."""
         for view, parameter in zip(self._views, self._parameters, strict=True):
             parameter.grad = view
 
@@ -108,23 +111,23 @@ class GradientBuckets:
         ]
 
     def matches(self, parameters: Sequence[Parameter]) -> bool:
-        """Whether these are the parameters the buckets were made for."""
+        """Whether the buckets were made for these parameters."""
         return len(parameters) == len(self.parameters) and all(
             a is b for a, b in zip(parameters, self.parameters, strict=True)
         )
 
     @property
     def used(self) -> list[bool]:
-        """Between `begin` and `install`: which parameters have got a gradient here, in the order of ``parameters``."""
+        """Between `begin` and `install`: whether each parameter has a gradient here, in the order of ``parameters``."""
         return [parameter.grad is not None for parameter in self.parameters]
 
     def begin(self) -> None:
-        """Starts a step: gradients accumulate from nothing."""
+        """Start a step: discard all gradients."""
         for parameter in self.parameters:
             parameter.grad = None
 
     def arm(self, order: Sequence[int], launch: Callable[[int], None]) -> None:
-        """Until `finish`, calls ``launch(k)`` for the buckets of ``order``, in that order, as backward completes them.
+        """Until `finish`, call ``launch(k)`` for the buckets of ``order``, in that order, as backward completes them.
 
         ``launch`` must not raise: an exception inside backward would leave the micro-batch half summed.
         """
@@ -132,21 +135,21 @@ class GradientBuckets:
         self._order, self._next, self._launch, self._late = order, 0, launch, None
 
     def finish(self) -> list[int]:
-        """Ends `arm`. Returns the buckets of its order that were not launched.
+        """End `arm` and return the buckets of its order that were not launched.
 
         Raises:
-            ConfigError: if a gradient was added to after its bucket had been launched.
+            ConfigError: a gradient was added to after its bucket had been launched.
         """
         self._launch = None
         if self._late is not None:
             raise ConfigError(
-                f"the gradient of parameter {self._late!r} was added to more than once in one backward pass (reentrant "
-                "activation checkpointing does that); use UnicronStrategy(overlap=False)"
+                f"the gradient of parameter {self._late!r} was added to more than once in one backward pass (as "
+                "reentrant activation checkpointing does); use UnicronStrategy(overlap=False)"
             )
         return list(self._order[self._next :])
 
     def install(self, used: Sequence[bool]) -> None:
-        """Gives the optimizer the summed gradients; parameters that no micro-batch used get None, as torch would."""
+        """Give the optimizer the summed gradients; parameters that no micro-batch used get None, as in torch."""
         for bucket in self.buckets:
             bucket.bind()
         for parameter, is_used in zip(self.parameters, used, strict=True):
@@ -154,7 +157,7 @@ class GradientBuckets:
                 parameter.grad = None
 
     def close(self) -> None:
-        """Takes the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -167,7 +170,7 @@ class GradientBuckets:
         return accumulated
 
     def _complete(self, index: int, bucket: int, launch: Callable[[int], None]) -> None:
-        """A parameter has its gradient: launches the buckets that are whole and next in order."""
+        """Record that a parameter has its gradient; launch the buckets that are complete and next in order."""
         self._pending[bucket] -= 1
         if self._pending[bucket] < 0 and bucket in self._order[: self._next]:
             self._late = self.names[index]
@@ -186,9 +189,9 @@ def _views_of(flat: Tensor, group: Sequence[Parameter]) -> list[Tensor]:
 
 
 def _group(parameters: Sequence[Parameter], bucket_bytes: int) -> list[list[Parameter]]:
-    """Cuts the parameters into runs of one dtype and device, each closed at ``bucket_bytes``.
+    """Divide the parameters into runs of one dtype and device, each closed at ``bucket_bytes``.
 
-    The first one is small, so that reductions start early in backward.
+    The first run is small, so that reductions start early in backward.
     """
     groups: list[list[Parameter]] = []
     size = 0

@@ -1,7 +1,8 @@
-"""Plain data as bytes, tensors included, without pickle.
+"""Encodes plain data as bytes, including tensors, without pickle.
 
-The form is ``8 bytes length | JSON tree | raw tensor data``. The tree holds None, bool, int, float and str as they are
-and everything else as a one-key object naming its kind. Decoding can create only these kinds: no code is ever run.
+The format is ``8 bytes length | JSON tree | raw tensor data``. The tree holds None, bool, int, float and str as they
+are
+and everything else as a one-key object naming its kind. Decoding can create only these kinds and never runs code.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ _SCALARS = (type(None), bool, int, float, str)
 
 
 class NotPlainData(UnicronError, TypeError):
-    """A value to be sent is not plain data; the message says where it is and what it is."""
+    """A value to be sent is not plain data; the message contains the path to it and its type."""
 
 
 def encode(value: Any) -> bytes:
-    """Encodes plain data.
+    """Encode plain data.
 
     Raises:
-        NotPlainData: if it holds anything else; the message names the path to it.
+        NotPlainData: the value contains anything else; the message contains the path to it.
     """
     tensors: list[Tensor] = []
     tree = msgspec.json.encode(_pack(value, tensors, "value"))
@@ -39,15 +40,15 @@ def encode(value: Any) -> bytes:
 
 
 def check(value: Any) -> None:
-    """Raises what `encode` would, without the cost of copying tensors."""
+    """Raise the errors of `encode` without the cost of copying tensors."""
     _pack(value, [], "value")
 
 
 def decode(data: bytes) -> Any:
-    """The value that `encode` was given; tensors on the CPU.
+    """The value that was encoded; tensors are on the CPU.
 
     Raises:
-        ValueError: if the bytes do not come from `encode`.
+        ValueError: the bytes do not come from `encode`.
     """
     size = int.from_bytes(data[:8], "little")
     try:
@@ -65,7 +66,7 @@ class _Reader:
     def take(self, dtype: torch.dtype, shape: list[int]) -> Tensor:
         size = math.prod(shape) * dtype.itemsize
         part = self._data[self._offset : self._offset + size]
-        if len(part) != size:  # before memory is taken
+        if len(part) != size:  # checked before memory is allocated
             raise ValueError(f"tensor of {size} bytes expected, {len(part)} left")
         tensor = torch.empty(shape, dtype=dtype)
         self._offset += size
@@ -128,7 +129,7 @@ def _pack_container(value: Any, tensors: list[Tensor], path: str) -> Any:
         case numpy.ndarray() if value.dtype.kind in "biuf":
             tensors.append(torch.from_numpy(value.copy()))
             return {"array": [str(tensors[-1].dtype).removeprefix("torch."), list(value.shape)]}
-        case str() | int() | float():  # enums and other subclasses: their plain value
+        case str() | int() | float():  # enums and other subclasses are sent as their plain value
             return _pack(value.value if hasattr(value, "value") else value.__class__.__mro__[-2](value), tensors, path)
     raise NotPlainData(
         f"{path} is a {type(value).__module__}.{type(value).__qualname__}; state that is sent to another worker must "
@@ -146,7 +147,7 @@ def _unpack(tree: Any, reader: _Reader) -> Any:
         case "array":
             return reader.take(_dtype(body[0]), body[1]).numpy()
         case "dict" | "odict" | "counter":
-            # one comprehension, so that tensors are read in the order in which they were written
+            # a single comprehension, so that tensors are read in the order in which they were written
             pairs = [(_unpack(k, reader), _unpack(v, reader)) for k, v in body]
             return {"dict": dict, "odict": OrderedDict, "counter": Counter}[kind](dict(pairs))
         case "list":

@@ -1,9 +1,9 @@
-"""The seam to the data plane: a communicator of one epoch that can be aborted.
+"""The interface to the data plane: a communicator of one epoch that can be aborted.
 
 Collectives return a handle at once. `wait` blocks in Python, never inside a library, so that another thread's `abort`
-releases it within milliseconds; it then raises `CommunicatorAborted`. An aborted communicator is dead: the next epoch
-has a new one. Collectives must be started in the same order by all ranks. A tensor given to a collective belongs to it
-until the handle is waited for; after an abort the library may go on writing to it for a while, so it must not be
+releases it within milliseconds; it then raises `CommunicatorAborted`. An aborted communicator cannot be used again: the
+next epoch has a new one. All ranks must start collectives in the same order. A tensor belongs to its collective until
+the handle has been waited for. After an abort the library may still write to the tensor for a while, so it must not be
 reused.
 """
 
@@ -22,11 +22,11 @@ from unicron_lightning.errors import UnicronError
 
 
 class CommunicatorAborted(UnicronError):
-    """The epoch's communicator was aborted or a collective failed; the reason is the message."""
+    """The epoch's communicator was aborted or a collective failed; the message contains the reason."""
 
 
 class Handle:
-    """One collective on its way. Completion is signalled under the communicator's condition."""
+    """One collective in progress. Completion is signalled under the communicator's condition."""
 
     __slots__ = ("_work", "done")
 
@@ -35,7 +35,7 @@ class Handle:
         self.done = work is None
 
     def succeeded(self) -> bool:
-        """Whether the collective has completed well; never blocks."""
+        """Whether the collective has completed successfully; never blocks."""
         if self._work is None:
             return True
         if not self._work.is_completed():
@@ -56,8 +56,9 @@ class Communicator(Protocol):
     """Collectives among the members of one epoch.
 
     Attributes:
-        tells_success: whether `Handle.succeeded` can be trusted after a failure. If not, a reduction counts only
-            through the commit: after a failure all are done again.
+        tells_success: whether `Handle.succeeded` is reliable after a failure. If not, only the commit confirms
+            reductions:
+            after a failure all of them are repeated.
     """
 
     rank: int
@@ -65,40 +66,40 @@ class Communicator(Protocol):
     tells_success: bool
 
     def all_reduce(self, tensor: Tensor) -> Handle:
-        """Starts summing ``tensor`` over the ranks, in place."""
+        """Start summing ``tensor`` over the ranks, in place."""
         ...
 
     def all_gather(self, received: Tensor, sent: Tensor) -> Handle:
-        """Starts collecting ``sent`` of each rank, in host memory, as the rows of ``received`` (world, *sent.shape)."""
+        """Start collecting ``sent`` of each rank, in host memory, as the rows of ``received`` (world, *sent.shape)."""
         ...
 
     def broadcast(self, tensor: Tensor, root: int) -> Handle:
-        """Starts copying ``tensor`` of rank ``root`` to all, in place."""
+        """Start copying ``tensor`` of rank ``root`` to all ranks, in place."""
         ...
 
     def wait(self, handle: Handle) -> None:
-        """Waits for a handle.
+        """Wait for a handle.
 
         Raises:
-            CommunicatorAborted: if the communicator is aborted meanwhile or the collective fails.
+            CommunicatorAborted: the communicator is aborted meanwhile or the collective fails.
         """
         ...
 
     def abort(self, reason: str) -> None:
-        """Makes all present and later calls raise; callable from any thread, returns at once, idempotent."""
+        """Make all present and later calls raise; callable from any thread, returns at once, idempotent."""
         ...
 
     def close(self) -> None:
-        """Aborts, and lets go of all resources (in the background if the library still holds them)."""
+        """Abort, and release all resources (in the background while the library still holds them)."""
         ...
 
     def released(self, seconds: float) -> bool:
-        """After `close`: waits until the library writes to no tensor any more; False if it may still."""
+        """After `close`: wait until the library no longer writes to any tensor; return False if it may still do so."""
         ...
 
 
 class SoloCommunicator:
-    """A world of one: nothing to exchange."""
+    """The communicator of a world of one, without communication."""
 
     rank = 0
     world = 1
@@ -138,13 +139,13 @@ class SoloCommunicator:
 
 
 class ProgramsDiffer(UnicronError):
-    """The members are not at the same operation: their scripts have taken different paths."""
+    """The members are at different operations: their scripts have taken different paths."""
 
 
 def gather_rows(communicator: Communicator, row: Sequence[float]) -> Tensor:
-    """Each rank's numbers, as many on all, as the rows of a float64 matrix in rank order.
+    """Gather equally many numbers of each rank as the rows of a float64 matrix, in rank order.
 
-    Half the hops of a sum: small enough, their number is what counts.
+    A gather needs half the hops of a sum, and for small messages the number of hops determines the duration.
     """
     sent = torch.tensor(row, dtype=torch.float64)
     received = torch.empty(communicator.world, len(row), dtype=torch.float64)
@@ -153,12 +154,12 @@ def gather_rows(communicator: Communicator, row: Sequence[float]) -> Tensor:
 
 
 def gather_bytes(communicator: Communicator, payload: bytes, tag: str = "") -> list[bytes]:
-    """Each rank's payload, in rank order, on every rank.
+    """Gather each rank's payload, in rank order, on every rank.
 
-    Two all-reduces: of the sizes, and (unless all are empty) of one zero-filled buffer in which each rank owns a part.
+    Uses two all-reduces: of the sizes, and (unless all are empty) of one zero-filled buffer with a part for each rank.
 
     Raises:
-        ProgramsDiffer: if the ranks have different tags, i.e. mean different exchanges.
+        ProgramsDiffer: the ranks' tags differ, i.e. they are in different exchanges.
     """
     header = torch.zeros(2, communicator.world, dtype=torch.int64)
     header[0, communicator.rank] = len(payload)
@@ -166,7 +167,7 @@ def gather_bytes(communicator: Communicator, payload: bytes, tag: str = "") -> l
     communicator.wait(communicator.all_reduce(header))
     if len(set(header[1].tolist())) > 1:
         raise ProgramsDiffer(
-            f"this worker is in {tag!r}, and not all others are: the members' scripts have taken different paths"
+            f"this worker is in {tag!r}, but not all others are: the members' scripts have taken different paths"
         )
     lengths: list[int] = header[0].tolist()
     total = sum(lengths)
@@ -186,7 +187,7 @@ def gather_bytes(communicator: Communicator, payload: bytes, tag: str = "") -> l
 
 
 def broadcast_bytes(communicator: Communicator, payload: bytes | None, root: int) -> bytes:
-    """Rank ``root``'s payload on every rank; others pass None."""
+    """Send the payload of rank ``root`` to every rank; the others pass None."""
     size = torch.tensor([len(payload) if payload is not None else 0], dtype=torch.int64)
     communicator.wait(communicator.broadcast(size, root))
     buffer = torch.zeros(int(size.item()), dtype=torch.uint8)
@@ -198,14 +199,16 @@ def broadcast_bytes(communicator: Communicator, payload: bytes | None, root: int
 
 
 class Gate:
-    """A condition that waits for handles or an abort, shared by the back-ends: the only place where training blocks."""
+    """A condition on which training waits for handles or an abort, shared by the back-ends; training blocks
+    only here.
+    """
 
     def __init__(self) -> None:
         self.reason: str | None = None
         self.condition = threading.Condition()
 
     def watch(self, work: dist.Work) -> Handle:
-        """A handle whose completion, seen by the library's callback thread, wakes the waiters."""
+        """Return a handle whose completion, reported by the library's callback thread, wakes the waiters."""
         handle = Handle(work)
 
         def finished(_: object) -> None:
@@ -217,12 +220,12 @@ class Gate:
         return handle
 
     def check(self) -> None:
-        """Raises if aborted."""
+        """Raise if aborted."""
         if self.reason is not None:
             raise CommunicatorAborted(self.reason)
 
     def wait(self, handle: Handle, on_error: Callable[[str], None]) -> None:
-        """Waits for the handle or an abort; a failed collective is told to ``on_error`` and raised."""
+        """Wait for the handle or an abort; a failed collective is reported to ``on_error`` and raised."""
         with self.condition:
             self.condition.wait_for(lambda: handle.done or self.reason is not None)
         if not handle.done:
@@ -234,16 +237,16 @@ class Gate:
         except RuntimeError as error:
             reason = str(error).splitlines()[0][:200]
             on_error(reason)
-            # What fails because of an abort says so.
+            # Failures caused by an abort carry the abort's reason.
             raise CommunicatorAborted(self.reason or reason) from None
 
     def wait_for(self, ready: Callable[[], bool], seconds: float | None = None) -> bool:
-        """Waits for ``ready`` or an abort; False after ``seconds``."""
+        """Wait for ``ready`` or an abort; return False after ``seconds``."""
         with self.condition:
             return self.condition.wait_for(lambda: ready() or self.reason is not None, seconds)
 
     def shut(self, reason: str) -> bool:
-        """Marks as aborted and wakes all waiters; False if it already was."""
+        """Mark as aborted and wake all waiters; return False if already aborted."""
         with self.condition:
             if self.reason is not None:
                 return False

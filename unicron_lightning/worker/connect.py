@@ -1,4 +1,4 @@
-"""Builds an epoch's communicator: the one place that knows the back-ends."""
+"""Builds an epoch's communicator; the only module that knows the back-ends."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ STORE_TIMEOUT: Final = timedelta(seconds=60)
 
 
 def open_store(task: str, epoch: wire.Epoch) -> dist.Store:
-    """A client of the epoch's store, with a prefix that nobody else can foresee: the store is open to all who reach it.
+    """Open a client of the epoch's store, with an unpredictable prefix, since any host that reaches the store can use
+    it.
 
-    A client of its own for each use: a blocked one would hold up the next epoch.
+    Each use needs its own client: a blocked one would delay the next epoch.
     """
     client = dist.TCPStore(epoch.store.host, epoch.store.port, is_master=False, timeout=STORE_TIMEOUT)
     return dist.PrefixStore(f"unicron/{task}/{epoch.number}/{epoch.key}", client)
 
 
 def connector(task: str, host: str, device: torch.device) -> Connect:
-    """What builds communicators for tensors on ``device`` (and on the CPU).
+    """Return a function that builds communicators for tensors on ``device`` (and on the CPU).
 
     Args:
         task: part of the key prefix.

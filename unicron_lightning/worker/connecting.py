@@ -1,4 +1,4 @@
-"""Building a communicator in a thread that may have to be abandoned."""
+"""Builds a communicator in a thread that can be abandoned."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from unicron_lightning.worker.communicator import Communicator, CommunicatorAbor
 
 _attempts = threading.local()
 Connect = Callable[[wire.Epoch, int, int], Communicator]
-"""Builds the communicator of an epoch: (epoch, rank, world). May block; is called in a thread of its own."""
+"""Builds the communicator of an epoch: (epoch, rank, world). May block; is called in its own thread."""
 
 
 def abandoned() -> bool:
-    """Tell whether the attempt that runs in this thread has been abandoned: nobody waits for its communicator."""
+    """Whether the attempt of this thread has been abandoned, so that no caller waits for its communicator."""
     attempt: Connecting | None = getattr(_attempts, "present", None)
     return attempt is not None and attempt._abandoned
 
 
 class Connecting:
-    """One attempt to build a communicator, in a thread that may have to be abandoned."""
+    """One attempt to build a communicator, in a thread that can be abandoned."""
 
     def __init__(self, connect: Connect, epoch: wire.Epoch, rank: int) -> None:
         self._build: Callable[[], Communicator] = lambda: connect(epoch, rank, len(epoch.members))
@@ -35,10 +35,10 @@ class Connecting:
         threading.Thread(target=self._run, name=self._name, daemon=True).start()
 
     def take(self) -> Communicator | None:
-        """The communicator; None if it is not finished, in which case it is closed when it is.
+        """Return the communicator; None if it is unfinished, in which case it is closed on completion.
 
         Raises:
-            CommunicatorAborted: if it could not be built.
+            CommunicatorAborted: it could not be built.
             Exception: any other error of the constructor.
         """
         with self._condition:

@@ -1,9 +1,8 @@
-"""The worker's end of the control plane: one UNIX socket to its agent, one light thread on the CPU.
+"""The worker's end of the control plane: one UNIX socket to its agent, and one light thread on the CPU.
 
-The thread keeps the newest epoch, wakes whoever waits for it, tells the engine of a failure at once (so that blocked
-collectives are aborted) and sends heartbeats. Without an agent there is no `Control`: the world is this process alone.
-
-The agent's death takes the worker with it: an end of file on the socket ends the process.
+The thread keeps the newest epoch, wakes its waiters, notifies the engine of a failure at once (so that blocked
+collectives are aborted) and sends heartbeats. Without an agent no `Control` exists: the world is this process alone.
+An end of file on the socket means that the agent has died, and ends the process.
 """
 
 from __future__ import annotations
@@ -27,20 +26,20 @@ from unicron_lightning.worker.monitor import Monitor
 logger = logging.getLogger(__name__)
 
 EXIT_EXPELLED: Final = 75
-"""Exit status of a worker that was declared dead while alive; its agent starts it anew."""
+"""Exit status of a worker that was declared dead while alive; its agent restarts it."""
 EXIT_AGENT_LOST: Final = 76
 HEARTBEAT_SECONDS: Final = 1.0
 
 
 def _leave(status: int) -> None:
-    """Ends the process at once: neither Python's finalisers nor gloo's destructors may hold up a fenced worker."""
+    """End the process at once: neither Python's finalisers nor gloo's destructors may delay a fenced worker."""
     logging.shutdown()
     os._exit(status)
 
 
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
-    """Lets SIGTERM end the process at once, whoever handles it otherwise. Does nothing outside the main thread."""
+    """Let SIGTERM end the process at once, whatever handler is installed. Does nothing outside the main thread."""
     in_main = threading.current_thread() is threading.main_thread()
     handler = signal.signal(signal.SIGTERM, signal.SIG_DFL) if in_main else None
     try:
@@ -58,7 +57,7 @@ class Control:
         worker: this worker's identity.
         local_rank: place among the agent's workers.
         on_failure: called from the control thread with each new epoch of kind ``fail``; must not block.
-        monitor: what the control thread watches the training thread by.
+        monitor: used by the control thread to watch the training thread.
     """
 
     def __init__(
@@ -75,9 +74,11 @@ class Control:
         self.condition = threading.Condition()
         self.task_over: wire.TaskOver | None = None
         self.flops_per_step: float | None = None
-        """Told with the progress."""
+        """Model FLOPs of a step, sent with the progress."""
         self.listeners: list[Callable[[wire.Notice], None]] = []
-        """Called with each notice, and with this worker's own events as such; from any thread, must not block."""
+        """Called with each notice, and with this worker's own events in the same form; from any thread, must
+        not block.
+        """
         self._on_failure = on_failure
         self._monitor = monitor
         self._latest: wire.Epoch | None = None
@@ -86,7 +87,7 @@ class Control:
         self._replies: dict[str, wire.LookupReply] = {}
         self._noted: dict[str, wire.FaultNoted] = {}
         self.on_order: Callable[[wire.Inject], None] = lambda order: None
-        """Called from the control thread with each fault by an operator's order; must not block."""
+        """Called from the control thread with each fault ordered by an operator; must not block."""
         self._progress: wire.Progress | None = None
         self._closed = False
         self._ending = False
@@ -97,17 +98,17 @@ class Control:
         self._thread = threading.Thread(target=self._run, name="unicron-control", daemon=True)
         self._thread.start()
 
-    # ---- what the training thread calls
+    # ---- called by the training thread
 
     @property
     def welcome(self) -> wire.Welcome:
-        """The coordinator's newest word on this worker's part."""
+        """The coordinator's newest welcome of this worker."""
         assert self._welcome is not None, "hello() first"
         return self._welcome
 
     @property
     def latest(self) -> wire.Epoch | None:
-        """Newest epoch heard of."""
+        """Newest epoch received."""
         return self._latest
 
     def newer_than(self, number: int) -> wire.Epoch | None:
@@ -116,12 +117,12 @@ class Control:
         return latest if latest is not None and latest.number > number else None
 
     def failed_since(self, number: int) -> bool:
-        """Whether work of epoch ``number`` must stop now; not for a planned change: it waits for a step boundary."""
+        """Whether work of epoch ``number`` must stop now. A planned change waits for a step boundary instead."""
         latest = self._latest
         return latest is not None and latest.number > number and latest.kind not in wire.PLANNED
 
     def hello(self, capacity: int, granularity: int | None = None) -> None:
-        """Announces the worker; see `wire.WorkerHello`."""
+        """Announce the worker; see `wire.WorkerHello`."""
         self.send(
             wire.WorkerHello(
                 worker=self.worker,
@@ -133,54 +134,55 @@ class Control:
         )
 
     def wait_welcome(self) -> wire.Welcome:
-        """Waits for the coordinator's word on this worker's part (founder or joiner): until its agent has a slot.
+        """Wait for the coordinator's welcome (as founder or joiner), which follows once the agent has a slot.
 
-        SIGTERM ends the process meanwhile, whatever the script has made of it.
+        Meanwhile SIGTERM ends the process, whatever handler the script has installed.
         """
         with terminable(), self.condition:
             self.condition.wait_for(lambda: self._welcome is not None)
         return self.welcome
 
     def wait_newer(self, number: int, timeout: float | None = None) -> wire.Epoch | None:
-        """Waits until an epoch newer than ``number`` is known; None after ``timeout`` seconds."""
+        """Wait until an epoch newer than ``number`` is known; return None after ``timeout`` seconds."""
         with self.condition:
             self.condition.wait_for(lambda: self.newer_than(number) is not None, timeout)
             return self.newer_than(number)
 
     def stand_aside(self, number: int) -> None:
-        """Waits, outside the task after a planned change, until that is given up: an epoch of which this is a member.
+        """Wait, outside the task after a planned change, for an epoch with this worker, by which the change is
+        cancelled.
 
-        Otherwise the wait ends with the process: SIGTERM, which Lightning would only note, ends it at once.
+        Otherwise SIGTERM ends the process at once, although Lightning's handler would only record it.
         """
         with terminable():
             self.wait_newer(number)
 
     def wait_go(self, number: int) -> wire.Go | None:
-        """Waits until all members are ready for epoch ``number``; None if a newer epoch came first."""
+        """Wait until all members are ready for epoch ``number``; return None if a newer epoch came first."""
         with self.condition:
             self.condition.wait_for(lambda: number in self._went or self.newer_than(number) is not None)
             return self._went.pop(number, None)
 
     def lookup(self, key: str) -> str | None:
-        """The value recorded under ``key`` in this life of the task, None if there is none."""
+        """The value recorded under ``key`` in this life of the task, None if none was recorded."""
         self.send(wire.Lookup(worker=self.worker, key=key))
         with self.condition:
             self.condition.wait_for(lambda: key in self._replies)
             return self._replies.pop(key).value
 
     def claim(self, fault: wire.FaultDue, seconds: float) -> wire.FaultNoted | None:
-        """Asks whether a fault on purpose may strike; None if there is no answer for so long."""
+        """Request permission for a fault on purpose; return None without an answer within ``seconds``."""
         self.send(fault)
         with self.condition:
             self.condition.wait_for(lambda: fault.claim in self._noted, seconds)
             return self._noted.pop(fault.claim, None)
 
     def ready(self, epoch: int, state: dict[str, Any]) -> None:
-        """Says that this worker waits for ``epoch`` (0: for its admission)."""
+        """Report that this worker waits for ``epoch`` (0: for its admission)."""
         self.send(wire.WorkerReady(worker=self.worker, epoch=epoch, state=state))
 
     def event(self, name: str, **fields: Any) -> None:
-        """Adds a line to the task's event log."""
+        """Add a line to the task's event log."""
         event = wire.WorkerEvent(worker=self.worker, name=name, at=time.time(), fields=fields)
         self.send(event)
         self._tell(wire.Notice(name=f"worker.{name}", at=event.at, incident=None, fields=fields))
@@ -188,15 +190,16 @@ class Control:
     def report(
         self, kind: str, cause: str, *, phase: str, step: int | None, details: dict[str, Any], ends: bool = False
     ) -> None:
-        """Tells of an error of this worker, see `wire.ErrorReport`.
+        """Report an error of this worker, see `wire.ErrorReport`.
 
-        One by which the process ``ends`` is told once, and the first counts: from then on nothing that is said ends the
-        process before it has written down what it knows. Its agent ends it if it takes too long.
+        An error that ends the process (``ends``) is reported once, and the first one counts. From then on no message
+        ends the
+        process before it has written its diagnostics; its agent stops it if this takes too long.
         """
         if self._ending:
             return
         self._ending = ends
-        self._tell_progress()  # how far it came counts
+        self._tell_progress()  # the report needs the newest progress
         self.send(
             wire.ErrorReport(
                 worker=self.worker,
@@ -211,13 +214,13 @@ class Control:
         )
 
     def progress(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Leaves word of the last finished step; the control thread sends it within a second."""
+        """Set the progress after the last finished step; the control thread sends it within a second."""
         self._progress = wire.Progress(
             worker=self.worker, step=step, metrics=dict(metrics), at=time.time(), flops_per_step=self.flops_per_step
         )
 
     def send(self, message: wire.Message) -> None:
-        """Sends a message; if the agent is gone the process is about to end and nothing is raised."""
+        """Send a message; if the agent is gone the process is about to end and nothing is raised."""
         data = wire.encode(message) + b"\n"
         try:
             with self._write_lock:
@@ -226,7 +229,7 @@ class Control:
             logger.debug("control_send_failed error=%s", error)
 
     def close(self) -> None:
-        """Ends the thread and the connection."""
+        """End the thread and the connection."""
         if self._closed:
             return
         self._tell_progress()
@@ -279,7 +282,7 @@ class Control:
             self.send(msgspec.structs.replace(progress, pace=pace))
 
     def _watch(self, monitor: Monitor) -> float:
-        """Has a look at the training thread; returns the seconds until the next one."""
+        """Check the training thread; return the seconds until the next check."""
         pause, doing = monitor.tick()
         if doing is not None:
             self.send(doing)
@@ -300,11 +303,11 @@ class Control:
                     if self._concerns_me(message):
                         self._latest = message
                         if message.kind == "leave" and not self._is_in(message):
-                            self.is_member = False  # the epochs after it are others' business
+                            self.is_member = False  # later epochs do not concern this worker
                 case wire.Go():
                     self._went[message.epoch] = message
                     if self._latest is not None and self._latest.number == message.epoch and self._is_in(self._latest):
-                        # Now, not when the training thread wakes: an epoch without this worker may follow at once.
+                        # Set now, not when the training thread wakes: an epoch without this worker may follow at once.
                         self.is_member = True
                 case wire.Welcome():
                     self._welcome = message
@@ -324,7 +327,7 @@ class Control:
         elif isinstance(message, wire.Inject):
             self.on_order(message)
         elif isinstance(message, wire.TaskOver) and not (self._ending or (self.is_member and message.succeeded)):
-            # Members of a task that was cancelled go at once: a step that some of them begin would never end.
+            # Members of a cancelled task exit at once: a step that only some of them begin would never end.
             _leave(0 if message.succeeded else 1)
 
     def _tell(self, notice: wire.Notice) -> None:
@@ -332,7 +335,7 @@ class Control:
             listener(notice)
 
     def _concerns_me(self, epoch: wire.Epoch) -> bool:
-        """Whether the epoch is newer, and its member this worker or one that it was once with."""
+        """Whether the epoch is newer, and this worker is a member of it or of the epoch before."""
         newer = self._latest is None or epoch.number > self._latest.number
         return newer and (self.is_member or self._is_in(epoch))
 
@@ -340,7 +343,7 @@ class Control:
         return any(member.worker == self.worker for member in epoch.members)
 
     def _judge(self, epoch: wire.Epoch) -> None:
-        """Leaves if expelled; else has the collectives of older epochs aborted."""
+        """Exit if this worker was expelled; otherwise have the collectives of older epochs aborted."""
         if self.is_member and not self._is_in(epoch) and not self._ending:
             logger.error("worker_expelled worker=%s epoch=%d", self.worker, epoch.number)
             _leave(EXIT_EXPELLED)

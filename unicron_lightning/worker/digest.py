@@ -1,7 +1,7 @@
-"""A digest of parameters: a number that tells whether two workers hold the same bits.
+"""A digest of parameters: equal numbers for equal bits on two workers.
 
-Sums of the bits as integers, so that neither the order of additions nor the kind of device matters. One pass over the
-parameters' memory; it is made for one in `every` steps.
+It sums the bits as integers, so that neither the order of additions nor the kind of device matters. A digest takes one
+pass over the parameters' memory and is computed for one in `every` steps.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 _MIX: Final = 0x9E3779B97F4A7C15
-"""An odd number of 64 bits: the parameters' places count."""
+"""An odd number of 64 bits, which makes the digest depend on the order of tensors."""
 _WORD: Final = (1 << 64) - 1
 _EXACT: Final = 52
-"""Bits of a digest: a float64 holds them exactly."""
+"""Bits of a digest, which a float64 represents exactly."""
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def digest_of(tensors: Iterable[Tensor]) -> float:
-    """A whole number from 1 to 2**52, the same for the same bits in the same order of tensors.
+    """A whole number from 1 to 2**52, equal for equal bits in the same order of tensors.
 
-    A change of one bit in one tensor always changes the sum of its words, and so the digest but for one case in 2**52.
+    A change of one bit in one tensor always changes the sum of its words, and the digest with probability 1 - 2**-52.
     """
     total = 0
     sums = [_sum(tensor.detach()) for tensor in tensors if tensor.numel()]
@@ -44,7 +44,7 @@ def _sum(tensor: Tensor) -> Tensor:
 
 
 def _numbers(sums: list[Tensor]) -> list[int]:
-    """The values of scalars, fetched at once where they are on one device."""
+    """The values of scalars, fetched in one transfer if they are on one device."""
     if len({each.device for each in sums}) == 1:
         numbers: list[int] = torch.stack(sums).tolist()
         return numbers

@@ -1,10 +1,11 @@
-"""The worker's progress through a program of collective operations, and its way through epochs.
+"""A worker's progress through a program of collective operations, and through epochs.
 
 All members run the same sequence of *operations*: agreements, optimizer steps, evaluations, joins. An operation
-completes on one rank only when every rank has taken part, so at any time the members' **positions** (operations
-completed) differ by at most one. Recovery rests on that: after a failure the members tell each other position and
-partial results; those that are behind take the last operation's result from those ahead, and the operation in progress
-is planned anew from all that its members have finished of it. Operations of one position share one epoch.
+completes on one rank only when every rank has taken part, so at any time the members' **positions** (numbers of
+completed
+operations) differ by at most one. Recovery relies on this: after a failure the members exchange positions and partial
+results. Members that are behind take the last operation's result from members that are ahead, and the operation in
+progress is planned again from everything that its members have finished. Operations of one position share one epoch.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ logger = logging.getLogger(__name__)
 
 Report = dict[str, Any]
 JOIN: Final = "join"
-"""Name of the operation in which worlds grow."""
+"""Name of the operation that admits joiners."""
 NEEDS_STATE: Report = {"needs_state": True}
-"""Stands for the report of a member that has no state yet."""
+"""Report of a member that has no state yet."""
 
 
 class EpochChanged(UnicronError):
-    """The present epoch is over; what is being done must stop and the newest epoch be entered."""
+    """The present epoch has ended; the current work must stop and the newest epoch must be entered."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,20 +56,20 @@ class World:
     size: int
     hold: bool
     nodes: tuple[str, ...] = ()
-    """Of the members, by rank."""
+    """Nodes of the members, by rank."""
 
 
 class Operation(Protocol):
-    """Something all members do together. Planned, attempted, and after a failure planned and attempted again."""
+    """A collective activity of all members. It is planned and attempted, and again after each failure."""
 
     name: str
 
     def plan(self, reports: Sequence[Report | None], rank: int) -> None:
-        """Decides this rank's part from what each rank has finished of it (None: nothing)."""
+        """Decide this rank's part from each rank's finished work of the operation (None: nothing)."""
         ...
 
     def attempt(self, engine: Engine) -> bytes:
-        """Does the part; returns the result, which is the same on all ranks.
+        """Do this rank's part; return the result, which is the same on all ranks.
 
         Raises:
             CommunicatorAborted, EpochChanged: a member failed; `plan` and `attempt` follow in a new epoch.
@@ -76,20 +77,22 @@ class Operation(Protocol):
         ...
 
     def suspend(self) -> None:
-        """The epoch is over: keep what completed. The communicator is still there, nothing may wait for it."""
+        """Record completed work at the end of the epoch. The communicator still exists, but waiting for it is
+        forbidden.
+        """
         ...
 
     def report(self) -> Report:
-        """What this rank has finished of the operation, as plain JSON."""
+        """This rank's finished work of the operation, as plain JSON."""
         ...
 
     def adopt(self, result: bytes) -> None:
-        """Another rank has completed the operation, with this result."""
+        """Take the result of a rank that has completed the operation."""
         ...
 
 
 class Fabric(Protocol):
-    """What the members build beside each epoch's communicator, from what they say of themselves."""
+    """Further connections that the members build for each epoch, from their own descriptions."""
 
     @property
     def granularity(self) -> int:
@@ -97,19 +100,21 @@ class Fabric(Protocol):
         ...
 
     def connector(self, task: str, host: str, device: torch.device) -> Connect:
-        """Builds an epoch's communicator, and the rest."""
+        """Return a function that builds an epoch's communicator and the further connections."""
         ...
 
     def about(self, epoch: wire.Epoch) -> Report:
-        """The epoch before is over here, its operation suspended: what the others must know of this worker."""
+        """This worker's description for the other members, after the epoch before has ended and its operation is
+        suspended.
+        """
         ...
 
     def settle(self, epoch: wire.Epoch, abouts: Sequence[Report]) -> None:
-        """What all members have said, in rank order; before the epoch's communicator is built."""
+        """Process all members' descriptions, in rank order, before the epoch's communicator is built."""
         ...
 
     def abort(self, epoch: wire.Epoch) -> None:
-        """From the control thread: releases the training thread from what will not complete because of a failure."""
+        """From the control thread: release the training thread from waits that cannot complete because of a failure."""
         ...
 
 
@@ -119,10 +124,10 @@ class Engine:
     Args:
         control: link to the agent; None for a world of this process alone.
         connect: builds communicators.
-        on_world: told each new world, on the training thread, before anything is done in it.
-        is_joiner: whether this worker enters a task that is under way, and so has no state yet.
-        activity: where the training thread notes what it does.
-        fabric: what is built beside the communicator, if anything.
+        on_world: called with each new world, on the training thread, before any work in it.
+        is_joiner: whether this worker joins a running task and thus has no state yet.
+        activity: record of the training thread's activity.
+        fabric: builds further connections beside the communicator, if any.
 
     Attributes:
         switch_from: the epoch that all members have agreed to leave at the next step boundary; 0 if none.
@@ -167,7 +172,7 @@ class Engine:
 
     @property
     def position(self) -> int:
-        """Operations completed."""
+        """Number of completed operations."""
         return self._position
 
     @position.setter
@@ -176,27 +181,25 @@ class Engine:
 
     @property
     def reports(self) -> list[Report | None]:
-        """What each rank is known to have of the operation that comes next; None where nothing is."""
+        """Each rank's reported work of the next operation; None for ranks without any."""
         return list(self._pending or [None] * self._world.size)
 
     def follow(self, on_world: Callable[[World], None]) -> None:
-        """From now on another is told each new world, and the present one at once."""
+        """Replace the listener for new worlds, and call it with the present one."""
         self._on_world = on_world
         on_world(self._world)
 
     def tag(self, name: str) -> str:
-        """Names an exchange, so that members which mean different ones notice."""
+        """Name an exchange, so that members in different exchanges detect it."""
         return f"{name} {self._position}"
 
     def check(self) -> None:
-        """Raises `EpochChanged` if a failure has been heard of: called where work can be left, e.g. between
-        micro-batches.
-        """
+        """Raise `EpochChanged` after a failure; called where work can be interrupted, e.g. between micro-batches."""
         if self.control is not None and self.control.failed_since(self._world.epoch):
             raise EpochChanged(f"epoch {self._world.epoch} is over")
 
     def abort(self, epoch: wire.Epoch) -> None:
-        """From the control thread: releases the training thread from collectives of older epochs."""
+        """From the control thread: release the training thread from collectives of older epochs."""
         with self._lock:
             if self._communicator is not None and self._world.epoch < epoch.number:
                 self._communicator.abort(f"epoch {epoch.number}")
@@ -204,7 +207,7 @@ class Engine:
             self._fabric.abort(epoch)
 
     def run(self, operation: Operation) -> bytes:
-        """Completes an operation, through any number of failures. Returns its result."""
+        """Complete an operation, through any number of failures, and return its result."""
         failed = self._communicator is None
         while True:
             try:
@@ -226,10 +229,11 @@ class Engine:
         return result
 
     def switch(self, join: Operation) -> None:
-        """At a step boundary: if all members have agreed to, ``join`` is run, in the newest epoch.
+        """At a step boundary: run ``join`` in the newest epoch, if all members have agreed to.
 
-        Some may have been driven from the agreed epoch by a failure meanwhile, and others may wait for them in ``join``
-        already: these run it where they are.
+        A failure may have driven some members from the agreed epoch meanwhile, and others may already wait for them in
+        ``join``;
+        those members run it in their present epoch.
         """
         agreed, self.switch_from = self.switch_from, 0
         if not agreed:
@@ -241,7 +245,7 @@ class Engine:
         self.run(join)
 
     def close(self) -> None:
-        """Lets go of the communicator."""
+        """Release the communicator."""
         if self._communicator is not None:
             self._communicator.close()
             self._communicator = None
@@ -249,7 +253,7 @@ class Engine:
     # ---- entering an epoch
 
     def _recover(self, operation: Operation) -> bytes | None:
-        """Enters the newest epoch. Returns the operation's result if another member has completed it already."""
+        """Enter the newest epoch; return the operation's result if another member has completed it already."""
         assert self.control is not None, "a world of one has no failures"
         with self.activity.during("recovery"):
             while True:
@@ -263,7 +267,7 @@ class Engine:
                     logger.debug("recovery_interrupted epoch=%d reason=%s", epoch.number, error)
 
     def _newest_epoch(self, operation: Operation) -> wire.Epoch:
-        """The epoch to enter; a pending join is entered only at a step boundary, by the operation made for it."""
+        """The epoch to enter; a pending join is entered only at a step boundary, by its own operation."""
         control, number = self.control, self._world.epoch
         assert control is not None
 
@@ -273,7 +277,7 @@ class Engine:
             return newer is not None and (at_boundary or newer.kind not in wire.PLANNED or self._place(newer) is None)
 
         if not due() and number > 0:
-            # Sockets broke and nobody has told why yet: the coordinator is the only authority on failure.
+            # Connections broke without a known failure so far: only the coordinator decides about failures.
             control.send(wire.CommError(worker=control.worker, epoch=number, error="collective failed"))
         with control.condition:
             control.condition.wait_for(due)
@@ -287,13 +291,13 @@ class Engine:
         return next((i for i, member in enumerate(epoch.members) if member.worker == self.control.worker), None)
 
     def _stand_aside(self, epoch: wire.Epoch, operation: Operation) -> None:
-        """The others go on without this worker. It keeps what it has in case they cannot, and then raises."""
+        """Wait while the others continue without this worker, keeping its state in case they fail; then raise."""
         assert self.control is not None
         operation.suspend()
         self.close()
         self.control.ready(epoch.number, self._state(operation))
         self.control.stand_aside(epoch.number)
-        raise EpochChanged(f"epoch {epoch.number} was given up")
+        raise EpochChanged(f"epoch {epoch.number} was cancelled")
 
     def _enter(self, epoch: wire.Epoch, operation: Operation, started: float) -> bytes | None:
         control = self.control
@@ -316,7 +320,7 @@ class Engine:
         control.ready(epoch.number, {**self._state(operation), **about})
         go = control.wait_go(epoch.number)
         if go is None:
-            raise EpochChanged(f"epoch {epoch.number} was overtaken")
+            raise EpochChanged(f"epoch {epoch.number} was superseded")
         exchanged = time.monotonic()
         states = [go.states[member.worker] for member in epoch.members]
         if self._fabric is not None:
@@ -339,7 +343,9 @@ class Engine:
         return result
 
     def report_again(self, operation: Operation) -> None:
-        """This worker has the state now: a coordinator that has lost its store must not take it for a joiner."""
+        """Report that this worker has the state now, so that a coordinator without its store does not count it as a
+        joiner.
+        """
         if self.control is not None:
             self.control.ready(self._world.epoch, self._state(operation))
 
@@ -353,7 +359,7 @@ class Engine:
         }
 
     def _open(self, epoch: wire.Epoch, rank: int) -> None:
-        """Builds the communicator in a thread: its constructor blocks on a peer that died between go and connect."""
+        """Build the communicator in a thread: its constructor blocks on a peer that died between go and connect."""
         attempt = Connecting(self._connect, epoch, rank)
         control = self.control
         assert control is not None
@@ -362,14 +368,14 @@ class Engine:
             control.condition.wait_for(lambda: attempt.finished or control.failed_since(epoch.number))
         communicator = attempt.take()
         if communicator is None:
-            raise EpochChanged(f"epoch {epoch.number} was overtaken while connecting")
+            raise EpochChanged(f"epoch {epoch.number} was superseded while connecting")
         with self._lock:
             self._communicator = WatchedCommunicator(communicator, self.activity)
         self.activity.epoch = epoch.number
-        self.check()  # a failure heard of just before would find nothing to abort
+        self.check()  # a failure received just before would have found no communicator to abort
 
     def _catch_up(self, operation: Operation, states: Sequence[Report]) -> bytes | None:
-        """Brings those that are one operation behind up to the others; leaves the reports for `Operation.plan`."""
+        """Bring members that are one operation behind up to date; store the reports for `Operation.plan`."""
         positions = [state["position"] if state["has_state"] else None for state in states]
         known = [position for position in positions if position is not None]
         assert known, "an epoch without state is not published"

@@ -1,8 +1,8 @@
-"""One pass over evaluation data: batches dealt out, a dead rank's dealt again, results on every rank at the end.
+"""One pass over evaluation data: batches are distributed, and those of a dead rank redistributed.
 
-Each rank runs its share without communication. At the end the ranks exchange what each batch gave (logged values), so a
-dead rank's batches, and only these, are run again by the others, and every rank has the results of all batches in the
-same order whatever the world was.
+Each rank runs its share without communication. At the end the ranks exchange the results of their batches (logged
+values). The survivors repeat only a dead rank's batches, and every rank has the results of all batches in the same
+order, whatever the size of the world was.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from unicron_lightning.worker.operations import pack_parts
 
 
 def plan_evaluation(num_batches: int, reports: Sequence[Report | None], rank: int) -> list[int]:
-    """The batches that ``rank`` is to run, from what each rank has run so far (None: not begun).
+    """The batches for ``rank``, from the batches that each rank has run so far (None: not begun).
 
-    If nobody is known to have begun, each gets its share of the whole; else what nobody has run is dealt out.
+    If no rank has begun, each gets its share of the whole; otherwise the batches that no rank has run are distributed.
     """
     if all(report is None for report in reports):
         return share(range(num_batches), rank, len(reports))
@@ -31,9 +31,9 @@ class Evaluation:
 
     Args:
         num_batches: of the whole pass.
-        run: runs one batch, by number, and keeps what it gives.
+        run: runs one batch, by number, and keeps its results.
         finished: numbers of the batches that this rank has run so far; ``run`` adds to it.
-        results: this rank's results as bytes, once nothing is missing.
+        results: returns this rank's results as bytes, once no batch is missing.
     """
 
     name = "evaluation"

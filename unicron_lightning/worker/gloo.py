@@ -1,9 +1,9 @@
-"""gloo behind the communicator seam.
+"""gloo as a communicator.
 
-gloo has no abort: a rank whose ring neighbours live waits for a dead rank until the time-out, and a partly written send
-may never learn of its peer's death. So: waits are in Python; abort shuts down the group's own sockets, which releases
-the peers as well; and a group with a collective that gloo has not given back is buried: a thread drops it when the
-last of its works has ended, at the latest after the operation time-out.
+gloo has no abort: a rank whose ring neighbours are alive waits for a dead rank until the time-out, and a partly written
+send may never detect its peer's death. Therefore waits are in Python, and an abort shuts down the group's own sockets,
+which also releases the peers. A group with unfinished collectives is buried: a thread drops it when the last of them
+has ended, at the latest after the operation time-out.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from torch import Tensor
 from unicron_lightning.worker.communicator import Gate, Handle
 
 OPERATION_TIMEOUT: Final = timedelta(seconds=300)
-"""Bounds a buried group's life. A wait that outlasts it (a peer's very slow step) costs a new communicator, no work."""
+"""Bound on the life of a buried group. A longer wait (for a very slow peer) costs a new communicator, but no work."""
 BURIED_POLL_SECONDS: Final = 0.05
 
 
 class Ending(Protocol):
-    """What gloo may not have given back yet, such as a `Handle`."""
+    """An operation that gloo may not have finished yet, such as a `Handle`."""
 
     @property
     def done(self) -> bool:
-        """Whether it has."""
+        """Whether it has ended."""
         ...
 
 
 class GlooGroup:
     """One gloo process group whose connections can be cut.
 
-    The constructor blocks until all peers are there; run it in a thread if a peer may be dead.
+    The constructor blocks until all peers are connected; run it in a thread if a peer may be dead.
 
     Args:
-        store: a client used by nobody else, with a prefix fresh to this group.
+        store: a client without other users, with a prefix fresh to this group.
         rank: this worker's place.
         world: number of members.
         host: address of this machine that peers can reach.
@@ -62,32 +62,34 @@ class GlooGroup:
         self.was_cut = False
 
     def cut(self) -> None:
-        """Shuts the connections down: what waits in them, here and at the peers, fails. From any thread."""
+        """Shut the connections down, so that waits in them fail, here and at the peers. Callable from any thread."""
         self.was_cut = True
         for connection in self._sockets:
-            with contextlib.suppress(OSError):  # the peer was faster
+            with contextlib.suppress(OSError):  # the peer has closed it already
                 connection.shutdown(socket.SHUT_RDWR)
 
     def disconnected(self) -> bool:
-        """Whether gloo has closed all its connections, as it does soon after a cut: it writes to no tensor any more."""
+        """Whether gloo has closed all its connections, as it does soon after a cut, and no longer writes to any
+        tensor.
+        """
         return not any(self._open())
 
     def broken(self) -> bool:
-        """Whether gloo has closed any of its connections: this process has cut it, or the other end has."""
+        """Whether gloo has closed any of its connections, because of a cut here or at the other end."""
         return not all(self._open())
 
     def _open(self) -> Iterator[bool]:
         return (_target(descriptor) == target for descriptor, target in self._descriptors)
 
     def close(self, handles: Sequence[Ending] = ()) -> None:
-        """Cuts, and lets go of the group when ``handles`` have ended."""
+        """Cut, and release the group when ``handles`` have ended."""
         backend, self.backend = self.backend, None
         if backend is None:
             return
-        self.cut()  # again, for those that a cut in another thread has not come to yet
+        self.cut()  # again, for connections that a cut in another thread has not reached yet
         for connection in self._sockets:
             connection.close()
-        # The destructor joins gloo's threads, which may be stuck: never on the training thread.
+        # The destructor joins gloo's threads, which may be stuck, so it must never run on the training thread.
         _GRAVEYARD.bury(backend, list(handles))
 
 
@@ -95,7 +97,7 @@ class GlooCommunicator:
     """Collectives of one epoch over gloo; CPU tensors.
 
     Args:
-        store, rank, world, host, timeout: as for `GlooGroup`, the constructor of which is called here.
+        store, rank, world, host, timeout: as for `GlooGroup`, whose constructor is called here.
     """
 
     tells_success = True
@@ -119,13 +121,13 @@ class GlooCommunicator:
         return self._start(lambda group: group.broadcast(tensor, root))
 
     def all_to_all(self, sent: Tensor, sent_to: list[int], received: Tensor, received_from: list[int]) -> Handle:
-        """Starts sending each rank its stretch of ``sent``, and filling ``received`` with what they send.
+        """Start sending each rank its part of ``sent``, and filling ``received`` with the ranks' parts.
 
         Args:
             sent: one dimension, contiguous.
-            sent_to: the stretches' numbers of elements, in rank order.
+            sent_to: number of elements for each rank, in rank order.
             received: as ``sent``, of the same type.
-            received_from: as ``sent_to``.
+            received_from: number of elements from each rank, in rank order.
         """
         return self._start(lambda group: group.alltoall_base(received, sent, received_from, sent_to))
 
@@ -154,7 +156,7 @@ class GlooCommunicator:
         assert group is not None and callable(begin)
         try:
             handle = self._gate.watch(begin(group))
-        except RuntimeError as error:  # a dead peer may be noticed when the collective is started
+        except RuntimeError as error:  # a dead peer may be detected when the collective is started
             self.abort(str(error).splitlines()[0][:200])
             self._gate.check()
             raise
@@ -164,7 +166,7 @@ class GlooCommunicator:
 
 
 def _inet_sockets() -> set[tuple[int, str]]:
-    """File descriptors of this process's sockets with their inodes (a closed descriptor may be given out again)."""
+    """File descriptors of this process's sockets with their inodes, since a closed descriptor may be reused."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         target = _target(int(name))
@@ -174,7 +176,7 @@ def _inet_sockets() -> set[tuple[int, str]]:
 
 
 def _target(descriptor: int) -> str:
-    """What a file descriptor of this process stands for; empty if it is closed."""
+    """Target of a file descriptor of this process; empty if it is closed."""
     try:
         return os.readlink(f"/proc/self/fd/{descriptor}")
     except OSError:
@@ -184,9 +186,9 @@ def _target(descriptor: int) -> str:
 def _connected(
     new: set[tuple[int, str]], store: dist.Store, rank: int, world: int
 ) -> tuple[list[socket.socket], list[tuple[int, str]]]:
-    """Duplicates of the group's own connections among the new sockets, and which of those they are.
+    """Duplicates of the group's own connections among the new sockets, and the original descriptors.
 
-    Another thread may have opened sockets meanwhile, so the group's are told by ports: one end of each of gloo's
+    Another thread may have opened sockets meanwhile, so the group's are identified by ports: one end of each of gloo's
     connections is a port on which a member listens. The listening ports are exchanged through the store.
     """
     candidates, listening = [], []
@@ -219,7 +221,7 @@ def _connected(
 
 
 class _Graveyard:
-    """Drops aborted groups when gloo has given back their works. Its thread lives only while there is one to drop."""
+    """Drops aborted groups when gloo has finished their operations. Its thread lives only while a group is buried."""
 
     def __init__(self) -> None:
         self._lock = threading.Condition()
@@ -234,12 +236,14 @@ class _Graveyard:
                 self._thread.start()
 
     def wait_empty(self, timeout: float) -> bool:
-        """Waits until nothing is buried; False after ``timeout`` seconds."""
+        """Wait until nothing is buried; return False after ``timeout`` seconds."""
         with self._lock:
             return self._lock.wait_for(lambda: self._thread is None, timeout)
 
     def leave(self) -> None:
-        """The process ends: what is still stuck must not be destroyed by the interpreter, which would wait for it."""
+        """At the end of the process: keep the interpreter from destroying stuck groups, since it would wait for
+        them.
+        """
         with self._lock:
             for group, _ in self._buried:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
@@ -249,7 +253,7 @@ class _Graveyard:
             with self._lock:
                 free = [entry for entry in self._buried if all(handle.done for handle in entry[1])]
                 self._buried = [entry for entry in self._buried if not all(handle.done for handle in entry[1])]
-            free.clear()  # runs the destructors here
+            free.clear()  # runs the destructors in this thread
             with self._lock:
                 if not self._buried:
                     self._thread = None
@@ -262,10 +266,10 @@ _GRAVEYARD = _Graveyard()
 
 
 def leave_buried() -> None:
-    """Lets the process end at once although closed communicators may still be stuck in the library."""
+    """Let the process end at once, although closed communicators may still be stuck in the library."""
     _GRAVEYARD.leave()
 
 
 def wait_buried(timeout: float) -> bool:
-    """Waits until all closed communicators of this process have been dropped; False after ``timeout`` seconds."""
+    """Wait until all closed communicators of this process have been dropped; return False after ``timeout`` seconds."""
     return _GRAVEYARD.wait_empty(timeout)

@@ -1,7 +1,7 @@
-"""Has faults strike this worker where its program passes the engine's points (docs/faults.md).
+"""Injects faults into this worker at the engine's points (docs/faults.md).
 
-It takes the place of `Engine.fault`, which is nothing as long as nothing is injected. A strike is in the event log
-before it happens: the coordinator is asked, which also knows what has struck this worker's predecessors.
+The injector replaces `Engine.fault`, which does nothing without injected faults. A strike is in the event log before it
+happens: the worker first asks the coordinator, which also knows the strikes on this worker's predecessors.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from unicron_lightning.worker.engine import Engine
 logger = logging.getLogger(__name__)
 
 NOTED_SECONDS: Final = 30.0
-"""How long a fault waits to be noted: the coordinator may be away. One that nobody would know of does not strike."""
+"""Time to wait for the note of a fault, since the coordinator may be down. An unrecorded fault does not strike."""
 _OUTSIDE: Final = ("validation", SCRIPT)
-"""Phases that are no part of an operation."""
+"""Phases outside any operation."""
 
 
 class Injector:
-    """One worker's faults. Asked by the training thread at each point; `add` may be called by any thread.
+    """One worker's faults. The training thread calls it at each point; any thread may call `add`.
 
     Args:
-        engine: whose points it hears of.
-        claim: asked before each strike whether it may happen, with the fault's key; does what a worker cannot do to
-            itself. Default: the coordinator by way of the agent.
+        engine: the engine whose points are observed.
+        claim: asked before each strike for permission, with the fault's key; performs actions that a worker cannot do
+            to
+            itself. Default: the coordinator, through the agent.
     """
 
     def __init__(self, engine: Engine, claim: Callable[[str, Fault, Point], bool] | None = None) -> None:
@@ -57,18 +58,18 @@ class Injector:
 
     @classmethod
     def of(cls, engine: Engine) -> Injector:
-        """The engine's injector; installed if there is none."""
+        """The engine's injector, installed if necessary."""
         if not isinstance(engine.fault, cls):
             engine.fault = cls(engine)
         return engine.fault
 
     def add(self, key: str, fault: Fault, seed: int = 0) -> None:
-        """From now on a fault is looked out for.
+        """Add a fault to watch for.
 
         Args:
-            key: names it in the task; the same in all workers.
-            fault: which; one of another task is none.
-            seed: for what is drawn, if it has none of its own.
+            key: the fault's name in the task; the same in all workers.
+            fault: the fault; ignored if it is for another task.
+            seed: for random choices, if the fault has no seed of its own.
         """
         own = self._own
         if fault.task not in (None, own.task if own else None):
@@ -78,14 +79,14 @@ class Injector:
         self._watches = [*self._watches, (key, watch)]
 
     def order(self, order: wire.Inject) -> None:
-        """From the control thread: an operator's order, meant for this worker."""
+        """From the control thread: add an operator's fault for this worker."""
         try:
             self.add(order.key, parse(order.fault))
-        except ConfigError as error:  # a newer coordinator's: this thread must live
+        except ConfigError as error:  # sent by a newer coordinator; this thread must survive
             logger.error("fault_unreadable error=%s", error)
 
     def __call__(self, phase: str, *where: Any) -> None:
-        """The engine's point: strikes what is due."""
+        """Handle the engine's point: inject all faults that are due."""
         self._others(phase, *where)
         now = time.monotonic()
         if phase == "micro_batch" and self._started is not None:
@@ -147,7 +148,7 @@ class Injector:
                 strikes.corrupt_next_gradient(where[2])
 
     def _drag(self, point: Point) -> None:
-        """Of a slow worker: what the micro-batch that begins takes longer than the one before."""
+        """Delay a slow worker's micro-batch in proportion to the duration of the one before."""
         if self._slow is None:
             return
         factor, until, last = self._slow
@@ -157,12 +158,12 @@ class Injector:
         time.sleep((factor - 1) * self._took)
 
     def _noted(self, key: str, fault: Fault, point: Point) -> bool:
-        """Whether it may strike, and is in the event log."""
+        """Whether the fault may strike and is in the event log."""
         control = self._engine.control
         if control is None:
             number = self._struck.get(key, 0)
             if fault.kind in ("kill agent", "kill coordinator", "drop network", "stop"):
-                logger.error("fault_refused fault=%r reason=there is no agent", text(fault))
+                logger.error("fault_refused fault=%r reason=no agent", text(fault))
                 return False
             self._struck[key] = number + 1
             return fault.most is None or number < fault.most

@@ -1,7 +1,7 @@
-"""Who computes which micro-batches of a step: pure functions, the same answer on every rank.
+"""Division of a step's micro-batches over the ranks: pure functions with the same result on every rank.
 
-A step is the micro-batches ``0..M-1``. Shares are dealt round-robin, so a step's normal shares and the dealing of a
-lost rank's micro-batches (UNICRON section "resume from partial results") are one rule applied to different lists.
+A step consists of the micro-batches ``0..M-1``. Shares are distributed round-robin; the redistribution of a lost rank's
+micro-batches (UNICRON section "resume from partial results") applies the same rule to another list.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from unicron_lightning.worker.balance import deal
 
 
 def share(micro_batches: Sequence[int], rank: int, world: int) -> list[int]:
-    """The part of ``micro_batches`` that falls to ``rank`` of ``world`` ranks, in order."""
+    """The share of ``micro_batches`` for ``rank`` of ``world`` ranks, in order."""
     if not 0 <= rank < world:
         raise ValueError(f"rank {rank} is not in 0..{world - 1}")
     return list(micro_batches[rank::world])
@@ -21,11 +21,12 @@ def share(micro_batches: Sequence[int], rank: int, world: int) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """What one rank has of the step in progress.
+    """One rank's finished work of the step in progress.
 
     Attributes:
         finished: micro-batches summed into its local gradients.
-        reduced: buckets whose all-reduce completed here; they hold every finished micro-batch, the dead's included.
+        reduced: buckets whose all-reduce completed here; they include every finished micro-batch, also those of dead
+            ranks.
     """
 
     finished: frozenset[int]
@@ -34,13 +35,13 @@ class StepReport:
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
-    """What remains of a step for one rank.
+    """Remaining work of a step for one rank.
 
     Attributes:
         todo: micro-batches to compute, in order.
-        held: buckets that some ranks have reduced and others have not, with the rank that hands each out.
-        reduced: buckets that need no reduction any more, ``held`` included.
-        lost: micro-batches that nobody present has finished, over all ranks.
+        held: buckets that some ranks have reduced and others have not, with the rank that sends each.
+        reduced: buckets that need no further reduction, ``held`` included.
+        lost: micro-batches that no present rank has finished.
     """
 
     todo: tuple[int, ...]
@@ -56,18 +57,20 @@ def plan_step(
     rank: int,
     counts: Sequence[int] | None = None,
 ) -> StepPlan:
-    """Plans the rest of a step from what each rank has of it (None: nothing yet).
+    """Plan the rest of a step from each rank's report (None: nothing yet).
 
-    A bucket that is complete anywhere is handed out from the lowest such rank and not reduced again. What a dead rank
-    would have said in the commit (its loss, what it logged) is in no bucket, so its micro-batches are computed again
-    even if every bucket is complete.
+    A bucket that is complete on any rank is sent from the lowest such rank and not reduced again. A dead rank's values
+    for
+    the commit (its loss, its logged values) are in no bucket, so its micro-batches are recomputed even if every bucket
+    is
+    complete.
 
     Args:
         micro_batches: all of the step.
         num_buckets: number of gradient buckets.
-        reports: by rank; their number is the world.
-        rank: whose plan it is.
-        counts: by rank, how many of a step that nobody has begun it gets; None: dealt round-robin.
+        reports: by rank; their number is the world's size.
+        rank: rank to plan for.
+        counts: share of each rank in a step that no rank has begun; None: distributed round-robin.
     """
     world = len(reports)
     held: list[tuple[int, int]] = []

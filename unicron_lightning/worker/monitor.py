@@ -1,14 +1,14 @@
-"""The control thread's look at the training thread: is it overdue, and what is it doing?
+"""The control thread's check of the training thread: whether it is overdue, and its current activity.
 
 A step is overdue when its core phases have taken longer than the statistics allow (about 3x the average), another
-phase when it has shown no sign of life for its time. Left out is the time in which the whole process stood still (this
-thread woke late: a stalled machine, a collection of garbage, a stop signal) or the training thread waited for a CPU
-(the kernel tells): neither is a hang. Nor is it one to compute, or to stand on a machine with far more to do than
-CPUs, where a thread waits for the interpreter's lock while its holder waits for a CPU: that is given `BUSY` times the
-limit. A hang of one rank makes all of them overdue; who it is, the coordinator finds.
+phase when it has shown no progress for its time limit. Excluded is time in which the whole process was stopped (the
+control thread woke late: a stalled machine, a garbage collection, a stop signal) or the training thread waited for a
+CPU (as reported by the kernel), since neither is a hang. Computing is no hang either, nor is waiting on an overloaded
+machine, where a thread waits for the interpreter's lock while its holder waits for a CPU: both get `BUSY` times the
+limit. A hang of one rank makes all ranks overdue; the coordinator determines which rank hangs.
 
-Costs nothing on the training thread; here 20 microseconds, or 300 on a busy machine, where each look begins with cold
-caches: hence `TICK_SECONDS`, which a hang is noticed later by at most.
+A check costs the training thread nothing and takes 20 microseconds, or 300 on a busy machine, where it begins with cold
+caches. The interval `TICK_SECONDS` follows from this and bounds the additional delay of detection.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ logger = logging.getLogger(__name__)
 
 TICK_SECONDS: Final = 0.1
 BUSY: Final = 3.0
-"""Who has computed on the CPU for most of the time is slow (caches and memory are shared), and fails so much later."""
+"""Factor on the limit for a thread that has mostly been computing: shared caches and memory can slow it down."""
 AGAIN_SECONDS: Final = 1.0
-"""Who is overdue says so again, as a coordinator that was away has not heard."""
+"""Interval at which an overdue state is reported again, for a coordinator that was down."""
 CROWDED: Final = 2.0
-"""Threads that run or would, for each CPU, from which a machine is crowded."""
+"""Runnable threads per CPU from which on a machine is overloaded."""
 _LATE_SECONDS: Final = 0.05
-"""Waking later than this means that the process could not run; the interpreter's lock alone costs less."""
+"""Delay of a wake-up beyond which the process was not running; the interpreter's lock alone costs less."""
 
 
 class Monitor:
-    """Statistics of the steps, and the question whether the present one is overdue.
+    """Statistics of the steps, and the check whether the present one is overdue.
 
     Args:
         worker: this worker's identity.
-        activity: what the training thread does.
-        on_cpu: whether the training thread computes itself: else it may spin in a wait for an accelerator.
+        activity: the training thread's activity.
+        on_cpu: whether the training thread computes on the CPU; otherwise it may spin while waiting for an accelerator.
     """
 
     def __init__(self, worker: str, activity: Activity, *, on_cpu: bool = True) -> None:
@@ -52,30 +52,30 @@ class Monitor:
         self._load = "/proc/loadavg"
         self._due: float | None = None
         self._step = 0
-        """The step that the next two are about."""
+        """The step that `_excused` and `_before` refer to."""
         self._excused = 0.0
-        """Seconds of it in which the process has not run."""
+        """Seconds of this step in which the process was not running."""
         self._on_cpu = on_cpu
         self._before: tuple[float, float] | None = None
-        """What the kernel said of the thread when the step was first seen."""
+        """The kernel's times of the thread when the step was first seen."""
         self._told: wire.Doing | None = None
         self._told_at = 0.0
 
     def limit(self, limits: wire.WatchLimits) -> None:
-        """The coordinator's word on what is overdue."""
+        """Set the coordinator's limits."""
         self.statistics.limits = limits
 
     def take(self) -> None:
-        """Take in the steps that were finished since."""
+        """Add the steps finished since the last call."""
         finished = self.activity.finished
         self.statistics.take([finished.popleft() for _ in range(len(finished))])
 
     def summary(self) -> Summary:
-        """The statistics up to the last look."""
+        """The statistics up to the last check."""
         return self.statistics.summary()
 
     def pace(self) -> wire.Pace:
-        """The same, for the coordinator."""
+        """The statistics in the form that is sent to the coordinator."""
         known = self.summary()
         return wire.Pace(
             steps=known.steps,
@@ -89,7 +89,7 @@ class Monitor:
         )
 
     def tick(self) -> tuple[float, wire.Doing | None]:
-        """A look: seconds until the next one, and what is to be told, if anything."""
+        """Check the training thread; return the seconds until the next check, and the message to send, if any."""
         now = self.activity.clock()
         late = 0.0 if self._due is None else now - self._due
         self.take()
@@ -98,17 +98,17 @@ class Monitor:
         return TICK_SECONDS, told
 
     def look(self, late: float = 0.0) -> wire.Doing:
-        """What the training thread does; ``late``: for how long until now the process has not run."""
+        """The training thread's activity; ``late`` is the time until now in which the process was not running."""
         now, moment, step = self.activity.clock(), self.activity.now, self.activity.step
         if step != self._step:
             self._step, self._excused, self._before = step, 0.0, None
-            self._scheduled()  # from now on
+            self._scheduled()  # starts the count
         self._excused += min(late, now - self.activity.began)
         limit, seconds = self._limit(moment), now - moment.since
         if moment.phase in CORE:
             seconds += moment.core
             if not moment.waiting:
-                seconds -= moment.waited  # whom this rank has waited for, and no more, is not overdue itself
+                seconds -= moment.waited  # a rank that has only waited for others is not overdue itself
             if limit is not None and seconds > 0.5 * limit:
                 ran, waited = self._scheduled()
                 seconds -= self._excused + waited
@@ -133,7 +133,7 @@ class Monitor:
             known = self.statistics.limit(steady=moment.steady)
             return limits.stall_time if known is None else min(known, limits.stall_time)
         if moment.phase in ("recovery", "hold", "over"):
-            return None  # the coordinator has a time for the first; the others take as long as they take
+            return None  # the coordinator limits a recovery; the others have no limit
         times = {"data": limits.data_time, "hooks": limits.hook_time, "start": limits.start_time}
         return times.get(moment.phase, limits.stall_time)
 
@@ -155,19 +155,19 @@ class Monitor:
     def _scheduled(self) -> tuple[float, float]:
         """Seconds that the training thread has run, and has waited for a CPU, since this step was first seen."""
         try:
-            file = os.open(self._schedule, os.O_RDONLY)  # a third of what `Path.read_text` costs
+            file = os.open(self._schedule, os.O_RDONLY)  # takes a third of the time of `Path.read_text`
             try:
                 ran, waited = (int(field) / 1e9 for field in os.read(file, 100).split()[:2])
             finally:
                 os.close(file)
-        except (OSError, ValueError):  # kernels without it
+        except (OSError, ValueError):  # not provided by all kernels
             return 0.0, 0.0
         if self._before is None:
             self._before = ran, waited
         return ran - self._before[0], waited - self._before[1]
 
     def _crowded(self) -> bool:
-        """Whether the machine has far more to do than CPUs, now or over the last minute."""
+        """Whether far more threads are runnable than the machine has CPUs, now or over the last minute."""
         try:
             minute, _, _, running, *_ = Path(self._load).read_text().split()
             runnable = max(float(minute), float(running.partition("/")[0]))

@@ -1,9 +1,10 @@
-"""NCCL behind the communicator seam, with gloo for what lives in host memory.
+"""NCCL as a communicator, with gloo for tensors in host memory.
 
-Two rules keep it right, since after an error NCCL's works look completed whether they are or not, and since its calls
-may block (docs/decisions/0018): a reduction counts only through the commit (`tells_success` is false), and a helper
-thread owns each group (`owned.OwnedGroup`). The agent sets the variables that NCCL needs (`agent.nccl_environment`).
-docs/protocol.md says what has been seen on hardware.
+After an error NCCL's works look completed whether they are or not, and its calls may block (docs/decisions/0018). Two
+rules follow: only the commit confirms reductions (`tells_success` is false), and a helper thread owns each group
+(`owned.OwnedGroup`). The agent sets the variables that NCCL needs (`agent.nccl_environment`). docs/protocol.md lists
+the
+tests on hardware.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from unicron_lightning.worker.owned import OwnedGroup, OwnedHandle
 
 BROKEN_FROM: Final = (2, 28, 3)
 BROKEN_TO: Final = (2, 28, 8)
-"""First and last version of NCCL whose abort is known to be broken: NVIDIA's resiliency extension excludes them too."""
+"""First and last version of NCCL with a broken abort; NVIDIA's resiliency extension excludes them too."""
 
 MakeGroup = Callable[[dist.Store, int, int], Any]
 
 
 class HostCommunicator(Protocol):
-    """What carries tensors in host memory, as `gloo.GlooCommunicator`."""
+    """A communicator for tensors in host memory, such as `gloo.GlooCommunicator`."""
 
     def all_reduce(self, tensor: Tensor) -> Handle: ...
     def all_gather(self, received: Tensor, sent: Tensor) -> Handle: ...
@@ -39,12 +40,12 @@ class HostCommunicator(Protocol):
     def abort(self, reason: str) -> None: ...
     def close(self) -> None: ...
     def broken(self) -> bool:
-        """Tell whether a peer's connection has been closed."""
+        """Whether a peer's connection has been closed."""
         ...
 
 
 def refusal(device: torch.device, version: tuple[int, ...] | None) -> str | None:
-    """Say why workers on this device could not recover, None if they can.
+    """The reason why workers on this device could not recover, None if they can.
 
     Args:
         device: of the gradients.
@@ -66,7 +67,7 @@ def check_device(device: torch.device) -> None:
     """Check that workers on this device can recover.
 
     Raises:
-        ConfigError: they can't; see `refusal`.
+        ConfigError: they cannot; see `refusal`.
     """
     version = None
     if device.type == "cuda" and dist.is_nccl_available():
@@ -76,7 +77,7 @@ def check_device(device: torch.device) -> None:
 
 
 def make_group(store: dist.Store, rank: int, world: int, device: torch.device) -> Any:
-    """A process group of NCCL that is not connected yet."""
+    """Build an unconnected process group of NCCL."""
     torch.cuda.set_device(device)
     options = dist.ProcessGroupNCCL.Options()
     options.config.blocking = 0  # so that abort also ends a communicator that is still being set up
@@ -87,7 +88,7 @@ def make_group(store: dist.Store, rank: int, world: int, device: torch.device) -
 class NcclCommunicator:
     """Collectives of one epoch: tensors on the accelerator over NCCL, others over ``host``.
 
-    The constructor blocks until all peers are there, one of them is lost, or the attempt to connect is abandoned.
+    The constructor blocks until all peers are connected, a peer is lost, or the attempt is abandoned.
 
     Args:
         store: prefix fresh to this epoch.
@@ -97,7 +98,7 @@ class NcclCommunicator:
         make: builds the library's group.
 
     Raises:
-        CommunicatorAborted: it could not be connected.
+        CommunicatorAborted: the group could not be connected.
     """
 
     tells_success = False
@@ -159,7 +160,7 @@ class NcclCommunicator:
         return self._owned.released(seconds)
 
     def _given_up(self) -> str | None:
-        """Why the connection will not come about: NCCL itself would wait for its time-out."""
+        """The reason why the connection cannot be established; NCCL itself would wait for its time-out."""
         if abandoned():
-            return "the epoch was overtaken while connecting"
+            return "the epoch was superseded while connecting"
         return "a peer was lost while connecting" if self._host.broken() else None

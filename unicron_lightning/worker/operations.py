@@ -19,13 +19,13 @@ _sizes = msgspec.json.Decoder(list[int]).decode
 
 
 def pack_parts(parts: Sequence[bytes]) -> bytes:
-    """Several byte strings as one."""
+    """Join several byte strings into one."""
     header = _encode([len(part) for part in parts])
     return b"".join([len(header).to_bytes(8, "little"), header, *parts])
 
 
 def unpack_parts(data: bytes) -> list[bytes]:
-    """The byte strings that `pack_parts` was given."""
+    """The byte strings that were joined by `pack_parts`."""
     offset = 8 + int.from_bytes(data[:8], "little")
     parts = []
     for size in _sizes(data[8:offset]):
@@ -35,7 +35,7 @@ def unpack_parts(data: bytes) -> list[bytes]:
 
 
 class Indivisible:
-    """The part of an operation that is done again as a whole: there is nothing to keep of an attempt that failed."""
+    """Base of operations that are repeated as a whole, since a failed attempt leaves nothing to keep."""
 
     def suspend(self) -> None:
         pass
@@ -48,11 +48,11 @@ class Indivisible:
 
 
 class Agreement(Indivisible):
-    """Every rank learns every rank's payload; the result is `pack_parts` of them in rank order.
+    """Every rank receives every rank's payload; the result is `pack_parts` of them in rank order.
 
     Args:
-        name: tells this use apart, so that scripts which take different paths are noticed.
-        payload: what this rank says, given its rank in the world in which it is said.
+        name: identifies this use, so that scripts on different paths are detected.
+        payload: returns this rank's payload, given its rank in the current world.
     """
 
     def __init__(self, name: str, payload: Callable[[int], bytes]) -> None:
@@ -69,11 +69,11 @@ class Agreement(Indivisible):
 
 
 class LeaderAction(Agreement):
-    """Something that one process does for all, such as writing a file; done again by another if that one dies.
+    """An action of one process for all, such as writing a file; repeated by another process after a failure.
 
     Args:
         name: as for `Agreement`.
-        action: run by rank 0; done at least once, and to its end, before the operation completes.
+        action: run by rank 0; completed at least once before the operation completes.
     """
 
     def __init__(self, name: str, action: Callable[[], None]) -> None:
@@ -90,17 +90,17 @@ class LeaderAction(Agreement):
 
 
 class Join(Indivisible):
-    """At a step boundary: members that have no state get it from the first that has.
+    """The admission of joiners at a step boundary: members without state receive it from the first member with state.
 
-    It completes when all members have the state in hand, so a donor that has left the boundary proves that no joiner
+    The operation completes when all members have the state, so a donor that has left the boundary proves that no joiner
     needs it any more.
 
     Args:
-        donate: gives this worker's state as bytes; called at most once, only where someone needs it.
+        donate: returns this worker's state as bytes; called at most once, only if a member needs it.
 
     Attributes:
-        received: the state as received, None on workers that had it.
-        parts: whether the members have met to be started anew (an epoch of kind ``relayout``): the same on all.
+        received: the received state, None on workers that had it.
+        parts: whether all members are to be restarted (an epoch of kind ``relayout``): the same on all.
     """
 
     name = JOIN
@@ -155,12 +155,12 @@ class Join(Indivisible):
 
 
 class Parting(Indivisible):
-    """Waits, with what is needed in a checkpoint, for the end of the process: the task is to be started anew.
+    """Waits for the end of the process before the task is restarted, ready to take part in writing a checkpoint.
 
-    A failure meanwhile is entered as ever, since others may not have got that far.
+    A failure meanwhile is handled as usual, since other members may not have reached this point.
 
     Args:
-        tell: says to the coordinator that this worker waits; anew in each epoch.
+        tell: reports to the coordinator that this worker waits; called in each epoch.
     """
 
     name = "parting"
@@ -169,7 +169,7 @@ class Parting(Indivisible):
         self._tell = tell
 
     def plan(self, reports: Sequence[Report | None], rank: int) -> None:
-        """Everyone does the same."""
+        """All ranks do the same."""
 
     def attempt(self, engine: Engine) -> NoReturn:
         control, epoch = engine.control, engine.world.epoch
@@ -177,4 +177,4 @@ class Parting(Indivisible):
         self._tell()
         with control.condition:
             control.condition.wait_for(lambda: control.failed_since(epoch))
-        raise EpochChanged("the end has been put off by a failure")
+        raise EpochChanged("a failure has deferred the end")

@@ -1,9 +1,9 @@
 """A process group of a library that may block, owned by one helper thread.
 
-NCCL may block in the construction of a group, in its connection, in an abort and in its destructor, and after an error
-it cannot be told which collectives have completed. So one thread per group makes it, connects it by a first collective,
-looks for the completion of the others, aborts it and destroys it. The training thread and the control thread only leave
-work for the owner, and wait at a `Gate`, which an abort opens at once.
+NCCL may block in the construction of a group, in its connection, in an abort and in its destructor; after an error it
+does not report which collectives have completed. One thread per group therefore makes it, connects it by a first
+collective, polls the others for completion, aborts it and destroys it. The training thread and the control thread only
+queue work for the owner, and wait at a `Gate`, which an abort opens at once.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS: Final = 0.0002
 ENQUEUE_SECONDS: Final = 1.0
-"""How long the owner lets a collective that is just being enqueued come through before it aborts the group."""
+"""Time that the owner gives a collective being enqueued before it aborts the group."""
 
 
 class Work(Protocol):
     """The library's handle of one collective."""
 
     def is_completed(self) -> bool:
-        """Tell whether it has ended, well or not."""
+        """Whether the collective has ended, successfully or not."""
         ...
 
     def wait(self) -> Any:
-        """Raise RuntimeError if it has failed."""
+        """Raise RuntimeError if the collective has failed."""
         ...
 
 
@@ -45,7 +45,7 @@ class Group(Protocol):
 
 
 class OwnedHandle(Handle):
-    """One collective of an owned group; ``done`` once its owner has seen it succeed."""
+    """One collective of an owned group; ``done`` after its owner has seen it succeed."""
 
     __slots__ = ("owned", "tensor")
 
@@ -54,7 +54,7 @@ class OwnedHandle(Handle):
         self.done = False
         self.owned = work
         self.tensor = tensor
-        """Kept alive for as long as the library may write to it."""
+        """Kept alive while the library may write to it."""
 
     def succeeded(self) -> bool:
         return self.done
@@ -66,12 +66,12 @@ class OwnedGroup:
     Args:
         make: builds the group, on the owner's thread.
         first: starts the collective that connects the group, on the owner's thread.
-        failed: called with the reason when the library reports an error; any thread, must not block.
+        failed: called with the reason when the library reports an error; on any thread, must not block.
         name: of the thread.
 
     Attributes:
-        gate: where waiters are released.
-        fatal: an error by which the process must end, such as a CUDA error; None if there is none.
+        gate: releases waiters.
+        fatal: an error by which the process must end, such as a CUDA error; None without one.
     """
 
     def __init__(
@@ -94,11 +94,11 @@ class OwnedGroup:
         """Wait until the group is connected.
 
         Args:
-            look: called now and then; a reason to give up, or None.
+            look: called periodically; returns a reason to abort, or None.
             seconds: between two calls.
 
         Raises:
-            CommunicatorAborted: the group could not be connected, was aborted, or ``look`` had a reason.
+            CommunicatorAborted: the group could not be connected, was aborted, or ``look`` returned a reason.
         """
         while not self.gate.wait_for(lambda: self._connected, seconds):
             if (reason := look()) is not None:
@@ -109,8 +109,8 @@ class OwnedGroup:
         """Start a collective of ``tensor``.
 
         Raises:
-            CommunicatorAborted: the group is aborted, or the library refuses.
-            RuntimeError: an error of the accelerator: the process cannot go on.
+            CommunicatorAborted: the group is aborted, or the library reports an error.
+            RuntimeError: an error of the accelerator, after which the process cannot continue.
         """
         with self._enqueuing:
             self._check()
@@ -137,15 +137,15 @@ class OwnedGroup:
             self._check()
 
     def abort(self, reason: str) -> None:
-        """Release all waiters and have the owner abort the group; returns at once."""
+        """Release all waiters and let the owner abort the group; return at once."""
         self.gate.shut(reason)
 
     def released(self, seconds: float) -> bool:
-        """Wait until the aborted group writes to no tensor any more; False after ``seconds``."""
+        """Wait until the aborted group no longer writes to any tensor; return False after ``seconds``."""
         return self._released.wait(seconds)
 
     def join(self, seconds: float) -> bool:
-        """Wait until the group is destroyed; False after ``seconds``."""
+        """Wait until the group is destroyed; return False after ``seconds``."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
@@ -179,7 +179,7 @@ class OwnedGroup:
         self._end(group)
 
     def _serve(self) -> None:
-        """Until the abort: find out which collectives have succeeded."""
+        """Until the abort: detect successful collectives."""
         while self.gate.reason is None:
             with self.gate.condition:
                 waiting = list(self._on_the_way)
@@ -197,7 +197,9 @@ class OwnedGroup:
                 self.gate.condition.notify_all()
 
     def _succeed(self, ended: list[OwnedHandle]) -> None:
-        """Nothing else aborts this group, so what ended before its abort and reports no error has succeeded."""
+        """Mark collectives as successful: only this thread aborts the group, so an end without an error before is a
+        success.
+        """
         for handle in ended:
             handle.done = self.gate.reason is None
             self._on_the_way.remove(handle)
@@ -217,15 +219,15 @@ class OwnedGroup:
 
 
 def is_sticky(reason: str) -> bool:
-    """Tell whether an error message is one of the accelerator, after which the process can use it no more."""
+    """Whether an error message reports an accelerator error, after which the process cannot use the accelerator."""
     lowered = reason.lower()
     return "cuda error" in lowered or "unhandledcudaerror" in lowered or "unhandled cuda error" in lowered
 
 
 def abort_apart(groups: list[Any]) -> None:
-    """Abort groups of NCCL, each in a thread of its own and all at once; returns at once.
+    """Abort groups of NCCL in parallel, each in its own thread; return at once.
 
-    One after the other they can deadlock: an abort may synchronise the device behind another group's stuck kernel.
+    Sequential aborts can deadlock: an abort may synchronise the device behind another group's stuck kernel.
     """
     for number, group in enumerate(groups):
         threading.Thread(target=_abort, args=(group,), name=f"unicron-abort-{number}", daemon=True).start()

@@ -1,12 +1,13 @@
-"""Running statistics of a worker's steps: what is usual, what is slow, and after how long a step has failed.
+"""Running statistics of a worker's steps: the usual duration, slow steps, and the limit for a failed step.
 
-Pure: no clock, no thread. `StepStatistics.take` is given finished steps; a step in which something else was done than
-a step (validation, a checkpoint, a recovery), and the first of an epoch, does not count. Averages are of what is left
-when outliers are left out, so that one stall of the loader changes nothing.
+Pure: no clock, no thread. `StepStatistics.take` receives finished steps. Steps with other activities (validation, a
+checkpoint, a recovery) and the first step of an epoch do not count. Averages exclude outliers, so that a single stall
+of
+the loader changes nothing.
 
 From the paper (section on online statistical monitoring): an iteration over 1.1x the running average is degraded, over
-3x it has failed. Here the first is asked of the median of the last `RECENT` steps against those before, which do not
-move while it holds; the second is `StepStatistics.limit`.
+3x it has failed. Here the first rule compares the median of the last `RECENT` steps with the steps before, which stay
+fixed while the rule holds; the second rule is `StepStatistics.limit`.
 """
 
 from __future__ import annotations
@@ -21,37 +22,37 @@ from unicron_lightning import wire
 from unicron_lightning.worker.activity import StepTimes
 
 WARM_UP: Final = 5
-"""Steps after which the average counts."""
+"""Number of steps from which on the average counts."""
 WINDOW: Final = 100
 """Steps of the running average."""
 RECENT: Final = 20
-"""Steps of which the median is compared with those before: "for a sustained while"."""
+"""Steps whose median is compared with earlier ones: "for a sustained while"."""
 REFERENCE: Final = 200
-"""Steps that it is compared with."""
+"""Earlier steps in this comparison."""
 OUTLIER: Final = 3.0
-"""Steps longer than so many medians are left out of the average."""
+"""Steps longer than this multiple of the median are excluded from the average."""
 NOISE: Final = 2.0
-"""A step may take so many times what one in twenty takes: where steps vary that much, 3x the average is no failure."""
+"""Allowed multiple of the 95th percentile of step times: where steps vary that much, 3x the average is no failure."""
 CHANGED: Final = 10.0
-"""The first steps after a change may take so many times the average from before it."""
+"""Allowed multiple of the earlier average for the first steps after a change."""
 _SIGMA: Final = 1.4826
 """Standard deviation of a normal distribution in units of its median absolute deviation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """A worker's steps, in seconds.
+    """Statistics of a worker's steps, in seconds.
 
     Attributes:
-        steps: how many the average is of.
-        mean: of a step, outliers left out; None before `WARM_UP` steps.
+        steps: number of steps in the average.
+        mean: of a step, without outliers; None before `WARM_UP` steps.
         median: of the last `RECENT` steps.
-        usual: of the `REFERENCE` steps before those; None if they are too few.
-        spread: robust standard deviation of the latter.
-        busy: what one micro-batch takes this rank, waiting left out: median of the last `RECENT` steps.
+        usual: median of the `REFERENCE` steps before those; None if they are too few.
+        spread: robust standard deviation of the steps of ``usual``.
+        busy: time of one micro-batch on this rank without waiting: median of the last `RECENT` steps.
         micro_batches: of this rank, in the last step.
         phases: means of the last `RECENT` steps, by phase.
-        limit: core time after which a step has failed; None if that is not known.
+        limit: core time after which a step has failed; None if unknown.
     """
 
     steps: int
@@ -66,14 +67,14 @@ class Summary:
 
     @property
     def slowdown(self) -> float:
-        """How many times longer than usual the last steps took; 1 if that is within the noise, or not known."""
+        """Ratio of the last steps' time to the usual one; 1 if the difference is within the noise or unknown."""
         if self.median is None or not self.usual or self.median - self.usual <= self.spread:
             return 1.0
         return self.median / self.usual
 
 
 class StepStatistics:
-    """What is usual for one worker in the present world.
+    """The usual step times of one worker in the present world.
 
     Args:
         limits: factors and times.
@@ -92,7 +93,7 @@ class StepStatistics:
         self._limit: float | None = None
 
     def take(self, steps: Iterable[StepTimes]) -> None:
-        """More steps are finished."""
+        """Add finished steps."""
         counted = False
         for step in steps:
             if step.epoch != self._epoch:
@@ -106,14 +107,14 @@ class StepStatistics:
 
     @property
     def mean(self) -> float | None:
-        """Of a step in this epoch; None before `WARM_UP` steps."""
+        """Mean time of a step in this epoch; None before `WARM_UP` steps."""
         return self._mean
 
     def limit(self, *, steady: bool) -> float | None:
-        """Seconds in core phases after which the step in progress has failed; None if nothing is known to judge by.
+        """Seconds in core phases after which the step in progress has failed; None without any data.
 
         Args:
-            steady: whether the world has not changed in it.
+            steady: whether the world has not changed during the step.
         """
         if self._limit is not None and steady:
             return self._limit
@@ -121,7 +122,7 @@ class StepStatistics:
         return None if known is None else CHANGED * known + self.limits.change_time
 
     def summary(self) -> Summary:
-        """All that is known."""
+        """All statistics."""
         recent = [step.seconds for step in self._recent]
         busy = [step.busy for step in self._recent if step.busy is not None]
         usual, spread = None, 0.0
@@ -142,7 +143,7 @@ class StepStatistics:
         )
 
     def _change(self, step: StepTimes) -> None:
-        """Another world: what was usual is so no more. Its first step has the change in it."""
+        """Start statistics for another world. Its first step includes the change."""
         self._epoch = step.epoch
         self._before = self._mean or self._before
         self._mean = self._limit = None
@@ -157,7 +158,7 @@ class StepStatistics:
         self._recent.append(step)
 
     def _is_slow(self) -> bool:
-        """Whether the last steps are degraded: then they do not become what is usual."""
+        """Whether the last steps are degraded, in which case they do not become the reference."""
         if len(self._reference) < RECENT:
             return False
         usual = statistics.median(self._reference)

@@ -1,16 +1,16 @@
-"""One optimizer step up to its commit: micro-batches, overlapped reduction, commit, and what is left after a failure.
+"""One optimizer step up to its commit: micro-batches, overlapped reduction, commit, and the rest after a failure.
 
 Protocol (docs/protocol.md):
 
 1. Each rank runs its share of the step's micro-batches; gradients accumulate in local buckets without communication.
 2. During the backward of its last micro-batch it launches the all-reduces on *copies* of the buckets.
-3. When all are complete, the **commit**: one small all-gather, by which the ranks sum what else the step has given
-   (loss, logged values) and count who has seen a pending epoch; if all have, all switch at the end of the step. Nobody
-   steps the optimizer before it, so whoever has its result knows that every rank has every reduction.
-4. After a failure the survivors keep local buckets and completed reductions, and plan the rest (`ledger.plan_step`).
-   Where the library cannot tell which have completed (`Communicator.tells_success`), all reductions are done again.
+3. When all are complete, the **commit** follows: one small all-gather, by which the ranks sum the step's other results
+   (loss, logged values) and count the ranks that know of a pending epoch; if all do, all switch at the end of the step.
+   No rank steps the optimizer before the commit, so a rank with its result knows that every rank has every reduction.
+4. After a failure the survivors keep local buckets and completed reductions, and plan the rest (`ledger.plan_step`). If
+   the library does not report which reductions have completed (`Communicator.tells_success`), all are repeated.
 
-A micro-batch is atomic: nothing is raised inside its backward, and a failure is looked at only between micro-batches.
+A micro-batch is atomic: nothing is raised inside its backward, and failures are checked only between micro-batches.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ from unicron_lightning.worker.ledger import StepPlan, StepReport, plan_step
 
 DEVICE_POLL_SECONDS: Final = 0.0002
 RELEASE_SECONDS: Final = 30.0
-"""How long a buffer of an aborted reduction is waited for before a second one is allocated beside it."""
+"""Time to wait for the buffer of an aborted reduction before a second one is allocated."""
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(tuple[int, list[float]]).decode
 
 
 class Sums(Protocol):
-    """Anything else that is summed over a step's micro-batches: metrics, buffers, the loss."""
+    """Other sums over a step's micro-batches: metrics, buffers, the loss."""
 
     @property
     def buckets(self) -> Sequence[Bucket]:
-        """Large sums over this rank's micro-batches, reduced after the gradients. The same number and sizes on all
+        """Large sums over this rank's micro-batches, reduced after the gradients; the same number and sizes on all
         ranks.
         """
         ...
 
     def totals(self) -> Sequence[float]:
-        """Small sums over this rank's micro-batches, which go with the commit; as many on all ranks."""
+        """Small sums over this rank's micro-batches, sent with the commit; equally many on all ranks."""
         ...
 
     def read(self, totals: Sequence[float]) -> bool:
-        """Takes `totals` summed over the ranks; whether they say that `settle` must follow."""
+        """Store `totals` summed over the ranks; return whether `settle` must follow."""
         ...
 
     def settle(self, engine: Engine) -> None:
-        """Before a second commit: communicates; must be repeatable."""
+        """Communicate before a second commit; must be repeatable."""
         ...
 
 
@@ -64,15 +64,15 @@ class GradientStep:
 
     Args:
         micro_batches: all of the step's, by number.
-        gradients: where gradients accumulate; `GradientBuckets.begin` was called.
-        sums: what else is summed.
+        gradients: accumulates the gradients; `GradientBuckets.begin` was called.
+        sums: the other sums.
         run: runs forward and backward of one micro-batch.
         balance: the ranks' shares; None: equal ones.
-        digest: of the parameters before the step; 0.0 where none was made.
+        digest: of the parameters before the step; 0.0 without one.
 
     Attributes:
-        recomputed: micro-batches that had been finished by workers that are lost.
-        odd: ranks of the present world whose parameters can't be right, see `agreement.odd_ranks`.
+        recomputed: micro-batches that no present worker had finished when the step was planned again.
+        odd: ranks of the present world whose parameters may be wrong, see `agreement.odd_ranks`.
     """
 
     name = "step"
@@ -143,7 +143,7 @@ class GradientStep:
         return _encode((leave, totals))
 
     def suspend(self) -> None:
-        # What completed is asked now: once the communicator is aborted, ended and completed look the same.
+        # Completion must be read now: after the abort, ended and completed collectives look the same.
         if self._used is None:
             return
         for index, handle in self._in_flight.items():
@@ -158,22 +158,22 @@ class GradientStep:
         return {"finished": sorted(self._finished), "reduced": sorted(self._reduced) if tells else []}
 
     def adopt(self, result: bytes) -> None:
-        self.odd = []  # of another world, if of any
-        # A peer committed, so every rank was in the commit: all reductions are complete here too.
+        self.odd = []  # refers to another world, if to any
+        # A peer has committed, so every rank was in the commit and all reductions are complete here too.
         assert len(self._reduced) == len(self._buckets), "a step was committed with reductions missing here"
         assert self._engine is not None
         self._engine.switch_from, totals = _decode(result)
         self._sums.read(totals)
 
     def _reclaim(self) -> None:
-        """Makes the buckets of aborted reductions usable again: the same memory where the library has let go of it."""
+        """Make the buckets of aborted reductions usable again, with the same memory if the library has released it."""
         for index, communicator in self._held.items():
             if not communicator.released(RELEASE_SECONDS):
                 self._buckets[index].renew()
         self._held.clear()
 
     def _take_held(self, engine: Engine, plan: StepPlan) -> None:
-        """Buckets that are complete on some ranks are copied from there: they hold the dead rank's part."""
+        """Copy buckets that are complete on some ranks from there: they include the dead rank's part."""
         communicator = engine.communicator
         for index, holder in plan.held:
             if index not in self._reduced:
@@ -211,7 +211,7 @@ class GradientStep:
         try:
             self._launch(index)
         except CommunicatorAborted:
-            self._aborted = True  # looked at when the micro-batch is whole
+            self._aborted = True  # checked when the micro-batch is complete
 
     def _launch(self, index: int) -> None:
         assert self._engine is not None
@@ -221,8 +221,9 @@ class GradientStep:
         self._engine.fault("launched", self._engine.step, index)
 
     def _await_device(self, engine: Engine) -> None:
-        """Until this rank's own accelerator is through: else its work would pass for a wait for others. Nothing is
-        lost by it, as the reductions wait for the same.
+        """Wait until this rank's accelerator is done, since its work would otherwise count as a wait for other ranks.
+
+        This costs no time, because the reductions wait for the same work.
         """
         device = self._buckets[0].reduced.device if self._buckets else None
         if device is None or device.type != "cuda":
@@ -239,8 +240,12 @@ class GradientStep:
             del self._in_flight[index]
 
     def _commit(self, engine: Engine, totals: Sequence[float]) -> tuple[int, list[float], list[float]]:
-        """The epoch that all members agree to leave (0: none), each rank's seconds for a micro-batch (0: not known),
-        and the sums of ``totals`` over the ranks.
+        """Commit the step.
+
+        Returns:
+            The epoch that all members agree to leave (0: none), each rank's seconds per micro-batch (0: unknown), and
+            the sums
+            of ``totals`` over the ranks.
         """
         activity = engine.activity
         pending = engine.control is not None and engine.control.newer_than(engine.world.epoch) is not None

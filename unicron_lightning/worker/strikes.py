@@ -1,4 +1,4 @@
-"""What a worker does to itself on purpose (docs/faults.md). Each function strikes; none decides."""
+"""Faults that a worker injects into itself (docs/faults.md). Each function acts; none decides."""
 
 from __future__ import annotations
 
@@ -17,12 +17,17 @@ from unicron_lightning.worker.communicator import CommunicatorAborted
 
 _NAP_SECONDS = 0.05
 _HOLD_SECONDS = 4000
-"""What usleep takes at most, in a whole number of microseconds, is a little more."""
+"""Longest sleep of usleep in whole seconds; its limit in microseconds is slightly higher."""
 
 
 def hang(how: str, seconds: float | None) -> None:
-    """Does not return for so long (None: ever): sleeps, spins, or (``gil``) sleeps with the interpreter's lock, so that
-    no other thread goes on either, but for a moment at a signal.
+    """Block for ``seconds`` (None: for ever).
+
+    Args:
+        how: ``sleep``, ``spin``, or ``gil``: sleep with the interpreter's lock, so that no other thread runs either,
+            except
+            for a moment at a signal.
+        seconds: duration.
     """
     end = math.inf if seconds is None else time.monotonic() + seconds
     while (left := end - time.monotonic()) > 0:
@@ -33,18 +38,19 @@ def hang(how: str, seconds: float | None) -> None:
 
 
 def leave(status: int) -> None:
-    """Ends the process at once, as a library's ``exit`` does."""
+    """End the process at once, as a library's ``exit`` does."""
     logging.shutdown()
     os._exit(status)
 
 
 def error(kind: str, in_operation: bool) -> Exception:
-    """What a library raises for an error of this kind.
+    """The exception that a library raises for an error of this kind.
 
     Args:
         kind: one of `EXAMPLES`.
-        in_operation: whether it is raised in an operation of the engine. Broken connections come out of collectives as
-            `CommunicatorAborted` there, for which there is an answer in place.
+        in_operation: whether the error is raised in an operation of the engine. There, collectives raise broken
+            connections
+            as `CommunicatorAborted`, which is handled in place.
     """
     example = EXAMPLES[kind]
     raised = _class_of(example)(example.text)
@@ -56,7 +62,7 @@ def error(kind: str, in_operation: bool) -> Exception:
 
 
 def corrupt_next_gradient(module: torch.nn.Module) -> None:
-    """Has the next backward give NaN for the first parameter that needs a gradient."""
+    """Make the next backward produce NaN for the first parameter that needs a gradient."""
     parameter = next((p for p in module.parameters() if p.requires_grad), None)
     if parameter is None:
         return

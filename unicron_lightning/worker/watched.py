@@ -1,4 +1,4 @@
-"""A communicator whose waits are noted: who is in a collective waits for others, and cannot be who hangs."""
+"""A communicator whose waits are recorded: a rank blocked in a collective waits for others and does not hang itself."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from unicron_lightning.worker.communicator import Communicator, Handle
 
 
 class WatchedCommunicator:
-    """Passes everything on.
+    """Forwards all calls.
 
     Args:
-        communicator: whose waits are noted.
-        activity: where.
+        communicator: the communicator whose waits are recorded.
+        activity: the record.
     """
 
     def __init__(self, communicator: Communicator, activity: Activity) -> None:
