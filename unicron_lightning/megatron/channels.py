@@ -1,8 +1,7 @@
-"""Connections of a grid of replicas: one group for each set of workers that Megatron has a group for, each of which can
-be cut.
+"""Connections of a grid of replicas: one group, which can be cut, for each set of workers that has a Megatron group.
 
 Megatron makes some twenty process groups, most of them of the same few sets of workers; those share one connection
-here. Sets within a replica outlive the epoch if the replica does; sets across replicas are made anew in each.
+here. Sets within a replica outlive the epoch if the replica does; sets across replicas are made again in each epoch.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class Grid:
 
     Attributes:
         shape: of a replica.
-        replicas: active ones.
+        replicas: number of active replicas.
         place, shard: of this worker.
     """
 
@@ -37,7 +36,7 @@ class Grid:
 
     @property
     def size(self) -> int:
-        """Active workers."""
+        """Number of active workers."""
         return self.replicas * self.shape.shards
 
     def number(self, place: int, shard: int) -> int:
@@ -51,7 +50,9 @@ class Grid:
         return self.number(self.place, self.shard)
 
     def within(self) -> Iterator[tuple[int, ...]]:
-        """Sets of this worker's replica, as shards: those of its stage, its pipeline, the ends of that, and all."""
+        """Sets of this worker's replica, as shards: its stage, its pipeline, the pipeline's ends, and the whole
+        replica.
+        """
         tensor, stage = self.shape.coordinate(self.shard)
         size, stages = self.shape.tensor, self.shape.pipeline
         column = tuple(tensor + size * other for other in range(stages))
@@ -62,7 +63,7 @@ class Grid:
         yield tuple(range(self.shape.shards))
 
     def across(self) -> Iterator[tuple[int, ...]]:
-        """Sets of several replicas, as ranks: of this worker's shard, of its stage, and all."""
+        """Sets of several replicas, as ranks: this worker's shard, its stage, and all ranks."""
         _, stage = self.shape.coordinate(self.shard)
         size, every = self.shape.tensor, range(self.replicas)
         yield tuple(sorted(self.number(place, self.shard) for place in every))
@@ -73,14 +74,14 @@ class Grid:
 class Channels:
     """This worker's connections in one grid.
 
+    The constructor blocks until all peers are connected.
+
     Args:
         grid: its place.
-        store: a client used by nobody else, with a prefix fresh to this epoch.
+        store: a client without other users, with a prefix fresh to this epoch.
         host: address of this machine that peers can reach.
-        carried: those within the replica that go on, by shards; not to be closed here.
+        carried: connections within the replica that are kept, by shards; not closed here.
         mirrors: whether copies of optimizer shards will be exchanged.
-
-    The constructor blocks until all peers are there.
 
     Attributes:
         inner: within the replica, by shards.
@@ -108,7 +109,7 @@ class Channels:
         self.exchange: GlooCommunicator | SoloCommunicator | None = None
         self.adopted = carried is not None
         try:
-            # In the same order everywhere, and each kind of set divides the grid: no two wait for each other.
+            # All workers use the same order, and each kind of set divides the grid, so no two wait for each other.
             for shards in grid.within():
                 if len(shards) > 1 and shards not in self.inner:
                     name = "inner/" + "-".join(map(str, (grid.place, *shards)))
@@ -127,7 +128,7 @@ class Channels:
             raise
 
     def group(self, ranks: tuple[int, ...]) -> PeerGroup:
-        """The connections of a set of ranks that this worker is one of.
+        """The connections of a set of ranks that includes this worker.
 
         Raises:
             KeyError: Megatron has a group that `Grid` does not know.
@@ -136,13 +137,13 @@ class Channels:
         return self.outer[ranks] if shards is None else self.inner[shards]
 
     def shards(self, ranks: tuple[int, ...]) -> tuple[int, ...] | None:
-        """The shards of a set of ranks of this replica; None if it has others."""
+        """The shards of a set of ranks of this replica; None if the set has ranks of other replicas."""
         grid = self.grid
         own = {grid.number(grid.place, shard): shard for shard in range(grid.shape.shards)}
         return tuple(own[rank] for rank in ranks) if own.keys() >= set(ranks) else None
 
     def cut(self) -> None:
-        """Releases whoever waits for other replicas."""
+        """Release all waits for other replicas."""
         for group in list(self.outer.values()):
             group.cut()
         if self.exchange is not None:
@@ -150,7 +151,7 @@ class Channels:
         abort_apart(self.outer_accelerated)
 
     def close(self) -> None:
-        """Lets go of all but what was carried, or adopted meanwhile."""
+        """Release all connections but those that were carried, or adopted meanwhile."""
         for group in self.outer.values():
             group.close()
         self.outer = {}

@@ -1,12 +1,12 @@
-"""Checkpoints of a megatron-core model and its optimizer, which can be loaded in another TP x PP x DP layout.
+"""Checkpoints of a megatron-core model and its optimizer, loadable in another TP x PP x DP layout.
 
 The format is megatron-core's own (`dist_checkpointing`, the distributed optimizer as "fully_reshardable"): a folder
-with files of each rank and, written last, ``metadata.json``. Megatron's own tools read it. What is not tensors
+with files of each rank and, written last, ``metadata.json``. Megatron's own tools read it. Everything but tensors
 (Lightning's loops, callbacks, schedulers) is in ``common.pt``, read with ``weights_only=True``: it must be plain data.
 
-A checkpoint is written beside its place and moved there when it is whole, so that one at its place is whole. All
-functions but `rest` are collectives of all ranks of `torch.distributed`'s default group. The format's own exchanges and
-its index are pickles (docs/decisions/0011). For megatron-core 0.16.
+A checkpoint is written beside its final path and renamed when complete, so a checkpoint at its path is always complete.
+All functions but `rest` are collectives of all ranks of `torch.distributed`'s default group. The format's own exchanges
+and its index are pickles (docs/decisions/0011). For megatron-core 0.16.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 CONTENT: Final = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
-"""How optimizer state is divided; stored with it."""
+"""Division of optimizer state, which is stored with it."""
 
 
 class Writer(SaveShardedStrategy):
-    """Megatron-core's format through torch's writer.
+    """Writes megatron-core's format with torch's writer.
 
-    Its own writer forks processes and starts a manager that imports the user's script anew. Both are for writing
-    in the background, and neither goes well with a process that has threads, sockets and a GPU.
+    Megatron-core's own writer forks processes and starts a manager that imports the user's script again. Both serve
+    writing
+    in the background and are unsafe in a process with threads, sockets and a GPU.
     """
 
     def __init__(self) -> None:
@@ -62,13 +63,13 @@ class Writer(SaveShardedStrategy):
 
 
 def save(path: str | Path, chunks: Sequence[Any], optimizer: Any, rest: dict[str, Any]) -> None:
-    """Writes a checkpoint.
+    """Write a checkpoint.
 
     Args:
-        path: of its folder; what is there is replaced. On storage that all ranks see.
+        path: of its folder, which is replaced if it exists; on storage that all ranks see.
         chunks: megatron-core's `DistributedDataParallel` modules.
         optimizer: megatron-core's.
-        rest: plain data that belongs to it; rank 0's is written.
+        rest: further plain data; rank 0's is written.
     """
     target = Path(path)
     unfinished = target.with_name(f"{target.name}.unfinished")
@@ -92,13 +93,13 @@ def save(path: str | Path, chunks: Sequence[Any], optimizer: Any, rest: dict[str
 
 
 def load(path: str | Path, chunks: Sequence[Any], optimizer: Any) -> dict[str, Any]:
-    """Takes up model and optimizer from a checkpoint, whatever layout it was written in.
+    """Load model and optimizer from a checkpoint of any layout.
 
     Returns:
-        What `save` was given as ``rest``.
+        The argument ``rest`` of `save`.
 
     Raises:
-        ConfigError: there is no checkpoint at ``path``.
+        ConfigError: no checkpoint exists at ``path``.
     """
     _check(path)
     for part in _parts(optimizer):
@@ -118,7 +119,7 @@ def rest(path: str | Path) -> dict[str, Any]:
     """The part of a checkpoint that is not model or optimizer. Not a collective.
 
     Raises:
-        ConfigError: there is no checkpoint at ``path``.
+        ConfigError: no checkpoint exists at ``path``.
     """
     _check(path)
     found: dict[str, Any] = dist_checkpointing.load_common_state_dict(str(path))["rest"]
@@ -135,7 +136,7 @@ def _key(index: int, chunks: Sequence[Any]) -> str:
 
 
 def _sharded(chunks: Sequence[Any], optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
-    """What is where: the tensors of this rank with their places in the whole."""
+    """The tensors of this rank with their places in the whole."""
     models = {_key(i, chunks): chunk.module.sharded_state_dict(metadata=CONTENT) for i, chunk in enumerate(chunks)}
     state = optimizer.sharded_state_dict(
         models if len(chunks) > 1 else models["model"], is_loading=is_loading, metadata=CONTENT
@@ -149,7 +150,7 @@ def _parts(optimizer: Any) -> list[Any]:
 
 
 def _prepare(part: Any) -> None:
-    """Gives a fresh Adam its state: megatron-core can load into it only then, and would step it to get it."""
+    """Initialize a fresh Adam's state, which megatron-core needs for loading and would create by an optimizer step."""
     if part.optimizer is None:
         return
     part.init_state_fn(part.optimizer, part.config)
@@ -160,9 +161,10 @@ def _prepare(part: Any) -> None:
 
 @contextmanager
 def _steps_apart(optimizer: Any) -> Iterator[None]:
-    """Inside, a distributed optimizer does not look for torch Adam's count of steps among the tensors of a parameter.
+    """Keep a distributed optimizer from looking for torch Adam's step count among a parameter's tensors.
 
-    It is with the parameter groups in the checkpoint, and was set from there; megatron-core 0.16 looks all the same.
+    The checkpoint holds the count with the parameter groups, from which it was set; megatron-core 0.16 looks
+    nevertheless.
     """
     parts = [part for part in _parts(optimizer) if isinstance(part, DistributedOptimizer)]
     for part in parts:
@@ -180,10 +182,10 @@ def _steps_apart(optimizer: Any) -> Iterator[None]:
 
 
 def _own_steps(part: Any) -> None:
-    """Gives each parameter's count a tensor of its own: loading gives all the same one, which each would advance.
+    """Give each parameter's step count its own tensor, since loading assigns one shared tensor, which each would
+    advance.
 
-    The count that came with the parameter groups goes: torch's Adam would leave it as it is, and it would be taken for
-    the present one later.
+    The count in the parameter groups is removed: torch's Adam would not advance it, and it would be read later.
     """
     if isinstance(part.optimizer, torch.optim.Adam):
         for state in part.optimizer.state.values():

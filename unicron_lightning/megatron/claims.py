@@ -1,4 +1,4 @@
-"""Which shard a worker takes that joins: the members say which are lacking, and each is claimed once."""
+"""Choice of a joiner's shard: the members publish the missing shards, and each of them is claimed once."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from unicron_lightning.worker.control import Control
 logger = logging.getLogger(__name__)
 
 LACKING: Final = "megatron/lacking"
-"""The record of what is lacking: the epoch, the shards, and where its store is."""
+"""Key of the record of missing shards: the epoch, the shards, and the address of the epoch's store."""
 _CLAIM_TIMEOUT: Final = timedelta(seconds=10)
 _POLL_SECONDS: Final = 0.05
 
 
 def wait_lacking(control: Control) -> dict[str, Any] | None:
-    """What the members have told last; they may not have told yet of the loss that this worker makes up for."""
+    """Wait for a record with missing shards; the members may not have published the loss that this worker
+    replaces yet.
+    """
     deadline = time.monotonic() + _CLAIM_TIMEOUT.total_seconds()
     while time.monotonic() < deadline:
         lacking: dict[str, Any] = json.loads(control.lookup(LACKING) or "{}")
@@ -32,14 +34,16 @@ def wait_lacking(control: Control) -> dict[str, Any] | None:
 
 
 def claim_shard(lacking: dict[str, Any], first: int) -> int:
-    """A shard of those that are lacking, each claimed in the epoch's store as often as it is lacking.
+    """Claim a missing shard in the epoch's store, each as often as it is missing.
 
     Args:
-        lacking: as `GridFabric` has told.
-        first: wanted before others.
+        lacking: record published by `GridFabric`.
+        first: preferred shard.
 
     Returns:
-        If all are claimed (by one that has died since, maybe), or the store's agent has just died: any.
+        The claimed shard; any missing one if all are claimed (perhaps by workers that have died since), or if the
+        store's
+        agent has died.
     """
     shards: list[int] = lacking["shards"]
     wanted = [shard for shard in (first, *shards) if shard in shards]

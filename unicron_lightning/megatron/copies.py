@@ -1,4 +1,4 @@
-"""Copies of optimizer shards in host memory: their buffers, who sends them to whom, and stretches of them."""
+"""Copies of optimizer shards in host memory: their buffers, senders and holders, and parts of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from unicron_lightning.megatron.shards import Holding, Piece
 
 ROWS = 3
-"""Numbers kept of each element: `sharded.FIELDS`."""
+"""Number of values kept for each element: `sharded.FIELDS`."""
 
 
 @dataclass(kw_only=True)
@@ -19,7 +19,9 @@ class Stored:
     """A holding with its data, float32 [3, elements] in host memory.
 
     Args:
-        layout: counts the layouts that this rank has had; the one it was made in.
+        holding: the holding.
+        data: the values.
+        layout: counter of this rank's layouts at the time of the copy.
     """
 
     holding: Holding
@@ -29,7 +31,7 @@ class Stored:
 
 @dataclass(kw_only=True)
 class Slot:
-    """Buffers for one version: this rank's copy, and what it keeps for others in each round of sending."""
+    """Buffers for one version: this rank's copy, and copies of other ranks' shards by round of sending."""
 
     own: Tensor
     kept: list[Tensor]
@@ -37,7 +39,7 @@ class Slot:
 
 @dataclass(kw_only=True)
 class Ring:
-    """Who sends to whom in the present group.
+    """Senders and holders in the present group.
 
     Args:
         layouts: each rank's shard.
@@ -49,16 +51,16 @@ class Ring:
     slots: list[Slot] = field(default_factory=list)
 
     def sources(self, number: int, rank: int) -> list[int]:
-        """Whose copies a rank keeps from one round, in rank order."""
+        """Owners of the copies that a rank keeps from one round, in rank order."""
         return [owner for owner, holder in enumerate(self.rounds[number]) if holder == rank]
 
     def elements(self, owner: int) -> int:
-        """Of a rank's shard."""
+        """Number of elements of a rank's shard."""
         return sum(len(piece) for piece in self.layouts[owner])
 
 
 def _offsets(pieces: Sequence[Piece]) -> list[int]:
-    """Where each piece begins in a shard's data."""
+    """Offset of each piece in a shard's data."""
     offsets, position = [], 0
     for piece in pieces:
         offsets.append(position)
@@ -67,7 +69,7 @@ def _offsets(pieces: Sequence[Piece]) -> list[int]:
 
 
 def cut(stored: Stored, piece: Piece) -> Tensor:
-    """The part [3, elements] of a stored shard; it lies within one of its pieces."""
+    """The part [3, elements] of a stored shard that ``piece`` describes; it lies within one of the shard's pieces."""
     pieces = stored.holding.pieces
     for other, offset in zip(pieces, _offsets(pieces), strict=True):
         if other.parameter == piece.parameter and other.start <= piece.start and piece.stop <= other.stop:
@@ -77,7 +79,7 @@ def cut(stored: Stored, piece: Piece) -> Tensor:
 
 
 def assemble(pieces: Sequence[Piece], arrived: Sequence[Piece], data: Tensor) -> Tensor:
-    """A shard [3, elements] from stretches in any order, each [3, its elements] flat."""
+    """Assemble a shard [3, elements] from parts in any order, each [3, its elements] flat."""
     shard = torch.empty(ROWS, sum(map(len, pieces)))
     position = 0
     for stretch in arrived:

@@ -1,13 +1,13 @@
-"""Some batches of a validation pass, run by a grid of replicas: the operation that gets through failures.
+"""Some batches of a validation pass, run by a grid of replicas through failures.
 
-1. **Calls.** Each replica runs its share forward by Megatron's schedule, batches of one size in a call. What they gave
-   is kept by one worker of it (`GridFabric.tells`), call by call.
-2. **Exchange.** All members, spares too, learn what every batch gave.
+1. **Calls.** Each replica runs its share forward by Megatron's schedule, batches of equal size in one call. One of its
+   workers (`GridFabric.tells`) keeps the results, call by call.
+2. **Exchange.** All members, including spares, receive the results of every batch.
 
-After a failure the batches that nobody present has the results of are dealt out again. Whoever leaves before the
-exchange is over cuts its replica's connections, as the first stage is done while the last one still computes: so nobody
-waits for one that has left, and a replica that is whole may have to run its share again. Nothing is counted twice, as
-each batch's results are taken from one worker; and no parameter or gradient is touched.
+After a failure the batches without results on any present worker are redistributed. A worker that leaves before the
+end of the exchange cuts its replica's connections, since the first stage finishes while the last one still computes. No
+worker thus waits for one that has left, and a complete replica may have to repeat its share. Nothing is counted twice,
+as each batch's results are taken from one worker; no parameter or gradient is changed.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from unicron_lightning.worker.operations import pack_parts
 
 
 class ReplicaEvaluation:
-    """The operation. Its result is `pack_parts` of what each member has to tell.
+    """The operation. Its result is `pack_parts` of each member's results.
 
     Args:
         batches: all of them, by number.
         size: samples of a batch, by number.
         model: this worker's shard.
-        fabric: tells its place, and is told how far it is.
-        forward: of one batch; the loss is of no use to the schedule.
-        results: what some batches gave, by their numbers, as bytes.
+        fabric: provides its place, and receives its progress.
+        forward: of one batch; the schedule ignores the loss.
+        results: returns the results of some batches, by their numbers, as bytes.
     """
 
     name = "evaluation"
@@ -89,13 +89,13 @@ class ReplicaEvaluation:
 def plan_evaluation(
     batches: Sequence[int], reports: Sequence[Report | None], place: int | None, replicas: int
 ) -> list[int]:
-    """The batches that a replica is to run: its share of those that nobody present has the results of.
+    """The batches for a replica: its share of those without results on any present worker.
 
     Args:
         batches: all.
-        reports: of the members; None of one that has not begun.
-        place: of the replica; None of a spare.
-        replicas: how many there are.
+        reports: of the members; None for members that have not begun.
+        place: of the replica; None for a spare.
+        replicas: number of replicas.
     """
     finished = {number for report in reports if report is not None for number in report["finished"]}
     left = [number for number in batches if number not in finished]

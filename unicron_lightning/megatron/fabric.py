@@ -1,13 +1,13 @@
-"""What a worker builds with its peers in each epoch beside the communicator: its place in the grid of replicas.
+"""A worker's connections with its peers beside each epoch's communicator, and its place in the grid of replicas.
 
-The rules that keep replicas that are whole from being interrupted, and those that are not from waiting for the dead:
+These rules keep complete replicas from being interrupted, and broken ones from waiting for dead workers:
 
-* A failure cuts all connections between replicas, and those of a broken replica. Those of a whole one stay, and its
-  workers finish the call of the schedule that they are in.
-* A worker that leaves an epoch while its partners may wait for it cuts the connections of its replica: always but
-  between the end of its calls and the gate of the step, where nobody waits for it. A partner that has committed may be
-  in its next call already, one that has entered the next epoch too, while this worker has not; and of an evaluation's
-  calls the first stage is done before the last (docs/megatron.md).
+* A failure cuts all connections between replicas, and those of a broken replica. A complete replica's connections stay,
+  and its workers finish their present call of the schedule.
+* A worker that leaves an epoch while its partners may wait for it cuts the connections of its replica. The exception is
+  the time between the end of its calls and the step's gate, when no partner waits for it. A partner that has committed
+  may be in its next call already, as may one that has entered the next epoch before this worker. In an evaluation the
+  first stage finishes its calls before the last one (docs/megatron.md).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from unicron_lightning.worker.owned import abort_apart
 logger = logging.getLogger(__name__)
 
 Phase = Literal["idle", "calls", "reducing", "finalizing", "ready"]
-"""How far this worker is in a step, as far as its partners care."""
+"""Progress of this worker in a step, as relevant for its partners."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class Place:
 
     @property
     def workers(self) -> frozenset[str]:
-        """Of its replica; none for a spare."""
+        """Workers of its replica; none for a spare."""
         return frozenset() if self.replica is None else frozenset(self.replicas[self.replica])
 
 
@@ -82,14 +82,14 @@ class GridFabric:
 
     Args:
         shape: declared.
-        copies: of each optimizer shard that other replicas keep; None: each replica has all of the optimizer's state.
+        copies: number of copies of each optimizer shard on other replicas; None if each replica has the whole state.
 
     Attributes:
-        phase, at: told by the step; see `Word`.
-        built: told by the strategy; see `Word`.
-        spread: told by the strategy, for the coordinator, once the model is built.
-        ordered: whether the coordinator has said how the model is spread; else ``shape`` is the script's.
-        intact: whether nobody has cut this replica's connections.
+        phase, at: set by the step; see `Word`.
+        built: set by the strategy; see `Word`.
+        spread: set by the strategy once the model is built, for the coordinator.
+        ordered: whether ``shape`` comes from the coordinator; otherwise it is the script's.
+        intact: whether this replica's connections have not been cut.
         place: the newest one settled.
         channels: those of the newest epoch entered; None for spares.
     """
@@ -123,7 +123,7 @@ class GridFabric:
         return self.shape.shards
 
     def connector(self, task: str, host: str, device: torch.device) -> Connect:
-        """Communicator for small things on the CPU, and the grid's channels."""
+        """Return a function that builds a CPU communicator for small data, and the grid's channels."""
         base = connector(task, host, torch.device("cpu"))
 
         def connect(epoch: wire.Epoch, rank: int, world: int) -> Communicator:
@@ -141,7 +141,9 @@ class GridFabric:
         return connect
 
     def about(self, epoch: wire.Epoch) -> Report:
-        """See the module's rules; between steps nobody has begun anything that a planned change interrupts."""
+        """Describe this worker, see the module's rules; a planned change interrupts nothing, since no step has
+        begun.
+        """
         quiet = self.phase == "reducing" or epoch.kind in wire.PLANNED
         if not quiet:
             self.cut()
@@ -153,12 +155,15 @@ class GridFabric:
             ready=self.phase == "ready",
             built=self.built,
         )
-        if self.phase == "reducing":  # With this word a partner may enter the epoch, and begin a call with this worker.
+        # A partner that receives this may enter the epoch and begin a call with this worker.
+        if self.phase == "reducing":
             self.phase = "idle"
         return word.plain()
 
     def settle(self, epoch: wire.Epoch, abouts: Sequence[Report]) -> None:
-        """Leaves the process if there is no way on without a checkpoint: its agent starts it anew."""
+        """Plan the layout; exit if training can continue only from a checkpoint, so that the agent restarts this
+        worker.
+        """
         rank = next(i for i, member in enumerate(epoch.members) if member.worker == self._worker)
         words = [Word.from_plain(about) for about in abouts]
         try:
@@ -171,16 +176,16 @@ class GridFabric:
         self.shard, self._store, self._key = layout.shards[rank], epoch.store, epoch.key
 
     def abort(self, epoch: wire.Epoch) -> None:
-        """A replica whose every worker lives is left in peace."""
+        """Cut this replica's connections unless all of its workers are alive."""
         with self._lock:
             broken = not self._partners.issubset(member.worker for member in epoch.members)
         if broken:
             self.cut()
 
-    # ---- what the strategy calls
+    # ---- called by the strategy
 
     def begin(self, control: Control | None, *, joins: bool) -> None:
-        """Says which member this is; without a control plane it is the only one."""
+        """Set this worker's identity; without a control plane it is the only member."""
         self._control = control
         if joins:
             self.at = None
@@ -194,14 +199,14 @@ class GridFabric:
 
     @property
     def own_shard(self) -> int:
-        """The part of the model that this worker builds."""
+        """Number of the shard that this worker builds."""
         assert self.shard is not None, "no epoch entered"
         return self.shard
 
     def take_shard(self, local_rank: int) -> None:
-        """A joiner's: that of the worker in whose place it was started, if that is lacking, else another that is.
+        """Choose a joiner's shard: the replaced worker's if it is missing, else another missing one.
 
-        Whoever takes one that another has taken after an older word of what is lacking will be surplus.
+        A joiner that chooses by an outdated record may take a shard that another worker has taken; it then is surplus.
         """
         control = self._control
         assert control is not None
@@ -212,7 +217,7 @@ class GridFabric:
             self.shard = claim_shard(lacking, self.shard)
 
     def leave_if_surplus(self) -> None:
-        """Ends the process, to be started anew with another shard, if there are more of this one than can be used."""
+        """Exit, to be restarted with another shard, if more workers hold this shard than can be used."""
         place = self.place
         if place is None or place.replica is not None or self._control is None:
             return
@@ -226,11 +231,11 @@ class GridFabric:
 
     @property
     def tells(self) -> bool:
-        """Whether it is this worker, the first of the last stage, that tells what its replica's micro-batches gave."""
+        """Whether this worker, the first of the last stage, reports the results of its replica's micro-batches."""
         return self.shape.coordinate(self.own_shard) == (0, self.shape.pipeline - 1)
 
     def arrive(self, device: torch.device) -> None:
-        """On an accelerator what was started has ended after this; ended by an abort, it looks like completed.
+        """Wait on an accelerator for all started work; after an abort, unfinished work looks complete.
 
         Raises:
             CommunicatorAborted: the replica's connections were cut.
@@ -241,12 +246,12 @@ class GridFabric:
                 raise CommunicatorAborted("the replica's connections were cut")
 
     def stepped(self) -> None:
-        """The update is done."""
+        """Record that the update is done."""
         assert self.at is not None
         self.phase, self.at = "idle", self.at + 1
 
     def cut(self) -> None:
-        """Releases whoever waits within this replica; from any thread."""
+        """Release all waits within this replica; from any thread."""
         with self._lock:
             self.intact = False
             for group in self._inner.values():
@@ -254,7 +259,7 @@ class GridFabric:
             abort_apart([] if self.channels is None else self.channels.inner_accelerated)
 
     def enter(self) -> Channels | None:
-        """The channels built with the epoch's communicator become this worker's; those not used on are closed."""
+        """Adopt the channels built with the epoch's communicator; close replaced ones."""
         place = self.place
         assert place is not None
         self._end_watch()
@@ -273,7 +278,7 @@ class GridFabric:
         return channels
 
     def watch(self) -> None:
-        """On an accelerator, when the channels have its groups: a partner's cut lets go of this worker, too."""
+        """On an accelerator, once the channels have its groups: follow a partner's cut."""
         channels = self.channels
         if channels is not None and channels.inner_accelerated:
             self._watch = PartnerWatch(list(channels.inner.values()), self.cut)
@@ -284,7 +289,7 @@ class GridFabric:
             self._watch = None
 
     def close(self) -> None:
-        """Lets go of everything."""
+        """Release everything."""
         self._end_watch()
         with self._lock:
             groups, self._inner = list(self._inner.values()), {}
@@ -296,7 +301,9 @@ class GridFabric:
         return Channels(grid, dist.HashStore(), "127.0.0.1", None, mirrors=self._copies is not None)
 
     def _tell(self, place: Place) -> None:
-        """Leaves word for those that will be started in this worker's place, or in any; and who is in which replica."""
+        """Record this worker's shard for its successors, and publish missing shards and the composition of the
+        replicas.
+        """
         if self._control is None:
             return
         self._control.send(wire.Record(key=_record_of(self._worker), value=str(place.layout.shards[place.rank])))
@@ -335,15 +342,15 @@ class GridFabric:
 
 
 def _record_of(worker: str) -> str:
-    """Where the shard is recorded of a worker, and of those that its agent starts in its place."""
+    """Key of the record of a worker's shard, shared by the workers that its agent starts in its place."""
     return f"megatron/shard/{worker.rpartition('#')[0]}"
 
 
 class GridCommunicator:
-    """An epoch's communicator, with which the channels between replicas live and die.
+    """An epoch's communicator, which aborts and closes the channels between replicas with itself.
 
     Args:
-        base: does the collectives.
+        base: performs the collectives.
         channels: None for a spare.
     """
 
@@ -379,14 +386,14 @@ class GridCommunicator:
 
 
 def start_anew(reason: str) -> NoReturn:
-    """Ends this process, as all do whose state is lost: its agent starts another, from the newest checkpoint."""
+    """Exit after a loss of state, as all workers do; each agent starts a replacement from the newest checkpoint."""
     logger.error("state_lost reason=%s", reason)
     logging.shutdown()
     os._exit(EXIT_EXPELLED)
 
 
 def run_released(work: Callable[[], Any]) -> Any:
-    """Does something that waits in Megatron's collectives.
+    """Run work that waits in Megatron's collectives.
 
     Raises:
         CommunicatorAborted: a connection was cut, or broke.

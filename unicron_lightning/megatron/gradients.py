@@ -1,8 +1,8 @@
 """The gradients that Megatron's data parallelism accumulates, kept through failures.
 
 Megatron sums micro-batches in ``main_grad``, which lives in the buckets' flat buffers, and scales and reduces those in
-place. So this worker's sums are copied before a bucket is reduced, and copied back if the step has to be planned anew.
-The same copy holds the sums so far while a further call of the schedule accumulates from nothing.
+place. Therefore this worker's sums are copied before a bucket is reduced, and copied back if the step is planned again.
+The same copy holds the sums so far while a further call of the schedule accumulates from zero.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class MainGradients:
 
     Args:
         ddp: Megatron's `DistributedDataParallel`; only the attribute ``start_grad_sync`` of its bucket groups is set.
-        replicas: declared; each gradient is scaled by its inverse, however many there are.
+        replicas: declared number, whose inverse scales each gradient, whatever the present number is.
     """
 
     def __init__(self, ddp: Any, replicas: int) -> None:
@@ -37,7 +37,7 @@ class MainGradients:
         self.rebind()
 
     def rebind(self) -> None:
-        """Takes up the buckets that Megatron's data parallelism now has; `recover` comes before it gets others."""
+        """Use the present buckets of Megatron's data parallelism; call `recover` before they are replaced."""
         self._groups: list[Any] = [*self._ddp.bucket_groups, *self._ddp.expert_parallel_bucket_groups]
         self._copies: list[list[Tensor] | None] = [None] * len(self._groups)
         self._copied: set[int] = set()
@@ -48,16 +48,17 @@ class MainGradients:
             group.start_grad_sync = self._starter(place, group.start_grad_sync)
 
     def begin(self) -> None:
-        """From nothing."""
+        """Reset all gradients to zero."""
         for group in self._groups:
             if group.is_first_batch and len(group.per_param_grad_ready_counts) != len(group.params):
-                group.per_param_grad_ready_counts = {}  # of a call that was broken off: no model for later ones
+                # left by an interrupted call; later calls must not be compared with it
+                group.per_param_grad_ready_counts = {}
             group.grad_reduce_handle = None
         self._ddp.zero_grad_buffer()
         self._state, self._copied, self._launched, self._failure = "local", set(), set(), None
 
     def recover(self) -> None:
-        """After a failure: this worker's sums over its completed calls."""
+        """After a failure: restore this worker's sums over its completed calls."""
         with torch.no_grad():
             for place in self._copied:
                 for bucket, copy in zip(self._groups[place].buckets, self._copies[place] or (), strict=True):
@@ -69,7 +70,7 @@ class MainGradients:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Inside, gradients accumulate from nothing; at its end what was there before is added."""
+        """Inside, gradients accumulate from zero; at the end the earlier sums are added."""
         for place in range(len(self._groups)):
             self._copy(place)
         self._state = "held"
@@ -86,7 +87,9 @@ class MainGradients:
 
     @contextmanager
     def calling(self, *, last: bool) -> Iterator[Any]:
-        """Around a call of the schedule: gives the ``no_sync_func`` for it. Reductions start only in the ``last``."""
+        """Surround a call of the schedule and yield its ``no_sync_func``. Reductions start only in the ``last``
+        call.
+        """
         if self._overlap and last:
             self._armed = True
             try:
@@ -98,11 +101,11 @@ class MainGradients:
                 yield None
 
     def reduce(self) -> None:
-        """Sums the buckets over the replicas, as far as that has not been started in the last call.
+        """Sum the buckets over the replicas, unless this has been started in the last call.
 
         Raises:
-            CommunicatorAborted: a reduction that was started there has failed.
-            RuntimeError: one has failed here.
+            CommunicatorAborted: a reduction started there has failed.
+            RuntimeError: a reduction has failed here.
         """
         self._state = "reduced"
         self._armed = True
@@ -120,7 +123,7 @@ class MainGradients:
             self._armed = False
 
     def settle(self) -> None:
-        """Waits until the library has let go of the buffers, after the connections were cut."""
+        """Wait until the library has released the buffers, after the connections were cut."""
         for group in self._groups:
             handle, group.grad_reduce_handle = group.grad_reduce_handle, None
             for work in getattr(handle, "works", None) or ([] if handle is None else [handle]):
@@ -140,7 +143,9 @@ class MainGradients:
         self._copied.add(place)
 
     def _starter(self, place: int, start: Any) -> Any:
-        """What the backward hooks call when a bucket group is whole: must not raise, the micro-batch is its atom."""
+        """Return the function that the backward hooks call for a complete bucket group; it never raises inside
+        backward.
+        """
 
         def start_grad_sync(*args: Any, **kwargs: Any) -> None:
             if not self._armed or self._failure is not None or place in self._launched:

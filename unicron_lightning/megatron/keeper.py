@@ -1,9 +1,10 @@
-"""One worker's shard of the distributed optimizer (ZeRO-1) through epochs: what peers keep of it, and the way back.
+"""One worker's shard of the distributed optimizer (ZeRO-1) through epochs: its copies on peers, and its restoration.
 
-A step is committed when everyone has done its update and has the copies of it (`Mirror` without overlap), not before:
-so at any moment the last committed version is whole in host memory, own and mirrored, and of the next one nobody has
-told anybody anything. Whatever moment a failure comes at, the members of the new epoch go back to, or stay at, the
-newest version that one of them has committed; gradients of completed calls are kept.
+A step is committed only after every worker has done its update and has the copies (`Mirror` without overlap). At any
+moment the last committed version is therefore complete in host memory, own and mirrored, and no result of the next one
+has been published. After a failure at any moment, the members of the new epoch return to, or stay at, the newest
+version
+that one of them has committed; gradients of completed calls are kept.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ class ShardKeeper:
     """A worker's optimizer shard, its copies, and those that it keeps for others.
 
     Args:
-        optimizer: the shard, in whatever layout it was built.
+        optimizer: the shard, in the layout in which it was built.
         gradients: of the same buffers.
-        redundancy: how many copies.
+        redundancy: number of copies.
 
     Attributes:
-        founded: told by the strategy: the task's initial state is everywhere.
-        saved: steps done in the newest checkpoint, told by the strategy when it writes one; None if there is none.
+        founded: set by the strategy once all workers have the task's initial state.
+        saved: steps in the newest checkpoint, set by the strategy after writing one; None without a checkpoint.
     """
 
     def __init__(self, optimizer: ShardedOptimizer, gradients: MainGradients, redundancy: Redundancy) -> None:
@@ -42,7 +43,7 @@ class ShardKeeper:
         self.saved: int | None = None
 
     def found(self, engine: Engine, channels: Channels) -> None:
-        """At the task's start: lays shards out for the replicas there are. A collective of this shard's workers."""
+        """Distribute the shards over the present replicas at the task's start. A collective of this shard's workers."""
         assert channels.exchange is not None
         self._mirror.node = _node(engine)
         self._mirror.forget(-1)
@@ -53,7 +54,7 @@ class ShardKeeper:
         self._mirror.join(channels.exchange)
 
     def keep(self, version: int) -> None:
-        """Returns when the shard as it now is, is safe. A collective of this shard's workers.
+        """Return when the present shard is safe. A collective of this shard's workers.
 
         Raises:
             CommunicatorAborted: one of them failed.
@@ -64,18 +65,18 @@ class ShardKeeper:
             self._mirror.hold(version)
 
     def replace(self, version: int) -> None:
-        """As `keep`, of a state that comes from a checkpoint and may have the number of one that is kept."""
+        """`keep` a state from a checkpoint, which may have the number of a kept version."""
         self._mirror.forget(version - 1)
         self.keep(version)
         self.saved = version
 
     def enter(self, engine: Engine, channels: Channels | None, version: int) -> None:
-        """State, parameters and layout of an epoch's replicas; all members of the epoch come here.
+        """Set state, parameters and layout for an epoch's replicas. All members of the epoch call this.
 
         Args:
             engine: has the epoch's communicator.
             channels: None for a spare.
-            version: optimizer steps that some member has committed, and none more.
+            version: highest number of optimizer steps that any member has committed.
 
         Raises:
             CommunicatorAborted: a member failed.
@@ -83,7 +84,7 @@ class ShardKeeper:
         mirror = self._mirror
         mirror.node = _node(engine)
         mirror.pause()
-        mirror.forget(version)  # an attempt that was not committed, and will be made again
+        mirror.forget(version)  # an uncommitted attempt, which will be repeated
         lacks = False
         if channels is not None:
             assert channels.exchange is not None
@@ -93,7 +94,7 @@ class ShardKeeper:
         if lacking:
             if founded:
                 start_anew(self._loss(version, mirror.lost() if lacks else ""))
-            return  # the initial state is made again
+            return  # the initial state is created again
         if channels is None:
             return
         try:
@@ -103,21 +104,21 @@ class ShardKeeper:
         self.keep(version)
 
     def close(self) -> None:
-        """Ends the mirror's thread and forgets all copies."""
+        """Stop the mirror's thread and drop all copies."""
         self._mirror.close()
 
     def _loss(self, version: int, found: str) -> str:
-        """What is lost, in words."""
+        """Description of the loss for a log line."""
         place = parallel_state.get_data_parallel_rank() if parallel_state.is_initialized() else None
-        why = found or "workers of another shard of the model say so"
+        why = found or "reported by workers of another shard of the model"
         back = (
-            f"the task goes on from the checkpoint of step {self.saved}; steps lost: {version - self.saved}"
+            f"the task continues from the checkpoint of step {self.saved}; steps lost: {version - self.saved}"
             if self.saved is not None
             else f"no checkpoint was written in this run; steps lost: up to {version}"
         )
         return (
-            f"the optimizer's shards of step {version} are not all there any more, as a worker has died together with "
-            f"all that kept its copy (copies={self._redundancy.copies}): {why} (data-parallel rank {place}); {back}"
+            f"the optimizer's shards of step {version} are incomplete, as a worker has died together with "
+            f"all holders of its copy (copies={self._redundancy.copies}): {why} (data-parallel rank {place}); {back}"
         )
 
 
@@ -128,10 +129,10 @@ def _node(engine: Engine) -> str:
 
 
 def check_redundancy(redundancy: Redundancy | None, *, distributed: bool) -> Redundancy | None:
-    """What the strategy was given, or what it takes without; None if there are no shards.
+    """The user's or the default redundancy; None without optimizer shards.
 
     Raises:
-        ConfigError: it cannot be had in the strategy.
+        ConfigError: the strategy does not support it.
     """
     if not distributed:
         if redundancy is not None:

@@ -1,9 +1,9 @@
-"""Who is which part of which replica in an epoch: a pure function of what the members say of themselves.
+"""Assignment of an epoch's members to replicas and shards: a pure function of the members' descriptions.
 
-A *replica* is TP x PP workers that hold the model together; worker ``i`` of it holds *shard* ``i``, counted along
-tensor parallelism first. A worker keeps its shard for its whole life, because its part of the model was built for it.
-Replicas that are whole go on; the workers of broken ones are *spares*, and form new replicas with each other and with
-joiners as soon as every shard is there.
+A *replica* is TP x PP workers that hold the model together; its worker ``i`` holds *shard* ``i``, counted along tensor
+parallelism first. A worker keeps its shard for its whole life, because its part of the model was built for it. Complete
+replicas continue; the workers of broken ones are *spares*, and form new replicas with each other and with joiners as
+soon as every shard is present.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from unicron_lightning.errors import UnicronError
 
 
 class StateLost(UnicronError):
-    """Nobody present holds some shard as it is after the newest step: only a checkpoint can help."""
+    """No present worker holds some shard with the newest step's state: training can continue only from a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,21 +43,21 @@ class Shape:
         return shard % self.tensor, shard // self.tensor
 
     def relaid(self, tensor: int, pipeline: int) -> Shape:
-        """As many workers in another layout."""
+        """The same number of workers in another layout."""
         return Shape(tensor=tensor, pipeline=pipeline, replicas=self.shards * self.replicas // (tensor * pipeline))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Word:
-    """What a worker says of itself.
+    """A worker's description of itself.
 
     Attributes:
         shard: the part of the model that it has built; None before its first epoch.
-        replica: name of the replica that it is active in; None of a spare.
+        replica: name of the replica in which it is active; None for a spare.
         intact: whether its connections within the replica work.
-        at: optimizer steps in its parameters; None if they are no state at all.
-        ready: whether it has all of the next step but the update itself.
-        built: whether it has its part of the model, and so takes part in what is exchanged about it.
+        at: optimizer steps in its parameters; None if it has no state.
+        ready: whether the next step lacks only the update itself.
+        built: whether it has built its part of the model, and so takes part in the exchanges about it.
     """
 
     shard: int | None = None
@@ -68,12 +68,12 @@ class Word:
     built: bool = False
 
     def plain(self) -> dict[str, Any]:
-        """As JSON."""
+        """The description as JSON."""
         return asdict(self)
 
     @classmethod
     def from_plain(cls, data: Mapping[str, Any]) -> Word:
-        """Back from `plain`."""
+        """The description from the result of `plain`."""
         return cls(**data)
 
 
@@ -82,10 +82,10 @@ class Replica:
     """One replica of an epoch.
 
     Attributes:
-        name: unlike that of any other replica before.
+        name: unique over all replicas of the task's life.
         members: the workers' ranks in the epoch, by shard.
-        continues: whether it was there before, so that its partial gradients are good.
-        carried: whether its workers' connections among each other are those of before.
+        continues: whether it existed before, so that its partial gradients are valid.
+        carried: whether its workers keep their earlier connections among each other.
     """
 
     name: str
@@ -102,8 +102,8 @@ class Layout:
         replicas: the active ones.
         shards: by rank.
         stale: ranks of active workers that must get their shard's state from ``sources``.
-        sources: by shard, the place among the replicas of one that has the newest state.
-        newest: optimizer steps in that.
+        sources: by shard, the place among the replicas of one with the newest state.
+        newest: optimizer steps in the newest state.
     """
 
     replicas: tuple[Replica, ...]
@@ -113,11 +113,11 @@ class Layout:
     newest: int
 
     def place(self, rank: int) -> int | None:
-        """The place among the replicas of that of an epoch rank; None of a spare."""
+        """The place among the replicas of the replica of an epoch rank; None for a spare."""
         return next((place for place, replica in enumerate(self.replicas) if rank in replica.members), None)
 
     def missing(self, shape: Shape) -> list[int]:
-        """Shards that are lacking until all declared replicas are whole, most wanted first."""
+        """Shards that are missing to complete all declared replicas, most urgent first."""
         active = {rank for replica in self.replicas for rank in replica.members}
         idle = [shard for rank, shard in enumerate(self.shards) if rank not in active]
         lacking = []
@@ -131,7 +131,7 @@ class Layout:
 
 
 def plan_layout(epoch: int, words: Sequence[Word], shape: Shape) -> Layout:
-    """Gives each member its part.
+    """Assign each member its part.
 
     Args:
         epoch: number of the epoch, for names.
@@ -145,14 +145,14 @@ def plan_layout(epoch: int, words: Sequence[Word], shape: Shape) -> Layout:
     newest = max((word.at for word in words if word.at is not None), default=0)
     updated = {rank for rank, word in enumerate(words) if word.at == newest}
     fresh = updated | {rank for rank, word in enumerate(words) if word.ready and word.at == newest - 1}
-    # Between two workers' updates nothing can be copied: one that is about to update does it for itself.
+    # Between two workers' updates nothing can be copied: a worker about to update does so by itself.
     settled = updated == fresh
     whole = _whole(words, shards, shape, fresh)[: shape.replicas]
     taken = {rank for _, members in whole for rank in members}
     pool = [rank for rank in range(len(words)) if rank not in taken and (settled or rank in fresh)]
     formed = _form(pool, shards, shape, fresh, shape.replicas - len(whole))
     if not whole and not (formed and fresh.issuperset(formed[0])):
-        raise StateLost(f"of {len(words)} workers in epoch {epoch}, none can go on from step {newest}")
+        raise StateLost(f"of {len(words)} workers in epoch {epoch}, none can continue from step {newest}")
     replicas = [
         Replica(name=name, members=members, continues=True, carried=all(words[rank].intact for rank in members))
         for name, members in whole
@@ -172,7 +172,7 @@ def plan_layout(epoch: int, words: Sequence[Word], shape: Shape) -> Layout:
 
 
 def _shards(words: Sequence[Word], shape: Shape) -> list[int]:
-    """Founders take theirs in order, so that a replica's workers are neighbours."""
+    """Founders take shards in rank order, so that a replica's workers are neighbours."""
     founders, shards = 0, []
     for word in words:
         if word.shard is None:
@@ -186,7 +186,7 @@ def _shards(words: Sequence[Word], shape: Shape) -> list[int]:
 def _whole(
     words: Sequence[Word], shards: Sequence[int], shape: Shape, fresh: set[int]
 ) -> list[tuple[str, tuple[int, ...]]]:
-    """The replicas of before all of whose workers are there, oldest first."""
+    """Earlier replicas with all workers present, oldest first."""
     named: dict[str, dict[int, int]] = {}
     for rank, word in enumerate(words):
         if word.replica is not None and rank in fresh:

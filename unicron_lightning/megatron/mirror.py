@@ -1,27 +1,29 @@
-"""Redundant copies of optimizer shards in the host memory of data-parallel peers, and the way back from them.
+"""Redundant copies of optimizer shards in the host memory of data-parallel peers, and their restoration.
 
 After each optimizer step (`protect`) a thread copies this rank's shard into host memory and sends it to its holders,
-while the training thread goes on with the next step's forward and backward passes. `settle` waits for it; it belongs
-before the next optimizer step, ahead of a point that all ranks pass together. There are two buffers for everything, so
-that of two successive versions one is whole at any moment:
+while the training thread continues with the next step's forward and backward passes. `settle` waits for the thread; it
+belongs before the next optimizer step, ahead of a point that all ranks pass together. Every buffer exists twice, so
+that
+one of two successive versions is complete at any moment:
 
     step n's commit          protect(n)   forward, backward of n+1      settle   commit   optimizer step n+1
     ----|--------------------|============ copy, send ==================|--------|--------|----
-    whole everywhere: n-1 (own and mirrored) ............................ n ..............
+    complete everywhere: n-1 (own and mirrored) ......................... n ..............
 
-**Guaranteed.** If no rank dies together with all holders of its shard, there is a version that is whole on every stage
-(`survey`), and `restore` gives each member of the new group its shard of it bit by bit, and the parameters that belong
-to it. It is never a mixture of versions, wherever in a step the death was: in the reduce-scatter, the optimizer step or
-the gathering of parameters. That version is
+**Guaranteed.** If no rank dies together with all holders of its shard, some version is complete on every stage
+(`survey`), and `restore` gives each member of the new group its exact shard of this version with the corresponding
+parameters. Versions are never mixed, wherever in a step the death was: in the reduce-scatter, the optimizer step or the
+gathering of parameters. The version is
 
 - the last committed one, if the death was after its `settle`, or its copies had arrived by then;
-- else the one before: the step in between has to be done again.
+- else the one before: the step in between has to be repeated.
 
-With ``every`` above 1 it is up to so many steps older. Gradients accumulated so far (``main_grad``) are kept. After
-`restore`, `protect` has to be called for the version restored: until that has settled there may be no second copy. If
-nothing is whole (`ShardsLost`), a checkpoint is what is left.
+With ``every`` above 1 it is older by up to that number of steps. Gradients accumulated so far (``main_grad``) are kept.
+After `restore`, call `protect` for the restored version: until it has settled, a second copy may not exist. If no
+version
+is complete (`ShardsLost`), only a checkpoint remains.
 
-**Cost.** Host memory: 24 bytes per element of a shard for its owner's copies, and as much again for each copy at
+**Cost.** Host memory: 24 bytes per element of a shard for its owner's copies, and as much again for each copy on
 others; during a recovery the new layout's beside the old one's. Traffic: 12 bytes per element, step and copy.
 """
 
@@ -47,25 +49,27 @@ if TYPE_CHECKING:
 
 
 class ShardsLost(UnicronError):
-    """No version of the optimizer's state is whole any more; the message names what is lost."""
+    """No version of the optimizer's state is complete; the message names the missing elements."""
 
 
 class Exchange(Communicator, Protocol):
-    """A communicator of the data-parallel group for tensors in host memory: a `GlooCommunicator` serves."""
+    """A communicator of the data-parallel group for tensors in host memory, such as a `GlooCommunicator`."""
 
     def all_to_all(self, sent: Tensor, sent_to: list[int], received: Tensor, received_from: list[int]) -> Handle:
-        """As `unicron_lightning.worker.gloo.GlooCommunicator.all_to_all`."""
+        """See `unicron_lightning.worker.gloo.GlooCommunicator.all_to_all`."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Redundancy:
-    """How shards are kept safe.
+    """Redundancy of optimizer shards.
 
     Args:
-        copies: of each shard, at other ranks; 0 for none: then only what survivors have survives.
+        copies: of each shard, on other ranks; 0 for none, in which case a dead worker's shard is lost.
         every: steps between copies.
-        overlap: go on training while they are made; else each step waits for them, and no committed step is redone.
+        overlap: whether training continues while copies are made; otherwise each step waits for them, and no committed
+            step
+            is repeated.
     """
 
     copies: int = 1
@@ -80,24 +84,24 @@ class Redundancy:
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What a member tells the others of the group."""
+    """A member's report to the others of the group."""
 
     holdings: tuple[Holding, ...]
     steps: dict[int, float]
     """Adam's count of steps, by version."""
     pieces: tuple[Piece, ...]
-    """Its shard in the layout that it has."""
+    """Its shard in its present layout."""
     groups: dict[int, int]
-    """Parameter to optimizer group, as far as known."""
+    """Optimizer group of each parameter, as far as known."""
     node: str
 
 
 class Mirror:
-    """A rank's copies, of its own shard and of others'.
+    """A rank's copies of its own shard and of other ranks' shards.
 
     Args:
         optimizer: this rank's shard.
-        redundancy: how many copies, and when.
+        redundancy: number and frequency of copies.
         node: label of this rank's machine; copies go to other nodes first.
     """
 
@@ -116,10 +120,10 @@ class Mirror:
         self._running: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="unicron-mirror")
 
-    # in a group that is whole
+    # in a complete group
 
     def join(self, exchange: Exchange | SoloCommunicator) -> None:
-        """Begins with a group whose optimizer is laid out for it already. A collective of the group.
+        """Begin with a group for which the optimizer is laid out already. A collective of the group.
 
         Args:
             exchange: of its ranks, in the order of the data-parallel group; used by nothing else, and closed here.
@@ -129,11 +133,11 @@ class Mirror:
         self._arrange([report.pieces for report in reports], [report.node for report in reports])
 
     def protect(self, version: int) -> None:
-        """Copies the shard as it now is; all ranks have committed this version.
+        """Copy the present shard; all ranks have committed this version.
 
         Args:
-            version: optimizer steps done. One that ``every`` does not ask for is left out, but the first of a layout is
-                not. Without ``copies`` nothing is done.
+            version: optimizer steps done. Versions that are no multiple of ``every`` are skipped, except the first of a
+                layout. Without ``copies`` nothing is done.
         """
         new = all(stored.layout != self._layout for stored in self._stored)
         if self._redundancy.copies and (new or version % self._redundancy.every == 0):
@@ -142,7 +146,7 @@ class Mirror:
                 self.settle()
 
     def hold(self, version: int) -> None:
-        """Copies the shard for its owner, without sending it: what has to be done before a planned change of the group.
+        """Copy the shard for its owner without sending it, as needed before a planned change of the group.
 
         Args:
             version: as for `protect`.
@@ -154,37 +158,37 @@ class Mirror:
             self.settle()
 
     def settle(self) -> None:
-        """Waits until what `protect` began is done.
+        """Wait until the work begun by `protect` is done.
 
         Raises:
-            CommunicatorAborted: it was not possible; the group has to recover.
+            CommunicatorAborted: the copies could not be made; the group has to recover.
         """
         if self._running is not None:
             self._running.result()
             self._running = None
 
     def abort(self, reason: str) -> None:
-        """Releases a `settle` or an exchange under way; from any thread."""
+        """Release a `settle` or an exchange in progress; from any thread."""
         if self._exchange is not None:
             self._exchange.abort(reason)
 
     @property
     def host_bytes(self) -> int:
-        """Memory that the buffers of the present layout take."""
+        """Memory of the present layout's buffers."""
         slots = self._ring.slots if self._ring is not None else []
         return sum(tensor.numel() * tensor.element_size() for slot in slots for tensor in (slot.own, *slot.kept))
 
     def pause(self) -> None:
-        """The group is no more; what is stored stays."""
+        """Stop transfers because the group has ended; stored copies are kept."""
         self._end_transfer("the group has changed")
 
     def forget(self, above: int) -> None:
-        """Drops what is stored of later versions than ``above``; nothing may be under way."""
+        """Drop stored versions later than ``above``; no transfer may be in progress."""
         with self._lock:
             self._stored = [stored for stored in self._stored if stored.holding.version <= above]
 
     def close(self) -> None:
-        """Ends the thread and forgets all copies."""
+        """Stop the thread and drop all copies."""
         self._end_transfer("closed")
         self._thread.shutdown()
         self._stored, self._ring = [], None
@@ -192,12 +196,12 @@ class Mirror:
     # after a failure, or before another layout
 
     def survey(self, exchange: Exchange | SoloCommunicator) -> tuple[int, ...]:
-        """What can be restored, newest first. A collective of the new group.
+        """Versions that can be restored, newest first. A collective of the new group.
 
-        Joiners have made their optimizer in whatever layout; they call it as well.
+        Joiners call it too, with an optimizer in any layout.
 
         Args:
-            exchange: of the new group, in its order; it takes the place of the old one.
+            exchange: of the new group, in its order; it replaces the old one.
         """
         self.pause()
         with self._lock:
@@ -206,7 +210,7 @@ class Mirror:
         return shards.versions([report.holdings for report in self._surveyed], self._optimizer.whole)
 
     def lost(self) -> str:
-        """What the newest version of the last survey lacks, in words; empty if nothing."""
+        """Description of the elements that the newest version of the last survey lacks; empty if it is complete."""
         held = [report.holdings for report in self._surveyed]
         newest = max((holding.version for holdings in held for holding in holdings), default=None)
         if newest is None:
@@ -220,13 +224,13 @@ class Mirror:
         return f"{sum(map(len, gaps))} of {total} elements of version {newest} are lost, of {shown}"
 
     def restore(self, version: int) -> None:
-        """Lays the optimizer out for the groups of ``parallel_state`` and fills it. A collective of the new group.
+        """Lay the optimizer out for the groups of ``parallel_state`` and fill it. A collective of the new group.
 
         Args:
             version: in every stage's `survey`.
 
         Raises:
-            ShardsLost: it is not whole here.
+            ShardsLost: the version is incomplete here.
         """
         exchange = self._exchange
         assert exchange is not None, "survey comes first"
@@ -257,7 +261,7 @@ class Mirror:
         return [msgspec.json.decode(report, type=Report) for report in told]
 
     def _arrange(self, layouts: list[tuple[Piece, ...]], nodes: list[str]) -> None:
-        """Takes up a layout. What is stored of older ones stays until a version is whole in this one."""
+        """Adopt a layout. Stored copies of older layouts stay until a version is complete in this one."""
         assert self._exchange is not None
         chosen = [shards.holders(rank, nodes, self._redundancy.copies) for rank in range(len(layouts))]
         ring = Ring(layouts=layouts, rounds=[list(holders) for holders in zip(*chosen, strict=True)])
@@ -277,7 +281,7 @@ class Mirror:
             ready = torch.cuda.Event()
             ready.record()
         with self._lock:
-            # All ranks have settled the last version, or there would have been no commit: only it is still needed.
+            # All ranks have settled the last version, or no commit would have followed: only it is still needed.
             newest = max((stored.holding.version for stored in self._stored), default=version)
             layout = max((stored.layout for stored in self._stored if stored.holding.version == newest), default=0)
             self._stored = [s for s in self._stored if (s.holding.version, s.layout) == (newest, layout)]
@@ -286,15 +290,16 @@ class Mirror:
         self._running = self._thread.submit(self._copy, version, slot, ready, send)
 
     def _free_slot(self) -> Slot:
-        """Buffers that hold nothing that is stored."""
+        """Buffers without stored data."""
         assert self._ring is not None and self._exchange is not None
         for slot in self._ring.slots:
             if all(stored.data is not slot.own for stored in self._stored):
                 return slot
-        return Slot(own=torch.empty(ROWS, self._ring.elements(self._exchange.rank)), kept=[])  # no copies: `hold`
+        # without copies: used by `hold`
+        return Slot(own=torch.empty(ROWS, self._ring.elements(self._exchange.rank)), kept=[])
 
     def _copy(self, version: int, slot: Slot, ready: torch.cuda.Event | None, send: bool) -> None:
-        """The thread's work: device to host, then host to host."""
+        """Work of the thread: copy from device to host, then from host to host."""
         ring, exchange = self._ring, self._exchange
         assert ring is not None and exchange is not None
         if ready is None:
@@ -324,7 +329,7 @@ class Mirror:
             self._stored.append(Stored(holding=holding, data=data, layout=self._layout))
 
     def _end_transfer(self, reason: str) -> None:
-        """Whatever the thread is at ends, well or not; what has arrived as a whole stays."""
+        """End the thread's present work, successfully or not; completely received copies stay."""
         if self._exchange is not None:
             self._exchange.abort(reason)
         if self._running is not None:
@@ -341,14 +346,14 @@ class Mirror:
         held: list[tuple[Holding, ...]],
         layouts: list[tuple[Piece, ...]],
     ) -> Tensor:
-        """This member's shard of the new layout, from everybody's copies."""
+        """Fetch this member's shard of the new layout from all members' copies."""
         found = shards.transfers(version, held, layouts)
         rank, world = exchange.rank, exchange.world
         out = [item for item in found if item.source == rank]
         into = [item for item in found if item.target == rank]
         out.sort(key=lambda item: (item.target, item.piece))
         into.sort(key=lambda item: (item.source, item.piece))
-        # Read from what was told: the list has not changed since, as no transfer is under way.
+        # The stored list is the reported one: no transfer is in progress.
         sent = torch.cat([cut(self._stored[item.holding], item.piece).reshape(-1) for item in out] or [torch.empty(0)])
         received = torch.empty(ROWS * sum(len(item.piece) for item in into))
         sent_to = [ROWS * sum(len(item.piece) for item in out if item.target == other) for other in range(world)]

@@ -1,4 +1,4 @@
-"""A replica's shard of the model with Megatron's data parallelism and optimizer, and what a step does with them."""
+"""A replica's shard of the model with Megatron's data parallelism and optimizer, and the parts of a step."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from unicron_lightning.megatron.world import Groups
 from unicron_lightning.worker import codec
 
 ForwardStep = Callable[[int], tuple[Tensor, Callable[[Tensor], Tensor]]]
-"""Forward of a micro-batch on this stage: its output, and what makes a loss of that on the last stage."""
+"""Forward of a micro-batch on this stage: its output, and a function from that to the loss on the last stage."""
 
 
 class ShardModel:
     """One worker's part of the model, built in the declared world (`world.build_world`).
 
     Args:
-        module: Megatron's module, in `Float16Module` if its precision asks for it.
+        module: Megatron's module, in `Float16Module` if its precision requires it.
         ddp_config: of Megatron's data parallelism.
         optimizer_config: of its optimizer.
         replicas: declared.
         micro_batches: of a declared replica's share.
-        sequence_length: of what pipeline stages exchange.
+        sequence_length: of the tensors that pipeline stages exchange.
         groups: the groups that it was built with, by role.
         redundancy: of the optimizer's shards; None if each replica has the whole state (no distributed optimizer).
 
     Attributes:
-        micro_batch_size: of what pipeline stages exchange, in samples.
+        micro_batch_size: of the tensors that pipeline stages exchange, in samples.
         grad_norm: of the last finalized gradients, before clipping.
-        keeper: of the optimizer's shards, if there are any.
+        keeper: of the optimizer's shards, if any.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ShardModel:
         self.ddp: Any = DistributedDataParallel(self.config, ddp_config, module)
         self.optimizer: Any = get_megatron_optimizer(optimizer_config, [self.ddp], use_gloo_process_groups=False)
         self.config.grad_scale_func = self.optimizer.scale_loss
-        self.config.finalize_model_grads_func = None  # called by us, after the gate
+        self.config.finalize_model_grads_func = None  # finalization is called separately, after the gate
         self.config.no_sync_func = None
         self.gradients = MainGradients(self.ddp, replicas)
         self.keeper: ShardKeeper | None = None
@@ -78,25 +78,25 @@ class ShardModel:
 
     @property
     def device(self) -> torch.device:
-        """Of the parameters."""
+        """Device of the parameters."""
         return next(self.module.parameters()).device
 
     # ---- a step
 
     def begin(self) -> None:
-        """Gradients from nothing."""
+        """Reset the gradients."""
         self.gradients.begin()
         self.optimizer.zero_grad()
 
     def recover(self) -> None:
-        """After a failure: the gradients of this worker's completed calls."""
+        """After a failure: restore the gradients of this worker's completed calls."""
         self.gradients.recover()
         self.optimizer.zero_grad()  # after finalization `grad` is `main_grad`, and backward would add to it twice
 
     def call(self, micro_batches: Sequence[int], forward: ForwardStep, *, last: bool) -> None:
-        """Forward and backward of some micro-batches by Megatron's schedule; gradients accumulate.
+        """Run forward and backward of some micro-batches by Megatron's schedule; gradients accumulate.
 
-        Each counts as 1/share of a replica's mean, however many are run at once.
+        Each micro-batch counts as 1/share of a replica's mean, however many are run in the call.
         """
         factor = len(micro_batches) / self._share
 
@@ -116,7 +116,7 @@ class ShardModel:
                 self.config.no_sync_func = None
 
     def evaluate(self, batches: Sequence[int], forward: ForwardStep, size: int) -> None:
-        """Forward of some batches, each of ``size`` samples, by Megatron's schedule; without gradients."""
+        """Run some batches of ``size`` samples each forward by Megatron's schedule, without gradients."""
 
         def step(numbers: Any, _: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
             output, loss = forward(next(numbers))
@@ -139,16 +139,18 @@ class ShardModel:
         )
 
     def finalize(self) -> None:
-        """What Megatron does to the reduced gradients within a replica, and their norm: all but the update."""
+        """Apply Megatron's processing of reduced gradients within a replica and compute their norm: all but the
+        update.
+        """
         finalize_model_grads([_Reduced(self.ddp)])
         found = self.optimizer.prepare_grads()
-        assert not found, "loss scaling is refused, so nothing is looked for"
+        assert not found, "loss scaling is refused, so no overflow is looked for"
         self.grad_norm = float(self.optimizer.get_grad_norm())
 
     def update(self) -> None:
-        """Clips, and steps the optimizer, as Megatron's own ``step`` does after the norm.
+        """Clip, and step the optimizer, as Megatron's own ``step`` does after the norm.
 
-        Without communication; but with the distributed optimizer replicas gather the parameters.
+        Without communication, except that with the distributed optimizer replicas gather the parameters.
         """
         for optimizer in self.optimizer.chained_optimizers:
             parameters = [] if optimizer.is_stub_optimizer else optimizer.get_parameters()
@@ -161,7 +163,7 @@ class ShardModel:
     # ---- other worlds
 
     def adopt(self, groups: Groups) -> int:
-        """Puts the groups of a new epoch in the places of those before; returns the number of places."""
+        """Replace the groups of the previous epoch by those of a new one; return the number of replaced references."""
         mapping = {id(old): groups[role] for role, old in self._groups.items() if role in groups}
         count = replace_groups(self._roots(), mapping)
         assert not stale_groups(self._roots(), groups.values()), "Megatron holds a group that has no role"
@@ -169,8 +171,11 @@ class ShardModel:
         return count
 
     def unify(self) -> None:
-        """At the start: the last stage gets the first one's tied embeddings, which construction without peers has left
-        at zero; and all replicas the first one's parameters.
+        """Equalise parameters at the start.
+
+        The last stage gets the first one's tied embeddings, which construction without peers has left at zero; all
+        replicas get
+        the first one's parameters.
         """
         inner: Any = self.module
         while not hasattr(inner, "setup_embeddings_and_output_layer") and hasattr(inner, "module"):
@@ -181,14 +186,14 @@ class ShardModel:
         self.optimizer.reload_model_params()
 
     def state(self) -> bytes:
-        """Parameters, buffers and optimizer of this shard; only buffers if the rest comes from the keeper."""
+        """Parameters, buffers and optimizer of this shard; only buffers if the keeper holds the rest."""
         if self.keeper is not None:
             return codec.encode({"tensors": [*self.module.buffers()]})
         tensors = [*self.module.parameters(), *self.module.buffers()]
         return codec.encode({"tensors": tensors, "optimizer": self.optimizer.state_dict()})
 
     def load_state(self, data: bytes) -> None:
-        """Sets what `state` gave on another worker of this shard."""
+        """Load the `state` of another worker of this shard."""
         state = codec.decode(data)
         with torch.no_grad():
             parameters = [] if self.keeper is not None else self.module.parameters()
@@ -203,10 +208,10 @@ class ShardModel:
 
 
 def sequence_length(module: nn.Module) -> int:
-    """The longest sequence that a model can take.
+    """The longest sequence that a model accepts.
 
     Raises:
-        ConfigError: it does not tell.
+        ConfigError: the model does not specify it.
     """
     inner: Any = module
     while not hasattr(inner, "max_sequence_length"):
@@ -219,7 +224,7 @@ def sequence_length(module: nn.Module) -> int:
 
 
 class _Reduced:
-    """Megatron's data parallelism whose reduction is done already: it takes the gate in between."""
+    """Megatron's data parallelism after its reduction, for finalization after the gate."""
 
     def __init__(self, ddp: Any) -> None:
         self.module = ddp.module
@@ -229,4 +234,4 @@ class _Reduced:
         return getattr(self._ddp, name)
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Nothing to do."""
+        """Do nothing."""

@@ -1,8 +1,8 @@
-"""Notices that a partner has let go of its replica, for those who wait in NCCL's kernels.
+"""Detects a partner's cut of its replica's connections, for workers that wait in NCCL's kernels.
 
 A worker that cuts its replica's connections shuts gloo's sockets, which all partners have beside NCCL's groups, and
-aborts its own NCCL groups. Within a machine NCCL's peers share memory: nothing tells them. So a thread looks at the
-sockets, and has this worker's groups aborted, too.
+aborts its own NCCL groups. Within a machine NCCL's peers share memory and are not notified. Therefore a thread checks
+the sockets, and has this worker's groups aborted, too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LOOK_SECONDS: Final = 0.1
 
 
 class PartnerWatch:
-    """Looks until it is closed, or has noticed something.
+    """Checks the groups until it is closed or has detected a cut.
 
     Args:
         groups: with partners.
@@ -32,7 +32,7 @@ class PartnerWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends it; to be called before the groups are closed."""
+        """Stop the thread; call this before the groups are closed."""
         self._closed.set()
         self._thread.join()
 

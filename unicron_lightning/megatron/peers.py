@@ -1,13 +1,13 @@
-"""Groups of peers that Megatron waits in, and out of which it can be let at any moment.
+"""Groups of peers whose waits can be released at any moment, for Megatron's collectives.
 
-gloo forgets a receive of which a part has come when its connection breaks: the wait for it ends with gloo's own
-time-out, minutes later. Megatron waits in the library, not at our gate (`worker.communicator`); so `torch.distributed`
-is given groups whose waits look up now and then, and end once gloo has closed all connections, as it does soon after a
-cut. From then on nothing is written into the tensors any more. With CUDA groups are aborted by NCCL, and this
-is not used.
+gloo forgets a partly received message when its connection breaks: the wait for it ends with gloo's own time-out,
+minutes later. Megatron waits in the library, not at a `worker.communicator.Gate`. Therefore `torch.distributed` gets
+groups whose waits check the connections periodically, and end once gloo has closed all of them, as it does soon after a
+cut. From then on nothing is written into the tensors. With CUDA, groups are aborted by NCCL, and this module is unused.
 
-Torch's reduce-scatter for gloo is a sum of copies, of which each rank takes its part. Its `Work` takes no time limit
-and never says that it has completed; so that is done here, in the same way.
+Torch's reduce-scatter for gloo is a sum of copies, from which each rank takes its part. Its `Work` accepts no time
+limit
+and never reports completion; this module implements it in the same way without these defects.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor
 from unicron_lightning.worker.gloo import Ending, GlooGroup
 
 LOOK_UP: Final = timedelta(seconds=0.1)
-"""How often a wait looks whether the group has been cut; one that gloo ends itself ends at once."""
+"""Interval at which a wait checks whether the group has been cut; a wait that gloo ends itself ends at once."""
 
 MESSAGES: Final = ("send", "recv", "recv_anysource")
 COLLECTIVES: Final = (
@@ -37,11 +37,11 @@ COLLECTIVES: Final = (
 )
 REDUCE_SCATTERS: Final = ("_reduce_scatter_base", "reduce_scatter_single")
 COALESCED_REDUCE_SCATTERS: Final = ("reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced")
-"""Methods of torch's ProcessGroup, by the names that its versions 2.11 to 2.13 have for them."""
+"""Methods of torch's ProcessGroup, by their names in its versions 2.11 to 2.13."""
 
 
 class PeerGroup(GlooGroup):
-    """A gloo group that lets go of those who wait in it; arguments as for `GlooGroup`."""
+    """A gloo group that releases its waiters; arguments as for `GlooGroup`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -50,13 +50,13 @@ class PeerGroup(GlooGroup):
         self._thread: threading.Thread | None = None
 
     def start(self, work: dist.Work) -> Collective:
-        """Takes charge of a collective."""
+        """Register a collective and wrap its `Work`."""
         self._works = [other for other in self._works if not other.is_completed()]
         self._works.append(work)
         return Collective(work, self)
 
     def wait_aside(self, work: dist.Work) -> Future[bool]:
-        """Waits for a message in a thread: such a wait cannot be broken off without breaking the connection."""
+        """Wait for a message in a thread, since such a wait cannot be interrupted without breaking the connection."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="unicron-messages", daemon=True)
             self._thread.start()
@@ -75,10 +75,10 @@ class PeerGroup(GlooGroup):
         """Whether gloo has closed all connections.
 
         Args:
-            gone: whether it had at the look before: what had come has been made use of since.
+            gone: result of the previous check; data that had arrived by then has been processed.
 
         Raises:
-            DistNetworkError: there is nothing to wait for any more.
+            DistNetworkError: nothing is left to wait for.
         """
         now = self.disconnected()
         if now and (gone or self.was_cut):
@@ -86,7 +86,7 @@ class PeerGroup(GlooGroup):
         return now
 
     def close(self, handles: Sequence[Ending] = ()) -> None:
-        """Cuts, and lets go of the group when its collectives, too, have ended."""
+        """Cut, and release the group when its collectives, too, have ended."""
         works, self._works = self._works, []
         super().close([*handles, *map(_Unfinished, works)])
         if self._thread is not None:
@@ -110,17 +110,17 @@ class _Unfinished:
 
 
 class Collective:
-    """In place of a collective's `Work`."""
+    """Replacement for a collective's `Work`."""
 
     def __init__(self, work: dist.Work, group: PeerGroup) -> None:
         self._work = work
         self._group = group
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """As torch's, but ends when there is nobody left to wait for.
+        """Wait as torch's `Work` does, but end when no peer is left to wait for.
 
         Raises:
-            RuntimeError: it has failed, or the connections are closed.
+            RuntimeError: the collective has failed, or the connections are closed.
         """
         if timeout is not None:
             return self._work.wait(timeout)
@@ -130,7 +130,7 @@ class Collective:
                 return self._work.wait(LOOK_UP)
             except RuntimeError:
                 if self._work.is_completed():
-                    return self._work.wait()  # what it has to say
+                    return self._work.wait()  # returns the result or raises the error
                 gone = self._group.look_up(gone)
 
     def __getattr__(self, name: str) -> Any:
@@ -138,11 +138,11 @@ class Collective:
 
 
 class ReduceScatter:
-    """In place of a reduce-scatter's `Work`.
+    """Replacement for a reduce-scatter's `Work`.
 
     Args:
-        sums: under way, of copies of what is summed.
-        parts: what each is to be put into, and this rank's part of the copy.
+        sums: in progress, of copies of the inputs.
+        parts: each output, with this rank's part of the copy.
     """
 
     def __init__(self, sums: Sequence[Collective], parts: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -150,7 +150,7 @@ class ReduceScatter:
         self._parts = parts
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """As `Collective.wait`."""
+        """See `Collective.wait`."""
         for each in self._sums:
             each.wait(timeout)
         for output, part in self._parts:
@@ -159,12 +159,12 @@ class ReduceScatter:
         return True
 
     def is_completed(self) -> bool:
-        """Whether a wait would not have to wait."""
+        """Whether a wait would return at once."""
         return all(each.is_completed() for each in self._sums)
 
 
 class Message:
-    """In place of the `Work` of a send or a receive."""
+    """Replacement for the `Work` of a send or a receive."""
 
     def __init__(self, work: dist.Work, group: PeerGroup) -> None:
         self._work = work
@@ -172,10 +172,10 @@ class Message:
         self._ended: Future[bool] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """As torch's, but ends when there is nobody left to wait for.
+        """Wait as torch's `Work` does, but end when no peer is left to wait for.
 
         Raises:
-            RuntimeError: it has failed, or the connections are closed.
+            RuntimeError: the message has failed, or the connections are closed.
         """
         if timeout is not None:
             return self._work.wait(timeout)
@@ -193,11 +193,11 @@ class Message:
 
 
 class ProcessGroup(dist.ProcessGroup):
-    """What `torch.distributed` and Megatron see of a `PeerGroup`: its collectives and messages.
+    """Interface of a `PeerGroup` for `torch.distributed` and Megatron: its collectives and messages.
 
     Args:
-        group: the connections; other process groups may have the same.
-        rank, size: as in it.
+        group: the connections; other process groups may share them.
+        rank, size: as in the group.
     """
 
     def __init__(self, group: PeerGroup, rank: int, size: int) -> None:
@@ -210,10 +210,10 @@ class ProcessGroup(dist.ProcessGroup):
     def name(self) -> str:
         return "unicron"
 
-    getBackendName = name  # noqa: N815 - what C++ asks a Python group for
+    getBackendName = name  # noqa: N815 - the name that C++ calls on a Python group
 
     def reduce_scatter_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], options: Any) -> ReduceScatter:
-        """Starts several at once."""
+        """Start several reduce-scatters at once."""
         summing = dist.AllreduceOptions()
         summing.reduceOp = options.reduceOp
         copies = [tensor.clone() for tensor in inputs]
@@ -222,7 +222,7 @@ class ProcessGroup(dist.ProcessGroup):
         return ReduceScatter(sums, list(zip(outputs, own, strict=True)))
 
     def reduce_scatter_one(self, output: Tensor, tensor: Tensor, options: Any) -> ReduceScatter:
-        """Starts one."""
+        """Start one reduce-scatter."""
         return self.reduce_scatter_all([output], [tensor], options)
 
 

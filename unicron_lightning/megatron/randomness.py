@@ -1,7 +1,7 @@
-"""Megatron's random state, made a function of the micro-batch.
+"""Megatron's random state as a function of the micro-batch.
 
 Megatron keeps named states for regions that must differ or agree among tensor-parallel workers. Each of them, and the
-default one, is set before a micro-batch's forward; backward draws nothing, and recomputation restores what forward had.
+default one, is set before a micro-batch's forward; backward draws nothing, and recomputation restores the forward's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SHARED: Final = "data-parallel-rng"
 
 
 def seed_micro_batch(seed: int, place: tuple[int, ...], tensor: int, stage: int, device: torch.device) -> None:
-    """Sets all random state.
+    """Set all random state.
 
     Args:
         seed: of the task.

@@ -1,8 +1,8 @@
 """Finds the process groups that live objects of Megatron hold, and replaces them.
 
-Megatron has no way to give a model other groups: they are attributes of some twenty classes, of a shared collection,
-and of bound methods in the configuration. So everything reachable from the model, its optimizer and their configuration
-is walked through.
+Megatron cannot give a model other groups: they are attributes of some twenty classes, of a shared collection, and of
+bound methods in the configuration. Therefore everything reachable from the model, its optimizer and their configuration
+is searched.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Replace = Callable[[Any], None]
 
 
 def replace_groups(roots: Iterable[object], mapping: Mapping[int, dist.ProcessGroup]) -> int:
-    """Puts new groups in the places of old ones.
+    """Replace old groups by new ones.
 
     Args:
-        roots: where to begin.
+        roots: objects to start from.
         mapping: from the `id` of an old group, which must be alive, to the new one.
 
     Returns:
-        The number of places.
+        The number of replaced references.
     """
     found = [(group, replace) for group, replace in walk(roots) if id(group) in mapping]
     for group, replace in found:
@@ -40,14 +40,14 @@ def replace_groups(roots: Iterable[object], mapping: Mapping[int, dist.ProcessGr
 
 
 def stale_groups(roots: Iterable[object], valid: Iterable[dist.ProcessGroup]) -> int:
-    """How many reachable references are to groups other than the ``valid`` ones."""
+    """Number of reachable references to groups other than the ``valid`` ones."""
     known = {id(group) for group in valid}
     return sum(1 for group, _ in walk(roots) if id(group) not in known)
 
 
 def walk(roots: Iterable[object]) -> Iterator[tuple[dist.ProcessGroup, Replace]]:
-    """Each reference to a process group that is reachable, with what replaces it."""
-    alive: dict[int, object] = {}  # keeps temporary objects, so that identities stay unique
+    """Each reachable reference to a process group, with a function that replaces it."""
+    alive: dict[int, object] = {}  # keeps temporary objects alive, so that identities stay unique
     queue = deque(roots)
     while queue:
         item = queue.pop()
@@ -62,7 +62,7 @@ def walk(roots: Iterable[object]) -> Iterator[tuple[dist.ProcessGroup, Replace]]
 
 
 def _references(item: Any) -> Iterator[tuple[Any, Replace]]:
-    """What an object refers to directly."""
+    """Objects to which an object refers directly."""
     if isinstance(item, types.FunctionType):
         for cell in item.__closure__ or ():
             try:
@@ -92,7 +92,7 @@ def _references(item: Any) -> Iterator[tuple[Any, Replace]]:
 
 
 def _set(owner: Any, name: str, value: Any) -> None:
-    if isinstance(owner, nn.Module):  # whose __setattr__ does more
+    if isinstance(owner, nn.Module):  # its own __setattr__ does more
         owner.__dict__[name] = value
     else:
         object.__setattr__(owner, name, value)

@@ -1,8 +1,8 @@
-"""One rank's shard of megatron-core's distributed optimizer: read, written, and laid out anew for another group's size.
+"""One rank's shard of megatron-core's distributed optimizer: reading, writing, and a new layout for another group size.
 
-Written for megatron-core 0.16; this is the one module that knows the inside of its `DistributedOptimizer` and
+Written for megatron-core 0.16; only this module depends on the internals of its `DistributedOptimizer` and
 `DistributedDataParallel`. Both objects are kept when the layout changes (their constructors run again on them), so that
-whoever refers to them, or to their bound methods, goes on doing so.
+references to them and to their bound methods stay valid.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 FIELDS: Final = ("param", "exp_avg", "exp_avg_sq")
-"""What is kept of each element, float32: its main value and Adam's moments."""
+"""Values kept for each element, float32: its main value and Adam's moments."""
 
 
 HOLDERS_OF_BUFFERS: Final = (
@@ -36,13 +36,13 @@ HOLDERS_OF_BUFFERS: Final = (
     "shard_fp32_groups",
     "shard_fp32_from_float16_groups",
 )
-"""Attributes of a DistributedOptimizer by which the old layout's memory would outlive it."""
+"""Attributes of a DistributedOptimizer that would keep the old layout's memory alive."""
 
 
 def parameter_groups(chunks: Sequence[Any], config: Any) -> dict[int, int]:
-    """Parameter to its place in the optimizer's ``param_groups``, of all of a stage, whoever has a piece of them.
+    """Place of each parameter of a stage in the optimizer's ``param_groups``, whichever ranks hold pieces of it.
 
-    To be called in the groups that the optimizer is built in: megatron-core aligns the places over the world.
+    Call it in the groups in which the optimizer is built: megatron-core aligns the places over the world.
 
     Args:
         chunks: as for `ShardedOptimizer`.
@@ -57,12 +57,12 @@ class ShardedOptimizer:
     """A rank's model chunks with their distributed optimizer.
 
     Args:
-        chunks: the `DistributedDataParallel` modules that `get_megatron_optimizer` was given.
-        optimizer: what it returned.
-        groups: `parameter_groups`; without, those are known of which this rank has a piece.
+        chunks: the `DistributedDataParallel` modules passed to `get_megatron_optimizer`.
+        optimizer: its result.
+        groups: `parameter_groups`; without it, only parameters with a piece on this rank are known.
 
     Raises:
-        ConfigError: the optimizer is of a kind that cannot be taken apart here.
+        ConfigError: this kind of optimizer is not supported.
     """
 
     def __init__(self, chunks: Sequence[Any], optimizer: Any, groups: Mapping[int, int] | None = None) -> None:
@@ -76,12 +76,12 @@ class ShardedOptimizer:
 
     @property
     def device(self) -> torch.device:
-        """Of the parameters."""
+        """Device of the parameters."""
         return self._parameters[0].device
 
     @property
     def whole(self) -> tuple[Piece, ...]:
-        """All elements of the stage that are trained."""
+        """All trained elements of the stage."""
         return tuple(Piece(n, 0, p.numel()) for n, p in enumerate(self._parameters) if p.requires_grad)
 
     @property
@@ -93,7 +93,7 @@ class ShardedOptimizer:
 
     @property
     def groups(self) -> dict[int, int]:
-        """Parameter to its place in the optimizer's ``param_groups``, as far as this rank knows."""
+        """Place of each parameter in the optimizer's ``param_groups``, as far as this rank knows."""
         found = self._optimizer.model_param_group_index_map
         return {**self._known_groups, **{self._numbers[parameter]: index for parameter, (index, _) in found.items()}}
 
@@ -109,11 +109,12 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def read(self, target: Tensor) -> None:
-        """Copies the shard.
+        """Copy the shard.
 
         Args:
-            target: float32, [3, elements], in the order of `FIELDS` and `pieces`. If it is pinned host memory,
-                the copy is asynchronous on the current stream.
+            target: float32, [3, elements], in the order of `FIELDS` and `pieces`. If it is pinned host memory, the copy
+                is
+                asynchronous on the current stream.
         """
         position = 0
         for parameter, stretch in self._stretches():
@@ -124,7 +125,7 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def write(self, source: Tensor, steps: float) -> None:
-        """Sets the shard to what `read` gave, and this rank's part of the parameters to it."""
+        """Set the shard to a copy made by `read`, and this rank's part of the parameters to it."""
         position = 0
         for parameter, stretch in self._stretches():
             tensors = self._optimizer._get_main_param_and_optimizer_states(parameter)
@@ -135,16 +136,18 @@ class ShardedOptimizer:
         self._optimizer._copy_main_params_to_model_params()
 
     def gather_parameters(self) -> None:
-        """Every rank's part of the parameters to all. A collective of the data-parallel group."""
+        """Send every rank's part of the parameters to all. A collective of the data-parallel group."""
         for chunk in self._chunks:
             chunk.start_param_sync(force_sync=True)
 
     def lay_out(self, groups: Mapping[int, int]) -> None:
-        """New buffers and shards for the groups that megatron-core's ``parallel_state`` now has.
+        """Make new buffers and shards for the present groups of megatron-core's ``parallel_state``.
 
         Gradients (``main_grad``) and the factor that scales them are kept. Parameters keep their values. The
-        optimizer's state is gone afterwards: `write` it. The buffers exist once at a time: meanwhile gradients are in
-        host memory, and parameters in storage of their own.
+        optimizer's state
+        is lost and must be restored by `write`. Old and new buffers never coexist: meanwhile gradients are in host
+        memory, and
+        parameters in storage of their own.
 
         Args:
             groups: `groups` of all ranks together.
@@ -202,7 +205,7 @@ class ShardedOptimizer:
 
 
 def _only(optimizer: Any) -> Any:
-    """The one distributed optimizer."""
+    """The single distributed optimizer."""
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     if len(chained) != 1:
         raise ConfigError(
@@ -232,15 +235,15 @@ def _check_supported(chunks: Sequence[Any], optimizer: Any) -> None:
 
 
 def _materialise(optimizer: Any) -> None:
-    """Gives a fresh Adam its state, without the step that megatron-core would do for it (weights would decay)."""
+    """Initialize a fresh Adam's state without megatron-core's optimizer step, which would decay the weights."""
     optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
-    if isinstance(optimizer.optimizer, torch.optim.Adam):  # Transformer Engine's counts steps in its groups
+    if isinstance(optimizer.optimizer, torch.optim.Adam):  # Transformer Engine's Adam counts steps in its groups
         for state in optimizer.optimizer.state.values():
             state.setdefault("step", torch.zeros(()))
 
 
 def _steps(adam: Any) -> float:
-    """The count, which all parameters have in common."""
+    """The step count, which all parameters share."""
     for group in adam.param_groups:
         if "step" in group:
             return float(group["step"])
@@ -257,10 +260,10 @@ def _set_steps(adam: Any, steps: float) -> None:
 
 
 def _take_apart(chunk: Any) -> None:
-    """Frees a chunk's buffers and hooks; its parameters get storage of their own."""
+    """Free a chunk's buffers and hooks, and give its parameters storage of their own."""
     if chunk.use_forward_hook:
         chunk.disable_forward_pre_hook(param_sync=False)
-    # Hooks of the last layout live as long as the nodes that they are on; they look parameters up here.
+    # Hooks of the last layout live as long as their graph nodes, and look parameters up here.
     chunk.param_to_bucket_group.clear()
     chunk.grad_accs.clear()
     for part in (*chunk.buffers, *_buckets(chunk)):

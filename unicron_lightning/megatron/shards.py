@@ -1,16 +1,17 @@
-"""Which copy of the optimizer's state gives which elements to whom: pure.
+"""Assignment of the optimizer state's copies to the members that need them: pure.
 
-With the distributed optimizer (ZeRO-1) each data-parallel rank of a stage owns a *shard*: stretches of the flattened
-parameters with their main values and moments. A *holding* is a copy of one shard as it was after a number of optimizer
-steps, its *version*, in somebody's host memory: its owner's, or that of a rank which mirrors it. After a failure each
-member tells what it holds, and everything else follows from that on every member alike:
+With the distributed optimizer (ZeRO-1) each data-parallel rank of a stage owns a *shard*: ranges of the flattened
+parameters with their main values and moments. A *holding* is a copy of one shard after a number of optimizer steps, its
+*version*, in the host memory of its owner or of a rank that mirrors it. After a failure each member reports its
+holdings, and every member computes the same results from these reports:
 
-- `versions`: which versions are whole, i.e. have each element in at least one holding;
-- `missing`: which elements of a version nobody has any more, because an owner died with all who mirrored it;
-- `transfers`: who sends which stretch to whom, so that each member of the new group has exactly its shard of the new
-  layout.
+- `versions`: the complete versions, i.e. those with each element in at least one holding;
+- `missing`: the elements of a version without a holding, because an owner died with all its mirrors;
+- `transfers`: the ranges that members send to each other, so that each member of the new group gets exactly its shard
+  of
+  the new layout.
 
-Shards know nothing of the group's size: a holding made among three serves a group of two, or of four.
+Shards do not depend on the group's size: a holding made among three ranks serves a group of two, or of four.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         version: optimizer steps done when it was made.
-        pieces: what it covers, in the order in which it is stored.
+        pieces: its contents, in the order in which they are stored.
     """
 
     version: int
@@ -53,12 +54,12 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Transfer(msgspec.Struct, frozen=True, kw_only=True, order=True):
-    """One stretch on its way.
+    """One range to be sent.
 
     Args:
         source, target: members.
-        holding: which of the source's holdings.
-        piece: the stretch; it lies within one piece of that holding, and within one piece of the target's shard.
+        holding: index of the source's holding.
+        piece: the range; it lies within one piece of that holding, and within one piece of the target's shard.
     """
 
     source: int
@@ -68,12 +69,12 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True, order=True):
 
 
 def holders(rank: int, nodes: Sequence[str], copies: int) -> tuple[int, ...]:
-    """Who keeps copies of a rank's shard: the next ones in the ring, of other nodes first.
+    """Ranks that keep copies of a rank's shard: the next ones in the ring, those of other nodes first.
 
     Args:
         rank: the owner.
-        nodes: label of each rank's node; with all the same the result is the next ranks.
-        copies: how many are wanted; there are fewer in a small group.
+        nodes: label of each rank's node; with equal labels the result is the next ranks.
+        copies: wanted number of copies; a small group has fewer.
     """
     world = len(nodes)
     ring = [(rank + distance) % world for distance in range(1, world)]
@@ -94,7 +95,7 @@ def versions(held: Sequence[Sequence[Holding]], whole: Sequence[Piece]) -> tuple
 
 
 def newest_common(surveys: Iterable[Sequence[int]]) -> int | None:
-    """The newest version that all stages and slices of the model can restore; None if there is none.
+    """The newest version that all stages and slices of the model can restore; None if no such version exists.
 
     Args:
         surveys: the `versions` of each.
@@ -123,9 +124,9 @@ def missing(version: int, held: Sequence[Sequence[Holding]], whole: Sequence[Pie
 def transfers(
     version: int, held: Sequence[Sequence[Holding]], targets: Sequence[Sequence[Piece]]
 ) -> tuple[Transfer, ...]:
-    """How each target gets its shard, each element once.
+    """Transfers by which each target gets its shard, each element once.
 
-    What a member holds itself it takes from there; else from the member that gives least so far.
+    A member takes elements from its own holdings if possible, otherwise from the member that sends least so far.
 
     Args:
         version: one of `versions`.
@@ -143,7 +144,7 @@ def transfers(
                     for member, index, other in candidates[piece.parameter]
                     if other.start <= stretch.start and stretch.stop <= other.stop
                 ]
-                assert offers, f"nobody holds {stretch} of version {version}"
+                assert offers, f"no member holds {stretch} of version {version}"
                 _, _, source, holding = min(offers)
                 if source != target:
                     load[source] += len(stretch)
@@ -152,7 +153,7 @@ def transfers(
 
 
 def _by_parameter(version: int, held: Sequence[Sequence[Holding]]) -> defaultdict[int, list[tuple[int, int, Piece]]]:
-    """Parameter to (member, holding, piece) of everything held of a version."""
+    """(member, holding, piece) of all holdings of a version, by parameter."""
     candidates: defaultdict[int, list[tuple[int, int, Piece]]] = defaultdict(list)
     for member, holdings in enumerate(held):
         for index, holding in enumerate(holdings):
@@ -163,7 +164,7 @@ def _by_parameter(version: int, held: Sequence[Sequence[Holding]]) -> defaultdic
 
 
 def _cut(piece: Piece, candidates: Iterable[tuple[int, int, Piece]]) -> Iterator[Piece]:
-    """The piece cut wherever a candidate begins or ends, so that each has a stretch as a whole or not at all."""
+    """The piece divided at the bounds of all candidates, so that each candidate has a part completely or not at all."""
     bounds = {piece.start, piece.stop}
     for _, _, other in candidates:
         bounds |= {bound for bound in (other.start, other.stop) if piece.start < bound < piece.stop}

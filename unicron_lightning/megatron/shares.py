@@ -1,8 +1,9 @@
-"""Which replica computes which micro-batches of a step: pure, the same answer on every worker.
+"""Division of a step's micro-batches over replicas: pure, with the same result on every worker.
 
-A step's micro-batches fall into *shares*, one for each declared replica. A replica runs its own share in one call of
-Megatron's schedule, and what it does for a missing replica in another, whose gradients are summed apart: with two
-replicas the sums are then those of the failure-free run, in the same order.
+A step's micro-batches are divided into *shares*, one for each declared replica. A replica runs its own share in one
+call
+of Megatron's schedule, and its part of a missing replica's share in another one, whose gradients are summed separately.
+With two replicas the sums then equal those of the failure-free run, in the same order.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from unicron_lightning.worker.ledger import share
 
 @dataclass(frozen=True, kw_only=True)
 class CallReport:
-    """What one worker has of the step in progress.
+    """One worker's progress in the present step.
 
     Attributes:
         calls: micro-batches of each completed call of the schedule, in order.
-        began: calls begun.
+        began: number of begun calls.
     """
 
     calls: tuple[tuple[int, ...], ...]
@@ -28,12 +29,12 @@ class CallReport:
 
 @dataclass(frozen=True, kw_only=True)
 class CallPlan:
-    """What remains for a replica.
+    """Remaining work of a replica.
 
     Attributes:
-        kept: completed calls that count.
+        kept: number of completed calls that count.
         calls: micro-batches of each call to make, in order.
-        lost: micro-batches that nobody present has finished, over all replicas.
+        lost: micro-batches that no present worker has finished, over all replicas.
     """
 
     kept: int
@@ -42,10 +43,11 @@ class CallPlan:
 
 
 def kept_calls(reports: Sequence[CallReport | None]) -> int:
-    """How many calls of a replica count, from its workers' reports.
+    """Number of a replica's calls that count, from its workers' reports.
 
-    A call that some worker has not begun has changed nothing anywhere: no backward can run without all of them. One
-    that all have begun and not all completed may have left parts of itself in some gradients: then nothing counts.
+    A call that some worker has not begun has changed nothing anywhere, since no backward can run without all workers. A
+    call
+    that all have begun and not all completed may have changed some gradients: then nothing counts.
     """
     done = [0 if report is None else len(report.calls) for report in reports]
     began = [0 if report is None else report.began for report in reports]
@@ -58,13 +60,13 @@ def plan_calls(
     replicas: Sequence[Sequence[CallReport | None] | None],
     place: int | None,
 ) -> CallPlan:
-    """Plans the rest of a step.
+    """Plan the rest of a step.
 
     Args:
         micro_batches: all of the step.
-        declared: replicas without failures.
-        replicas: for each replica its workers' reports, by shard; None for one that has nothing.
-        place: whose plan it is; None of a spare.
+        declared: number of replicas without failures.
+        replicas: for each replica its workers' reports, by shard; None for a replica without progress.
+        place: the replica to plan for; None for a spare.
     """
     kept = [0 if reports is None else kept_calls(reports) for reports in replicas]
     finished: set[int] = set()

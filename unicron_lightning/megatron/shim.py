@@ -1,11 +1,11 @@
-"""What megatron-core needs of CUDA, replaced by the CPU, so that tests and demonstrations run without an accelerator.
+"""CPU replacements for megatron-core's uses of CUDA, for tests and demonstrations without an accelerator.
 
 **Never for training.** The patches change torch itself for the whole process (`torch.zeros`, `Tensor.type`, ...), so
-they are installed in processes of their own, and `install` refuses where CUDA is available. Importing this module
-changes nothing.
+they are installed in separate processes, and `install` refuses where CUDA is available. Importing this module changes
+nothing.
 
 Written for megatron-core 0.16 and its modules without Transformer Engine and Apex ("local" layer specs). Each patch has
-its reason beside it; tests/megatron/test_shim.py trains without each in turn, and fails if one has become needless.
+its reason beside it; tests/megatron/test_shim.py trains without each in turn, and fails if one has become unnecessary.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Patch:
 
     Args:
         name: for `install`'s ``without``.
-        reason: what of megatron-core fails without it.
-        apply: does it.
+        reason: failure of megatron-core without the patch.
+        apply: applies the patch.
     """
 
     name: str
@@ -63,7 +63,7 @@ def install(*, without: Collection[str] = ()) -> None:
 
 
 def installed() -> tuple[str, ...]:
-    """The names of the patches that are in force in this process; empty unless `install` was called."""
+    """The names of the installed patches in this process; empty unless `install` was called."""
     return tuple(_installed)
 
 
@@ -90,7 +90,7 @@ def _rng_tracker() -> None:
 
     _replace(random, "_get_cuda_rng_state", lambda *args, **kwargs: torch.get_rng_state())
     _replace(random, "_set_cuda_rng_state", lambda state, *args, **kwargs: torch.set_rng_state(state))
-    # Its fork() warns whenever the CPU's generator moves within it, which is here the one that shall.
+    # Its fork() warns whenever the CPU's generator changes within it, which is intended here.
     logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
 
 

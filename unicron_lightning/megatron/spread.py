@@ -1,4 +1,4 @@
-"""What a built model tells of the layouts that it could have: by it the coordinator refuses an order in time."""
+"""A built model's constraints on layouts, by which the coordinator refuses impossible orders in time."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _STAGES_OF_THEIR_OWN: Final = (
 def spread_of(
     config: Any, module: nn.Module, shape: Shape, *, ordered: bool, micro_batches: int, sequence_length: int
 ) -> wire.Spread:
-    """How a model is spread, and which of its sizes TP and PP have to divide.
+    """A model's layout, and its sizes that TP and PP have to divide.
 
-    That is not all that a model may ask for: in a layout that it cannot be built in, its task's next life ends.
+    A model may have further constraints; in a layout in which it cannot be built, its task's next life fails.
 
     Args:
         config: Megatron's `TransformerConfig`.
         module: Megatron's model.
         shape: the present one.
-        ordered: whether that is the coordinator's.
+        ordered: whether the coordinator ordered it.
         micro_batches: M.
-        sequence_length: of what pipeline stages exchange.
+        sequence_length: of the tensors that pipeline stages exchange.
     """
     tensor = {
         name: getattr(config, name, None) for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size")
@@ -52,7 +52,7 @@ def spread_of(
 
 
 def _vocabulary(module: nn.Module) -> int | None:
-    """Rows of the embedding, if the model tells."""
+    """Rows of the embedding, if the model specifies them."""
     inner: Any = module
     while not hasattr(inner, "vocab_size"):
         if not hasattr(inner, "module"):

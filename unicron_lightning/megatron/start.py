@@ -1,4 +1,4 @@
-"""The state of shards at the start, and of workers that take up a place."""
+"""The state of shards at the start, and of workers that replace others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class InitialState(Indivisible):
     """All replicas start from the first one's parameters, and tied embeddings are the same at both ends.
 
     Args:
-        fabric: tells this worker's place.
+        fabric: provides this worker's place.
         model: its shard.
     """
 
@@ -30,7 +30,7 @@ class InitialState(Indivisible):
         self._model = model
 
     def plan(self, reports: Sequence[Report | None], rank: int) -> None:
-        """Everyone does the same."""
+        """All ranks do the same."""
 
     def attempt(self, engine: Engine) -> bytes:
         channels, keeper = self._fabric.channels, self._model.keeper
@@ -45,7 +45,7 @@ class InitialState(Indivisible):
 
 
 def transfer(fabric: GridFabric, model: ShardModel) -> None:
-    """Workers of the epoch that lack their shard's newest state get it from another replica.
+    """Send the newest state of a shard to the epoch's workers that lack it, from another replica.
 
     Raises:
         CommunicatorAborted: a member failed.
@@ -65,7 +65,7 @@ def transfer(fabric: GridFabric, model: ShardModel) -> None:
 
 
 def _broadcast(data: bytes | None, source: int) -> bytes:
-    """One data-parallel rank's bytes on all."""
+    """Send one data-parallel rank's bytes to all."""
     group = parallel_state.get_data_parallel_group()
     root = dist.get_global_rank(group, source)
     size = torch.tensor([0 if data is None else len(data)], dtype=torch.int64)

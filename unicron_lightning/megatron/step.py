@@ -1,16 +1,17 @@
-"""One optimizer step of a grid of replicas, up to its commit: the operation that gets through failures.
+"""One optimizer step of a grid of replicas through failures, up to its commit.
 
 1. **Calls.** Each replica runs its micro-batches by Megatron's schedule; gradients accumulate in ``main_grad``.
 2. **Reduction** over the replicas, in place, on buckets that were copied before.
-3. **Gate.** A small all-reduce of all members: whoever is past it knows that all reductions are complete, and that all
-   its partners have come this far. Before it nobody waits within a replica for anything but calls.
+3. **Gate.** A small all-reduce of all members. A worker past it knows that all reductions are complete, and that all
+its
+   partners have come this far. Before it, workers wait within a replica only in calls.
 4. **Finalization** within each replica: tied embeddings, sequence-parallel norms, the norm of the gradients.
-5. **Commit.** As in `worker.step`: loss and logged values are summed, and pending joins counted. After it comes the
-   update, which needs nobody. With the distributed optimizer the update comes before the commit, and so do the copies
-   of it (`keeper`): a step that is committed has nothing left to lose.
+5. **Commit.** As in `worker.step`: loss and logged values are summed, and pending joins counted. The update follows and
+   needs no other worker. With the distributed optimizer the update and its copies (`keeper`) come before the commit, so
+   that a committed step has nothing left to lose.
 
-After a failure whole replicas keep their sums, the lost micro-batches are dealt out (`shares`), and the step goes on
-from 1. Spares take part in gate and commit, so that they know what is logged and where the task is.
+After a failure complete replicas keep their sums, the lost micro-batches are redistributed (`shares`), and the step
+continues from 1. Spares take part in gate and commit, which gives them the logged values and the task's progress.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ class ReplicaStep(Generic[_Sums]):
     Args:
         micro_batches: all of the step's, by number.
         model: this worker's shard.
-        fabric: tells its place, and is told how far it is.
+        fabric: provides its place, and receives its progress.
         forward: of one micro-batch.
-        sums: makes what else is summed, from the micro-batches finished here.
+        sums: makes the other sums, from the micro-batches finished here.
     """
 
     name = "step"
@@ -104,7 +105,7 @@ class ReplicaStep(Generic[_Sums]):
             self._update_shard(engine)
             fabric.phase = "ready"
         else:
-            fabric.phase = "idle"  # it may have been ready in an attempt of which nothing is left
+            fabric.phase = "idle"  # it may have been ready in an attempt that was lost completely
         leave, totals = self._commit(engine)
         engine.switch_from = leave
         engine.fault("committed", engine.step)
@@ -118,7 +119,7 @@ class ReplicaStep(Generic[_Sums]):
         return {"calls": [list(call) for call in self._calls], "began": self._began}
 
     def adopt(self, result: bytes) -> None:
-        # A peer committed, so this worker was in the commit: it has all but the result.
+        # A peer has committed, so this worker was in the commit: only the result is missing.
         assert self._engine is not None and self.sums is not None
         self._engine.switch_from, self.grad_norm, totals = _decode(result)
         self.sums.read(totals)
@@ -146,7 +147,7 @@ class ReplicaStep(Generic[_Sums]):
         engine.fault("reduced", engine.step)
 
     def _update_shard(self, engine: Engine) -> None:
-        """With the distributed optimizer: the update, and the copies of it."""
+        """With the distributed optimizer: do the update, and copy it."""
         keeper, done = self._model.keeper, self._fabric.at
         if keeper is None:
             return
@@ -158,9 +159,10 @@ class ReplicaStep(Generic[_Sums]):
         engine.fault("kept", engine.step)
 
     def _gate(self, engine: Engine) -> None:
-        """Until here a worker that leaves the step keeps its partners from nothing; from here on it cuts them off.
+        """Pass the gate. A worker that leaves the step before it need not cut its partners' connections; afterwards it
+        must.
 
-        A replica of one worker has nobody to wait for.
+        A replica of one worker needs no gate.
         """
         if self._fabric.shape.shards == 1:
             return

@@ -1,7 +1,8 @@
 """A megatron-core GPT of ten thousand parameters over bytes of English text, for tests, examples and demonstrations.
 
-What it has is what a large one has: a model in stages and slices, tied embeddings, sequence parallelism, bf16, dropout.
-On a machine without CUDA call `unicron_lightning.megatron.shim.install` first.
+It has the features of a large one: stages and slices, tied embeddings, sequence parallelism, bf16, dropout. On a
+machine
+without CUDA call `unicron_lightning.megatron.shim.install` first.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.utils.data import Dataset
 from unicron_lightning.demo.text import Windows
 
 VOCABULARY = 256
-"""Bytes."""
+"""Number of tokens: the values of a byte."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +34,9 @@ class Toy:
         layers, hidden, heads: of the transformer.
         length: bytes of context.
         dropout: of attention and hidden activations alike.
-        bf16: parameters and activations in bf16, as megatron-core's ``Float16Module`` has them.
-        tied: the output layer shares the embedding's weight.
-        sequence_parallel: with tensor parallelism, split activations along the sequence between its collectives.
+        bf16: whether parameters and activations are in bf16, as in megatron-core's ``Float16Module``.
+        tied: whether the output layer shares the embedding's weight.
+        sequence_parallel: whether tensor parallelism splits activations along the sequence between its collectives.
     """
 
     layers: int = 4
@@ -49,7 +50,7 @@ class Toy:
 
 
 class SequenceParallelNorm(nn.LayerNorm):
-    """LayerNorm that may be used with sequence parallelism, which megatron-core's wrapper of torch's refuses.
+    """LayerNorm for sequence parallelism, which megatron-core's wrapper of torch's refuses.
 
     Its parameters carry the mark by which megatron-core sums their gradients over the tensor-parallel group.
     """
@@ -79,8 +80,9 @@ def config(toy: Toy, **parallel: Any) -> TransformerConfig:
         pipeline_dtype=dtype,
         sequence_parallel=toy.sequence_parallel,
         use_cpu_initialization=True,  # initial values do not depend on TP
-        add_bias_linear=False,  # a key's bias would have no gradient but rounding noise, which Adam turns into steps
-        gradient_accumulation_fusion=False,  # these need Apex
+        # a key's bias has no gradient but rounding noise, which Adam would scale up to whole steps
+        add_bias_linear=False,
+        gradient_accumulation_fusion=False,  # this and the following options need Apex
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         **parallel,
@@ -115,7 +117,7 @@ class Text(Dataset[dict[str, Tensor]]):
 
     Args:
         length: bytes of context.
-        limit: at most so many samples.
+        limit: largest number of samples.
     """
 
     def __init__(self, length: int, limit: int = 100_000) -> None:
@@ -130,7 +132,7 @@ class Text(Dataset[dict[str, Tensor]]):
 
 
 def forward(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """One micro-batch through this rank's stage.
+    """Run one micro-batch through this rank's stage.
 
     Args:
         model: the stage, with or without megatron-core's DDP around it.

@@ -1,8 +1,9 @@
-"""The process groups that Megatron sees, made without communication from connections that are there already.
+"""Megatron's process groups, made without communication from existing connections.
 
-`torch.distributed` is told of a back-end ``unicron``, which hands out the connection of the set of ranks that is asked
-for. So Megatron's own `initialize_model_parallel` runs unchanged, and cannot block on a worker that has died. While a
-model is built, the connections are dummies: construction needs ranks and sizes, but no peers.
+`torch.distributed` gets a back-end ``unicron``, which returns the connection for a requested set of ranks. Megatron's
+own
+`initialize_model_parallel` thus runs unchanged, and cannot block on a worker that has died. While a model is built, the
+connections are dummies: construction needs ranks and sizes, but no peers.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _provide: Callable[[tuple[int, ...], int], Any] | None = None
 
 
 def build_world(shape: Shape, shard: int, device: torch.device) -> None:
-    """Ranks and sizes of the whole declared world, and groups that exchange nothing: to construct a model in.
+    """Enter the whole declared world with groups that exchange nothing, for the construction of a model.
 
     Args:
         shape: declared.
@@ -53,7 +54,7 @@ def build_world(shape: Shape, shard: int, device: torch.device) -> None:
 
 
 def enter_world(channels: Channels, device: torch.device) -> Groups:
-    """The groups of an epoch's grid.
+    """Enter the groups of an epoch's grid.
 
     Returns:
         Megatron's groups by role.
@@ -75,7 +76,7 @@ def enter_world(channels: Channels, device: torch.device) -> Groups:
 
 
 def _accelerate(channels: Channels, device: torch.device) -> None:
-    """Tells the channels which of NCCL's groups are to be aborted with them."""
+    """Register the NCCL groups that are to be aborted with the channels."""
     channels.inner_accelerated, channels.outer_accelerated = [], []
     for group in dist.distributed_c10d._world.pg_map:
         inside = channels.shards(tuple(dist.get_process_group_ranks(group))) is not None
@@ -84,7 +85,7 @@ def _accelerate(channels: Channels, device: torch.device) -> None:
 
 
 def leave_world() -> None:
-    """Takes the groups back; their connections stay."""
+    """Destroy the groups; their connections stay."""
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
@@ -105,7 +106,7 @@ def _initialize(grid: Grid, store: dist.Store, provide: Callable[[tuple[int, ...
     if BACKEND.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(BACKEND, _make, extended_api=True, devices=["cpu"])
     everyone = tuple(range(grid.size))
-    _provide = lambda ranks, rank: provide(ranks or everyone, rank)  # noqa: E731 - torch names no ranks for the world
+    _provide = lambda ranks, rank: provide(ranks or everyone, rank)  # noqa: E731 - torch passes no ranks for the world
     try:
         dist.init_process_group(backend, store=store, rank=grid.rank, world_size=grid.size)
         parallel_state.initialize_model_parallel(
@@ -118,6 +119,6 @@ def _initialize(grid: Grid, store: dist.Store, provide: Callable[[tuple[int, ...
 
 
 def _make(options: Any, _: Any) -> Any:
-    """What `torch.distributed` calls for each group that this worker is in."""
+    """Make a group of this worker; called by `torch.distributed`."""
     assert _provide is not None, "a process group was made outside the epoch's beginning"
     return _provide(tuple(options.global_ranks_in_group), options.group_rank)
