@@ -170,7 +170,7 @@ def test_an_abandoned_attempt_is_given_up() -> None:
     assert attempt.take() is None
     with condition:
         assert condition.wait_for(lambda: attempt.finished, 20)
-    assert "overtaken" in str(errors[0]) and host.closed
+    assert "superseded" in str(errors[0]) and host.closed
 
 
 class _Epoch:
