@@ -78,7 +78,7 @@ def test_the_error_names_rank_and_node() -> None:
 def test_with_stop_every_worker_ends_by_the_same_error(odd: list[int], words: str) -> None:
     said = set()
     for rank in range(3):
-        with pytest.raises(ParametersDiffer, match=f"at step 300 .*{words}.* The task ends, as") as caught:
+        with pytest.raises(ParametersDiffer, match=f"at step 300 .*{words}.* The task ends because of") as caught:
             check_parameters(odd, rank, ("a", "b", "c"), 300, stops=True)
         assert caught.value.stops
         said.add(str(caught.value))
