@@ -203,7 +203,7 @@ def test_with_one_partner_the_newcomer_waits_until_that_is_gone() -> None:
     a = net.start("a")
     net.start("b")
     assert net.granted() == ["a"]
-    assert net.events("error_reported")[0]["cause"].endswith("(no third node is there to tell whose link it is)")
+    assert net.events("error_reported")[0]["cause"].endswith("(without a third node, either link may be at fault)")
     a.drop()
     del net.agents["a"]
     net.advance(1)

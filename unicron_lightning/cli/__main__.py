@@ -1,4 +1,4 @@
-"""``python -m unicron_lightning.cli``: the command `unicron`, where its console script may not be on the path."""
+"""``python -m unicron_lightning.cli``: the command `unicron`, for systems without its console script on the path."""
 
 from unicron_lightning.cli import main
 

@@ -1,4 +1,4 @@
-"""What the commands that ask a coordinator have in common."""
+"""Common parts of the commands that query a coordinator."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _REFUSALS: Final = (400, 403, 404, 409, 503)
 
 
 def connecting() -> argparse.ArgumentParser:
-    """The options by which a command finds its coordinator, as a parent of its parser."""
+    """Return the options that locate the coordinator, as a parent of a command's parser."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--endpoint", default=DEFAULT_ENDPOINT, metavar="HOST:PORT", help="default: %(default)s")
     parser.add_argument("--token-file", metavar="PATH", help="default: UNICRON_TOKEN, else the file made for you")
@@ -43,11 +43,11 @@ def connecting() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """How a coordinator is asked.
+    """Access to a coordinator.
 
     Attributes:
         token: the shared secret.
-        forwarded: whether something forwards from the endpoint to the coordinator.
+        forwarded: whether a process forwards from the endpoint to the coordinator.
     """
 
     token: Token
@@ -55,7 +55,7 @@ class Access:
 
 
 def access_of(options: argparse.Namespace) -> Access:
-    """How to ask, by the options of `connecting`.
+    """Return the access given by the options of `connecting`.
 
     Raises:
         ConfigError: there is no token, or a file can't be used.
@@ -68,28 +68,28 @@ def _token_at(endpoint: str, token_file: str | None) -> Token:
 
 
 def quoted(name: str) -> str:
-    """A name as one part of a path."""
+    """Quote a name as one part of a path."""
     return urllib.parse.quote(name, safe="")
 
 
 def fetch(
     endpoint: str, path: str, access: Access | None = None, *, method: str = "GET", body: Any = None, **query: str
 ) -> Any:
-    """Ask a coordinator, or order something of it.
+    """Send a query or an order to a coordinator.
 
     Args:
         endpoint: ``HOST:PORT``.
         path: e.g. ``/v1/status``.
-        access: how to ask; None: with the token of the environment or of this user.
+        access: access to it; None: with the token of the environment or of this user.
         method: GET, or POST for an order.
-        body: what goes with an order, as JSON; None for nothing.
+        body: the content of an order, as JSON; None for nothing.
         query: parameters.
 
     Returns:
         The decoded JSON.
 
     Raises:
-        CoordinatorUnavailable: nobody answers there, or it cannot prove that it knows the token.
+        CoordinatorUnavailable: no coordinator answers there, or it cannot prove that it knows the token.
         UnicronError: the coordinator refuses the order; the reason is its own.
     """
     access = access or Access(token=_token_at(endpoint, None))
@@ -110,8 +110,8 @@ def request(endpoint: str, method: str, target: str, access: Access, body: bytes
     """Send one request after mutual proof; return the proven status and body.
 
     Raises:
-        CoordinatorUnavailable: nobody answers there.
-        CoordinatorUnproven: what answers does not know the token.
+        CoordinatorUnavailable: no coordinator answers there.
+        CoordinatorUnproven: the process that answers does not know the token.
     """
     try:
         parts = urllib.parse.urlsplit(f"//{endpoint}")

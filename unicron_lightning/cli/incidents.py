@@ -1,4 +1,4 @@
-"""``unicron incidents``: what failures have cost."""
+"""``unicron incidents``: the cost of failures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ABOUT: Final = (
 
 def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to those of ``unicron``."""
-    parser = commands.add_parser("incidents", parents=[connecting()], help="show what failures have cost")
+    parser = commands.add_parser("incidents", parents=[connecting()], help="show the cost of failures")
     parser.add_argument("--task", metavar="ID", help="only this task (torchrun's --rdzv-id)")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print what the coordinator answers")

@@ -1,4 +1,4 @@
-"""``unicron inject``: has faults strike a task, by order of an operator."""
+"""``unicron inject``: injects faults into a task, by order of an operator."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from unicron_lightning.faults.script import Faults
 def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to those of ``unicron``."""
     inject = commands.add_parser(
-        "inject", parents=[connecting()], help="break a task on purpose (docs/faults.md has the language)"
+        "inject", parents=[connecting()], help="inject faults into a task (docs/faults.md has the language)"
     )
     inject.add_argument("faults", nargs="*", metavar="FAULT", help='e.g. "kill rank=1", "stop node=b for=5s"')
     inject.add_argument("--file", metavar="PATH", help="a YAML list of more")
-    inject.add_argument("--task", metavar="TASK", help="torchrun's --rdzv-id; else each fault says task=")
-    inject.add_argument("--seed", type=int, default=None, help="of what is drawn; default: another each time")
+    inject.add_argument("--task", metavar="TASK", help="torchrun's --rdzv-id; else each fault has task=")
+    inject.add_argument("--seed", type=int, default=None, help="seed of random draws; default: another each time")
     inject.set_defaults(run=_inject)
 
 
@@ -39,7 +39,7 @@ def _inject(options: argparse.Namespace) -> int:
         raise UnicronError('nothing to inject: expected faults, e.g. "kill rank=1"')
     for fault in faults:
         if (fault.task or options.task) is None:
-            raise UnicronError(f"{text(fault)!r}: whose task? Say --task TASK, or task= in the fault")
+            raise UnicronError(f"{text(fault)!r}: no task: expected --task TASK, or task= in the fault")
     began = time.monotonic()
     for at, fault in _schedule(faults, random.randrange(1 << 32)):
         time.sleep(max(0.0, began + at - time.monotonic()))
@@ -48,14 +48,14 @@ def _inject(options: argparse.Namespace) -> int:
 
 
 def _schedule(faults: Faults, seed: int) -> Iterator[tuple[float, Fault]]:
-    """Each strike with its seconds from now, in order of time; endless if a fault has a rate and no ``times``."""
+    """Iterate over strikes with their seconds from now, in order; endless if a fault has a rate and no ``times``."""
 
     def strikes(place: int, fault: Fault) -> Iterator[tuple[float, int, int, Fault]]:
         once = replace(fault, after=None, rate=None, times=fault.times if fault.waits and fault.rate is None else None)
         for number, at in enumerate(arrivals(fault, place, seed=seed)):
             own = None if fault.seed is None else fault.seed + number  # another victim each time
             yield at, place, number, replace(once, seed=own)
-            if once.times is not None:  # the worker counts
+            if once.times is not None:  # the worker counts the strikes
                 return
 
     for at, _, _, fault in merge(*(strikes(place, fault) for place, fault in enumerate(faults))):
@@ -66,7 +66,7 @@ def _order(options: argparse.Namespace, fault: Fault) -> None:
     path = f"/v1/tasks/{quoted(fault.task or options.task)}/inject"
     access = access_of(options)
     fatal = fault.kind == "kill coordinator" and not fault.waits
-    if fatal:  # afterwards nobody tells a coordinator that is gone from one that was never there
+    if fatal:  # afterwards, a killed coordinator looks like one that never ran
         fetch(options.endpoint, "/v1/status", access)
     try:
         answer: dict[str, Any] = fetch(options.endpoint, path, access, method="POST", body={"fault": text(fault)})

@@ -1,4 +1,4 @@
-"""``unicron status`` and ``unicron events``: what a coordinator knows."""
+"""``unicron status`` and ``unicron events``: the coordinator's state and log."""
 
 from __future__ import annotations
 

@@ -21,13 +21,13 @@ class JobFile:
     command: list[str | int | float]
     """The script and its arguments, as they would follow torchrun's own."""
     name: str | None = None
-    """The task's id; default: the file's name without its ending."""
+    """The task's id; default: the file's name without its suffix."""
     environment: dict[str, str | int | float] = field(default_factory=dict)
-    """Added to the environment of its processes."""
+    """Variables added to the environment of its processes."""
     folder: str | None = None
-    """Where its processes run, on every node; a relative path begins at the file. Default: where the daemons run."""
+    """Working folder of its processes on every node; relative to the file. Default: the daemons' folder."""
     weight: float = 1.0
-    """What its FLOPs are worth beside those of other tasks."""
+    """Weight of its FLOPs relative to other tasks."""
     min_nodes: int = 1
     """Fewest slots with which it may run."""
     max_nodes: int = 1
@@ -39,7 +39,7 @@ class JobFile:
     flops_per_step: float | None = None
     """FLOPs of the model in one optimizer step."""
     profile: dict[int, float] = field(default_factory=dict)
-    """Achieved FLOP/s by number of slots, where they are known beforehand."""
+    """Achieved FLOP/s by number of slots, if known beforehand."""
 
 
 def read_job(path: Path, overrides: list[str]) -> Job:
@@ -50,7 +50,7 @@ def read_job(path: Path, overrides: list[str]) -> Job:
         overrides: ``key=value`` with dots in the key, e.g. ``environment.SEED=7``.
 
     Raises:
-        ConfigError: it can't be read, or says something that is not in the schema, or makes no sense.
+        ConfigError: it can't be read, does not match the schema, or has contradictory values.
     """
     for override in overrides:
         if "=" not in override:
@@ -58,7 +58,7 @@ def read_job(path: Path, overrides: list[str]) -> Job:
     try:
         data = msgspec.yaml.decode(path.read_bytes())
         if not isinstance(data, dict):
-            raise ConfigError(f"{path}: expected a mapping with command and the like")
+            raise ConfigError(f"{path}: expected a mapping with keys such as command")
         merged = OmegaConf.merge(OmegaConf.create(data), OmegaConf.from_dotlist(overrides))
         data = OmegaConf.to_container(merged, resolve=True)
     except (OSError, msgspec.DecodeError, OmegaConfBaseException) as error:

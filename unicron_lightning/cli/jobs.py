@@ -40,7 +40,7 @@ def _submit(options: argparse.Namespace) -> int:
         print(resources.files("unicron_lightning.conf").joinpath(_EXAMPLE).read_text(encoding="utf-8"), end="")
         return 0
     if options.file is None:
-        raise ConfigError("submit: no FILE: expected one (unicron submit --example prints one to begin with)")
+        raise ConfigError("submit: no FILE: expected one (unicron submit --example prints an example)")
     import msgspec
 
     from unicron_lightning.cli.job_file import read_job
@@ -52,7 +52,7 @@ def _submit(options: argparse.Namespace) -> int:
 
 
 def _wait(options: argparse.Namespace, name: str) -> int:
-    """Wait for a job's end, also while the coordinator is away."""
+    """Wait for a job's end, even while the coordinator is away."""
     job: dict[str, Any] = {"ended_at": None}
     while job["ended_at"] is None:
         time.sleep(_POLL_SECONDS)

@@ -1,4 +1,4 @@
-"""``unicron agent``, the daemon of a node, and ``unicron logs``, what its tasks print."""
+"""``unicron agent``, the daemon of a node, and ``unicron logs``, the output of its tasks."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     agent.add_argument(
         "--slots",
         metavar="N|LABEL,...",
-        help="how many tasks' agents may have workers at a time: a number of equal slots, or their labels, of which "
-        "0 or 0-3 stand for accelerators; default: one for each accelerator, one if there is none",
+        help="number of equal slots, each for one task's workers at a time, or the slots' labels, in which "
+        "0 or 0-3 select accelerators; default: one for each accelerator, one if there is none",
     )
     agent.add_argument("--logs", metavar="DIR", help="where the tasks' logs go; default: below the temporary folder")
     agent.add_argument("--log-size", type=float, default=16, metavar="MB", help="of one file; default: %(default)s")
     agent.add_argument("--log-files", type=int, default=3, metavar="N", help="full files kept; default: %(default)s")
-    agent.add_argument("--local-addr", metavar="ADDR", help="this node's address for others; default: found out")
+    agent.add_argument("--local-addr", metavar="ADDR", help="this node's address for others; default: detected")
     agent.add_argument(
-        "--stop-seconds", type=float, default=15, metavar="S", help="until what does not stop is killed (%(default)s)"
+        "--stop-seconds", type=float, default=15, metavar="S", help="time to stop before a kill; default: %(default)s"
     )
     agent.set_defaults(run=_agent)
-    logs = commands.add_parser("logs", parents=[connecting()], help="show what a task prints on this node")
+    logs = commands.add_parser("logs", parents=[connecting()], help="show a task's output on this node")
     logs.add_argument("task", metavar="TASK")
     logs.add_argument("--rank", type=int, metavar="R", help="only this global rank, as the coordinator knows it now")
     logs.add_argument("--node", metavar="LABEL", help="only this node")
     logs.add_argument("--slot", metavar="LABEL", help="only this slot")
-    logs.add_argument("--follow", action="store_true", help="go on until interrupted")
+    logs.add_argument("--follow", action="store_true", help="continue until interrupted")
     logs.add_argument("--logs", metavar="DIR", help="as given to unicron agent")
     logs.set_defaults(run=_logs)
 
@@ -96,7 +96,7 @@ def _logs(options: argparse.Namespace) -> int:
 
 
 def _where(options: argparse.Namespace) -> tuple[str, int]:
-    """Place and local rank of a global rank."""
+    """Return place and local rank of a global rank."""
     tasks: dict[str, Any] = fetch(options.endpoint, "/v1/status", access_of(options))["tasks"]
     task = tasks.get(options.task)
     if task is None:
@@ -112,7 +112,7 @@ def _where(options: argparse.Namespace) -> tuple[str, int]:
 
 
 class Tail:
-    """The end of a file, and what is appended to it, also when another takes its place.
+    """The end of a file, and everything appended to it, even when another file takes its place.
 
     Args:
         path: the file.
@@ -127,7 +127,7 @@ class Tail:
             self._file.readline()
 
     def read(self) -> str:
-        """What has come since the last time."""
+        """Return the data since the last call."""
         data = self._file.read()
         try:
             if self._path.stat().st_ino != os.fstat(self._file.fileno()).st_ino:

@@ -10,17 +10,17 @@ from unicron_lightning.cli.output import all_visible
 
 def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the commands to those of ``unicron``."""
-    resize = commands.add_parser("resize", parents=[connecting()], help="have so many nodes train a task")
+    resize = commands.add_parser("resize", parents=[connecting()], help="set the number of nodes of a task")
     resize.add_argument("task", metavar="TASK", help="torchrun's --rdzv-id")
-    resize.add_argument("nodes", metavar="N|all", help="within --nnodes MIN:MAX; all: as many as there are, up to MAX")
+    resize.add_argument("nodes", metavar="N|all", help="within --nnodes MIN:MAX; all: all available ones, up to MAX")
     resize.set_defaults(run=_resize)
-    other = "have a Megatron task's model spread over T x P workers"
+    other = "spread a Megatron task's model over T x P workers"
     relayout = commands.add_parser("relayout", parents=[connecting()], help=other)
     relayout.add_argument("task", metavar="TASK", help="torchrun's --rdzv-id")
     relayout.add_argument("--tp", required=True, metavar="T", help="tensor-parallel size")
     relayout.add_argument("--pp", required=True, metavar="P", help="pipeline stages")
     relayout.set_defaults(run=_relayout)
-    for verb, does in (("drain", "have no workers on a node"), ("undrain", "allow workers on a node again")):
+    for verb, does in (("drain", "remove the workers of a node"), ("undrain", "allow workers on a node again")):
         order = commands.add_parser(verb, parents=[connecting()], help=does)
         order.add_argument("nodes", nargs="+", metavar="NODE", help="a node's label, or an agent's id")
         order.set_defaults(run=_drain, verb=verb)

@@ -1,7 +1,7 @@
-r"""Text from elsewhere as commands show it: names, labels and errors come over the network, and may mean to deceive.
+r"""Display of untrusted text: names, labels and errors come over the network, and may be meant to deceive.
 
-Control characters (escape sequences and newlines among them), and those that are not shown or change the direction of
-writing, are shown as escapes such as ``\x1b``. Terminals' markup is never looked for in text.
+Control characters (escape sequences and newlines among them), and characters that are invisible or change the direction
+of writing, are shown as escapes such as ``\x1b``. Text is never interpreted as terminal markup.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 def visible(text: str, *, lines: bool = False) -> str:
-    """A text as one line of visible characters, or as several if its own newlines stay (``lines``)."""
+    """Return a text as one line of visible characters, or as several if its own newlines stay (``lines``)."""
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() or (lines and each == "\n") else _escaped(each) for each in text)
 
 
 def all_visible(value: Any) -> Any:
-    """An answer of the coordinator (decoded JSON) with all texts in it, keys as well, made visible."""
+    """Make all texts in an answer of the coordinator (decoded JSON) visible, keys included."""
     if isinstance(value, str):
         return visible(value)
     if isinstance(value, list):
@@ -31,7 +31,7 @@ def all_visible(value: Any) -> Any:
 
 
 def console() -> Console:
-    """Where tables are printed; it takes no text for markup."""
+    """Return the console for tables; it interprets no markup."""
     from rich.console import Console
 
     return Console(markup=False, emoji=False)

@@ -1,4 +1,4 @@
-"""``unicron top``: tasks, nodes and how fast training goes, as a live table."""
+"""``unicron top``: tasks, nodes and training speed, as a live table."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ class Speeds:
         self._seen: dict[str, list[tuple[float, int]]] = {}
 
     def saw(self, status: dict[str, Any], now: float) -> None:
-        """Take note of a status.
+        """Record a status.
 
         Args:
             status: the coordinator's answer.
-            now: seconds, of any clock that goes evenly.
+            now: seconds, of any monotonic clock.
         """
         for name, task in status["tasks"].items():
             step = task["progress"]["step"] if task["progress"] else 0
@@ -75,7 +75,7 @@ class Speeds:
                 del seen[0]
 
     def of(self, task: str) -> float | None:
-        """Its steps per second; None if it was seen once."""
+        """Return its steps per second; None if it was seen once."""
         seen = self._seen.get(task, [])
         if len(seen) < 2 or seen[-1][0] == seen[0][0]:
             return None
@@ -83,12 +83,12 @@ class Speeds:
 
 
 def picture(status: dict[str, Any], speeds: Speeds, away: str | None) -> Any:
-    """What is shown.
+    """Render the screen.
 
     Args:
         status: the coordinator's newest answer.
         speeds: steps per second.
-        away: why there is no newer one, if so.
+        away: why there is no newer answer, or None.
     """
     from rich.console import Group
     from rich.text import Text

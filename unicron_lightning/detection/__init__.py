@@ -1,1 +1,3 @@
-"""What went wrong, and how it is known: of processes, exceptions, machines and links. Light: all sides import it."""
+"""Detection and classification of failures: of processes, exceptions, machines and links. Light: all sides
+import it.
+"""

@@ -1,4 +1,4 @@
-"""What an exception tells: kind, cause, and where in the step it happened."""
+"""Kind, cause and phase of the step, derived from an exception."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FRAMES: Final = 12
 _CHAIN: Final = 8
 
 PHASES: Final = (
-    # part of the file's path, function ("" for any), phase; the innermost frame that fits counts
+    # part of the file's path, function ("" for any), phase; the innermost matching frame counts
     ("unicron_lightning/data/fetch.py", "", "data"),
     ("torch/utils/data/", "", "data"),
     ("micro_batch.py", "_to_device", "data"),
@@ -40,12 +40,12 @@ PHASES: Final = (
     ("strategies/unicron.py", "setup_environment", "setup"),
     ("trainer/trainer.py", "fit", "fit"),
 )
-"""What a worker does, by who is on its stack."""
+"""Phase of a worker by the frames on its stack."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Told:
-    """What goes into a `wire.ErrorReport`."""
+    """Contents of a `wire.ErrorReport`."""
 
     kind: str
     cause: str
@@ -54,7 +54,7 @@ class Told:
 
 
 def describe(exception: BaseException) -> Told:
-    """Tell of an exception, with its traceback. Pure, and never raises for an odd exception."""
+    """Describe an exception, with its traceback. Pure, and never raises for an odd exception."""
     chain = _chain(exception)
     texts = [f"{_type_of(each)}: {_text(each)}" for each in chain]
     found = classify(texts)
@@ -78,7 +78,7 @@ def describe(exception: BaseException) -> Told:
 
 
 def phase_of(frames: Sequence[tuple[str, str]]) -> str:
-    """What was being done, by file and function of each frame, the innermost last; ``script`` if none is known."""
+    """Return the phase, by file and function of each frame, the innermost last; ``script`` if none is known."""
     for filename, function in reversed(frames):
         for part, name, phase in PHASES:
             if part in filename and name in ("", function):
@@ -87,7 +87,7 @@ def phase_of(frames: Sequence[tuple[str, str]]) -> str:
 
 
 def _chain(exception: BaseException) -> list[BaseException]:
-    """It and what it came from, as Python prints them."""
+    """Return the exception and its causes, as Python prints them."""
     chain = [exception]
     while len(chain) < _CHAIN:
         last = chain[-1]
@@ -106,5 +106,5 @@ def _type_of(exception: BaseException) -> str:
 def _text(exception: BaseException) -> str:
     try:
         return str(exception)
-    except Exception:  # noqa: BLE001 - a __str__ that fails must not hide the error it is about
-        return "(its message cannot be had)"
+    except Exception:  # noqa: BLE001 - a __str__ that fails must not hide its own error
+        return "(its message is not available)"

@@ -1,4 +1,4 @@
-"""What the end of a process means: statuses, signals, and whether the kernel killed it for want of memory. Pure."""
+"""Meaning of a process's end: statuses, signals, and whether the kernel killed it for lack of memory. Pure."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 LEFT_EARLY: Final = 77
-"""Stands for status 0 of a worker that was in the middle of a run: that is no end of a task."""
+"""Replaces status 0 of a worker in the middle of a run, which is not the end of its task."""
 STATUSES: Final = {
     1: "an uncaught exception, in Python",
     2: "wrong arguments, or a shell's own error",
-    75: "expelled: it was given up while it lived",
+    75: "fenced: it was declared dead while it lived",
     76: "its agent was gone",
     LEFT_EARLY: "its script left with status 0 in the middle of a run",
     120: "its last output could not be written",
@@ -29,17 +29,17 @@ SIGNALS: Final = {
     signal.SIGILL: "an instruction that this processor does not have",
     signal.SIGINT: "interrupted from a keyboard",
     signal.SIGKILL: "killed from outside",
-    signal.SIGPIPE: "it wrote where nobody reads",
-    signal.SIGQUIT: "told to quit",
+    signal.SIGPIPE: "it wrote to a pipe or socket without a reader",
+    signal.SIGQUIT: "asked to quit",
     signal.SIGSEGV: "it touched memory that is not its own",
     signal.SIGSYS: "a system call that is not allowed here",
-    signal.SIGTERM: "told to end",
+    signal.SIGTERM: "asked to end",
     signal.SIGTRAP: "a trap, e.g. of a debugger or a sanitizer",
     signal.SIGXCPU: "its limit of processor time",
     signal.SIGXFSZ: "its limit of file size",
 }
 FULL_PERCENT: Final = 99.0
-"""From here on a shared memory file system counts as full."""
+"""Usage from which a shared memory file system counts as full."""
 _KILLED: Final = re.compile(
     r"[Oo]ut of memory: Killed process (\d+)|oom-kill:.*\bpid=(\d+)\b|oom_reaper: reaped process (\d+)"
 )
@@ -47,12 +47,12 @@ _KILLED: Final = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Evidence of a moment; None where it cannot be read.
+    """Evidence at one moment; None for unreadable values.
 
     Attributes:
         group_kills: processes of the worker's memory cgroup that the kernel has killed.
-        machine_kills: the same of the whole machine.
-        shared_percent: how full the file system of shared memory is.
+        machine_kills: processes of the whole machine that the kernel has killed.
+        shared_percent: usage of the shared memory file system.
     """
 
     group_kills: int | None = None
@@ -62,7 +62,7 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Meaning:
-    """Of an end: the kind of error if it is none but an abnormal exit, and the words."""
+    """Meaning of an end: the kind of error, if it is more than an abnormal exit, and a description."""
 
     kind: Literal["out_of_memory"] | None
     text: str
@@ -77,38 +77,38 @@ def meaning(
     after: Memory | None = None,
     named: bool = False,
 ) -> Meaning:
-    """What an end means.
+    """Interpret the end of a process.
 
     Args:
-        cause: by a status or by a signal.
-        code: which.
+        cause: a status or a signal.
+        code: its number.
         dumped: whether a core was written.
-        before: evidence from when all was well.
-        after: evidence of now.
-        named: whether the kernel's log names the process as killed for want of memory.
+        before: evidence from before the end.
+        after: evidence from after the end.
+        named: whether the kernel's log names the process as killed for lack of memory.
     """
     before, after = before or Memory(), after or Memory()
     number = code if cause == "signal" else code - 128 if 128 < code < 128 + signal.NSIG else 0
     if number == signal.SIGKILL and (evidence := _out_of_memory(before, after, named=named)):
-        words = f"the kernel killed it for want of memory ({evidence})"
+        words = f"the kernel killed it for lack of memory ({evidence})"
         return Meaning(kind="out_of_memory", text=f"{_name(cause, code)}: {words}")
     if number == signal.SIGBUS and (after.shared_percent or 0.0) >= FULL_PERCENT:
         full = f"shared memory is full ({after.shared_percent:.0f} % of /dev/shm)"
         return Meaning(kind="out_of_memory", text=f"{_name(cause, code)}: {full}")
     known = (SIGNALS.get(signal.Signals(number)) if number in _NUMBERS else STATUSES.get(code)) or ""
     if cause == "exit" and number in _NUMBERS:
-        known = f"as a shell tells of {signal.Signals(number).name}: {known}"
+        known = f"as a shell reports {signal.Signals(number).name}: {known}"
     text = _name(cause, code) + (f": {known}" if known else "") + (", core dumped" if dumped else "")
     return Meaning(kind=None, text=text)
 
 
 def named_in(lines: Iterable[str], pid: int) -> bool:
-    """Whether lines of the kernel's log say that it killed the process for want of memory."""
+    """Whether lines of the kernel's log report that it killed the process for lack of memory."""
     return any(str(pid) in match.groups() for line in lines for match in _KILLED.finditer(line))
 
 
 def group_of(text: str) -> Mapping[str, str]:
-    """From ``/proc/PID/cgroup``: the path in the hierarchy of v2 (key "") and in that of v1's memory controller."""
+    """Parse ``/proc/PID/cgroup``: the path in the hierarchy of v2 (key "") and in that of v1's memory controller."""
     found = {}
     for line in text.splitlines():
         _, controllers, path = line.split(":", 2)
@@ -118,7 +118,7 @@ def group_of(text: str) -> Mapping[str, str]:
 
 
 def counter(text: str, name: str) -> int | None:
-    """A number from lines of the form ``name number``: memory.events, memory.oom_control, /proc/vmstat."""
+    """Return a number from lines of the form ``name number``: memory.events, memory.oom_control, /proc/vmstat."""
     for line in text.splitlines():
         key, _, number = line.partition(" ")
         if key == name and number.strip().isdigit():
@@ -127,11 +127,11 @@ def counter(text: str, name: str) -> int | None:
 
 
 def _out_of_memory(before: Memory, after: Memory, *, named: bool) -> str:
-    """By what it is known; "" if it is not."""
+    """Return the evidence for a kill by the kernel; "" if there is none."""
     if named:
         return "the kernel's log names it"
     if before.group_kills is not None and after.group_kills is not None:
-        # What happens elsewhere on the machine is no evidence where the own group can be asked.
+        # If the own group is readable, events elsewhere on the machine are no evidence.
         return f"oom_kill of its cgroup: {after.group_kills}" if after.group_kills > before.group_kills else ""
     if before.machine_kills is None or after.machine_kills is None:
         return ""

@@ -1,8 +1,8 @@
-"""Why does a process not answer? Pure: judged from two looks of the kernel's at its threads.
+"""Diagnosis of a process that does not answer. Pure: judged from two looks at the kernel's accounts of its threads.
 
 A process whose control thread is silent may be *stopped* (SIGSTOP), may *hold* the interpreter's lock in a call that
-sleeps, or may *compute* with the lock held. These are told apart from a process that is merely slow: a thread of it
-waits for a CPU or for a disk, and answers when it has had it.
+sleeps, or may *compute* with the lock held. These are distinguished from a process that is merely slow: a thread of it
+waits for a CPU or for a disk, and continues when it gets it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ WORDS: Final[Mapping[Frozen, str]] = {
     "computes": "its threads use the CPU: a call computes with the interpreter's lock",
 }
 COLLECTING: Final = "Garbage-collecting"
-"""A line of `faulthandler`'s: the process collects garbage, which holds the lock and ends by itself."""
+"""A line of `faulthandler`: the process collects garbage, which holds the lock and ends by itself."""
 _WANTED: Final = 0.5
-"""Share of the time from which a thread counts as one that wants a CPU."""
+"""Share of the time from which a thread counts as demanding a CPU."""
 _IDLE: Final = 0.25
-"""CPUs used, up to which a process uses none: threads that wait for the lock wake two hundred times a second."""
+"""CPUs used, below which a process counts as idle: threads that wait for the lock wake two hundred times a second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +30,8 @@ class ThreadTimes:
     """The kernel's account of a thread.
 
     Attributes:
-        state: one letter: R runs or would, S sleeps, D waits for a disk, T is stopped, t is traced.
-        ran: seconds on a CPU since it began.
+        state: one letter: R runs or could run, S sleeps, D waits for a disk, T is stopped, t is traced.
+        ran: seconds on a CPU since it started.
         waited: seconds in which it could have run and had no CPU.
     """
 
@@ -56,7 +56,7 @@ class Look:
 
 
 def frozen(before: Look, after: Look) -> Frozen | None:
-    """Why a process did not answer between two looks; None if it may be slow only, or nothing can be said."""
+    """Return why a process did not answer between two looks; None if it may only be slow, or is undecidable."""
     seconds = after.at - before.at
     pairs = [(before.threads[each], now) for each, now in after.threads.items() if each in before.threads]
     first, last = before.threads.get(after.main), after.threads.get(after.main)
@@ -75,10 +75,10 @@ def frozen(before: Look, after: Look) -> Frozen | None:
 
 
 def _is_starved(then: ThreadTimes, now: ThreadTimes, seconds: float) -> bool:
-    """Whether the thread has been kept from a disk's answer or from a CPU."""
+    """Whether the thread has been waiting for a disk or for a CPU."""
     if then.state == now.state == "D":
         return True
     ran, waited = now.ran - then.ran, now.waited - then.waited
     if then.state == now.state == "R" and ran < _WANTED * seconds:
-        return True  # the wait that still lasts is not counted by the kernel yet
+        return True  # the kernel does not count a wait in progress yet
     return waited > ran and ran + waited > _WANTED * seconds

@@ -1,4 +1,4 @@
-"""What is wrong with a node, by what its agent reads of it. Pure."""
+"""Problems of a node, derived from its agent's readings. Pure."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ _GIB: Final = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class HealthLimits:
-    """From where on something is wrong; 0 switches a check off. See the group ``health`` of the configuration."""
+    """Limits of a healthy node; 0 switches a check off. See the group ``health`` of the configuration."""
 
     disk_free: float = 0.1
-    """GiB free on each file system that is looked at."""
+    """Minimum GiB free on each checked file system."""
     memory_free: float = 2.0
-    """Percent of the host's memory that is available."""
+    """Minimum percent of the host's memory that is available."""
     memory_pressure: float = 50.0
-    """Percent of the last ten seconds in which all processes waited for memory."""
+    """Maximum percent of the last ten seconds in which all processes waited for memory."""
     gpu_temperature: float = 90.0
-    """Degrees Celsius."""
+    """Maximum temperature in degrees Celsius."""
     nvlink_errors: int = 1
-    """Recoveries of a link since the agent began."""
+    """Number of recoveries of a link, since the agent started, that is a problem."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Something is wrong with a node.
+    """A problem of a node.
 
     Attributes:
-        check: what was looked at, with the device if there is one: the same problem has the same name.
-        kind: of the error.
-        cause: for people.
-        bars: whether no workers are to be started there meanwhile.
+        check: the check that found it, with the device if there is one: the same problem has the same name.
+        kind: kind of the error.
+        cause: readable cause.
+        bars: whether no workers may be started there meanwhile.
     """
 
     check: str
@@ -45,7 +45,7 @@ class Problem:
 
 
 def problems(reading: wire.NodeReading, limits: HealthLimits) -> list[Problem]:
-    """All that is wrong."""
+    """Return all problems."""
     found = []
     if reading.missing:
         found.append(Problem(check="reading", kind="node_degraded", cause="its health could not be read", bars=True))
@@ -86,7 +86,7 @@ def _of_gpu(gpu: wire.GpuReading, limits: HealthLimits) -> list[Problem]:
         line = f"Xid (PCI:{gpu.bus}): {xid}"
         known = classify([line])
         kind = "gpu_driver_error" if known is None else known.kind
-        # What a program has done wrong (31, 13, ...) is over with the program, which tells of it itself.
+        # A program's own error (31, 13, ...) ends with the program, which reports it itself.
         bars = kind not in ("illegal_memory_access", "cuda_error")
         found.append(problem(f"Xid {xid}", kind if bars else "node_degraded", line, bars=bars))
     if 0 < limits.nvlink_errors <= gpu.nvlink_errors:

@@ -1,4 +1,4 @@
-"""Whether an exchange of data between two nodes was good enough, and which of them is at fault if not. Pure."""
+"""Judgement of a data exchange between two nodes, and of the node at fault if it failed. Pure."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ import msgspec
 from unicron_lightning.pairwire import Amount, PairResult
 
 PARTNERS: Final = 2
-"""With so many others an exchange has to fail before it is known to be the node's own fault."""
+"""Number of partners with which exchanges have to fail before the fault is the node's own."""
 
 _MIB: Final = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairLimits:
-    """Of the exchange before a node's admission. See the group ``health`` of the configuration."""
+    """Limits of the exchange before a node's admission. See the group ``health`` of the configuration."""
 
     check: bool = False
-    """Whether there is one."""
+    """Whether the exchange takes place."""
     size: float = 4.0
     """MiB in each direction."""
     seconds: float = 2.0
-    """How long all of it may take."""
+    """Maximum seconds of the whole exchange."""
     bandwidth: float = 100.0
-    """Mbit/s, the least in either direction; 0: any will do."""
+    """Minimum Mbit/s in either direction; 0: no limit."""
     retry: float = 30.0
-    """Seconds after which a node that was not admitted is tried again."""
+    """Seconds after which a node that was not admitted tries again."""
 
     @property
     def amount(self) -> Amount:
-        """What is exchanged."""
+        """Amount of data to exchange."""
         return Amount(size=max(1, round(self.size * _MIB)), seconds=self.seconds)
 
 
 class Bad(msgspec.Struct, frozen=True, kw_only=True):
-    """An exchange with an agent failed."""
+    """A failed exchange with an agent."""
 
     agent: str
     node: str
     cause: str
     saw: str = ""
-    """What the other one has seen of it."""
+    """The failure as the other agent observed it."""
 
 
 def fault(result: PairResult, limits: PairLimits) -> str:
-    """What was wrong with an exchange; "" if nothing was."""
+    """Return the fault of an exchange; "" if there is none."""
     if result.cause or not limits.bandwidth:
         return result.cause
     for direction, speed in (("sent", result.sent or 0.0), ("received", result.received or 0.0)):
@@ -58,17 +58,16 @@ def fault(result: PairResult, limits: PairLimits) -> str:
 
 
 def conclude(bad: Sequence[Bad], *, others: bool, before: bool) -> Literal["try", "admit", "bar"]:
-    """What follows from failed exchanges of a node that has had no good one.
+    """Decide the next step for a node without a successful exchange.
 
     Args:
-        bad: each with another partner.
-        others: whether there is a node with which none was tried.
+        bad: failed exchanges, each with another partner.
+        others: whether an untried node is left.
         before: whether the node came before its last partner, and neither has workers or is known to be good: one of
-            the two is let in, as nobody could ever train otherwise.
+            the two is admitted, as training could never start otherwise.
 
     Returns:
-        Whether the next is to be tried, or else the node is to be admitted or not. One that has nobody to exchange data
-        with is admitted.
+        Whether to try the next partner, or else to admit the node or not. A node without any partner is admitted.
     """
     if others and len(bad) < PARTNERS:
         return "try"
@@ -76,7 +75,7 @@ def conclude(bad: Sequence[Bad], *, others: bool, before: bool) -> Literal["try"
 
 
 def cause(bad: Sequence[Bad]) -> str:
-    """Why a node is not admitted, for people."""
+    """Explain why a node is not admitted."""
     failed = "; ".join(f"with {each.node}: {each.cause}" for each in bad)
-    whose = "its own link" if len(bad) >= PARTNERS else "no third node is there to tell whose link it is"
+    whose = "its own link" if len(bad) >= PARTNERS else "without a third node, either link may be at fault"
     return f"the exchange of data failed {failed} ({whose})"

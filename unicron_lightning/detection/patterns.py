@@ -1,4 +1,4 @@
-"""Which kind of error a message is: a table of patterns, data and not code (patterns.yaml)."""
+"""Kinds of errors by message: a table of patterns, data and not code (patterns.yaml)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import msgspec
 from unicron_lightning.errors import ConfigError
 
 UNKNOWN: Final = "other_software_error"
-"""The kind of what no pattern knows: a program's own error."""
+"""Kind of messages that match no pattern: a program's own error."""
 _SEARCHED_CHARACTERS: Final = 20_000
 
 
@@ -25,7 +25,7 @@ class Pattern(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """
 
     pattern: str
-    """A regular expression of Python, searched for."""
+    """A regular expression of Python, searched in messages."""
     kind: str
     """One of `coordinator.severity.errors.KINDS`."""
     name: str = "own"
@@ -37,16 +37,16 @@ class Pattern(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise ConfigError(f"pattern {self.pattern!r} of kind {self.kind}: {error}") from None
 
     def found_in(self, text: str) -> bool:
-        """Whether it is this kind of error."""
+        """Whether the text matches."""
         return re.search(self.pattern, text) is not None
 
 
 def classify(texts: Sequence[str], patterns: Sequence[Pattern] = ()) -> Pattern | None:
-    """The first pattern that is found.
+    """Return the first matching pattern.
 
     Args:
-        texts: ``TYPE: message`` of an exception, then of those it came from: the first that says something counts.
-        patterns: the user's own, which go before the built-in ones.
+        texts: ``TYPE: message`` of an exception, then of its causes: the first text with a match counts.
+        patterns: the user's own, which precede the built-in ones.
     """
     for text in texts:
         for pattern in (*patterns, *builtin()):
@@ -57,6 +57,6 @@ def classify(texts: Sequence[str], patterns: Sequence[Pattern] = ()) -> Pattern 
 
 @functools.cache
 def builtin() -> tuple[Pattern, ...]:
-    """The table of this package."""
+    """Load the table of this package."""
     data = Path(__file__).with_name("patterns.yaml").read_bytes()
     return tuple(msgspec.yaml.decode(data, type=list[Pattern]))

@@ -1,7 +1,7 @@
-"""How a worker's exception reaches its agent before the process ends.
+"""Reports a worker's exception to its agent before the process ends.
 
-Lightning tells the strategy of what is raised inside a trainer. What is raised outside (imports, data preparation,
-plain scripts) is seen by `sys.excepthook`, which goes on to whatever was there before: nobody's record is replaced.
+Lightning passes exceptions raised inside a trainer to the strategy. Exceptions raised outside (imports, data
+preparation, plain scripts) reach `sys.excepthook`, which then calls the hook that was installed before.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _SEND_SECONDS: Final = 2.0
 
 
 def watch_exceptions() -> None:
-    """Have this process, a worker, tell its agent of the exception that ends it."""
+    """Make this process, a worker, report the exception that ends it to its agent."""
     before, watched = sys.excepthook, os.getpid()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         try:
             if os.getpid() == watched and issubclass(kind, Exception):  # forked children are no workers
                 report_unseen(error.with_traceback(trace))
-        except Exception:  # supervisor boundary: the user's own error is what has to be shown
+        except Exception:  # supervisor boundary: the user's own error has to be shown
             logger.debug("report_failed", exc_info=True)
         finally:
             before(kind, error, trace)
@@ -38,7 +38,7 @@ def watch_exceptions() -> None:
 
 
 def report_unseen(error: BaseException) -> None:
-    """Tell of an exception that nobody has told of yet."""
+    """Report an exception that has not been reported yet."""
     module = sys.modules.get("unicron_lightning.strategies.session")
     control = module.control_of_process() if module is not None else None
     from unicron_lightning.detection.exceptions import describe

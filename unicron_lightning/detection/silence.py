@@ -1,9 +1,10 @@
-"""When is silence the end? A threshold for each connection, learned from how regularly its beats have come.
+"""Silence limits of connections: a threshold for each, learned from the regularity of its beats.
 
-The idea is that of the phi-accrual failure detector (Hayashibara et al. 2004): not the time since the last beat counts
-but how unlikely it is, given those before. Gaps are taken as normally distributed; `_DEVIATIONS` of them is phi = 12.
-Two things are added. A stall is remembered for minutes, as a machine that stood still once does so again, and it would
-be lost among a hundred good beats. And a connection that has not been heard of for long is not taken for a regular one.
+The method follows the phi-accrual failure detector (Hayashibara et al. 2004): a silence counts by how unlikely it is,
+given the earlier beats. Gaps are assumed to be normally distributed; `_DEVIATIONS` of them are phi = 12.
+
+Two rules are added. A stall is remembered for minutes, as a machine that stalled once does so again, and it would be
+lost among a hundred regular beats. And a connection with few beats is not considered regular yet.
 
 Pure: times are arguments, of a monotonic clock, in seconds.
 """
@@ -16,12 +17,12 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 _WEIGHT: Final = 0.05
-"""Of the newest gap in mean and variance: they are those of about the last forty."""
+"""Weight of the newest gap in mean and variance, which so cover about the last forty."""
 _DEVIATIONS: Final = 7.0
 _STALLS: Final = 1.5
-"""How much longer than the worst stall remembered a silence may be."""
+"""Factor on the worst remembered stall that a silence may reach."""
 _HALF_LIFE_SECONDS: Final = 300.0
-"""In which a stall is half forgotten."""
+"""Seconds in which a stall's weight halves."""
 _LEARNING_BEATS: Final = 60
 _BEATS_PER_SECOND: Final = 2000
 
@@ -30,24 +31,26 @@ Key = TypeVar("Key")
 
 @dataclass(frozen=True, kw_only=True)
 class SilenceLimits:
-    """Seconds: between beats, and the least and most that a threshold can be."""
+    """Seconds between beats, and the bounds of a threshold."""
 
     beat: float
     least: float
     most: float
 
     def shared_by(self, peers: int) -> SilenceLimits:
-        """For one of so many: a beat costs the listener some 50 us, and it must not be busy with that."""
+        """Return the limits for one of many peers: a beat costs the receiver some 50 us, which must stay a
+        small load.
+        """
         beat = max(self.beat, peers / _BEATS_PER_SECOND)
         return SilenceLimits(beat=beat, least=max(self.least, 2 * beat), most=max(self.most, 3 * beat))
 
 
 class Silence:
-    """What one side knows of how regularly the other is heard of.
+    """Regularity of one side's messages, as observed by the other.
 
     Args:
-        limits: see there.
-        now: when the connection began.
+        limits: bounds of the threshold.
+        now: time of the connection's start.
     """
 
     def __init__(self, limits: SilenceLimits, now: float) -> None:
@@ -57,14 +60,14 @@ class Silence:
         self._last_beat: float | None = None
         self._heard = now
         self.threshold = limits.most
-        """Seconds of silence that are the end."""
+        """Seconds of silence after which the connection is dead."""
 
     def heard(self, now: float) -> None:
-        """Anything came: it lives."""
+        """Record any message."""
         self._heard = now
 
     def beat(self, now: float) -> None:
-        """A beat came."""
+        """Record a beat."""
         gap = None if self._last_beat is None else max(0.0, now - self._last_beat)
         self._last_beat = self._heard = now
         if gap is None:
@@ -80,22 +83,22 @@ class Silence:
         self.threshold = min(limits.most, expected + unknown * (limits.most - limits.least))
 
     def excuse(self, seconds: float, now: float) -> None:
-        """For so long this side could not listen."""
+        """Excuse silence while this side could not receive."""
         self._heard = min(now, self._heard + seconds)
         if self._last_beat is not None:
             self._last_beat = min(now, self._last_beat + seconds)
 
     def seconds(self, now: float) -> float:
-        """For how long nothing was heard."""
+        """Return the seconds since the last message."""
         return now - self._heard
 
     def is_end(self, now: float) -> bool:
-        """Whether the other side counts as gone."""
+        """Whether the other side counts as dead."""
         return now - self._heard > self.threshold
 
 
 def ended(peers: Mapping[Key, Silence], limits: SilenceLimits, now: float) -> list[Key]:
-    """Those that count as gone. If most fall silent together it is rather this side's fault: they get more time."""
+    """Return dead peers. If most are silent together, this side is the likely cause, and they get more time."""
     silent = [key for key, peer in peers.items() if peer.is_end(now)]
     if len(silent) > 1 and 2 * len(silent) > len(peers):
         return [key for key in silent if peers[key].seconds(now) > limits.most]
@@ -103,14 +106,14 @@ def ended(peers: Mapping[Key, Silence], limits: SilenceLimits, now: float) -> li
 
 
 class Lateness:
-    """How late this process' own timer fires: what it could not hear meanwhile is nobody else's fault."""
+    """Lateness of this process' own timer, which excuses messages that it could not receive meanwhile."""
 
     def __init__(self, interval: float, now: float) -> None:
         self._interval = interval
         self._due = now + interval
 
     def fired(self, now: float) -> float:
-        """The timer has fired; seconds by which it was late."""
+        """Record the timer's expiry; return the seconds by which it was late."""
         late = max(0.0, now - self._due)
         self._due = now + self._interval
         return late

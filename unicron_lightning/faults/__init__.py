@@ -1,1 +1,1 @@
-"""Faults on purpose: one small language for tests, chaos runs, the simulator and `unicron inject` (docs/faults.md)."""
+"""Injected faults: one small language for tests, chaos runs, the simulator and `unicron inject` (docs/faults.md)."""

@@ -1,4 +1,4 @@
-"""When faults with a rate strike: Poisson processes that a seed makes repeatable."""
+"""Times of faults with a rate: Poisson processes that a seed makes repeatable."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ from unicron_lightning.faults.fault import SECONDS_PER_HOUR, Fault
 
 
 def draw(fault: Fault, *names: object, seed: int = 0) -> Random:
-    """A source of random numbers of a fault, the same for the same names.
+    """Return a fault's source of random numbers, the same for the same names.
 
     Args:
         fault: its own seed counts, if it has one.
-        names: what tells this use apart, e.g. the fault's place in a list.
-        seed: of whoever injects.
+        names: distinguish this use, e.g. the fault's place in a list.
+        seed: seed of the injection.
     """
     own = seed if fault.seed is None else fault.seed
     return Random("/".join(map(str, (own, *names))))
 
 
 def arrivals(fault: Fault, *names: object, seed: int = 0) -> Iterator[float]:
-    """Seconds from the start at which a fault is due: by its rate, or once (``times`` times) when ``after`` is over.
+    """Iterate over seconds from the start at which a fault is due: by its rate, or ``times`` times after ``after``.
 
-    Raises:
-        ConfigError: never; a fault that waits for a step is due like any other, and strikes when the step comes.
+    A fault that waits for a step is due like any other, and strikes when the step comes.
     """
     random, at, struck = draw(fault, *names, seed=seed), fault.after or 0.0, 0
     while fault.most is None or struck < fault.most:
@@ -35,10 +34,10 @@ def arrivals(fault: Fault, *names: object, seed: int = 0) -> Iterator[float]:
 
 
 class Hazard:
-    """The clock of a process whose rate changes, e.g. as one of n workers has a part of a task's rate.
+    """The clock of a process whose rate changes, e.g. for one of n workers that share a task's rate.
 
     Args:
-        random: of `draw`.
+        random: a source made by `draw`.
     """
 
     def __init__(self, random: Random) -> None:
@@ -46,7 +45,7 @@ class Hazard:
         self._left = random.expovariate(1.0)
 
     def passed(self, expected: float) -> int:
-        """How many strikes are due of a time in which ``expected`` strikes were to be expected."""
+        """Return the number of strikes due after a time in which ``expected`` strikes are expected."""
         due = 0
         self._left -= expected
         while self._left <= 0:

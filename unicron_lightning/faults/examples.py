@@ -1,7 +1,7 @@
-"""What the libraries say when a kind of error happens: an example of each, for faults that raise.
+"""Typical error messages of libraries: an example of each kind of error, for faults that raise.
 
 The names are those of `coordinator.severity.errors`. The texts have the form in which torch, CUDA, NCCL and gloo report
-such errors, with made-up addresses and numbers, so that whatever goes by the text sees the real thing.
+such errors, with invented addresses and numbers, so that classification by text sees realistic messages.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Example:
     Attributes:
         exception: its class: a built-in one, or one of torch by its path.
         text: its message.
-        collective: whether it comes out of a collective, as a failure of the connection does, and not out of computing.
+        collective: whether it is raised by a collective, as a failed connection is, and not by a computation.
     """
 
     exception: str
@@ -74,4 +74,4 @@ EXAMPLES: Final[dict[str, Example]] = {
         "1.02 GiB is free. Including non-PyTorch memory, this process has 78.07 GiB memory in use.",
     ),
 }
-"""By kind of error."""
+"""Examples by kind of error."""

@@ -1,4 +1,4 @@
-"""What is broken, where and when: faults as values. Nothing here strikes anything; texts are in `language`."""
+"""Faults as values: kind, place and time. Nothing here carries out a fault; texts are in `language`."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ Phase = Literal[
     "checkpoint",
 ]
 PHASES: Final[tuple[Phase, ...]] = get_args(Phase)
-"""Points of a worker's program at which a fault can strike; docs/faults.md says where each is."""
+"""Points of a worker's program at which a fault can strike; docs/faults.md describes each."""
 HANGS: Final = ("sleep", "spin", "gil")
 LASTING: Final = ("stop", "hang", "slow", "drop network")
 """Kinds that have a duration."""
 OF_AGENT: Final = ("kill", "kill agent", "stop", "drop network")
-"""Kinds that an agent can do without its worker's help."""
+"""Kinds that an agent can carry out without its worker's help."""
 IN_BACKWARD: Final = ("slow", "corrupt gradient")
-"""Kinds that begin with a micro-batch's forward: there is no other phase for them."""
+"""Kinds that begin with a micro-batch's forward, and so have no other phase."""
 SECONDS_PER_HOUR: Final = 3600.0
 
 
@@ -56,10 +56,10 @@ class Fault:
     """One fault.
 
     Attributes:
-        kind: what happens.
+        kind: the kind of fault.
         argument: of a kill the signal's name, of a hang one of `HANGS`, of a raise the kind of error, of an exit the
-            status, of a slow-down the factor; None for the kind's default, or where there is none.
-        duration: seconds that it lasts (`LASTING`); None: until somebody ends it.
+            status, of a slow-down the factor; None for the kind's default, or if it has no argument.
+        duration: seconds that it lasts (`LASTING`); None: until it is ended from outside.
         steps: of a slow-down: optimizer steps that it lasts; None: no limit.
         task: only in this task.
         node: only on this node.
@@ -68,15 +68,15 @@ class Fault:
         joiner: only a worker that has no state yet.
         step: only while this optimizer step is computed, counted from 0 as ``trainer.global_step``.
         from_step: not before this step.
-        micro_batch: with this one of those that the worker computes in a step, from 0.
+        micro_batch: with this one of the micro-batches that the worker computes in a step, from 0.
         bucket: when the reduction of this bucket of gradients has been launched, from 0.
         phase: at this point; None: wherever the rest fits first.
         point: when the script passes this point of its own; with ``micro_batch``: while it computes that one.
-        world: only while so many workers train together.
+        world: only while this number of workers train together.
         after: seconds from the start of the injection; not before.
         rate: expected strikes per hour, as a Poisson process; None: as soon as the rest fits.
-        times: how often at most; None: once, or with a rate without limit.
-        seed: of what is drawn; None: that of whoever injects.
+        times: maximum number of strikes; None: once, or with a rate without limit.
+        seed: seed of random draws; None: that of the injection.
 
     Raises:
         ConfigError: values that do not go together, quoted.
@@ -111,27 +111,27 @@ class Fault:
 
     @property
     def most(self) -> int | None:
-        """How often it strikes at most; None: no limit."""
+        """Maximum number of strikes; None: no limit."""
         return 1 if self.times is None and self.rate is None else self.times
 
     @property
     def signal(self) -> signal.Signals:
-        """Of a kill: what is sent."""
+        """Signal that a kill sends."""
         assert self.kind.startswith("kill") and not isinstance(self.argument, float)
         return signal.Signals[self.argument or "SIGKILL"]
 
     @property
     def waits(self) -> bool:
-        """Whether it strikes at a certain point of a worker's program, and not at once."""
+        """Whether it strikes at a certain point of a worker's program, and not immediately."""
         points = (self.step, self.from_step, self.micro_batch, self.bucket, self.phase, self.point, self.world)
         return self.joiner or any(point is not None for point in points)
 
     def victims(self, nodes: Sequence[str], draw: float) -> list[int]:
-        """The global ranks that it strikes.
+        """Return the global ranks that it strikes.
 
         Args:
             nodes: the node of each member of the world, in rank order.
-            draw: a random number, at least 0 and below 1: chooses where the fault leaves a choice.
+            draw: a random number, at least 0 and below 1, that selects among several possible ranks.
         """
         fitting = [rank for rank, node in enumerate(nodes) if self.node in (None, node)]
         if self.rank == "all":

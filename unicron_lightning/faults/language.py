@@ -5,8 +5,8 @@
     slow x3 rank=2 from_step=10 steps=20
     hang spin node=b rate=2/h seed=7
 
-`parse` and `text` are inverse to each other; `text` writes what is not a default, in the order of `docs/faults.md`. A
-file is a YAML list of such texts.
+`parse` and `text` are inverse to each other; `text` writes values that differ from the defaults, in the order of
+`docs/faults.md`. A file is a YAML list of such texts.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ _WHOLE: Final = re.compile(r"-?\d+")
 
 
 def parse(words: str) -> Fault:
-    """The fault that a text says.
+    """Parse a fault.
 
     Raises:
-        ConfigError: quotes the text and says what was expected.
+        ConfigError: quotes the text and states the expected form.
     """
     try:
         return _parse(words)
-    except ValueError as error:  # of shlex: quotes that do not close; ConfigError is one, too
+    except ValueError as error:  # of shlex: unbalanced quotes; ConfigError is one, too
         raise ConfigError(f"fault {words!r}: {error}") from None
 
 
 def text(fault: Fault) -> str:
-    """A fault as text."""
+    """Return a fault as text."""
     parts: list[str] = [fault.kind]
     if fault.argument is not None:
         parts.append(f"x{_number(float(fault.argument))}" if fault.kind == "slow" else str(fault.argument))
@@ -58,10 +58,10 @@ def text(fault: Fault) -> str:
 
 
 def read_faults(path: Path) -> list[Fault]:
-    """The faults of a file: a YAML list of texts.
+    """Read the faults of a file: a YAML list of texts.
 
     Raises:
-        ConfigError: it can't be read, or holds something else.
+        ConfigError: it can't be read, or has other contents.
     """
     try:
         lines = msgspec.yaml.decode(path.read_bytes(), type=list[str])
@@ -89,7 +89,7 @@ def _parse(words: str) -> Fault:
             raise ConfigError(f"{part!r}: expected one of {', '.join(f'{known}=' for known in _READERS)}")
         field = _FIELD.get(key, key)
         if field in given:
-            raise ConfigError(f"{part!r}: said twice")
+            raise ConfigError(f"{part!r}: given twice")
         given[field] = _READERS[key](key, word)
     return Fault(kind=kind, **given)
 
@@ -131,7 +131,7 @@ def _read_duration(key: str, word: str) -> float:
 def _read_rate(_key: str, word: str) -> float:
     found = _RATE.fullmatch(word)
     if found is None:
-        raise ConfigError(f"rate={word}: expected so many per s, m, h or d, e.g. 2/h")
+        raise ConfigError(f"rate={word}: expected a number per s, m, h or d, e.g. 2/h")
     return float(found[1]) * (SECONDS_PER_HOUR / _UNITS[found[2]])
 
 
@@ -155,7 +155,7 @@ def _read_yes(key: str, word: str) -> bool:
 
 
 def _number(value: float) -> str:
-    """The shortest digits that are read as the same number."""
+    """Return the shortest digits that are read as the same number."""
     return str(int(value)) if math.isfinite(value) and value == int(value) and abs(value) < 1e15 else repr(value)
 
 
@@ -184,7 +184,7 @@ _READERS: Final[dict[str, Callable[[str, str], Any]]] = {
     "seed": _read_whole,
 }
 _FIELD: Final = {"for": "duration", "mtbf": "rate"}
-"""Names of fields that differ from the words for them."""
+"""Names of fields that differ from their keys."""
 _WRITERS: Final[dict[str, Callable[[Any], str]]] = {
     key: {
         "after": _seconds,

@@ -14,7 +14,7 @@ from unicron_lightning.faults.language import parse, read_faults, text
 
 
 class Place(TypedDict, total=False):
-    """Where and when, as in `Fault`."""
+    """Place and time, as in `Fault`."""
 
     task: str
     node: str
@@ -34,7 +34,7 @@ class Place(TypedDict, total=False):
 
 
 class Faults(Sequence[Fault]):
-    """Faults in order. Each method gives a new list with one more; keyword arguments are those of `Fault`."""
+    """Faults in order. Each method returns a new list with one more; keyword arguments are those of `Fault`."""
 
     def __init__(self, faults: Iterable[Fault | str] = ()) -> None:
         faults = [faults] if isinstance(faults, str) else faults
@@ -42,54 +42,54 @@ class Faults(Sequence[Fault]):
 
     @classmethod
     def read(cls, path: Path | str) -> Faults:
-        """Those of a file, see `language.read_faults`."""
+        """Read the faults of a file, see `language.read_faults`."""
         return cls(read_faults(Path(path)))
 
     @property
     def texts(self) -> list[str]:
-        """Each as text."""
+        """Each fault as text."""
         return [text(fault) for fault in self._faults]
 
     def kill(self, signal: str | None = None, **place: Unpack[Place]) -> Faults:
-        """A signal to a worker, SIGKILL if it is not named."""
+        """Send a signal to a worker, SIGKILL by default."""
         return self._with("kill", place, signal)
 
     def kill_agent(self, signal: str | None = None, **place: Unpack[Place]) -> Faults:
-        """A signal to an agent, with which its workers die."""
+        """Send a signal to an agent, whose workers die with it."""
         return self._with("kill agent", place, signal)
 
     def kill_coordinator(self, signal: str | None = None, **place: Unpack[Place]) -> Faults:
-        """A signal to the coordinator."""
+        """Send a signal to the coordinator."""
         return self._with("kill coordinator", place, signal)
 
     def stop(self, seconds: float | None = None, **place: Unpack[Place]) -> Faults:
-        """SIGSTOP to a worker, and SIGCONT after so many seconds."""
+        """Send SIGSTOP to a worker, and SIGCONT after a number of seconds."""
         return self._with("stop", place, duration=seconds)
 
     def hang(self, how: str | None = None, seconds: float | None = None, **place: Unpack[Place]) -> Faults:
-        """A worker's main thread goes on no further: it sleeps, spins, or holds the interpreter's lock (``gil``)."""
+        """Block a worker's main thread: it sleeps, spins, or holds the interpreter's lock (``gil``)."""
         return self._with("hang", place, how, seconds)
 
     def raise_error(self, error: str, **place: Unpack[Place]) -> Faults:
-        """A worker raises an error of a kind of `examples.EXAMPLES`."""
+        """Raise an error of a kind of `examples.EXAMPLES` in a worker."""
         return self._with("raise", place, error)
 
     def exit(self, status: int, **place: Unpack[Place]) -> Faults:
-        """A worker's process ends at once."""
+        """End a worker's process immediately."""
         return self._with("exit", place, status)
 
     def slow(
         self, factor: float, seconds: float | None = None, *, steps: int | None = None, **place: Unpack[Place]
     ) -> Faults:
-        """A worker's micro-batches take so many times as long."""
+        """Multiply the duration of a worker's micro-batches by a factor."""
         return self._with("slow", place, float(factor), seconds, steps)
 
     def drop_network(self, seconds: float | None = None, **place: Unpack[Place]) -> Faults:
-        """An agent's connection to the coordinator carries nothing any more, and nobody is told."""
+        """Make an agent's connection to the coordinator carry nothing, without either end being notified."""
         return self._with("drop network", place, duration=seconds)
 
     def corrupt_gradient(self, **place: Unpack[Place]) -> Faults:
-        """A worker's gradient becomes NaN in one backward."""
+        """Make a worker's gradient NaN in one backward."""
         return self._with("corrupt gradient", place)
 
     def _with(
@@ -104,7 +104,7 @@ class Faults(Sequence[Fault]):
         return Faults((*self._faults, fault))
 
     def seeded(self, seed: int) -> Faults:
-        """The same, with a seed for those that have none."""
+        """Return the list with a seed for faults without one."""
         return Faults(fault if fault.seed is not None else replace(fault, seed=seed) for fault in self._faults)
 
     @overload

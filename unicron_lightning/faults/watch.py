@@ -1,4 +1,4 @@
-"""When a fault is due in a worker: decided at the points that its program passes. No clock, nothing of torch."""
+"""Due times of a fault in a worker: decided at the points that its program passes. No clock, nothing of torch."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ SCRIPT: Final = "script"
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """Where a worker is.
+    """The present point of a worker's program.
 
     Attributes:
         phase: one of `fault.PHASES`, or `SCRIPT`.
-        name: of a point of the script's own; None at others.
-        index: of the micro-batch among those that it computes in the step, or of the bucket; None at other points. At
-            one of the script's own that of the micro-batch that began last.
+        name: name of a point of the script's own; None at others.
+        index: index of the micro-batch among those that it computes in the step, or of the bucket; None at other
+        points.
+            At a point of the script's own: the micro-batch that began last.
         step: optimizer steps finished when the present one began.
         rank: its global rank.
         nodes: the node of each member of its world, by rank.
-        has_state: whether it is no joiner any more.
+        has_state: whether it is no longer a joiner.
         at: seconds since the injection began in this process.
     """
 
@@ -40,12 +41,12 @@ class Point:
 
 
 class Watch:
-    """Looks out for the moments of one fault in one worker.
+    """Watches for the moments of one fault in one worker.
 
     Args:
-        fault: which.
-        choice: at least 0 and below 1: chooses the victim, the same in all workers.
-        random: for a rate, this worker's own.
+        fault: the fault.
+        choice: at least 0 and below 1: selects the victim, the same in all workers.
+        random: source of randomness for a rate, this worker's own.
     """
 
     def __init__(self, fault: Fault, choice: float, random: Random) -> None:
@@ -53,7 +54,7 @@ class Watch:
         self.over = False
         """Whether it will never be due again: it has struck for the last time, here or in another worker."""
         self.struck = 0
-        """How often it has struck here."""
+        """Number of strikes in this worker."""
         self._choice = choice
         self._hazard = None if fault.rate is None else Hazard(random)
         self._since = fault.after or 0.0
@@ -61,7 +62,7 @@ class Watch:
         self._phase, self._index = _phase_of(fault)
 
     def due(self, point: Point) -> bool:
-        """Whether it is to strike here; to be asked at each point, in order."""
+        """Whether it strikes at this point; to be called at each point, in order."""
         fault = self.fault
         if self.over or point.at < self._since:
             return False
@@ -87,7 +88,7 @@ class Watch:
         )
 
     def _expected(self, fault: Fault, point: Point) -> float:
-        """Strikes to be expected of this worker since the last point: its part of the task's rate."""
+        """Return the strikes expected of this worker since the last point: its share of the task's rate."""
         fitting = [rank for rank, node in enumerate(point.nodes) if fault.node in (None, node)]
         if fault.rank is None:
             share = 1 / len(fitting) if point.rank in fitting else 0.0
@@ -98,7 +99,7 @@ class Watch:
 
 
 def _phase_of(fault: Fault) -> tuple[str | None, int | None]:
-    """The phase and the index at which it strikes; None: any."""
+    """Return the phase and the index at which it strikes; None: any."""
     if fault.kind in IN_BACKWARD:
         return "forward", fault.micro_batch
     if fault.point is not None:

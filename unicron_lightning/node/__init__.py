@@ -1,1 +1,1 @@
-"""The node's daemon, ``unicron agent``: runs the torchrun agents of submitted tasks as the coordinator says."""
+"""The node's daemon, ``unicron agent``: runs the torchrun agents of submitted tasks as the coordinator orders."""

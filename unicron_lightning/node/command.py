@@ -18,7 +18,9 @@ _TOKEN_FILE: Final = "token"
 
 
 def hand_token(options: NodeOptions, scratch: Path) -> None:
-    """Write the token to a file for torchrun alone: arguments show to all users, and workers inherit variables."""
+    """Write the token to a file for torchrun alone: arguments are visible to all users, and workers inherit
+    variables.
+    """
     if options.token_file is None:
         path = scratch / _TOKEN_FILE
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
@@ -26,16 +28,16 @@ def hand_token(options: NodeOptions, scratch: Path) -> None:
 
 
 def torchrun_command(launch: Launch, options: NodeOptions, scratch: Path) -> list[str]:
-    """The arguments of the process.
+    """Return the arguments of the process.
 
     Args:
-        launch: what to run.
-        options: the daemon's.
+        launch: the agent to run.
+        options: the daemon's options.
         scratch: folder of this start, with the file of `hand_token`.
     """
     job = launch.job
     conf = {"node": options.node, "slot": launch.slot, "weight": f"{job.weight!r}", "embedded": "false"}
-    # The daemon was just told to start it: a coordinator that is not there is being restarted.
+    # The order to start has just arrived: an absent coordinator is being restarted.
     conf["connect_timeout"] = f"{_CONNECT_SECONDS}"
     conf["token_file"] = str(options.token_file or scratch / _TOKEN_FILE)
     if options.forwarded:
@@ -54,9 +56,9 @@ def torchrun_command(launch: Launch, options: NodeOptions, scratch: Path) -> lis
 def torchrun_environment(
     launch: Launch, options: NodeOptions, pipes: Path, inherited: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Its environment: the daemon's, the job's, and what must be so."""
+    """Return the environment of the process: the daemon's, the job's, and required values."""
     environment = {name: value for name, value in inherited.items() if name not in environ.FROM_AGENT}
-    environment.setdefault("PYTHONUNBUFFERED", "1")  # else a log is pages behind
+    environment.setdefault("PYTHONUNBUFFERED", "1")  # otherwise a log is pages behind
     environment.update(launch.job.environment)
     devices = next(slot.devices for slot in options.slots if slot.label == launch.slot)
     if devices is not None:

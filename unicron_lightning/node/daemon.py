@@ -1,7 +1,7 @@
-"""The daemon of a node: starts and stops torchrun agents so that those run which the coordinator wants.
+"""The daemon of a node: starts and stops torchrun agents to match the coordinator's orders.
 
-One thread, an asyncio loop. While the coordinator is away everything goes on as it was told last; a daemon that is
-asked to end stops what it runs first.
+One thread, an asyncio loop. While the coordinator is away the last orders stay in force; a daemon that is asked to end
+stops its agents first.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from unicron_lightning.nodewire import Launch, NodeHello, NodeReport, NodeRun, N
 logger = logging.getLogger(__name__)
 
 _PATIENCE_SECONDS: Final = 15.0
-"""torchrun hears of its task's end itself; workers of plain scripts may then take their ``stop_timeout`` of 10 s."""
+"""torchrun learns of its task's end itself; workers of plain scripts may then take their ``stop_timeout`` of 10 s."""
 
 
 class Daemon:
     """One daemon.
 
     Args:
-        options: the user's.
+        options: the user's options.
     """
 
     def __init__(self, options: NodeOptions) -> None:
@@ -51,7 +51,7 @@ class Daemon:
         """Serve until SIGTERM or SIGINT, then stop all agents; a second signal kills them.
 
         Raises:
-            SessionRefused: the coordinator will not have this daemon; its agents are stopped.
+            SessionRefused: the coordinator refuses this daemon; its agents are stopped.
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -104,7 +104,7 @@ class Daemon:
         self._review()
 
     def _review(self) -> None:
-        """Do what is due now, and tell what has changed."""
+        """Carry out the steps that are due now, and report changes."""
         if self._wake is not None:
             self._wake.cancel()
             self._wake = None
@@ -127,7 +127,7 @@ class Daemon:
     def _agent(self, launch: Launch) -> AgentProcess:
         key = key_of(launch)
         if key not in self._agents:
-            # Not at once: an agent that can't be started ends within its start.
+            # deferred: an agent that can't be started ends within its start
             self._agents[key] = AgentProcess(launch, self._options, self._review_soon)
         return self._agents[key]
 
@@ -139,7 +139,7 @@ class Daemon:
 
 
 def serve(options: NodeOptions) -> int:
-    """Run a daemon to its end; returns the exit status of the process."""
+    """Run a daemon to its end; return the exit status of the process."""
 
     async def main() -> None:
         await Daemon(options).run()

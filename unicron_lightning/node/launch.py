@@ -2,8 +2,8 @@
 
     python -m unicron_lightning.node.launch TORCHRUN-OPTIONS SCRIPT ARGUMENTS
 
-The kernel sends it SIGTERM when the daemon dies, however that happens, and it stops its workers as on any SIGTERM. So
-nothing is left that nobody would ever stop, and the next daemon starts with free accelerators.
+The kernel sends it SIGTERM when the daemon dies, by whatever cause, and it stops its workers as on any SIGTERM. So no
+process remains that nothing would ever stop, and the next daemon starts with free accelerators.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from pathlib import Path
 from typing import Final
 
 DAEMON_PID: Final = "UNICRON_DAEMON_PID"
-"""Process of the daemon."""
+"""Process id of the daemon."""
 PIPES: Final = "UNICRON_LOG_PIPES"
 """Folder with a named pipe for each local rank."""
 _PR_SET_PDEATHSIG: Final = 1
 
 
 def pipe_name(local_rank: int) -> str:
-    """Name of a local rank's pipe in its folder."""
+    """Return the name of a local rank's pipe in its folder."""
     return f"rank{local_rank}"
 
 
 def main(arguments: list[str]) -> None:
-    """Run torchrun; ends the process."""
+    """Run torchrun, then end the process."""
     daemon, pipes = int(os.environ.pop(DAEMON_PID)), Path(os.environ.pop(PIPES))
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != daemon:  # it died before the call had effect
+    if os.getppid() != daemon:  # it died before the call took effect
         sys.exit(1)
     _torchrun(arguments, pipes)
 
@@ -44,7 +44,7 @@ def _torchrun(arguments: list[str], pipes: Path) -> None:
     from torch.distributed.run import config_from_args, parse_args
 
     class PipedLogs(DefaultLogsSpecs):
-        """Both streams of a worker go into its pipe; error files are where they always are."""
+        """Both streams of a worker go into its pipe; error files stay at their usual place."""
 
         def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
             destination = super().reify(envs)

@@ -1,7 +1,7 @@
 """The daemon's connection to the coordinator, reopened whenever it breaks.
 
-Waiting times double from 50 ms to 2 s. Nothing is queued while it is away: the first message of each connection tells
-all there is.
+Delays double from 50 ms to 2 s. Nothing is queued while the coordinator is away: the first message of each connection
+has the whole state.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class NodeLink:
         url: ``http://host:port/v1/node``.
         token: the shared secret.
         hello: builds the first message of a connection.
-        received: called with what the coordinator says.
-        forwarded: whether something forwards from ``url`` to the coordinator.
+        received: called with each message of the coordinator.
+        forwarded: whether a process forwards from ``url`` to the coordinator.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class NodeLink:
         self._away_told = False
 
     def tell(self, report: nodewire.NodeReport) -> None:
-        """Send a report if there is a connection; else the next one begins with as much."""
+        """Send a report if there is a connection; otherwise the next one's first message includes it."""
         if self._stands:
             self._unsent.put_nowait(report)
 
@@ -66,7 +66,7 @@ class NodeLink:
         """Keep the session up until cancelled.
 
         Raises:
-            SessionRefused: the coordinator will not have this daemon.
+            SessionRefused: the coordinator refuses this daemon.
         """
         retry = _FIRST_RETRY_SECONDS
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_ATTEMPT_SECONDS)
@@ -78,7 +78,7 @@ class NodeLink:
                 except (aiohttp.ClientError, OSError, asyncio.TimeoutError, CoordinatorUnproven) as error:
                     if not self._away_told:
                         self._away_told = True
-                        logger.warning("coordinator_not_reached url=%s error=%s; trying on", self._url, error)
+                        logger.warning("coordinator_not_reached url=%s error=%s; retrying", self._url, error)
                 self._stands = False
                 await asyncio.sleep(retry)
                 retry = min(2 * retry, _LAST_RETRY_SECONDS)

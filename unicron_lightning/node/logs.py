@@ -1,7 +1,7 @@
-"""Logs of what a daemon runs, in files that are turned over when they are full.
+"""Logs of a daemon's agents, in files that are rotated when they are full.
 
 Each stream of a task comes through a named pipe into a file that belongs to the daemon alone. torchrun's own files
-would grow for as long as a task trains. What is lost when the daemon dies is what was in the pipe.
+would grow for as long as a task trains. If the daemon dies, the contents of the pipe are lost.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RotatingFile:
         self._size = self._file.tell()
 
     def write(self, data: bytes) -> None:
-        """Append; what can't be written, e.g. on a full disk, is dropped: it must not stop the task."""
+        """Append; unwritable data, e.g. on a full disk, is dropped, since logging must not stop the task."""
         try:
             if self._size and self._size + len(data) > self._most:
                 self._turn_over()
@@ -50,7 +50,7 @@ class RotatingFile:
             logger.debug("log_not_written path=%s error=%s", self._path, error)
 
     def close(self) -> None:
-        """Close it."""
+        """Close the file."""
         self._file.close()
 
     def _turn_over(self) -> None:
@@ -73,15 +73,15 @@ class LogPipe:
     """A named pipe whose other end is written to by any number of processes, one after the other.
 
     Args:
-        path: where the pipe is made.
-        file: takes what comes through it; closed with the pipe.
+        path: path of the pipe.
+        file: receives the data; closed with the pipe.
     """
 
     def __init__(self, path: Path, file: RotatingFile) -> None:
         self._path = path
         self._file = file
         os.mkfifo(path, 0o600)
-        # Open for writing as well: else it is at its end whenever no process has it open.
+        # Also open for writing: otherwise it is at its end whenever no process has it open.
         self._descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         asyncio.get_running_loop().add_reader(self._descriptor, self._read)
 
@@ -90,7 +90,7 @@ class LogPipe:
         self._file.write(f"---- {text}\n".encode())
 
     def close(self) -> None:
-        """Take what is left in it, and remove it."""
+        """Read the remaining data, and remove the pipe."""
         asyncio.get_running_loop().remove_reader(self._descriptor)
         while self._read():
             pass

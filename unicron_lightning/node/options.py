@@ -1,4 +1,4 @@
-"""What the user gave ``unicron agent``, checked."""
+"""The options of ``unicron agent``, validated."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _MEGABYTE: Final = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class NodeOptions:
-    """Everything a daemon needs to know; times in seconds.
+    """Options of a daemon; times in seconds.
 
     Attributes:
         endpoint: ``HOST:PORT`` of the coordinator.
         node: label of the node.
-        slots: how its accelerators are divided.
+        slots: division of its accelerators.
         logs: folder for the tasks' logs.
-        log_bytes: size at which a log file is turned over.
+        log_bytes: size at which a log file is rotated.
         log_files: full log files kept of each stream.
         token: the shared secret.
-        token_file: where the user has it; None: the torchrun agents get it in a file of the daemon's.
-        forwarded: whether something forwards from the endpoint to the coordinator.
-        local_addr: this machine's address for other nodes' workers; None: found out.
-        stop_seconds: how long torchrun may take to stop before everything of it is killed.
+        token_file: the user's file with the token; None: the torchrun agents get it in a file of the daemon's.
+        forwarded: whether a process forwards from the endpoint to the coordinator.
+        local_addr: this machine's address for other nodes' workers; None: detected.
+        stop_seconds: time for torchrun to stop before all its processes are killed.
     """
 
     endpoint: str
@@ -50,7 +50,7 @@ class NodeOptions:
 
     @property
     def url(self) -> str:
-        """Where the daemon's session is opened."""
+        """URL of the daemon's session."""
         return f"http://{self.endpoint}/v1/node"
 
 
@@ -67,7 +67,7 @@ def make_options(
     stop_seconds: float,
     forwarded: bool = False,
 ) -> NodeOptions:
-    """Check them.
+    """Check the options.
 
     Raises:
         ConfigError: one of them is wrong, or there is no token.
@@ -98,10 +98,10 @@ def make_options(
 
 
 def default_logs() -> Path:
-    """Where logs are unless told otherwise."""
+    """Return the default folder of logs."""
     return user_path() / "logs"
 
 
 def log_folder(logs: Path, task: str, node: str, slot: str) -> Path:
-    """Where the logs of a task's agent in a slot are: ``agent.log``, torchrun's own, and ``rank<local rank>.log``."""
+    """Return the folder of a task's agent in a slot: ``agent.log``, torchrun's own, and ``rank<local rank>.log``."""
     return logs / task / node / slot

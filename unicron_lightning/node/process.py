@@ -28,15 +28,15 @@ from unicron_lightning.nodewire import Launch, NodeTask
 logger = logging.getLogger(__name__)
 
 CANT_START: int = 127
-"""Code of an agent that could not be started, as a shell would have it."""
+"""Exit code of an agent that could not be started, as a shell would report it."""
 
 
 class AgentProcess:
     """A torchrun agent over its restarts. Lives in the daemon's event loop.
 
     Args:
-        launch: what to run.
-        options: the daemon's.
+        launch: the agent to run.
+        options: the daemon's options.
         on_exit: called after each end.
     """
 
@@ -57,12 +57,12 @@ class AgentProcess:
 
     @property
     def state(self) -> State:
-        """How it is, for `reconcile.steps`."""
+        """Its state for `reconcile.steps`."""
         return self._state
 
     @property
     def report(self) -> NodeTask:
-        """How it is, for the coordinator."""
+        """Its state for the coordinator."""
         pid = self._process.pid if self._process is not None else None
         return NodeTask(
             job=self.launch.job,
@@ -74,7 +74,7 @@ class AgentProcess:
         )
 
     def start(self) -> None:
-        """Start it; one that can't be started has ended at once."""
+        """Start it; if that fails, it has ended immediately."""
         self._starts += 1
         self._reason = ""
         try:
@@ -83,7 +83,7 @@ class AgentProcess:
             self._open_logs()
             self._spawn()
         except (OSError, ValueError, MemoryError, subprocess.SubprocessError) as error:
-            # A job that the daemon can't start is that job's failure: all else that it runs goes on.
+            # If the daemon can't start a job, only that job fails; its other agents continue.
             self._reason = f"can't be started: {type(error).__name__}: {shortened(str(error), 600)}"
             name = shortened(self.launch.job.name)
             logger.error("launch_failed task=%s slot=%s reason=%s", name, self.launch.slot, self._reason)
@@ -100,9 +100,9 @@ class AgentProcess:
         self._pidfd = -1
 
     def stop(self, patience_seconds: float) -> None:
-        """Have it end: by itself if it does so in time, else by SIGTERM; what has not ended then in time is killed.
+        """Let it end by itself for some time, then send SIGTERM, and later kill the remaining processes.
 
-        A SIGTERM while it cleans up by itself would keep it from doing so.
+        A SIGTERM during its own clean-up would interrupt that.
         """
         if self._process is None or self._terminated:
             return
@@ -123,7 +123,7 @@ class AgentProcess:
         self._timer = asyncio.get_running_loop().call_later(seconds, then)
 
     def kill(self) -> None:
-        """SIGKILL all of it now."""
+        """Send SIGKILL to all its processes now."""
         if self._process is not None:
             self._below = [*self._below, *self._descendants()]
             with contextlib.suppress(ProcessLookupError):
@@ -149,7 +149,7 @@ class AgentProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                start_new_session=True,  # its group is what is signalled, and a terminal's Ctrl-C is the daemon's
+                start_new_session=True,  # its group receives the signals; a terminal's Ctrl-C goes to the daemon
             )
         self._state = State(running=True)
         self._pidfd = os.pidfd_open(self._process.pid)
@@ -163,13 +163,13 @@ class AgentProcess:
         asyncio.get_running_loop().remove_reader(self._pidfd)
         os.close(self._pidfd)
         self._pidfd = -1
-        # What it left behind of its own, if it was killed before it could stop them.
+        # Its own child processes, if it was killed before it could stop them.
         for process in self._below:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         code = self._process.wait()
         how = f"signal {-code}" if code < 0 else f"status {code}"
-        self._ended(code, f"ended with {how}{' as told' if self._state.stopping else ''}")
+        self._ended(code, f"ended with {how}{' as ordered' if self._state.stopping else ''}")
 
     def _ended(self, code: int, words: str) -> None:
         if self._timer is not None:

@@ -1,4 +1,6 @@
-"""What a daemon has to do to make what runs what shall run: pure rules, without clock or processes."""
+"""The steps that bring a daemon's agents from their present to the ordered state: pure rules, no clock, no
+processes.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,13 @@ from typing import Final, NamedTuple
 from unicron_lightning.nodewire import Launch, NodeTask
 
 GIVEN_UP_SECONDS: Final = 30.0
-"""torchrun gave the agent up, after all restarts that it allows: whoever mends the cause needs longer than a moment."""
+"""torchrun failed after all allowed restarts: repairing the cause takes a while."""
 KILLED_SECONDS: Final = 1.0
-"""torchrun was killed, e.g. for want of memory: that is no fault of the job's."""
+"""torchrun was killed, e.g. for lack of memory, which is not the job's fault."""
 
 
 class Key(NamedTuple):
-    """Names a torchrun agent of a node over its restarts."""
+    """Identifies a torchrun agent of a node over its restarts."""
 
     task: str
     submitted_at: float
@@ -24,13 +26,13 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """A torchrun agent that is known to the daemon; times as by time.monotonic().
+    """A torchrun agent known to the daemon; times as by time.monotonic().
 
     Attributes:
-        running: whether its process is there.
-        stopping: whether it was told to end.
-        code: how it ended the last time, see `NodeTask`.
-        ended_at: when.
+        running: whether its process exists.
+        stopping: whether it was ordered to end.
+        code: exit code of the last end, see `NodeTask`.
+        ended_at: time of the last end.
     """
 
     running: bool
@@ -41,13 +43,13 @@ class State:
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """What to do now.
+    """Steps to take now.
 
     Attributes:
         start: agents to start.
         stop: agents to stop.
-        forget: agents that have ended and are not wanted any more.
-        wake_at: when to look again although nothing has happened; None: then not.
+        forget: agents that have ended and are no longer wanted.
+        wake_at: time of the next review without an event; None: not needed.
     """
 
     start: tuple[Launch, ...] = ()
@@ -57,15 +59,15 @@ class Steps:
 
 
 def key_of(each: Launch | NodeTask) -> Key:
-    """The agent's name."""
+    """Return the agent's key."""
     return Key(each.job.name, each.job.submitted_at, each.slot)
 
 
 def steps(wanted: Sequence[Launch], known: Mapping[Key, State], now: float) -> Steps:
-    """Compare what shall run with what does.
+    """Compare wanted agents with known ones.
 
-    An agent that ended well is not started again; one that failed is, after a pause. One that was stopped and is
-    wanted again is started anew once it has ended.
+    An agent that succeeded is not started again; one that failed is, after a pause. One that was stopped and is wanted
+    again is restarted once it has ended.
     """
     start: list[Launch] = []
     wake: list[float] = []

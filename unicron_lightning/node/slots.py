@@ -1,4 +1,4 @@
-"""The slots of a node: how its accelerators are divided among torchrun agents."""
+"""The slots of a node: the division of its accelerators among torchrun agents."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Slot:
     """One slot.
 
     Attributes:
-        label: names it on its node.
-        devices: what CUDA_VISIBLE_DEVICES is to be for its processes; None: it is left alone.
+        label: its name on its node.
+        devices: CUDA_VISIBLE_DEVICES of its processes; None: left unchanged.
     """
 
     label: str
@@ -33,12 +33,13 @@ def slots_of(text: str | None, devices: list[str]) -> list[Slot]:
 
     Args:
         text: None for one slot per accelerator (one in all if there is none); a number of slots, among which the
-            accelerators are shared out in order; or labels with commas between them. Of labels those that are a
-            number or a range, as in ``0-3,4-7``, stand for the accelerators with these places in ``devices``.
-        devices: the accelerators, by the names that CUDA_VISIBLE_DEVICES knows.
+            accelerators are divided in order; or labels with commas between them. Labels that are a number or a range,
+            as
+            in ``0-3,4-7``, select the accelerators with these indices in ``devices``.
+        devices: the accelerators, by their names for CUDA_VISIBLE_DEVICES.
 
     Raises:
-        ConfigError: not one of these, or more accelerators than there are.
+        ConfigError: not one of these, or more accelerators than the node has.
     """
     if text is None:
         text = str(len(devices) or 1)
@@ -53,9 +54,9 @@ def slots_of(text: str | None, devices: list[str]) -> list[Slot]:
 
 
 def visible_devices(environment: Mapping[str, str] = os.environ, folder: Path = Path("/dev")) -> list[str]:
-    """The machine's accelerators that this process may use; none on a machine without NVIDIA's.
+    """List the machine's accelerators that this process may use; none on a machine without NVIDIA's.
 
-    Found without CUDA, which would cost the daemon memory on each of them.
+    They are found without CUDA, which would cost the daemon memory on each of them.
     """
     listed = environment.get("CUDA_VISIBLE_DEVICES")
     if listed is not None:
