@@ -7,11 +7,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities.combined_loader import _shutdown_workers_and_reset_iterator
 from torch.utils.data import DataLoader
 
 from unicron_lightning.data.loader import EvaluationLoader, PassLoader, TrainingLoader
 from unicron_lightning.data.order import DataOrder, StepShape, check_loader
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.strategies.ordinary import ordinary, show_ordinary
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.unicron import UnicronStrategy
@@ -22,11 +24,23 @@ class Loaders:
 
     Args:
         strategy: whose world, passes and boundary they follow.
+        shuffles: whether training data without an order of its own is shuffled, as under ddp.
     """
 
-    def __init__(self, strategy: UnicronStrategy) -> None:
+    def __init__(self, strategy: UnicronStrategy, shuffles: bool) -> None:
         self._strategy = strategy
+        self._shuffles = shuffles
+        self._trainer: pl.Trainer | None = None
+        self._samples = True
+        """Whether Lightning would make samplers, which the user can switch off."""
         self._made: list[TrainingLoader | EvaluationLoader | PassLoader] = []
+
+    def attend(self, trainer: pl.Trainer) -> None:
+        """Takes the place of the samplers that Lightning would make for this trainer, if it would."""
+        if trainer is not self._trainer:
+            self._trainer = trainer
+            self._samples = trainer._accelerator_connector.use_distributed_sampler
+        trainer._accelerator_connector.use_distributed_sampler = False
 
     def wrap(self, trainer: pl.Trainer, loader: object, shape: StepShape, seed: int) -> object:
         """What the loop of the trainer's present stage iterates over instead of ``loader``.
@@ -48,6 +62,9 @@ class Loaders:
             made = self._training(trainer, loader, shape, seed)
         else:
             made = EvaluationLoader(loader, shape.devices, seed, self._begin_pass, self._start_batch)
+        if self._samples:
+            made.ordinary = ordinary(trainer, loader, shape.devices, self._strategy.global_rank)
+        made.begins = partial(show_ordinary, trainer)
         self._made.append(made)
         return made
 
@@ -71,13 +88,15 @@ class Loaders:
         """The run is over."""
         for loader in self._made:
             loader.close()
+            _shutdown_workers_and_reset_iterator(loader.ordinary)
         self._made = []
 
     def _training(self, trainer: pl.Trainer, loader: DataLoader[Any], shape: StepShape, seed: int) -> TrainingLoader:
         limit = None
         if isinstance(trainer.limit_train_batches, int):
             limit = -(-trainer.limit_train_batches // shape.accumulation)
-        order = DataOrder(loader, shape, int(os.environ.get("PL_GLOBAL_SEED", "0")))  # as Lightning's ddp
+        shuffle = self._shuffles and self._samples and not trainer.overfit_batches  # type: ignore[attr-defined]
+        order = DataOrder(loader, shape, int(os.environ.get("PL_GLOBAL_SEED", "0")), shuffle)  # as Lightning's ddp
         loop = trainer.fit_loop
 
         def position() -> tuple[int, int]:

@@ -76,6 +76,7 @@ class UnicronMegatronStrategy(UnicronStrategy):
 
     strategy_name = "unicron_megatron"
     _replicated = False
+    _shuffles = False
 
     def __init__(
         self,

@@ -82,6 +82,8 @@ class UnicronStrategy(CollectingStrategy):
     strategy_name = "unicron"
     _replicated = True
     """Whether all workers hold the same model, so that they can be compared."""
+    _shuffles = True
+    """Whether training data is shuffled as under ddp."""
 
     def __init__(
         self,
@@ -135,7 +137,7 @@ class UnicronStrategy(CollectingStrategy):
         self._checked = False
         self._described: dict[str, str] = {}
         self._seed = 0
-        self._loaders = Loaders(self)
+        self._loaders = Loaders(self, shuffles=self._shuffles)
         self._runs = 0
         self._broken_off = False
         """Whether an exception has ended the present run."""
@@ -194,7 +196,7 @@ class UnicronStrategy(CollectingStrategy):
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         check_trainer(trainer)
-        trainer._accelerator_connector.use_distributed_sampler = False  # `Loaders` deals out what a sampler would
+        self._loaders.attend(trainer)
         if self._shape is None:
             self._shape = self._declare(trainer)
         self._runs += 1

@@ -87,6 +87,19 @@ def test_drop_last_leaves_out_incomplete_rounds(size: int) -> None:
     assert len(samples) == size // 12 * 12 == len(set(samples))
 
 
+def test_no_order_of_its_own() -> None:
+    """A loader without ``shuffle`` is shuffled where that is asked for; one with a sampler is not."""
+    shape = StepShape(devices=2, accumulation=1)
+    plain = DataLoader(Numbers(20), batch_size=2)
+    for loader in (plain, DataLoader(Numbers(20), batch_size=2, shuffle=True)):
+        asked = DataOrder(loader, shape, 1, shuffle=True)
+        assert epoch_of(asked, 3) == epoch_of(
+            order_of(DataLoader(Numbers(20), batch_size=2, shuffle=True), 2, seed=1), 3
+        )
+    given = DataLoader(Numbers(20), batch_size=2, sampler=list(range(19, -1, -1)))
+    assert epoch_of(DataOrder(given, shape, 1, shuffle=True), 3) == epoch_of(order_of(given, 2), 3)
+
+
 def test_epochs_differ_and_repeat() -> None:
     loader = DataLoader(Numbers(20), batch_size=2, shuffle=True)
     order = order_of(loader, 2, seed=1)

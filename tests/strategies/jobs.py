@@ -191,6 +191,34 @@ class HookLogging(pl.Callback):
         self._log(module, "test_end")
 
 
+class Peeking(pl.Callback):
+    """Looks at samples of the trainer's loaders by itself, on all ranks and on the first one only."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def _look(self, loader: Any) -> None:
+        batches = iter(loader)
+        self.seen.append((len(loader), loader.batch_size, *next(batches)[0].sum(1).tolist()))
+
+    def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
+        self._look(trainer.train_dataloader)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, module: Any) -> None:
+        self._look(trainer.train_dataloader)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.is_global_zero and trainer.val_dataloaders is not None:
+            self._look(trainer.val_dataloaders)
+
+    def on_validation_epoch_start(self, trainer: pl.Trainer, module: Any) -> None:
+        self._look(trainer.val_dataloaders)
+
+    def on_validation_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.is_global_zero and args[-2] == 0:  # a world of one runs more batches than each rank of two
+            self._look(trainer.val_dataloaders)
+
+
 CASES: dict[str, Callable[[], Job]] = {
     "sgd": job,
     "sgd_accumulate": lambda: job(accumulate_grad_batches=3),
@@ -208,6 +236,8 @@ CASES: dict[str, Callable[[], Job]] = {
     "buffers": lambda: job({"branch": "buffers"}),
     "tied": lambda: job({"tied": True}),
     "workers": lambda: job(loader={"num_workers": 2}),
+    "in_order": lambda: job(loader={"shuffle": False}),
+    "peeking": lambda: job(callbacks=[Peeking()]),
     "limits": lambda: job(limit_train_batches=5, limit_val_batches=2),
     "limits_float": lambda: job(limit_train_batches=0.5, limit_val_batches=0.5),
     "val_interval": lambda: job(val_check_interval=4),
@@ -268,6 +298,7 @@ def train(name: str, strategy: Any, folder: Path, **changes: Any) -> dict[str, A
     if not settings.get("fast_dev_run"):
         tested = trainer.test(module, DataLoader(samples(40, 9), batch_size=4), verbose=False)
         result["test"] = tested
+    result["seen"] = [callback.seen for callback in settings.get("callbacks", []) if isinstance(callback, Peeking)]
     trainer.strategy.barrier()
     result["files"] = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.ckpt"))
     csv = folder / "csv/version_0/metrics.csv"

@@ -189,6 +189,30 @@ def test_loaders_and_strategy_have_what_callbacks_ask_for(tmp_path: Path) -> Non
     assert asked == {"batch_size": 4, "drop_last": True, "collate": mine.collate_fn, "processes": DEVICES}
 
 
+@pytest.mark.parametrize(
+    ("settings", "sampler", "in_order"),
+    [({}, None, False), ({"use_distributed_sampler": False}, None, True), ({}, range(47, -1, -1), True)],
+)
+def test_the_order_that_a_script_chooses(tmp_path: Path, settings: Any, sampler: Any, in_order: bool) -> None:
+    """Shuffled as under ddp, unless the trainer is not to choose or the loader has a sampler of its own."""
+    seen: list[Any] = []
+
+    class Seeing(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            seen.append(batch[0].sum(1))
+            return super().training_step(batch, batch_idx)
+
+    run = trainer(tmp_path, max_epochs=1, devices=1, **settings)
+    for _ in range(2):  # the second fit of a trainer as the first
+        run.fit(Seeing(), loader(shuffle=None, sampler=sampler))
+        run.fit_loop.epoch_progress.reset()
+    data = dataset().tensors[0].sum(1)
+    order = data if sampler is None else data.flip(0)
+    first, second = torch.cat(seen).chunk(2)
+    assert torch.equal(first, order) is torch.equal(second, order) is in_order
+    assert torch.equal(first.sort().values, data.sort().values) and torch.equal(first, second)
+
+
 def test_a_loader_that_iterates_in_its_own_way_is_refused(tmp_path: Path) -> None:
     class Prefetching(DataLoader):  # type: ignore[type-arg]
         def __iter__(self) -> Any:
@@ -388,7 +412,7 @@ def test_a_data_module_and_reloading(tmp_path: Path) -> None:
 def test_batch_norm_statistics_are_those_of_the_global_batch(tmp_path: Path) -> None:
     """The mean of what each micro-batch gives; a step counts as one batch."""
     module, x = Net(), dataset().tensors[0]
-    trainer(tmp_path, max_steps=1).fit(module, loader(shuffle=False))
+    trainer(tmp_path, max_steps=1, use_distributed_sampler=False).fit(module, loader(shuffle=False))
     fresh, parts = Net(), []
     for micro_batch in (x[0:8:2], x[1:8:2]):
         norm = nn.BatchNorm1d(8)

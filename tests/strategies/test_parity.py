@@ -73,6 +73,7 @@ WORLD_OF_TWO = (
     "early_stopping",
     "checkpoints",
     "bf16",
+    "peeking",
 )
 
 
@@ -121,6 +122,7 @@ def compare(name: str, mine: dict[str, Any], theirs: dict[str, Any]) -> None:
         else:
             close(ours[2], other[2], tolerance, accumulated, ours[:2])
     compare_tables(mine["csv"], theirs["csv"])
+    assert mine["seen"] == theirs["seen"]
 
 
 def compare_tables(mine: list[str], theirs: list[str]) -> None:
@@ -140,7 +142,7 @@ def test_a_world_of_one_is_like_ddp(name: str, ddp: Path, tmp_path: Path, monkey
 def test_a_world_of_two_is_like_ddp(name: str, ddp: Path, two: Path) -> None:
     for rank in range(2):
         mine, theirs = load(two, name, rank), load(ddp, name)
-        compare(name, mine, theirs)
+        compare(name, mine, theirs | {"seen": load(ddp, name, rank)["seen"]})
 
 
 def test_the_hooks_see_what_ddp_users_see(ddp: Path) -> None:

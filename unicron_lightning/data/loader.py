@@ -104,21 +104,35 @@ def joined(batches: Sequence[Any]) -> Any:
     return list(batches)
 
 
-class _InPlace:
-    """What Lightning, and callbacks, look at in a loader that takes the place of the user's.
+class InPlace:
+    """A loader that takes the place of the user's in Lightning's loops.
 
     Args:
         loader: the user's.
+
+    Attributes:
+        ordinary: the loader that scripts see in its place.
+        begins: called whenever its iteration begins.
     """
 
     _fetcher: Fetcher
 
     def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = loader
+        self.begins: Callable[[], None] = lambda: None
+        self.ordinary = loader
+
+    @property
+    def ordinary(self) -> DataLoader[Any]:
+        return self._ordinary
+
+    @ordinary.setter
+    def ordinary(self, loader: DataLoader[Any]) -> None:
+        self._ordinary = loader
         self.dataset = loader.dataset
-        self.sampler = loader.sampler
+        self.sampler = loader.sampler  # Lightning sets its epoch
         self.batch_sampler = loader.batch_sampler
         self.num_workers = loader.num_workers
-        self._loader = loader
 
     def __getattr__(self, name: str) -> Any:
         """What is not its own, such as ``batch_size`` and ``collate_fn``, is that of the user's loader."""
@@ -131,7 +145,7 @@ class _InPlace:
         self._fetcher.close()
 
 
-class TrainingLoader(_InPlace):
+class TrainingLoader(InPlace):
     """Yields the `GlobalBatch` es of an epoch.
 
     Args:
@@ -169,6 +183,10 @@ class TrainingLoader(_InPlace):
         return self._steps
 
     def __iter__(self) -> Iterator[GlobalBatch]:
+        self.begins()
+        return self._epoch()
+
+    def _epoch(self) -> Iterator[GlobalBatch]:
         self._fetcher.end_epoch()
         while True:
             self._boundary()
@@ -211,7 +229,7 @@ class TrainingLoader(_InPlace):
                     yield epoch, step, micro_batch
 
 
-class EvaluationLoader(_InPlace):
+class EvaluationLoader(InPlace):
     """Yields this rank's batches of an evaluation pass; what a lost rank leaves is run at the pass's end.
 
     Args:
@@ -252,6 +270,10 @@ class EvaluationLoader(_InPlace):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[Any]:
+        self.begins()
+        return self._pass()
+
+    def _pass(self) -> Iterator[Any]:
         self._fetcher.end_epoch()
         self._planned = self._begin(self)
         for number in self._planned:
@@ -271,7 +293,7 @@ class EvaluationLoader(_InPlace):
         return (place for number in self._planned if (place := (self.epoch, number, 0)) >= start)
 
 
-class PassLoader(_InPlace):
+class PassLoader(InPlace):
     """Yields an evaluation pass in global batches, for workers that hold the model together.
 
     Args:

@@ -53,13 +53,15 @@ class DataOrder:
         loader: the user's, over a map-style data set.
         shape: of the steps; evaluation uses one round.
         seed: of the default shuffle and of user samplers.
+        shuffle: also where the loader asks for no order: Lightning does under ddp, for training.
 
     Raises:
         ConfigError: for iterable data sets and samplers of unknown length.
     """
 
-    def __init__(self, loader: DataLoader[Any], shape: StepShape, seed: int) -> None:
+    def __init__(self, loader: DataLoader[Any], shape: StepShape, seed: int, shuffle: bool = False) -> None:
         check_loader(loader)
+        self._shuffle = shuffle
         self._shape = shape
         self._seed = seed
         self._epoch: int | None = None
@@ -109,8 +111,7 @@ class DataOrder:
             assert self._batches is not None
             with self._fixed(self._batches, epoch):
                 return [list(batch) for batch in self._batches]
-        sampler = self._sampler
-        if type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None:
+        if self._is_permutation():
             generator = torch.Generator().manual_seed(self._seed + epoch)
             order = torch.randperm(len(self._sampler), generator=generator)
         elif type(self._sampler) is SequentialSampler:
@@ -125,6 +126,13 @@ class DataOrder:
                 return _Cut(items, self._batch_size, self._shape.devices, self.num_micro_batches)
             order = torch.tensor(items)
         return _Cut(order, self._batch_size, self._shape.devices, self.num_micro_batches)
+
+    def _is_permutation(self) -> bool:
+        """Whether the order is `DistributedSampler`'s of (seed, epoch)."""
+        sampler = self._sampler
+        if isinstance(sampler, SequentialSampler):
+            return self._shuffle
+        return type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
 
     def _fixed(self, sampler: Any, epoch: int) -> Any:
         """A user's sampler gives the same order on all ranks: random state is set from (seed, epoch) meanwhile."""

@@ -1,0 +1,54 @@
+"""The loaders that a script sees: ordinary ones, as under ddp.
+
+Lightning's loops iterate over the strategy's loaders, and each iteration is a step or a pass of the task.
+``trainer.val_dataloaders`` and the like give the loader that Lightning would have made under ddp instead: a callback
+may iterate over it, or read its attributes, without any effect on training.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.trainer.connectors.data_connector import _get_distributed_sampler
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.data import _is_dataloader_shuffled, _update_dataloader
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils._pytree import tree_unflatten
+from torch.utils.data import DataLoader, DistributedSampler
+
+from unicron_lightning.data.loader import InPlace
+
+
+def ordinary(trainer: pl.Trainer, loader: DataLoader[Any], devices: int, rank: int) -> DataLoader[Any]:
+    """The loader of one device of the declared world, as ddp's would be; the user's own where that can't be made.
+
+    Args:
+        trainer: of which the present stage counts.
+        loader: the user's.
+        devices: of the declared world.
+        rank: this worker's when the loader is made.
+    """
+    if isinstance(loader.sampler, DistributedSampler):
+        return loader
+    stage = trainer.state.stage
+    assert stage is not None
+    overfits: float = trainer.overfit_batches  # type: ignore[attr-defined]
+    shuffled = stage == RunningStage.TRAINING or _is_dataloader_shuffled(loader)
+    sampler = _get_distributed_sampler(loader, shuffled, overfits, stage, num_replicas=devices, rank=rank % devices)
+    try:
+        made: DataLoader[Any] = _update_dataloader(loader, sampler, mode=stage)
+    except (MisconfigurationException, TypeError):  # a class whose arguments are not known
+        return loader
+    return made
+
+
+def show_ordinary(trainer: pl.Trainer) -> None:
+    """Has the trainer's properties give the ordinary loaders, while its loops keep those of the strategy."""
+    fit = trainer.fit_loop
+    for loop in (fit, fit.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+        combined: CombinedLoader | None = loop._combined_loader
+        if combined is not None:
+            leaves = [each.ordinary if isinstance(each, InPlace) else each for each in combined.flattened]
+            combined._iterables = tree_unflatten(leaves, combined._spec)
