@@ -1,8 +1,8 @@
-"""One of Hydra's jobs as a task's definition: the same script again, with overrides that make it that job.
+"""One of Hydra's jobs as a task's definition: the same script again, with overrides that select the job.
 
 The processes of a job compose their configuration themselves, from the same files and overrides: nothing is pickled,
-and a worker that is started again after a failure, anywhere, does it again. What Hydra would set for a job of a sweep
-(number, id, folder) is given as overrides.
+and a worker that is restarted after a failure, on any node, composes it again. Values that Hydra would set for a job of
+a sweep (number, id, folder) are passed as overrides.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _NAME_LENGTH: Final = 100
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """How the user's program is run.
+    """The way the user's program is run.
 
     Attributes:
-        command: as it follows torchrun's options: a file, or ``-m`` and a module.
-        flags: Hydra's own options that say where the configuration is.
+        command: the words that follow torchrun's options: a file, or ``-m`` and a module.
+        flags: Hydra's own options that locate the configuration.
     """
 
     command: tuple[str, ...]
@@ -37,7 +37,7 @@ class Script:
 
 
 def this_script() -> Script:
-    """The program that runs in this process."""
+    """Describe the program that runs in this process."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is None:
         command: tuple[str, ...] = (str(Path(sys.argv[0]).absolute()),)
@@ -47,7 +47,7 @@ def this_script() -> Script:
 
 
 def config_flags(arguments: Sequence[str]) -> tuple[str, ...]:
-    """Those of Hydra's options that the jobs need too."""
+    """Select Hydra's options that the jobs need too."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     names = (("--config-path", "-cp"), ("--config-name", "-cn"), ("--config-dir", "-cd"))
     for name, short in names:
@@ -58,7 +58,7 @@ def config_flags(arguments: Sequence[str]) -> tuple[str, ...]:
 
 
 def job_name(program: str, sweep: str, number: int) -> str:
-    """Name of a job's task: the program, what tells the sweep from others, and the job's number."""
+    """Return the name of a job's task: the program, the sweep's identity, and the job's number."""
     end = f"-{sweep}-{number}"
     return (re.sub(r"[^A-Za-z0-9._-]", "_", program).lstrip("._-") or "sweep")[: _NAME_LENGTH - len(end)] + end
 
@@ -76,19 +76,19 @@ def job_of(
     environment: Mapping[str, str],
     options: LauncherConfig,
 ) -> Job:
-    """The definition of a job.
+    """Return the definition of a job.
 
     Args:
         name: its name.
         number: ``hydra.job.num``.
-        script: how the program is run.
-        hydra_overrides: those of the command line that are for Hydra.
-        overrides: those for the job.
+        script: the way the program is run.
+        hydra_overrides: overrides of the command line that are for Hydra.
+        overrides: overrides for the job.
         sweep_dir: ``hydra.sweep.dir``.
         folder: the job's output folder, below it.
-        working_dir: where the program was started.
+        working_dir: folder in which the program was started.
         environment: variables for its processes.
-        options: the launcher's.
+        options: the launcher's options.
     """
     for_hydra = [
         *(each for each in hydra_overrides if not _NOT_FOR_JOBS.match(each)),
@@ -113,7 +113,7 @@ def job_of(
 
 
 def quoted(text: str) -> str:
-    """A value that Hydra's grammar reads as this very string."""
+    """Quote a string for Hydra's grammar."""
     # In quotes only the quote, and backslashes before it, are special.
     escaped = re.sub(r"(\\*)'", r"\1\1\\'", text)
     trailing = len(escaped) - len(escaped.rstrip("\\"))

@@ -1,4 +1,4 @@
-"""What Hydra asks of a launcher: run these jobs, and return what became of each, in order."""
+"""The entry point of Hydra's launcher: runs jobs, and returns their results in order."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class SweepJobFailed(UnicronError):
-    """A job of a sweep failed; the message says which, and why."""
+    """A job of a sweep failed; the message names the job and the reason."""
 
 
 def launch(
@@ -41,10 +41,10 @@ def launch(
     """Run the jobs of a sweep.
 
     Args:
-        options: the launcher's.
-        context: Hydra's.
-        config: the sweep's.
-        job_overrides: those of each job.
+        options: the launcher's options.
+        context: Hydra's context.
+        config: the sweep's configuration.
+        job_overrides: overrides of each job.
         first_number: ``hydra.job.num`` of the first.
 
     Raises:
@@ -80,12 +80,12 @@ def launch(
 
 
 def finish(returned: JobReturn, name: str, end: Ended) -> None:
-    """Complete what Hydra is told of a job.
+    """Complete a job's return value for Hydra.
 
     Args:
         returned: to be completed; its ``working_dir`` is the job's output folder.
-        name: the job's.
-        end: how it ended by the coordinator's word.
+        name: the job's name.
+        end: its end as reported by the coordinator.
     """
     folder = Path(str(returned.working_dir))
     found = result.read(folder)
@@ -115,7 +115,7 @@ def _cluster(options: LauncherConfig, sweep_dir: Path) -> Iterator[tuple[str, Ac
 
 
 def _composed(context: HydraContext, config: DictConfig, overrides: Sequence[str], number: int) -> DictConfig:
-    """The configuration of one job, as Hydra's own launchers make it."""
+    """Compose the configuration of one job, as Hydra's own launchers do."""
     composed: DictConfig = context.config_loader.load_sweep_config(config, list(overrides))
     with open_dict(composed):
         composed.hydra.job.id = str(number)
@@ -157,7 +157,9 @@ def _environment(options: LauncherConfig, composed: DictConfig, here: Mapping[st
 
 
 def _folder(composed: DictConfig, sweep_dir: Path) -> Path:
-    """The job's output folder; its name may ask ``${hydra:...}``, which is of the configuration that Hydra has now."""
+    """Return the job's output folder; its name may use ``${hydra:...}``, which refers to Hydra's present
+    configuration.
+    """
     hydra_config = HydraConfig.instance()
     before = hydra_config.cfg
     hydra_config.set_config(composed)
@@ -168,7 +170,7 @@ def _folder(composed: DictConfig, sweep_dir: Path) -> Path:
 
 
 def _unfinished(composed: DictConfig, folder: Path) -> JobReturn:
-    """What is known of a job before it runs."""
+    """Return the known part of a job's return value before it runs."""
     keys = [str(key) for key in composed if key != "hydra"]
     return JobReturn(
         overrides=list(composed.hydra.overrides.task),

@@ -1,4 +1,4 @@
-"""A cluster on this machine for the time of one sweep: a coordinator and one node's daemon."""
+"""A cluster on this machine for the duration of one sweep: a coordinator and one node's daemon."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _POLL_SECONDS: Final = 0.05
 
 
 def nothing_listens(endpoint: str) -> bool:
-    """Whether the endpoint is a loopback address at which nothing answers."""
+    """Whether the endpoint is a loopback address that does not answer."""
     host, port = parse_endpoint(endpoint)
     if not is_loopback(host):
         return False
@@ -43,7 +43,7 @@ def local_cluster(slots: int, logs: Path) -> Iterator[tuple[str, Access]]:
     """Run a coordinator and a daemon; their outputs and the jobs' are in ``logs``.
 
     Yields:
-        Endpoint, and how to ask there.
+        The endpoint, and access to it.
 
     Raises:
         CoordinatorUnavailable: the coordinator does not start.
@@ -60,7 +60,7 @@ def local_cluster(slots: int, logs: Path) -> Iterator[tuple[str, Access]]:
             )
         )
         endpoint = f"127.0.0.1:{_port(coordinator, state_dir / 'coordinator.json', logs / 'coordinator.log')}"
-        # One node, whatever the host is called: its name is in the paths of logs.
+        # One node with a fixed name, because the name is in the paths of logs.
         arguments = ["agent", "--endpoint", endpoint, "--node", "local", "--slots", str(slots), "--logs", str(logs)]
         stack.enter_context(_process(["unicron_lightning.cli", *arguments], token, logs / "agent.log"))
         yield endpoint, Access(token=Token(secret=token, origin="this sweep"))
@@ -77,7 +77,7 @@ def _process(command: list[str], token: str, log: Path) -> Iterator[subprocess.P
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            start_new_session=True,  # a Ctrl-C is for the sweep, which ends them in order
+            start_new_session=True,  # a Ctrl-C is for the sweep, which stops them in order
         )
     try:
         yield process

@@ -1,7 +1,8 @@
-"""What a job's script returns, from the process that ran it back to the sweep: a JSON file in the job's output folder.
+"""Return values of jobs' scripts, passed back to the sweep as a JSON file in the job's output folder.
 
-JSON, as whoever can write to a shared folder must not be able to run code where the sweep was started. So only plain
-data comes back: None, numbers (NumPy's and torch's too), strings, and lists and dicts of these; tuples become lists.
+The format is JSON, because a user who can write to a shared folder must not be able to run code where the sweep was
+started. So only plain data is returned: None, numbers (NumPy's and torch's too), strings, and lists and dicts of these;
+tuples become lists.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ _FOLDER: Final = ".unicron"
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """How a process of a job ended.
+    """The end of a job's process.
 
     Attributes:
-        value: what the script returned; None also if that was no plain data.
-        error: the exception that it raised, in words; None if it returned.
-        odd: the type of what it returned if that was no plain data, else None.
+        value: return value of the script; None also if it was not plain data.
+        error: the exception that it raised, as text; None if it returned.
+        odd: type of the return value if it was not plain data, else None.
     """
 
     value: Any = None
@@ -35,7 +36,7 @@ class Result:
 
 
 class ResultCallback(Callback):
-    """Writes the result when the script has returned or raised; Hydra makes one in each process of a job."""
+    """Writes the result when the script has returned or raised; Hydra creates one in each process of a job."""
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
         given = job_return._return_value  # the property raises it if it is an exception
@@ -50,10 +51,10 @@ class ResultCallback(Callback):
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON can hold it.
+    """Convert a value to JSON's types.
 
     Raises:
-        TypeError: it can't.
+        TypeError: it has no such form.
     """
     if isinstance(value, DictConfig | ListConfig):
         value = OmegaConf.to_container(value, resolve=True)
@@ -61,12 +62,12 @@ def plain(value: Any) -> Any:
 
 
 def write(folder: Path, rank: int, result: Result) -> None:
-    """Note the result of the process with this rank.
+    """Write the result of the process with this rank.
 
     Args:
         folder: the job's output folder.
         rank: torchrun's RANK.
-        result: of the process.
+        result: result of the process.
     """
     path = _path(folder, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,7 +77,7 @@ def write(folder: Path, rank: int, result: Result) -> None:
 
 
 def read(folder: Path) -> Result | None:
-    """The result of the lowest rank that has one; None if none has, or the file is not one of ours."""
+    """Read the result of the lowest rank that has one; None if none has, or the file is invalid."""
     paths = sorted((folder / _FOLDER).glob("rank*.json"), key=lambda path: (len(path.name), path.name))
     if not paths:
         return None
@@ -87,7 +88,7 @@ def read(folder: Path) -> Result | None:
 
 
 def forget(folder: Path) -> None:
-    """Remove what an earlier sweep into the same folder left."""
+    """Remove the files of an earlier sweep into the same folder."""
     for path in (folder / _FOLDER).glob("rank*.json"):
         path.unlink(missing_ok=True)
 
@@ -97,7 +98,7 @@ def _path(folder: Path, rank: int) -> Path:
 
 
 def _scalar(value: Any) -> Any:
-    # Of NumPy and torch, which are not imported for this. Of more than one element it raises.
+    # Of NumPy and torch, which are not imported for this. It raises for more than one element.
     item = getattr(value, "item", None)
     if not callable(item):
         raise TypeError(f"{type(value).__name__} is no plain data")

@@ -25,11 +25,11 @@ _OPEN: Final = ("queued", "running")
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How a job ended.
+    """The end of a job.
 
     Attributes:
-        state: succeeded, failed, cancelled, or lost: the coordinator does not know it any more.
-        reason: in words; None if there is none.
+        state: succeeded, failed, cancelled, or lost: the coordinator no longer knows it.
+        reason: as text; None if there is none.
     """
 
     state: str
@@ -41,8 +41,8 @@ class Sweep:
 
     Args:
         ask: `fetch` with endpoint and access.
-        poll_seconds: how often the coordinator is asked.
-        unavailable_seconds: how long it may be away.
+        poll_seconds: interval of the queries to the coordinator.
+        unavailable_seconds: time that it may be away.
     """
 
     def __init__(self, ask: Callable[..., Any], *, poll_seconds: float, unavailable_seconds: float) -> None:
@@ -53,7 +53,7 @@ class Sweep:
         self._states: dict[str, str] = {}
 
     def run(self, jobs: Sequence[Job]) -> list[Ended]:
-        """Submit the jobs, and return how they ended, in their order. Whatever ends this early cancels them.
+        """Submit the jobs, and return their ends, in order. Any interruption cancels them.
 
         Raises:
             CoordinatorUnavailable: it was away for too long.
@@ -81,7 +81,7 @@ class Sweep:
                 away_since = None
                 self._review(known)
             except CoordinatorUnavailable as error:
-                # The jobs go on without it; so do we, until it is back.
+                # The jobs continue without it, and so does the sweep, until it returns.
                 if away_since is None:
                     away_since = time.monotonic()
                     logger.warning("coordinator_away %s", error)
@@ -92,7 +92,7 @@ class Sweep:
 
     def _review(self, known: dict[str, dict[str, Any]]) -> None:
         for name, before in list(self._states.items()):
-            status = known.get(name, {"state": "lost", "reason": "the coordinator does not know it any more"})
+            status = known.get(name, {"state": "lost", "reason": "the coordinator no longer knows it"})
             state, reason = status["state"], status["reason"]
             if state != before:
                 logger.info("job_%s name=%s reason=%s", state, name, reason)
@@ -111,7 +111,7 @@ class Sweep:
 
 
 def asking(endpoint: str, access: Access) -> Callable[..., Any]:
-    """`fetch` for one coordinator."""
+    """Bind `fetch` to one coordinator."""
 
     def ask(path: str, **options: Any) -> Any:
         return fetch(endpoint, path, access, **options)
@@ -121,7 +121,7 @@ def asking(endpoint: str, access: Access) -> Callable[..., Any]:
 
 @contextmanager
 def _sigterm_raises() -> Iterator[None]:
-    """Have SIGTERM, as of a batch system, end this process like Ctrl-C: by way of what has to be put away."""
+    """Make SIGTERM, as of a batch system, end this process like Ctrl-C: by an exception, so that it cleans up."""
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield
         return

@@ -1,4 +1,4 @@
-"""Runs a module in a process that ends with its parent, however that ends.
+"""Runs a module in a process that ends with its parent, by whatever cause.
 
 python -m unicron_lightning.launcher.tied PARENT-PID MODULE ARGUMENTS
 """
@@ -16,14 +16,14 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 def tie_to(parent: int) -> None:
-    """Have the kernel end this process with its parent; end it now if that is gone already."""
+    """Have the kernel end this process with its parent; end it now if the parent is already gone."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != parent:  # it died before the call had effect
+    if os.getppid() != parent:  # it died before the call took effect
         sys.exit(1)
 
 
 def main() -> None:
-    """Tie this process to its parent, then be the module."""
+    """Tie this process to its parent, then run the module."""
     parent, module = int(sys.argv[1]), sys.argv[2]
     tie_to(parent)
     sys.argv[:] = [module, *sys.argv[3:]]
