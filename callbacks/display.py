@@ -1,4 +1,4 @@
-"""What `UnicronMonitor` shows on a terminal: rich renderables, imported when they are needed."""
+"""The terminal display of `UnicronMonitor`: rich renderables, imported when they are needed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class View:
     """The task as its first worker sees it.
 
     Attributes:
-        world, declared: workers there are, and were asked for.
-        total: steps that there will be; None if that is open.
-        phase: what this worker's training thread does; ``phase_seconds``: what it takes for in a step, in the mean.
-        conditions: what is the matter without being an incident, e.g. a slow rank.
+        world, declared: present workers, and requested workers.
+        total: total number of steps; None if it is open.
+        phase: present phase of this worker's training thread; ``phase_seconds``: mean duration of each phase in a step.
+        conditions: problems that are not incidents, e.g. a slow rank.
         newest: the last incidents, oldest first.
     """
 
@@ -36,7 +36,7 @@ class View:
 
 
 def picture(view: View) -> Any:
-    """The view as a rich renderable."""
+    """Return the view as a rich renderable."""
     from rich.console import Group
     from rich.markup import escape
     from rich.progress_bar import ProgressBar

@@ -1,4 +1,4 @@
-"""Breaks training on purpose, from within a script."""
+"""Fault injection from within a script."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from unicron_lightning.worker.injector import Injector
 
 
 class FaultInjection(Callback):
-    """Has faults strike the workers of this task, see docs/faults.md.
+    """Injects faults into the workers of this task, see docs/faults.md.
 
-    What has struck is known to the coordinator: a worker that takes another's place does not begin anew.
+    The coordinator keeps the strikes: a worker that replaces another one does not start from zero.
 
     Args:
         faults: texts of the language or `Fault`s, e.g. a `Faults`; or the path of a file of them.
-        seed: of what is drawn, for faults that have none of their own.
+        seed: seed of random draws, for faults that have none of their own.
 
     Raises:
         ConfigError: a text that is no fault; another strategy than ``unicron``.
@@ -45,6 +45,6 @@ class FaultInjection(Callback):
             Injector.of(engine).add(f"{place}: {words}", fault, self.seed)
 
     def point(self, name: str) -> None:
-        """The script passes a point of its own: what says ``point=NAME`` strikes here. Before a fit nothing does."""
+        """Pass a point of the script's own: faults with ``point=NAME`` strike here. No effect before a fit."""
         if self._engine is not None:
             self._engine.fault(SCRIPT, name)

@@ -1,6 +1,6 @@
-"""A task's incidents, as one of its workers hears of them: from the coordinator's notices and its own events.
+"""A task's incidents as one of its workers learns of them: from the coordinator's notices and its own events.
 
-Pure but for a lock: notices come from the control thread, questions from the training thread and from a display's.
+Pure but for a lock: notices arrive in the control thread, queries come from the training thread and a display's thread.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any, Final
 from unicron_lightning import wire
 
 KEPT: Final = 32
-"""Incidents that are remembered one by one; all are counted."""
+"""Number of incidents that are kept individually; all are counted."""
 _PHASES: Final = ("detection", "transition", "sub_healthy")
 
 
 @dataclass(kw_only=True)
 class Sighting:
-    """What is known of an incident. Times of day are time.time() of whoever said so, durations are seconds.
+    """An incident as far as it is known. Times of day are time.time() of the reporting process, durations are seconds.
 
     Attributes:
-        cause, where: as in the event that opened it; ``where`` is a node, agent or worker, or empty.
-        transition: until the bill comes, from the coordinator's word of it to this worker's next finished step.
-        recomputed: micro-batches that all ranks together computed again.
-        outcome: why it ended; None while the task is not whole again.
+        cause, where: from the event that opened the incident; ``where`` is a node, agent or worker, or empty.
+        transition: until the bill arrives, the time from the coordinator's report to this worker's next finished step.
+        recomputed: micro-batches that all ranks together recomputed.
+        outcome: reason of its end; None while the task is not restored.
     """
 
     id: str
@@ -40,18 +40,18 @@ class Sighting:
     outcome: str | None = None
 
     def line(self) -> str:
-        """In one line, for people."""
+        """Describe the incident in one line."""
         about = " ".join(filter(None, [self.id, self.cause, self.where]))
         times = [(name, getattr(self, name)) for name in _PHASES]
         parts = [f"{name.replace('_', '-')} {in_words(seconds)}" for name, seconds in times if seconds is not None]
         if self.recomputed:
             parts.append(f"{self.recomputed} micro-batches computed again")
-        state = self.outcome or ("training goes on" if self.transition is not None else "recovering")
+        state = self.outcome or ("training continues" if self.transition is not None else "recovering")
         return f"{about}: {', '.join([state, *parts])}"
 
 
 class History:
-    """All incidents since the task began, or since this worker came where no other worker could tell."""
+    """All incidents since the task began, or since this worker started if no other worker could send its history."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -63,33 +63,33 @@ class History:
 
     @property
     def count(self) -> int:
-        """Incidents so far."""
+        """Number of incidents so far."""
         return self._count
 
     @property
     def recomputed(self) -> int:
-        """Micro-batches computed again so far."""
+        """Number of micro-batches recomputed so far."""
         return self._recomputed
 
     def newest(self, number: int) -> list[Sighting]:
-        """Copies of the last ones, oldest first."""
+        """Return copies of the last incidents, oldest first."""
         with self._lock:
             return [dataclasses.replace(sighting) for sighting in self._kept[-number:]]
 
     @property
     def conditions(self) -> dict[str, str]:
-        """What is slow at present, in words: ``degraded``, or the name of a worker that is a straggler."""
+        """Descriptions of present slowness, by ``degraded`` or the name of a straggling worker."""
         with self._lock:
             return dict(self._conditions)
 
     def news(self) -> list[tuple[Sighting, str]]:
-        """What has changed since the last call: incidents as they were then, with ``recovered`` or ``closed``."""
+        """Return the changes since the last call: incidents as they were then, with ``recovered`` or ``closed``."""
         with self._lock:
             news, self._news = self._news, []
             return news
 
     def take(self, notice: wire.Notice) -> None:
-        """A notice, or an event of this worker."""
+        """Process a notice, or an event of this worker."""
         with self._lock:
             if notice.incident is not None:
                 self._of_incident(notice, notice.incident)
@@ -101,14 +101,14 @@ class History:
                 self._conditions.pop(_who(notice), None)
 
     def state(self) -> dict[str, Any]:
-        """As plain data, for joiners and checkpoints."""
+        """Return the history as plain data, for joiners and checkpoints."""
         with self._lock:
             kept = [dataclasses.asdict(sighting) for sighting in self._kept]
             counts = {"count": self._count, "recomputed": self._recomputed}
             return {**counts, "kept": kept, "conditions": dict(self._conditions)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Takes over what `state` gave, for what this worker has not seen itself."""
+        """Merge another worker's `state`, for incidents that this worker has not seen itself."""
         with self._lock:
             own = {sighting.id for sighting in self._kept}
             older = [Sighting(**each) for each in state["kept"] if each["id"] not in own]
@@ -123,7 +123,7 @@ class History:
             sighting = Sighting(id=name, cause=_cause(notice), where=_where(notice), known_at=notice.at)
             self._kept = [*self._kept, sighting][-KEPT:]
             self._count += 1
-        if sighting.cause == "comm_error":  # heard of first: what comes later explains it
+        if sighting.cause == "comm_error":  # reported first: later events explain it
             sighting.cause, sighting.where = _cause(notice), _where(notice) or sighting.where
         if notice.name == "incident_closed":
             phases = notice.fields["phases"]
@@ -144,7 +144,7 @@ class History:
 
 
 def in_words(seconds: float) -> str:
-    """Short, for people: ``0.4 ms``, ``116 ms``, ``4.4 s``."""
+    """Format a duration briefly: ``0.4 ms``, ``116 ms``, ``4.4 s``."""
     if seconds >= 1.0:
         return f"{seconds:.1f} s"
     return f"{1e3 * seconds:.0f} ms" if seconds >= 0.01 else f"{1e3 * seconds:.1f} ms"

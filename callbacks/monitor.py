@@ -1,4 +1,4 @@
-"""What Unicron sees of a task, where its user looks: on the terminal and in the user's logger."""
+"""Unicron's view of a task, on the terminal and in the user's logger."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ from unicron_lightning.worker.engine import Engine
 
 Display = Literal["auto", "live", "lines", "off"]
 _SHOWN: Final = 5
-"""Incidents on the terminal."""
+"""Number of incidents on the terminal."""
 _REFRESH_PER_SECOND: Final = 4
 _SPEED_SECONDS: Final = 10.0
-"""Steps per second are over so long."""
+"""Window of the speed in steps per second."""
 
 
 class UnicronMonitor(pl.Callback):
-    """Shows the world, its epoch, the step, the phase and the incidents with what they cost, and logs numbers of them.
+    """Shows the world, its epoch, the step, the phase and the incidents with their costs, and logs these as numbers.
 
     Logged under ``unicron/`` every ``log_every_n_steps``, and at once when something has changed:
 
         world_size, epoch            of the present world
         incidents                    so far
         compute_ms, reduce_ms, ...   of this worker's last steps, by phase: docs/detection.md
-        degraded, stragglers         whether steps are slower than they were; how many ranks hold the others up
+        degraded, stragglers         whether steps are slower than before; number of ranks that delay the others
         recomputed_micro_batches     so far, by all workers together
-        recovery_ms                  after an incident: from the coordinator's word of it to the next finished step
+        recovery_ms                  after an incident: from the coordinator's report to the next finished step
         detection_ms, transition_ms, sub_healthy_s      when it is over: the coordinator's account of it
 
-    Nothing is communicated: every worker keeps the same history, and the first one shows and logs it. When that one is
-    lost the next does, from the step on in which that happened.
+    No communication is needed: every worker keeps the same history, and the first one shows and logs it. When that
+    worker
+    is lost the next one continues, from the step on in which the loss happened.
 
     Args:
         display: ``live``: a picture that is kept up to date; ``lines``: a line per incident that is recovered from,
@@ -93,7 +94,7 @@ class UnicronMonitor(pl.Callback):
         if changed:
             self._show()
         if changed or trainer._logger_connector.should_update_logs:
-            self._phase_seconds = self._phases()  # of this thread: the statistics are not for two at a time
+            self._phase_seconds = self._phases()  # in this thread, because the statistics are not thread-safe
             self._log(trainer, self._metrics(news))
         if self._live is None and self._display != "off":
             for line in [*(sighting.line() for sighting, _ in news), *slow]:
@@ -122,10 +123,10 @@ class UnicronMonitor(pl.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.history.load_state(state_dict)
 
-    # ---- what is told
+    # ---- the display
 
     def view(self) -> View:
-        """The task at this moment."""
+        """Return the task's present state."""
         trainer, engine = self._trainer, self._engine
         assert trainer is not None and engine is not None
         return View(
@@ -144,7 +145,7 @@ class UnicronMonitor(pl.Callback):
         )
 
     def _phases(self) -> dict[str, float]:
-        """Mean seconds of this worker's last steps, by phase; those of a millisecond or more."""
+        """Return mean seconds of this worker's last steps, by phase, if a millisecond or more."""
         assert self._trainer is not None
         known = self._trainer.strategy.statistics  # type: ignore[attr-defined]
         return {} if known is None else {name: mean for name, mean in known.phases.items() if mean >= 1e-3}
@@ -188,7 +189,7 @@ class UnicronMonitor(pl.Callback):
     # ---- the live picture
 
     def _show(self) -> None:
-        """Starts the picture if this worker is the one that shows it."""
+        """Start the picture if this worker shows it."""
         assert self._trainer is not None
         if self._live is not None or not self._trainer.is_global_zero or self._display in ("lines", "off"):
             return

@@ -1,4 +1,4 @@
-"""From a trainer to what the callbacks read: its strategy's engine."""
+"""Access of callbacks to the engine of a trainer's strategy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from unicron_lightning.worker.engine import Engine
 
 
 def engine_of(trainer: pl.Trainer, asked_by: pl.Callback) -> Engine:
-    """The engine of the trainer's strategy.
+    """Return the engine of the trainer's strategy.
 
     Raises:
         ConfigError: the strategy is another one.

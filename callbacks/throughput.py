@@ -1,4 +1,4 @@
-"""How fast the task trains, and how much of its time is lost: numbers of the whole task, whatever its world is."""
+"""Training speed, and the share of time lost: numbers of the whole task, whatever its world is."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ from unicron_lightning.worker.engine import Engine
 class ThroughputMonitor(pl.Callback):
     """Logs the task's throughput and goodput, like Lightning's callback of this name.
 
-    Lightning's own multiplies what one rank did by the world size; here ranks do unequal shares and the world changes,
-    so global batches are counted. Nothing is communicated: every worker counts the same, the first one logs, and who
-    joins goes on from the others' count. Logged every ``log_every_n_steps`` under ``train/``:
+    Lightning's own callback multiplies one rank's work by the world size; here ranks do unequal shares and the world
+    changes, so global batches are counted. No communication is needed: every worker counts the same, the first one
+    logs,
+    and joiners continue from the others' count. Logged every ``log_every_n_steps`` under ``train/``:
 
         steps_per_sec, micro_batches_per_sec, samples_per_sec, tflops_per_sec, mfu
-                over the last ``window_size`` steps, as soon as there are so many; validation is left out
+            over the last ``window_size`` steps, once there are that many; validation is left out
         train_seconds, lost_seconds, other_seconds, goodput
-                since the start; see `TimeAccount`
+            since the start; see `TimeAccount`
 
     A sample is an item of the data set. FLOPs need the module's attribute ``flops_per_step``: of one optimizer step of
     the whole task; MFU (share of the devices' peak) needs to know that peak as well.
 
     Args:
-        window_size: steps.
-        available_flops: of one device, per second; else what Lightning knows of it.
+        window_size: number of steps.
+        available_flops: of one device, per second; default: Lightning's value for it.
 
     Raises:
         ConfigError: ``window_size`` is below 2, or, at the start, the strategy is not ``unicron``.
@@ -110,7 +111,7 @@ class ThroughputMonitor(pl.Callback):
             self._account.load_state(state_dict, time.perf_counter(), away)
 
     def metrics(self, now: float) -> dict[str, float]:
-        """What is logged, at time.perf_counter() ``now``."""
+        """Return the logged metrics, at time.perf_counter() ``now``."""
         assert self._account is not None
         account = self._account
         since_start = {
@@ -149,5 +150,5 @@ class ThroughputMonitor(pl.Callback):
 
 
 def _mean_of_later(window: deque[int]) -> float:
-    """Over the steps between the first end and the last: all but the first."""
+    """Return the mean over the steps between the first end and the last: all but the first."""
     return (sum(window) - window[0]) / (len(window) - 1)

@@ -37,7 +37,7 @@ def test_an_incident_is_told_in_lines(train: Callable[..., Any], rows: Logged, c
 
     train([Told()], log_every_n_steps=100)
     assert (
-        "i1 agent_lost n2: training goes on, transition 500 ms, 1 micro-batches computed again"
+        "i1 agent_lost n2: training continues, transition 500 ms, 1 micro-batches computed again"
         in capsys.readouterr().err
     )
     first, second = [row for row in rows() if "unicron/incidents" in row]
@@ -83,6 +83,6 @@ def test_who_becomes_the_first_worker_goes_on_telling(tmp_path: Path, rows: Logg
         assert closed[f"unicron/{name}_ms"] == pytest.approx(1e3 * bill["phases"][name]["seconds"])
     output = [line for log in tmp_path.glob("agent-*.log") for line in log.read_text().splitlines()]
     told = [line for line in output if line.startswith("i1 ")]
-    assert len(told) == 2 and "training goes on" in told[0] and "restored" in told[1]
+    assert len(told) == 2 and "training continues" in told[0] and "restored" in told[1]
     goodput = [row["train/goodput"] for row in rows() if "train/goodput" in row]
     assert goodput and all(0 < value < 1 for value in goodput)

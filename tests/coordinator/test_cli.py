@@ -44,7 +44,7 @@ async def test_status_and_events_show_a_task(coordinator):
         assert events[0]["seq"] == 4
     done = await asyncio.to_thread(unicron, "status", "--endpoint", endpoint, "--task", "x")
     assert done.returncode == 2
-    assert done.stderr == f"unicron: no task 'x' at {endpoint}; there are: ['t']\n"
+    assert done.stderr == f"unicron: no task 'x' at {endpoint}; expected one of: ['t']\n"
 
 
 async def test_a_node_is_drained_and_undrained(coordinator):
@@ -59,7 +59,7 @@ async def test_a_node_is_drained_and_undrained(coordinator):
         assert "drained: b" in (await order("status")).stdout
         refused = await order("drain", "c")
         assert (refused.returncode, refused.stdout) == (2, "")
-        assert refused.stderr == "unicron: no node or agent 'c'; there are: ['a', 'b']\n"
+        assert refused.stderr == "unicron: no node or agent 'c'; expected one of: ['a', 'b']\n"
         coordinator.kill()
         coordinator.start()
         assert "drained: b" in (await order("status")).stdout, "it is remembered"
@@ -82,7 +82,7 @@ async def test_a_task_is_resized(coordinator):
             (("t", "5"), "nodes=5: expected 2 to 4 (its --nnodes), or all"),
             (("t", "1.5"), "nodes=1.5: expected 2 to 4 (its --nnodes), or all"),
             (("t", "few"), "nodes=few: expected 2 to 4 (its --nnodes), or all"),
-            (("x", "2"), "no task 'x'; there are: ['t']"),
+            (("x", "2"), "no task 'x'; expected one of: ['t']"),
         ]:
             refused = await order(*words)
             assert (refused.returncode, refused.stderr) == (2, f"unicron: {reason}\n")
@@ -94,7 +94,7 @@ async def test_a_layout_is_refused_in_words(coordinator):
         for task, tp, reason in [
             ("t", "2", "tp=2, pp=1: the task 't' has not begun to train, or is not of unicron_megatron"),
             ("t", "0", "tp=0: expected a whole number, 1 or more"),
-            ("x", "2", "no task 'x'; there are: ['t']"),
+            ("x", "2", "no task 'x'; expected one of: ['t']"),
         ]:
             words = ("relayout", task, "--tp", tp, "--pp", "1", "--endpoint", f"127.0.0.1:{coordinator.port}")
             refused = await asyncio.to_thread(unicron, *words)

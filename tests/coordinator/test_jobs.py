@@ -330,7 +330,7 @@ def test_a_daemon_that_makes_no_sense_is_refused(fields: dict[str, Any], words: 
 def test_names_are_not_given_twice():
     world = World()
     world.agent("a").start()
-    assert "there is a task 't' already" in (refusal(world.machine.cluster, job("t")) or "")
+    assert "task 't' exists already" in (refusal(world.machine.cluster, job("t")) or "")
 
 
 @pytest.mark.parametrize(

@@ -281,7 +281,7 @@ def test_what_the_task_cannot_have_now_is_refused() -> None:
 def test_nodes_have_to_be_enough_for_a_replica() -> None:
     world = grid("abc", nodes=(3, 3), workers=6, micro_batches=6)
     assert refusal(world.task(), SLICES) == (
-        "tp=2, pp=1: a replica takes 2 nodes; there is no multiple of that from 3 to 3 (its --nnodes)"
+        "tp=2, pp=1: a replica takes 2 nodes; expected a multiple of that from 3 to 3 (its --nnodes)"
     )
 
 

@@ -78,7 +78,7 @@ def test_orders(tmp_path: Path, reference: Reference) -> None:
         cluster.replace(node)
         cluster.wait_world(3, after=time.time())
         # The coordinator, by itself; whoever asks is told.
-        assert "strikes nobody" in unicron(cluster, "inject", "kill rank=9", "--task", "task").stderr
+        assert "has no target" in unicron(cluster, "inject", "kill rank=9", "--task", "task").stderr
         assert "kill coordinator: coordinator" in inject(cluster, "kill coordinator")
         assert coordinator.process is not None and coordinator.process.wait(60) == -signal.SIGKILL
         coordinator.process.communicate()

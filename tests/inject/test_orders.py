@@ -77,8 +77,8 @@ def test_an_agent_can_be_struck_before_anybody_trains() -> None:
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        ("kill rank=3", "strikes nobody; the task's ranks are: 0 on node-a, 1 on node-b, 2 on node-c"),
-        ("kill agent node=z", "strikes nobody"),
+        ("kill rank=3", "has no target; the task's ranks are: 0 on node-a, 1 on node-b, 2 on node-c"),
+        ("kill agent node=z", "has no target"),
         ("kill rate=1/h", "strikes at once"),
         ("kill after=1s", "strikes at once"),
         ("kill task=other", "the task is t"),

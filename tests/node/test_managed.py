@@ -43,7 +43,7 @@ def test_cancel_stops_everything_of_a_job(tmp_path: Path) -> None:
         assert managed.unicron("cancel", "j") == "j: cancelled\n"
         until("the end of all its processes", lambda: gone(processes), 60)
         assert managed.jobs() == {"j": "cancelled"}
-        assert managed.unicron("cancel", "j", status=2) == "unicron: no task 'j'; there are: []\n"
+        assert managed.unicron("cancel", "j", status=2) == "unicron: no task 'j'; expected one of: []\n"
 
 
 def test_cancel_stops_a_task_that_its_user_started(tmp_path: Path) -> None:

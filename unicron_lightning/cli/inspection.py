@@ -29,7 +29,7 @@ def _status(options: argparse.Namespace) -> int:
     tasks: dict[str, Any] = answer["tasks"]
     if options.task is not None:
         if options.task not in tasks:
-            raise UnicronError(f"no task {options.task!r} at {options.endpoint}; there are: {sorted(tasks)}")
+            raise UnicronError(f"no task {options.task!r} at {options.endpoint}; expected one of: {sorted(tasks)}")
         answer["tasks"] = tasks = {options.task: tasks[options.task]}
     if options.json:
         print(json.dumps(answer, indent=2))

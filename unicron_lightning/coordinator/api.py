@@ -192,7 +192,7 @@ class Api:
 
     def _no_task(self, name: str) -> web.Response:
         known = sorted(task.id for task in self._shell.machine.tasks.values() if task.over is None)
-        return web.json_response({"error": f"no task {name!r}; there are: {known}"}, status=404)
+        return web.json_response({"error": f"no task {name!r}; expected one of: {known}"}, status=404)
 
     async def _post_job(self, request: web.Request) -> web.Response:
         """Submit a task: the body is a `Job`."""
@@ -229,7 +229,9 @@ class Api:
         known = {word for task in machine.tasks.values() for a in task.agents.values() for word in (a.node, a.id)}
         known |= set(machine.cluster.nodes)
         if name not in known | set(machine.drained):
-            return web.json_response({"error": f"no node or agent {name!r}; there are: {sorted(known)}"}, status=404)
+            return web.json_response(
+                {"error": f"no node or agent {name!r}; expected one of: {sorted(known)}"}, status=404
+            )
         return self._ordered(ev.Drain(node=name, drained=drained), lambda: {"drained": machine.drained})
 
     async def _get_events(self, request: web.Request) -> web.Response:

@@ -31,13 +31,13 @@ def refusal(task: Task, order: ev.Inject) -> str | None:
     if fault.rate is not None or fault.after is not None:
         return f"{text(fault)!r}: an order strikes at once; expected no rate= and no after="
     if fault.joiner:
-        return f"{text(fault)!r}: nobody knows joiners before they join; expected no joiner="
+        return f"{text(fault)!r}: joiners are unknown before they join; expected no joiner="
     if not targets(task, order):
         members = [
             f"{rank} on {member.node}{'' if _reached(task, member.agent) else ', whose agent is away'}"
             for rank, member in enumerate(task.members())
         ]
-        return f"{text(fault)!r} strikes nobody; the task's ranks are: {', '.join(members) or 'none yet'}"
+        return f"{text(fault)!r} has no target; the task's ranks are: {', '.join(members) or 'none yet'}"
     return None
 
 

@@ -25,7 +25,7 @@ def refusal(cluster: Cluster, job: Job) -> str | None:
     """Return why the job is refused now, for its user; None if it is accepted."""
     task = cluster.tasks.get(job.name)
     if task is not None and task.over is None:
-        return f"there is a task {job.name!r} already: expected another name, or that it is cancelled first"
+        return f"task {job.name!r} exists already: expected another name, or that it is cancelled first"
     if task is not None:
         return f"agents of an earlier task {job.name!r} have not ended yet: try again in a moment"
     return None

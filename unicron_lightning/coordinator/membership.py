@@ -244,7 +244,7 @@ def go_back(task: Task, turn: Turn, reason: str) -> None:
 def _begin_in_another_layout(task: Task, turn: Turn) -> None:
     """Stop all workers; their replacements build the model in the layout that is in force now."""
     for agent_id in list(task.slots):
-        _dismiss(task, turn, agent_id, "the task starts anew in another layout")
+        _dismiss(task, turn, agent_id, "the task restarts in another layout")
     _new_life(task, turn)
 
 

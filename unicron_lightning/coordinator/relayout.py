@@ -136,7 +136,7 @@ def _lack(task: Task, layout: wire.Layout) -> str | None:
     step = nodes_of(task.agents[task.slots[0]], layout.workers) if task.slots else 1
     if not has_multiple(step, max(task.min_nodes, 1), task.max_nodes):
         return (
-            f"{layout}: a replica takes {step} nodes; there is no multiple of that from {task.min_nodes} to "
+            f"{layout}: a replica takes {step} nodes; expected a multiple of that from {task.min_nodes} to "
             f"{task.max_nodes} (its --nnodes)"
         )
     return None
