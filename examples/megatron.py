@@ -5,9 +5,9 @@ On every node, one agent per worker (or per node, with --nproc-per-node):
     torchrun --nnodes 3:4 --nproc-per-node 1 --rdzv-backend unicron --rdzv-id gpt --max-restarts 1000 \
         examples/megatron.py --pipeline 2 --nodes 4
 
-Kill any worker with SIGKILL: the step is finished, the worker comes back. `unicron relayout gpt --tp 2 --pp 1` has it
-go on with other sizes. Without CUDA it runs on the CPU, by the patches of `unicron_lightning.megatron.shim`, which are
-for demonstrations only.
+Kill any worker with SIGKILL: the step is finished, and the worker is replaced. `unicron relayout gpt --tp 2 --pp 1`
+continues the training in another layout. Without CUDA the script runs on the CPU, by the patches of
+`unicron_lightning.megatron.shim`, which are for demonstrations only.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Gpt(pl.LightningModule):
         self.options = options
 
     def configure_model(self) -> None:
-        strategy: Any = self.trainer.strategy  # not the command line: another layout may have been ordered
+        # not the command line's sizes: an operator may have ordered another layout
+        strategy: Any = self.trainer.strategy
         config = toy.config(
             self.options,
             tensor_model_parallel_size=strategy.tensor_model_parallel_size,

@@ -74,7 +74,7 @@ def test_another_users_folder_is_refused() -> None:
 @as_root
 def test_a_folder_that_others_own_or_can_rename_in_is_refused(temporary: Path) -> None:
     temporary.chmod(0o777)
-    with pytest.raises(ConfigError, match="has mode 0777, anyone can replace what is in it: expected 1777"):
+    with pytest.raises(ConfigError, match="has mode 0777, any user can replace its contents: expected 1777"):
         make_private(user_path())
     temporary.chmod(0o755)
     os.chown(temporary, STRANGER, STRANGER)

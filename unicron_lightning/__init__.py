@@ -1,7 +1,7 @@
-"""Training that heals itself: Unicron's recovery for PyTorch Lightning and torchrun.
+"""Fault-tolerant training: Unicron's recovery for PyTorch Lightning and torchrun.
 
 Importing this package makes ``Trainer(strategy="unicron")`` available (see `unicron_lightning.autoload`), imports
-nothing outside the standard library and does nothing else. The public names are loaded when they are first used.
+nothing outside the standard library and does nothing else. The public names are loaded on first use.
 """
 
 from __future__ import annotations

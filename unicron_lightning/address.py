@@ -1,4 +1,4 @@
-"""Where one end of a connection is, as text that both ends of it come to by themselves."""
+"""The address of a connection's end as text that both ends compute independently."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 
 def address_of(end: Any) -> str:
-    """Return the address of a socket's end, as `socket.getsockname` or `getpeername` give it.
+    """Return the address of a socket's end, given as by `socket.getsockname` or `getpeername`.
 
-    A loopback address is one on every machine, so the machine's own mark is added to it.
+    Loopback addresses exist on every machine, so a mark of the machine is added to them.
     """
     address = ipaddress.ip_address(str(end[0]).partition("%")[0])
     if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
@@ -24,7 +24,7 @@ def address_of(end: Any) -> str:
 
 @functools.lru_cache(maxsize=1)
 def _machine() -> str:
-    """Return a mark of this boot of the machine and of this network namespace; the same for all users."""
+    """Return a mark of this boot of the machine and of this network namespace, the same for all users."""
     boot = _read(lambda: Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii"))
     namespace = _read(lambda: str(Path("/proc/self/ns/net").readlink()))
     return hashlib.sha256(f"{boot}|{namespace}".encode()).hexdigest()[:16]

@@ -1,12 +1,12 @@
-"""What happens in every process that imports torch where this package is installed.
+"""Hooks for every process that imports torch where this package is installed.
 
-The entry point group ``torch.backends`` names `install`, so ``Trainer(strategy="unicron")`` works in a script that
-never imports this package, and a worker dies with its agent from its first lines on. Importing `unicron_lightning` does
-the first of the two as well, for checkouts that are not installed and for ``TORCH_DEVICE_BACKEND_AUTOLOAD=0``, torch's
-own switch, which turns the entry point off.
+The entry point group ``torch.backends`` names `install`. Therefore ``Trainer(strategy="unicron")`` works in a script
+that never imports this package, and a worker dies with its agent from its first lines on. Importing
+`unicron_lightning` registers the strategy as well, for checkouts that are not installed and for
+``TORCH_DEVICE_BACKEND_AUTOLOAD=0``, torch's own switch, which disables the entry point.
 
 Guarantees: nothing is ever raised into ``import torch``; no module outside the standard library is imported before
-Lightning is; the cost is well under a millisecond (``benchmarks/import_cost.py`` measures it).
+Lightning is; the cost is well below a millisecond (``benchmarks/import_cost.py`` measures it).
 
 wrapt's post-import hooks would do the same, but importing wrapt alone takes about 3 ms.
 """
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 STRATEGY_NAME = "unicron"
 MEGATRON_NAME = "unicron_megatron"
 REGISTRY_MODULE = "lightning.pytorch.strategies"
-"""Where Lightning keeps its ``StrategyRegistry``; complete once this module has been executed."""
+"""Module with Lightning's ``StrategyRegistry``, which is complete once this module has been executed."""
 
 logger = logging.getLogger(__name__)
 
 
 def install() -> None:
-    """Entry point: tie a worker to its agent, tell that of its exceptions, and wait for Lightning. Never raises."""
+    """Entry point: tie a worker to its agent, report its exceptions, and wait for Lightning. Never raises."""
     try:
         if os.environ.get("UNICRON_AGENT_PID"):
             from unicron_lightning.agent.lifeline import tie_to_agent
@@ -44,7 +44,7 @@ def install() -> None:
                 from unicron_lightning.detection.reporting import watch_exceptions
 
                 watch_exceptions()
-    except Exception:  # supervisor boundary: whatever is raised here would break `import torch`
+    except Exception:  # supervisor boundary: any exception here would break `import torch`
         logger.debug("lifeline_failed", exc_info=True)
     offer_strategy()
 
@@ -62,7 +62,7 @@ def offer_strategy() -> None:
 
 
 def register_strategy(module: ModuleType) -> None:
-    """Put ``unicron`` and ``unicron_megatron`` into Lightning's registry, unless they are there.
+    """Add ``unicron`` and ``unicron_megatron`` to Lightning's registry, unless they are present.
 
     Args:
         module: `REGISTRY_MODULE`, executed.
@@ -78,30 +78,31 @@ def register_strategy(module: ModuleType) -> None:
 
 
 def build_strategy(**init_params: Any) -> UnicronStrategy:
-    """Make the strategy; its module is imported only here, so that other users of Lightning do not pay for it."""
+    """Make the strategy; its module is imported only here, so that other users of Lightning have no cost."""
     from unicron_lightning.strategies.unicron import UnicronStrategy
 
     return UnicronStrategy(**init_params)
 
 
 def build_megatron_strategy(**init_params: Any) -> UnicronMegatronStrategy:
-    """As `build_strategy`; megatron-core, an extra, is imported only here."""
+    """Make the Megatron strategy; megatron-core, an extra, is imported only here."""
     from unicron_lightning.strategies.megatron import UnicronMegatronStrategy
 
     return UnicronMegatronStrategy(**init_params)
 
 
 class _RegistryFinder:
-    """Calls `register_strategy` right after `REGISTRY_MODULE` has been executed; for other modules it finds nothing.
+    """Calls `register_strategy` right after `REGISTRY_MODULE` has been executed; ignores all other modules.
 
-    It stays on ``sys.meta_path`` (one string comparison per import): taking it off while another thread walks the list
+    It stays on ``sys.meta_path`` (one string comparison per import): removing it while another thread iterates over the
+    list
     would make that thread skip a finder.
     """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec that the other finders give, its loader made to call back."""
+        """Return the other finders' spec, with a loader that calls back."""
         if fullname != REGISTRY_MODULE:
             return None
         for finder in sys.meta_path:
@@ -113,7 +114,7 @@ class _RegistryFinder:
 
 
 def _call_after_execution(spec: ModuleSpec) -> None:
-    """Shadow ``exec_module`` on the loader's instance: its type, and all else that it offers, stay as they are."""
+    """Shadow ``exec_module`` on the loader's instance; its type and all other attributes are unchanged."""
     loader = spec.loader
     if loader is None:
         return

@@ -1,11 +1,13 @@
-"""The token that coordinator, agents, daemons and commands share, and where it is found.
+"""The token that coordinator, agents, daemons and commands share, and its sources.
 
-In this order: a file that the user names, the variable ``UNICRON_TOKEN``, the user's own file. The last is made when it
-is first needed for a coordinator on a loopback address, so that no link is ever without a token. Beyond loopback it is
-used if it exists and never made: a token made on each host would differ from host to host.
+The token is read from a file that the user names, else from the variable ``UNICRON_TOKEN``, else from the user's own
+file. The user's file is created when it is first needed for a coordinator on a loopback address, so that no link is
+ever
+without a token. For other addresses it is used if it exists and never created: tokens created on several hosts would
+differ.
 
 The user's file is ``unicron/token`` below ``$XDG_STATE_HOME`` (default ``~/.local/state``). Folder and file must belong
-to this user and be closed to all others; a symbolic link in the place of either is refused.
+to this user and be inaccessible to all others; a symbolic link in place of either is refused.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ class Token:
 
     Attributes:
         secret: the token itself; never shown.
-        origin: where it was found, for messages.
+        origin: its source, for messages.
     """
 
     secret: str = field(repr=False)
@@ -45,7 +47,7 @@ class Token:
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether ``host`` is written as an address that only this machine can reach."""
+    """Whether ``host`` is written as an address that only this machine can reach."""
     if host == "localhost":
         return True
     try:
@@ -55,7 +57,7 @@ def is_loopback(host: str) -> bool:
 
 
 def user_file() -> Path:
-    """Return the path of the user's own token, whether it exists or not."""
+    """Return the path of the user's own token file, whether it exists or not."""
     given = os.environ.get("XDG_STATE_HOME", "")
     home = Path(given) if given.startswith("/") else Path.home() / ".local" / "state"
     return home / "unicron" / _NAME
@@ -66,14 +68,14 @@ def find_token(token_file: str | None, *, make: bool, option: str = "token_file=
 
     Args:
         token_file: the file that the user has named, if any.
-        make: whether the user's own file is made if nothing else is there.
-        option: how the user names a file, for messages.
+        make: whether to create the user's own file if no token exists.
+        option: name of the user's option for the file, for messages.
 
     Returns:
-        The token; None if there is none and none may be made.
+        The token; None if none exists and none may be created.
 
     Raises:
-        ConfigError: a file can't be read, is empty, or can be read or replaced by others.
+        ConfigError: a file cannot be read, is empty, or can be read or replaced by others.
     """
     if token_file is not None:
         return _named(token_file, option)
@@ -90,15 +92,15 @@ def find_token(token_file: str | None, *, make: bool, option: str = "token_file=
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise ConfigError(f"the token file {path}: {error.strerror or error}; mend it, {_ELSE}") from error
+        raise ConfigError(f"the token file {path}: {error.strerror or error}; correct this, {_ELSE}") from error
     return None if found is None else Token(secret=found, origin=str(path))
 
 
 def token_for(host: str, token_file: str | None, *, option: str = "token_file=") -> Token:
-    """Find the token for a coordinator at ``host``; for a loopback address it is made if need be.
+    """Find the token for a coordinator at ``host``; create it if necessary for a loopback address.
 
     Raises:
-        ConfigError: there is none, or one of its files is not as it should be.
+        ConfigError: no token exists, or a file is invalid.
     """
     token = find_token(token_file, make=is_loopback(host), option=option)
     if token is None:
@@ -121,7 +123,7 @@ def _named(token_file: str, option: str) -> Token:
 
 @contextmanager
 def _folder(path: Path, *, make: bool) -> Iterator[int]:
-    """Open the folder, which is this user's alone."""
+    """Open the folder and check that only this user can access it."""
     if make:
         path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
@@ -143,9 +145,9 @@ def _check(path: Path, found: os.stat_result, mode: str) -> None:
 
 
 def _read(path: Path, folder: int) -> str | None:
-    """Return the token in the folder's file; None if there is no file."""
+    """Return the token in the folder's file; None if the file does not exist."""
     try:
-        # Not to block on a FIFO in its place.
+        # O_NONBLOCK avoids blocking on a FIFO in its place.
         descriptor = os.open(_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=folder)
     except FileNotFoundError:
         return None
@@ -156,12 +158,12 @@ def _read(path: Path, folder: int) -> str | None:
         _check(path, found, "0600")
         token = file.read(_MOST_BYTES).decode("ascii", "replace").strip()
     if not token:
-        raise ConfigError(f"{path} is empty: expected a token in it; remove it to have one made, {_ELSE}")
+        raise ConfigError(f"{path} is empty: expected a token in it; remove it to create a new one, {_ELSE}")
     return token
 
 
 def _make(folder: int) -> None:
-    """Make the file with a new token, unless another process is faster; nobody sees it half written."""
+    """Create the file with a new token, unless another process is faster; it is never visible half written."""
     partial = f"{_NAME}.{secrets.token_hex(8)}"
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)
     try:

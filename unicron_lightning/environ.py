@@ -1,7 +1,7 @@
 """The environment variables between an agent and its workers.
 
-The agent sets them in its own environment before torchelastic starts the workers, which inherit it. This module is read
-by every worker early, so it imports nothing heavy.
+The agent sets them in its own environment before torchelastic starts the workers, which inherit it. Every worker reads
+this module early, so it imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ AGENT_SOCKET: Final = "UNICRON_AGENT_SOCKET"
 AGENT: Final = "UNICRON_AGENT"
 """Identity of the agent."""
 AGENT_PID: Final = "UNICRON_AGENT_PID"
-"""Process of the agent, to which a worker ties its life."""
+"""Process of the agent; a worker dies with it."""
 ROUND: Final = "UNICRON_ROUND"
 """The agent's rendezvous count, from 1."""
 TASK: Final = "UNICRON_TASK"
@@ -38,13 +38,16 @@ STATE_DIR: Final = "UNICRON_STATE_DIR"
 """State folder of an embedded coordinator, set by the user."""
 
 KEEP_FREED: Final = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
-"""glibc's variables by which a process that trains on the CPU keeps the memory of freed gradients: by default glibc
-returns it to the kernel, or not, as the heap happens to lie, and thousands of page faults per step fetch it again."""
+"""glibc's variables that let a process that trains on the CPU keep the memory of freed gradients.
+
+By default glibc returns it to the kernel or not, depending on the layout of the heap, and thousands of page faults per
+step fetch it again.
+"""
 MALLOC_THRESHOLD: Final = "2000000000"
-"""[bytes] Value of both; a user's own comes first."""
+"""[bytes] Value of both; the user's own values have priority."""
 
 FROM_AGENT: Final = (AGENT_SOCKET, AGENT, AGENT_PID, ROUND, TASK, NODE, MAX_NODES, HOST, BASE_RANK)
-"""What an agent sets, so that a process that is no worker can be started without it."""
+"""Variables set by an agent, which a process that is no worker can be started without."""
 
 
 def worker_id(agent: str, local_rank: int, round_number: int) -> str:
@@ -54,7 +57,7 @@ def worker_id(agent: str, local_rank: int, round_number: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerEnvironment:
-    """What a worker knows from its start."""
+    """A worker's data from its start."""
 
     worker: str
     local_rank: int
@@ -68,12 +71,12 @@ class WorkerEnvironment:
 
 
 def under_agent(environ: Mapping[str, str] = os.environ) -> bool:
-    """Tell whether this process was started below an agent."""
+    """Whether this process was started below an agent."""
     return AGENT_SOCKET in environ
 
 
 def most_workers(environ: Mapping[str, str] = os.environ) -> int:
-    """Return how many workers torchrun may start for the task: maximum of ``--nnodes`` x ``--nproc-per-node``.
+    """Return the largest number of workers of the task: maximum of ``--nnodes`` x ``--nproc-per-node``.
 
     0 without an agent, or with one that does not report it.
     """
@@ -81,7 +84,7 @@ def most_workers(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def read(environ: Mapping[str, str] = os.environ) -> WorkerEnvironment:
-    """Read what the agent has set.
+    """Read the variables set by the agent.
 
     Raises:
         AgentUnavailable: this process was not started by ``torchrun --rdzv-backend unicron``.

@@ -2,29 +2,29 @@
 
     UnicronError
     ├── ConfigError (also ValueError)       a value given by the user is wrong
-    ├── PortInUse                           another program listens where the coordinator should
-    ├── SessionRefused                      the coordinator will not have this agent
+    ├── PortInUse                           another program listens on the coordinator's address
+    ├── SessionRefused                      the coordinator refuses this agent
     ├── CoordinatorUnavailable              no coordinator answers at the endpoint
-    │   └── CoordinatorUnproven             what answers there does not know the token
+    │   └── CoordinatorUnproven             the process at the endpoint does not know the token
     ├── StoreUnusable (coordinator.database)  the coordinator's folder or database cannot be used
     ├── AgentUnavailable                    the worker has no agent, or lost it
-    ├── RendezvousFailed (agent.handler)    torchrun is told that this agent can't take part
-    ├── NotPlainData (worker.codec)         state to be sent holds something other than plain data
+    ├── RendezvousFailed (agent.handler)    reports to torchrun that this agent cannot take part
+    ├── NotPlainData (worker.codec)         state to be sent contains something other than plain data
     ├── ProgramsDiffer (worker.engine)      the members' scripts have taken different paths
-    ├── WorkersDiffer (worker.agreement)    this worker does not train what the others train
-    ├── ParametersDiffer (worker.agreement) this worker's parameters are not those of most of the others
+    ├── WorkersDiffer (worker.agreement)    this worker trains something else than the others
+    ├── ParametersDiffer (worker.agreement) this worker's parameters differ from those of most others
     ├── CollectiveInStep (strategies.collectives)  a collective where ranks run different numbers of batches
     ├── SweepJobFailed (launcher.launch)    a job of a Hydra sweep failed
-    ├── ShardsLost (megatron.mirror)        optimizer shards died with all their copies
+    ├── ShardsLost (megatron.mirror)        optimizer shards were lost with all their copies
     ├── StateLost (megatron.layout)         no replica can be formed that has the newest state of every shard
-    ├── StaleTable (planner.table)          plans made ahead are asked for in another state than theirs
-    │   the step protocol's own, never seen by users:
+    ├── StaleTable (planner.table)          plans made ahead are looked up in another state than theirs
+    │   internal to the step protocol, never seen by users:
     ├── CommunicatorAborted (worker.communicator)
     └── EpochChanged (worker.engine)
 
-Those with a module behind them are defined beside the code that alone raises them.
+Errors with a module name are defined in the only module that raises them.
 
-A message quotes what was given and says what was expected. Broken invariants of the package's own are ``assert``.
+A message quotes the given value and states what was expected. The package's own invariants are ``assert``.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class UnicronError(Exception):
 
 
 class ConfigError(UnicronError, ValueError):
-    """A value given by the user (option, argument, configuration) is wrong; the message says what is allowed."""
+    """A value given by the user (option, argument, configuration) is wrong; the message states the allowed values."""
 
 
 class PortInUse(UnicronError):
-    """Another program, perhaps another coordinator, listens at the coordinator's address."""
+    """Another program, perhaps another coordinator, listens on the coordinator's address."""
 
 
 class SessionRefused(UnicronError):
-    """The coordinator refused this agent for good; the message is its reason (e.g. token, differing min_nodes)."""
+    """The coordinator refused this agent permanently; the message is its reason (e.g. token, differing min_nodes)."""
 
 
 class CoordinatorUnavailable(UnicronError):
@@ -51,8 +51,8 @@ class CoordinatorUnavailable(UnicronError):
 
 
 class CoordinatorUnproven(CoordinatorUnavailable):
-    """What answers at the endpoint cannot prove that it knows the token; it was sent nothing that it could use."""
+    """The process at the endpoint cannot prove that it knows the token; nothing usable was sent to it."""
 
 
 class AgentUnavailable(UnicronError):
-    """A worker has no agent: it was not started by ``torchrun --rdzv-backend unicron``, or its agent is gone."""
+    """A worker has no agent: it was not started by ``torchrun --rdzv-backend unicron``, or its agent has died."""

@@ -1,6 +1,6 @@
-"""Messages of faults on purpose (docs/faults.md). Part of `wire`, which is where they are used from.
+"""Messages of faults on purpose (docs/faults.md). Part of `wire`, from which they are used.
 
-Faults are texts of `faults.language`: whoever carries one out reads it there.
+Faults are texts of `faults.language`, parsed by the process that injects them.
 """
 
 from __future__ import annotations
@@ -12,23 +12,26 @@ from unicron_lightning.message import Message
 
 
 class FaultDue(Message, frozen=True, kw_only=True, tag="fault_due"):
-    """A fault of the worker's own script is due. It waits for `FaultNoted`, and strikes if that says so."""
+    """A fault of the worker's own script is due. The worker waits for `FaultNoted`, and injects it if allowed there."""
 
     worker: Id
     claim: Key
-    """Names this strike; the same one may be asked for again."""
+    """Identifies this strike; the same claim may be sent again."""
     key: Key
-    """Names the fault in the task, whichever worker it strikes."""
+    """Identifies the fault in the task, whichever worker it strikes."""
     most: Count | None
-    """How often it may strike in the life of the task; None: no limit."""
+    """Largest number of strikes in the life of the task; None: no limit."""
     fault: Key
     fields: dict[str, Any]
-    """Where it strikes, for the event log: rank, step, phase."""
+    """Place of the strike, for the event log: rank, step, phase."""
 
 
 class FaultNoted(Message, frozen=True, kw_only=True, tag="fault_noted"):
-    """[to the worker] Answer to `FaultDue`: it is in the event log. What the worker cannot do to itself is done by its
-    agent on the way of this message, or by the coordinator once it is sent.
+    """[to the worker] Answer to `FaultDue`: the fault is in the event log.
+
+    Effects that the worker cannot cause itself are caused by its agent when it forwards this message, or by the
+    coordinator
+    after sending it.
     """
 
     worker: str
@@ -36,11 +39,13 @@ class FaultNoted(Message, frozen=True, kw_only=True, tag="fault_noted"):
     fault: str
     strikes: bool
     reason: str = ""
-    """Why not."""
+    """Reason if the fault does not strike."""
 
 
 class Inject(Message, frozen=True, kw_only=True, tag="inject"):
-    """[to the worker, if the agent cannot do it] A fault by an operator's order; ``worker`` None: upon the agent."""
+    """[to the worker, if the agent cannot do it] A fault ordered by an operator; ``worker`` None: for the agent
+    itself.
+    """
 
     worker: str | None
     key: str

@@ -1,7 +1,7 @@
-"""Types of the fields of messages: what a text or a number received over a network must be to be taken in.
+"""Types of message fields: the texts and numbers that are accepted from a network.
 
-msgspec checks them when a message is decoded. They bound what arithmetic, the log, the store and terminals get to see;
-whether a message makes sense at this moment is the receiver's to judge.
+msgspec checks them when a message is decoded. They bound the values that reach arithmetic, the log, the store and
+terminals; the receiver checks whether a message makes sense in its present state.
 """
 
 from __future__ import annotations
@@ -11,30 +11,30 @@ from typing import Annotated, Any, Final
 from msgspec import Meta
 
 _UNSEEN: Final = r"\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff"
-"""Control characters, and those that are not shown or change the direction of writing."""
+"""Control characters, and characters that are invisible or change the direction of writing."""
 _NAME: Final = rf"^[^\[\]{_UNSEEN}]*\Z"
 MOST_STEPS: Final = 2**53
 MOST_WEIGHT: Final = 1e6
 
 Name = Annotated[str, Meta(min_length=1, max_length=255, pattern=_NAME)]
-"""Of a task, node, slot: one line of visible characters, without brackets, which terminals' markup is made of."""
+"""Name of a task, node or slot: one line of visible characters, without brackets, which terminal markup uses."""
 Id = Annotated[str, Meta(min_length=1, max_length=600, pattern=_NAME)]
-"""Of an agent or a worker: made from names."""
+"""Identity of an agent or a worker, composed of names."""
 Secret = Annotated[str, Meta(max_length=64, pattern=r"^[0-9a-f]*\Z")]
 """Hexadecimal digits of a secret or of its digest; "" for none."""
 Word = Annotated[str, Meta(max_length=100, pattern=_NAME)]
-"""A kind, a phase, the name of an event; "" where none is known."""
+"""A kind, a phase, or the name of an event; "" if unknown."""
 Host = Annotated[str, Meta(max_length=255, pattern=rf"^[^\s{_UNSEEN}]*\Z")]
 Key = Annotated[str, Meta(max_length=1000)]
 Path = Annotated[str, Meta(min_length=1, max_length=4096, pattern=r"^[^\x00]*\Z")]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Pid = Annotated[int, Meta(ge=0, le=2**31)]
 Code = Annotated[int, Meta(ge=-(2**31), le=2**32)]
-"""How a process ended: an exit status, or a signal."""
+"""End of a process: an exit status, or a signal."""
 Count = Annotated[int, Meta(ge=0, le=MOST_STEPS)]
-"""Steps, rounds, epochs, bytes: exact as a float, too."""
+"""Number of steps, rounds, epochs or bytes; exact as a float, too."""
 Size = Annotated[int, Meta(ge=1, le=1_000_000)]
-"""Workers, nodes, micro-batches: at least one."""
+"""Number of workers, nodes or micro-batches: at least one."""
 Index = Annotated[int, Meta(ge=0, lt=1_000_000)]
 Wall = Annotated[float, Meta(ge=0, le=1e11)]
 """time.time()."""
@@ -44,10 +44,10 @@ Weight = Annotated[float, Meta(gt=0, le=MOST_WEIGHT)]
 
 
 def check_numbers(fields: dict[str, Any], *names: str) -> None:
-    """Check entries of an otherwise opaque object that are whole numbers where they are given.
+    """Check that the named entries of an otherwise opaque object are counts, if present.
 
     Raises:
-        ValueError: one is not, or is no count; msgspec makes a `msgspec.ValidationError` of it.
+        ValueError: an entry is no whole number in range; msgspec turns the error into a `msgspec.ValidationError`.
     """
     for name in names:
         value = fields.get(name)
@@ -56,10 +56,10 @@ def check_numbers(fields: dict[str, Any], *names: str) -> None:
 
 
 def check_flags(fields: dict[str, Any], *names: str) -> None:
-    """Check entries of an otherwise opaque object that are true or false where they are given.
+    """Check that the named entries of an otherwise opaque object are true or false, if present.
 
     Raises:
-        ValueError: one is not.
+        ValueError: an entry is not.
     """
     for name in names:
         value = fields.get(name, False)
@@ -68,7 +68,7 @@ def check_flags(fields: dict[str, Any], *names: str) -> None:
 
 
 def shortened(value: object, most: int = 80) -> str:
-    """A value as ASCII on one line, for errors and logs; of a long one the beginning."""
+    """A value as ASCII on one line, for errors and logs; long values are truncated."""
     if isinstance(value, str):
         text = ascii(value[: most + 1])
     elif isinstance(value, int | float | bool) or value is None:

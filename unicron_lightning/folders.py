@@ -1,8 +1,8 @@
-"""This user's folder on this machine: sockets of agents, locks of slots, state of coordinators and logs.
+"""This user's folder on this machine: agents' sockets, slots' locks, coordinators' state and logs.
 
-It lies below the folder for temporary files (TMPDIR, else /tmp), which all users of the machine can write to. So
-another user may have made it beforehand, as a folder or a symbolic link; what is in it would then be theirs to read and
-to replace. Its owner and mode, and those of the folders within it, are checked at each use.
+It lies below the folder for temporary files (TMPDIR, else /tmp), to which all users of the machine can write. Another
+user may thus have created it beforehand, as a folder or a symbolic link, and could then read and replace its contents.
+Therefore its owner and mode, and those of the folders within it, are checked at each use.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ _ELSE: Final = "set TMPDIR to a folder of your own"
 
 
 def user_path() -> Path:
-    """Return where this user's folder is; nothing is made or checked."""
+    """Return the path of this user's folder; nothing is created or checked."""
     return Path(tempfile.gettempdir()) / f"unicron-{os.getuid()}"
 
 
 def make_private(folder: Path) -> Path:
-    """Make a folder that only this user can read and write; check it if it is there.
+    """Create a folder that only this user can read and write; check it if it exists.
 
     Args:
-        folder: this user's folder, one within it, or one that the user has named, which must only be the user's.
+        folder: this user's folder, one within it, or one that the user has named, which must only belong to the user.
 
     Returns:
         The folder.
 
     Raises:
-        ConfigError: it belongs to another user, can be written by others, is a symbolic link or no folder, or lies
+        ConfigError: the folder belongs to another user, can be written by others, is a symbolic link or no folder, or
+            lies
             where others can replace it.
-        OSError: it cannot be made.
+        OSError: the folder cannot be created.
     """
     home = user_path()
     if folder != home and home not in folder.parents:
@@ -74,10 +75,10 @@ def _check_owner(folder: Path, found: os.stat_result) -> None:
 
 
 def _check_parent(folder: Path) -> None:
-    """Others must not be able to rename what lies in the folder."""
+    """Check that other users cannot rename the folder's contents."""
     found = folder.stat()
     if found.st_uid not in (0, os.getuid()):
         raise ConfigError(f"{folder} belongs to user {found.st_uid}: expected root or you; {_ELSE}")
     if found.st_mode & _OTHERS_WRITE and not found.st_mode & stat.S_ISVTX:
         mode = stat.S_IMODE(found.st_mode)
-        raise ConfigError(f"{folder} has mode {mode:04o}, anyone can replace what is in it: expected 1777; or {_ELSE}")
+        raise ConfigError(f"{folder} has mode {mode:04o}, any user can replace its contents: expected 1777; or {_ELSE}")

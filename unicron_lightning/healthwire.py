@@ -1,4 +1,4 @@
-"""Messages about health: what is wrong with workers and nodes. Part of the vocabulary of `wire`."""
+"""Messages about health: errors of workers and nodes. Part of the vocabulary of `wire`."""
 
 from __future__ import annotations
 
@@ -11,62 +11,63 @@ from unicron_lightning.message import Message
 
 
 class ErrorReport(Message, frozen=True, kw_only=True, tag="error_report"):
-    """Something is wrong: told by a worker of itself, or by an agent of a worker or of its node.
+    """An error, reported by a worker about itself, or by an agent about a worker or its node.
 
-    It is logged once and answered by the severity of its kind. Whatever follows from it (the exit of the process,
-    broken connections of its peers) is no error of its own.
+    It is logged once and handled by the severity of its kind. Its consequences (the exit of the process, broken
+    connections
+    of its peers) are no separate errors.
     """
 
     worker: Id | None
-    """Whose error it is; None: the node's."""
+    """Worker with the error; None if the node has it."""
     kind: Word
-    """One of `coordinator.severity.errors.KINDS`. To a coordinator that does not know it: `unnamed_software_error`."""
+    """One of `coordinator.severity.errors.KINDS`. A coordinator uses `unnamed_software_error` for an unknown kind."""
     cause: str
-    """For people, short."""
+    """Short readable text."""
     phase: Word
-    """What the worker was doing: ``compute``, ``reduce``, ...; "" if not known."""
+    """The worker's phase: ``compute``, ``reduce``, ...; "" if unknown."""
     step: Count | None
-    """Optimizer steps that it had finished."""
+    """Number of optimizer steps that the worker had finished."""
     at: Wall
-    """time.time() when it happened."""
+    """time.time() of the error."""
     details: dict[str, Any]
     """Plain JSON: exception type, last frames, counters, ..."""
     ends: bool = False
-    """The worker's process is about to end by it: it takes part in nothing any more, and nobody need kill it."""
+    """Whether the error ends the worker's process: it takes part in nothing any more, and need not be killed."""
 
 
 class GpuReading(msgspec.Struct, frozen=True, kw_only=True):
-    """A GPU, as NVML sees it. Counters are since the agent's start."""
+    """A GPU's state as reported by NVML. Counters are since the agent's start."""
 
     bus: Key
     """PCI bus id."""
     celsius: float | None = None
     ecc_errors: Count = 0
-    """Uncorrectable ones."""
+    """Uncorrectable errors."""
     remap_failed: bool = False
     nvlink_errors: Count = 0
     xids: list[int] = []
     throttled: list[str] = []
-    """Why its clock is lowered, where that means trouble."""
+    """Reasons for a lowered clock that indicate a fault."""
     error: str = ""
-    """What NVML said instead of an answer."""
+    """NVML's error, if it gave no answer."""
 
 
 class NodeReading(Message, frozen=True, kw_only=True, tag="node_reading"):
-    """How the agent's machine is; what could not be read is left out."""
+    """State of the agent's machine; unreadable values are omitted."""
 
     missing: bool = False
-    """Nothing could be read in time."""
+    """Whether nothing could be read in time."""
     disk_free_bytes: dict[Key, Count] = msgspec.field(default_factory=dict)
     """By folder."""
     memory_free_percent: float | None = None
     memory_pressure_percent: float | None = None
-    """Of the last ten seconds, in which all processes waited for memory (Linux' PSI, full)."""
+    """Share of the last ten seconds in which all processes waited for memory (Linux' PSI, full)."""
     gpus: list[GpuReading] = msgspec.field(default_factory=list)
     gpu_error: str = ""
 
 
 class Barred(Message, frozen=True, kw_only=True, tag="barred"):
-    """The agent gets no slot as long as its node is as it is; "": it may have one."""
+    """The agent gets no slot while its node is in this state; "": it may have one."""
 
     reason: str

@@ -1,4 +1,4 @@
-"""Task definitions: what a task is, before and while it runs. Submitted by users, told to the nodes' daemons."""
+"""Task definitions, valid before a task runs and while it runs. Submitted by users and sent to the nodes' daemons."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from unicron_lightning.fields import MOST_WEIGHT, shortened
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 MOST_NODES: Final = 1_000_000
 MOST_WORKERS: Final = 1024
-"""Of a slot: each is a process with a log of its own."""
+"""Limit for a slot: each worker is a process with its own log."""
 _MOST_RESTARTS: Final = 2**31 - 1
 _MOST_TEXT_BYTES: Final = 128 << 10
-"""Of one argument or variable: Linux' MAX_ARG_STRLEN."""
+"""Limit for one argument or variable: Linux' MAX_ARG_STRLEN."""
 _MOST_BYTES: Final = 1 << 20
-"""Of all of them together: half of what Linux allows by default."""
+"""Limit for all arguments and variables together: half of Linux' default limit."""
 _MOST_PATH_BYTES: Final = 4096
 
 
@@ -32,28 +32,29 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     environment: dict[str, str] = {}
     """Added to the environment of its processes."""
     folder: str | None = None
-    """Where its processes run, an absolute path; None: where the node's daemon does."""
+    """Working directory of its processes, an absolute path; None: that of the node's daemon."""
     weight: float = 1.0
-    """w(t), what its FLOPs are worth beside those of other tasks."""
+    """w(t), the value of its FLOPs relative to those of other tasks."""
     min_nodes: int = 1
-    """Fewest slots with which it may run."""
+    """Fewest slots with which the task may run."""
     max_nodes: int = 1
-    """Most slots that it may have."""
+    """Most slots that the task may have."""
     workers_per_node: int = 1
     """Workers in a slot: torchrun's ``--nproc-per-node``."""
     max_restarts: int = 1000
     """Restarts that torchrun allows each of its agents."""
     flops_per_step: float | None = None
-    """FLOPs of the model in one optimizer step, to make FLOP/s of measured steps."""
+    """FLOPs of the model in one optimizer step, used to compute FLOP/s from step times."""
     profile: dict[int, float] = {}
-    """T(t,x) where it is known beforehand: achieved FLOP/s by number of slots."""
+    """T(t,x) if known beforehand: achieved FLOP/s by number of slots."""
     submitted_at: float = 0.0
-    """time.time() of its submission, set by the coordinator: the queue's order, and what tells a job from an
-    earlier one of the same name."""
+    """time.time() of its submission, set by the coordinator: orders the queue, and distinguishes jobs of the
+    same name.
+    """
 
 
 def problem(job: Job) -> str | None:
-    """What is wrong with a definition, in one sentence that quotes it; None if nothing is."""
+    """The error in a definition, in one sentence that quotes it; None if the definition is valid."""
     low, high = job.min_nodes, job.max_nodes
     if not _NAME.fullmatch(job.name):
         allowed = "up to 100 letters, digits, '.', '_' or '-', beginning with a letter or digit"
@@ -82,7 +83,7 @@ def _problem_of_numbers(job: Job) -> str | None:
 
 
 def _problem_of_texts(job: Job) -> str | None:
-    """Why no process can be started with these arguments, variables and folder."""
+    """The reason why no process could be started with these arguments, variables and folder."""
     if job.folder is not None:
         wrong = _unusable(job.folder, _MOST_PATH_BYTES)
         if wrong is not None or not PurePosixPath(job.folder).is_absolute():

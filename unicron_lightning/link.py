@@ -1,6 +1,6 @@
-"""Opens WebSockets to a coordinator that proves that it knows the token, as `proof` describes.
+"""Opens WebSockets to a coordinator after mutual proof of the token, as described in `proof`.
 
-The name of the coordinator's host is resolved here, so that it is known to which address a connection goes.
+The host name of the coordinator is resolved here, so that the address of each connection is known.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ async def open_socket(
         http: makes the connections.
         url: ``http://HOST:PORT/PATH``.
         token: the shared secret.
-        forwarded: whether something forwards from there to the coordinator.
+        forwarded: whether a proxy at this address forwards to the coordinator.
         options: of `aiohttp.ClientSession.ws_connect`.
 
     Raises:
-        CoordinatorUnproven: what answers does not know the token.
-        aiohttp.ClientError: nothing answers, or not as a coordinator.
+        CoordinatorUnproven: the process at the endpoint does not know the token.
+        aiohttp.ClientError: no process answers, or it is no coordinator.
         asyncio.TimeoutError: no answer in time.
     """
-    # Not `wait_for`: before Python 3.12 it can lose the cancellation of its caller.
+    # `wait_for` could lose the caller's cancellation before Python 3.12.
     opening = asyncio.create_task(_open_any(http, urlsplit(url), token, forwarded, options))
     try:
         await asyncio.wait({opening}, timeout=_ATTEMPT_SECONDS)
@@ -91,7 +91,7 @@ async def _open(
     meeting = check_coordinator(endpoint, token, client, body, address_of((host, url.port)), forwarded=forwarded)
     shown = authorization(token.secret, meeting, "GET", url.path)
     opened = await http.ws_connect(there + url.path, headers={"Authorization": shown}, **options)
-    response = opened._response  # aiohttp offers the answer's headers nowhere else
+    response = opened._response  # aiohttp offers no other access to the answer's headers
     if not same(response.headers.get(ANSWER_HEADER, ""), answer_proof(token.secret, meeting, 101, b"")):
         response.close()
         raise unproven(endpoint, token)

@@ -1,4 +1,4 @@
-"""The base of all messages, for the modules that hold them: `wire` and `watchwire`."""
+"""The base of all messages, for the modules that define them."""
 
 from __future__ import annotations
 

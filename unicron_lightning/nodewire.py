@@ -1,9 +1,10 @@
 """Messages between the coordinator and a node's daemon (``unicron agent``), in the form of `wire`'s.
 
-A third link of the control plane: one WebSocket per daemon, text frames, one message a frame. It is declarative. The
-coordinator tells a daemon which torchrun agents shall run there (`NodeRun`), all of them, each time that they change
-and after each connection; the daemon makes it so and tells what runs (`NodeReport`), all of it as well. So nothing
-depends on a message that was lost, and a daemon or a coordinator that comes back goes on from what there is.
+This is the third link of the control plane: one WebSocket per daemon, text frames, one message a frame. It is
+declarative. The coordinator sends a daemon the complete list of torchrun agents to run (`NodeRun`) after each change
+and
+each connection. The daemon starts and stops agents accordingly, and reports the complete list of its agents
+(`NodeReport`). No lost message matters, and a restarted daemon or coordinator continues from the present state.
 """
 
 from __future__ import annotations
@@ -19,27 +20,27 @@ from unicron_lightning.wire import Message, Refused
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """A torchrun agent that shall run: one of a job's, in a slot of the node."""
+    """A torchrun agent to run: one of a job's, in a slot of the node."""
 
     job: Job
     slot: str
     ending: bool = False
-    """The task has ended well: the agent is left to end by itself, and not started again."""
+    """The task has succeeded: the agent exits by itself, and is not started again."""
 
 
 class NodeTask(msgspec.Struct, frozen=True, kw_only=True):
-    """A torchrun agent that the daemon was told to run."""
+    """A torchrun agent that the daemon was ordered to run."""
 
     job: Job
     slot: Name
     pid: Pid | None = None
-    """torchrun's process; None: it does not run now."""
+    """torchrun's process; None if it is not running."""
     starts: Count = 0
-    """How often it was started."""
+    """Number of its starts."""
     code: Code | None = None
-    """How it ended the last time: exit status, or minus the signal's number; None if it never did."""
+    """End of its last process: exit status, or minus the signal's number; None if none has ended."""
     reason: Annotated[str, Meta(max_length=1000)] = ""
-    """Why it could not be started the last time; "" if it could."""
+    """Reason why the last start failed; "" if it succeeded."""
 
 
 # ---- daemon -> coordinator -----------------------------------------------------------------------------------------
@@ -53,14 +54,14 @@ class NodeHello(Message, frozen=True, kw_only=True, tag="node_hello"):
     host: Host
     pid: Pid
     started_at: Wall
-    """time.time() of the daemon's start: of two with the same label the newer one stays."""
+    """time.time() of the daemon's start: among daemons with the same label the newest one stays."""
     slots: list[Name]
     tasks: list[NodeTask]
-    """What it runs already."""
+    """Agents that are running already."""
 
 
 class NodeReport(Message, frozen=True, kw_only=True, tag="node_report"):
-    """What the daemon runs now, and how what it has run ended. Told after each change."""
+    """The daemon's running agents, and the ends of earlier ones. Sent after each change."""
 
     tasks: list[NodeTask]
 
@@ -69,7 +70,7 @@ class NodeReport(Message, frozen=True, kw_only=True, tag="node_report"):
 
 
 class NodeRun(Message, frozen=True, kw_only=True, tag="node_run"):
-    """All torchrun agents that shall run on the node. Others are to be stopped."""
+    """All torchrun agents to run on the node. Others are to be stopped."""
 
     launches: list[Launch]
 

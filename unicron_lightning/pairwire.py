@@ -1,7 +1,8 @@
 """Messages of the pairwise check: two agents exchange data before one of them may have workers. Part of `wire`.
 
-The coordinator has one agent serve (`PairServe`), which opens a port for this one exchange and says where
-(`PairServing`); then it has the other one connect there (`PairConnect`). Each tells what it saw (`PairResult`).
+The coordinator orders one agent to serve (`PairServe`). The agent opens a port for this one exchange and reports its
+address (`PairServing`); the other agent is then ordered to connect (`PairConnect`). Each reports its result
+(`PairResult`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from unicron_lightning.message import Message
 
 
 class Amount(msgspec.Struct, frozen=True, kw_only=True):
-    """How much is exchanged, and how long that may take."""
+    """Amount of exchanged data, and its time limit."""
 
     size: int
     """Bytes in each direction."""
@@ -21,28 +22,30 @@ class Amount(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PairServe(Message, frozen=True, kw_only=True, tag="pair_serve"):
-    """[to the agent] Serve one exchange. Answered by `PairServing`, or by a `PairResult` that says why not."""
+    """[to the agent] Serve one exchange. Answered by `PairServing`, or by a `PairResult` with the reason for a
+    failure.
+    """
 
     check: str
     amount: Amount
 
 
 class PairServing(Message, frozen=True, kw_only=True, tag="pair_serving"):
-    """[to the coordinator] The exchange is served here, for some seconds."""
+    """[to the coordinator] The exchange is served at this address, for some seconds."""
 
     check: Key
     host: Host
     port: Port
     key: Key
-    """Made for this exchange, 64 hexadecimal digits. Who connects proves that it knows it, and the token."""
+    """Made for this exchange, 64 hexadecimal digits. A connecting agent proves that it knows the key and the token."""
 
 
 class PairConnect(Message, frozen=True, kw_only=True, tag="pair_connect"):
-    """[to the agent] Exchange data with an agent that serves. Answered by `PairResult`."""
+    """[to the agent] Exchange data with a serving agent. Answered by `PairResult`."""
 
     check: str
     agent: str
-    """Who serves."""
+    """The serving agent."""
     host: str
     port: int
     key: str
@@ -50,7 +53,7 @@ class PairConnect(Message, frozen=True, kw_only=True, tag="pair_connect"):
 
 
 class PairEnd(Message, frozen=True, kw_only=True, tag="pair_end"):
-    """[to the agent that serves] The other one has given up: say what you saw, by `PairResult`."""
+    """[to the serving agent] The other agent has aborted: report the result by `PairResult`."""
 
     check: str
 
@@ -60,10 +63,10 @@ class PairResult(Message, frozen=True, kw_only=True, tag="pair_result"):
 
     check: Key
     cause: str = ""
-    """Why it failed; "" if it did not."""
+    """Reason of a failure; "" for a success."""
     round_trip: Seconds | None = None
-    """Seconds, the median of some."""
+    """Seconds, the median of several."""
     sent: Rate | None = None
-    """Bytes per second to the other one."""
+    """Bytes per second to the other agent."""
     received: Rate | None = None
-    """Bytes per second from it."""
+    """Bytes per second from the other agent."""

@@ -20,10 +20,10 @@ def open_private(path: str | Path, flags: int) -> int:
         flags: of ``os.open``; O_CREAT, O_CLOEXEC and O_NOFOLLOW are added.
 
     Returns:
-        A descriptor; to be closed by the caller. Usable as ``opener`` of ``open``.
+        A descriptor, closed by the caller. Usable as ``opener`` of ``open``.
 
     Raises:
-        OSError: it cannot be opened, e.g. because it is a symlink (ELOOP).
+        OSError: the file cannot be opened, e.g. because it is a symlink (ELOOP).
     """
     descriptor = os.open(path, flags | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, MODE)
     try:

@@ -1,4 +1,4 @@
-"""The mutual proof on links to the coordinator: both ends know the token, and it never crosses the wire. Pure.
+"""The mutual proof on links to the coordinator: both ends know the token, which never crosses the network. Pure.
 
     client                                                coordinator
       GET /v1/challenge?nonce=CLIENT  ------------------>
@@ -7,16 +7,17 @@
                                       ------------------>
       <------------------ answer, Unicron-Proof: HMAC("answer", CLIENT, SERVER, address, status, body)
 
-The client sends nothing but its nonce before the coordinator's proof has been checked, and believes no answer without
-its own proof: another process may have taken the port between the two. A WebSocket is opened by such a request, so its
-proof is that of the connection that stays.
+The client sends only its nonce before it has checked the coordinator's proof, and accepts no answer without a proof of
+its own, since another process may have taken the port in between. A WebSocket is opened by such a request, so the proof
+covers the persistent connection.
 
-`address` is where the coordinator's end of the connection is. A client that knows where it has connected to compares: a
-process that forwards to the true coordinator from another address is found out.
+`address` is the address of the coordinator's end of the connection. A client that knows the address it has connected to
+compares both, and thus detects a process that forwards to the true coordinator from another address.
 
-A challenge is accepted once, within `CHALLENGE_SECONDS`, by the process that issued it. Challenges that are not yet
-used take no memory: they carry a code of that process. Only used ones are kept, until they expire, and to use one takes
-the token.
+A challenge is accepted once, within `CHALLENGE_SECONDS`, by the process that issued it. Unused challenges take no
+memory, because they carry a code of that process. Only used ones are kept, until they expire, and using one requires
+the
+token.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from unicron_lightning.errors import CoordinatorUnproven
 
 CHALLENGE_SECONDS: Final = 60.0
 MOST_USED: Final = 200_000
-"""Challenges used within that time, at most; further requests are refused until some expire."""
+"""Largest number of challenges used within that time; further requests are refused until some expire."""
 MOST_CHALLENGE_BYTES: Final = 4096
-"""Of the answer to a request for a challenge, at most."""
+"""Largest size of the answer to a request for a challenge."""
 SCHEME: Final = "Unicron"
 ANSWER_HEADER: Final = "Unicron-Proof"
 _NONCE: Final = re.compile(r"[0-9a-f]{64}")
@@ -46,7 +47,7 @@ _HEADER: Final = re.compile(rf"{SCHEME} ([0-9a-f]{{64}}):([0-9a-f]{{112}}):([0-9
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """One exchange between a client and the coordinator, as both must see it.
+    """One exchange between a client and the coordinator, as both ends must see it.
 
     Attributes:
         client: the client's nonce.
@@ -69,27 +70,27 @@ class Claim:
 
 
 def new_nonce() -> str:
-    """Return a nonce of a client, 256 random bits."""
+    """Return a new client nonce of 256 random bits."""
     return secrets.token_hex(32)
 
 
 def is_nonce(text: str) -> bool:
-    """Tell whether ``text`` could be a client's nonce."""
+    """Whether ``text`` has the form of a client's nonce."""
     return _NONCE.fullmatch(text) is not None
 
 
 def coordinator_proof(secret: str, meeting: Meeting) -> str:
-    """Return what only a coordinator that knows the token can answer."""
+    """Return the coordinator's proof, which requires the token."""
     return _code(secret, "unicron coordinator", meeting, ())
 
 
 def client_proof(secret: str, meeting: Meeting, method: str, target: str, body: bytes) -> str:
-    """Return what only a client that knows the token can send with this request; ``target`` is path and query."""
+    """Return the client's proof for this request, which requires the token; ``target`` is path and query."""
     return _code(secret, "unicron client", meeting, (method, target, hashlib.sha256(body).hexdigest()))
 
 
 def answer_proof(secret: str, meeting: Meeting, status: int, body: bytes) -> str:
-    """Return what only the coordinator of this meeting can send with this answer."""
+    """Return the coordinator's proof for this answer, which requires the token."""
     return _code(secret, "unicron answer", meeting, (str(status), hashlib.sha256(body).hexdigest()))
 
 
@@ -100,7 +101,7 @@ def authorization(secret: str, meeting: Meeting, method: str, target: str, body:
 
 
 def parse_authorization(header: str) -> Claim | None:
-    """Return what the header claims; None if it is not of this form."""
+    """Return the claim in a header; None if the header does not have this form."""
     found = _HEADER.fullmatch(header)
     return None if found is None else Claim(client=found[1], server=found[2], proof=found[3])
 
@@ -119,12 +120,12 @@ def check_coordinator(
         endpoint: as the user wrote it, for messages.
         token: the shared secret.
         client: the nonce that was sent.
-        answer: its body.
+        answer: body of the answer.
         dialled: `address_of` the other end of the connection.
-        forwarded: whether the coordinator may be elsewhere.
+        forwarded: whether the coordinator may have another address.
 
     Raises:
-        CoordinatorUnproven: it is no coordinator with this token, or elsewhere.
+        CoordinatorUnproven: the process is no coordinator with this token, or the coordinator has another address.
     """
     try:
         found = json.loads(answer)
@@ -143,7 +144,7 @@ def check_coordinator(
 
 
 def unproven(endpoint: str, token: Token) -> CoordinatorUnproven:
-    """Return the error of an answer without a proof."""
+    """Return the error for an answer without a proof."""
     return CoordinatorUnproven(
         f"what answers at {endpoint} cannot prove that it knows the token (that of {token.origin})"
     )
@@ -153,7 +154,7 @@ class Challenges:
     """The challenges of one coordinator process; times are monotonic seconds.
 
     Args:
-        key: random, of this process alone.
+        key: random, known to this process alone.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -168,7 +169,7 @@ class Challenges:
     def accept(
         self, secret: str, claim: Claim, address: str, *, method: str, target: str, body: bytes, now: float
     ) -> bool:
-        """Tell whether a request is proven, and use its challenge up if so."""
+        """Whether a request is proven; if so, its challenge is used up."""
         if not self._open(claim, now):
             return False
         meeting = Meeting(client=claim.client, server=claim.server, address=address)
@@ -186,7 +187,7 @@ class Challenges:
         return same(claim.server[48:], self._seal(claim.client, claim.server[:48]))
 
     def _forget(self, now: float) -> None:
-        # Nearly in the order of their expiry: what is left at the front for moments costs nothing.
+        # Entries are nearly in the order of their expiry; a short delay at the front costs nothing.
         while self._used:
             first = next(iter(self._used))
             if self._used[first] > now:

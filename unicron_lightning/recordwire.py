@@ -1,6 +1,6 @@
-"""Messages about records: values that workers leave for those that come later.
+"""Messages about records: values that workers leave for later workers.
 
-Part of `wire`, which is where they are used from.
+Part of `wire`, from which they are used.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Record(Message, frozen=True, kw_only=True, tag="record"):
 
 
 class Lookup(Message, frozen=True, kw_only=True, tag="lookup"):
-    """Asks for a recorded value. Answered by `LookupReply` with the same ``worker`` and ``key``."""
+    """Request a recorded value. Answered by `LookupReply` with the same ``worker`` and ``key``."""
 
     worker: Id
     key: Key

@@ -1,6 +1,6 @@
-"""What is said of a model that is spread over several workers: who is in which replica, and how it is spread.
+"""Messages about models that are spread over several workers: the replicas and the layout.
 
-Part of `wire`, which is where it is used from.
+Part of `wire`, from which they are used.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from unicron_lightning.message import Message
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """How a replica of the model is spread over workers."""
+    """Distribution of a replica of the model over workers."""
 
     tensor: Size
     """Tensor-parallel size (TP)."""
@@ -21,11 +21,11 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def workers(self) -> int:
-        """Of a replica."""
+        """Number of workers of a replica."""
         return self.tensor * self.pipeline
 
     def plain(self) -> dict[str, int]:
-        """For events and answers."""
+        """The layout for events and answers."""
         return {"tp": self.tensor, "pp": self.pipeline}
 
     def __str__(self) -> str:
@@ -33,31 +33,31 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Spread(msgspec.Struct, frozen=True, kw_only=True):
-    """How the model is spread, and what another layout has to fit."""
+    """The model's present layout, and the constraints on others."""
 
     layout: Layout
     ordered: bool
-    """Whether the coordinator has said so; else it is the script's."""
+    """Whether the coordinator ordered the layout; otherwise it is the script's."""
     workers: Size
-    """Of the declared world."""
+    """Workers of the declared world."""
     micro_batches: Size
     """M of a global batch."""
     tensor_divides: dict[Key, Count]
-    """Sizes of the model, by name, of which TP is a divisor."""
+    """Sizes of the model, by name, that TP must divide."""
     pipeline_divides: dict[Key, Count]
-    """And PP."""
+    """Sizes of the model, by name, that PP must divide."""
 
 
 class Replicas(Message, frozen=True, kw_only=True, tag="replicas"):
-    """[of one worker for all] Who is in which replica of the model in this epoch; members that are in none are spares.
+    """[from one worker for all] The replicas of the model in this epoch; members of none of them are spares.
 
-    ``at_once``: how many replicas may leave at a time without state that nobody else has; None: all but one.
+    ``at_once``: number of replicas that may leave together without the loss of state; None: all but one.
     """
 
     worker: Id
     epoch: Count
     replicas: list[list[Id]]
-    """The workers of each that is whole, oldest first."""
+    """The workers of each complete replica, oldest first."""
     at_once: Count | None = None
     spread: Spread | None = None
-    """None before the model is built."""
+    """None until the model is built."""

@@ -1,7 +1,7 @@
-"""Python stacks of all threads of a worker that hangs, without its help.
+"""Python stacks of all threads of a hanging worker, taken without its cooperation.
 
 The worker registers a signal with `faulthandler`, whose handler is C and needs neither the interpreter's lock nor any
-thread that still runs. Its agent sends the signal and reads the file.
+running thread. Its agent sends the signal and reads the file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 SIGNAL: Final = signal.SIGRTMIN + 10
-"""One that nobody else uses: SIGUSR1 and SIGUSR2 are the scripts'."""
+"""A signal without other uses: SIGUSR1 and SIGUSR2 belong to the scripts."""
 CAPTURE_SECONDS: Final = 0.5
 _POLL_SECONDS: Final = 0.01
 _MOST_BYTES: Final = 64 * 1024
@@ -26,7 +26,7 @@ def _path(folder: Path, pid: int) -> Path:
 
 
 class StackFile:
-    """[in the worker] Where the stacks go when the signal comes.
+    """[in the worker] File that receives the stacks when the signal arrives.
 
     Args:
         folder: the agent's private one.
@@ -38,23 +38,23 @@ class StackFile:
         faulthandler.register(SIGNAL, self._file, all_threads=True, chain=False)
 
     def close(self) -> None:
-        """No more."""
+        """Unregister the signal and remove the file."""
         if not self._file.closed:
-            self._path.unlink(missing_ok=True)  # first: without it the signal is not sent
+            self._path.unlink(missing_ok=True)  # removed first, since the signal is not sent without it
             faulthandler.unregister(SIGNAL)
             self._file.close()
 
 
 async def capture(folder: Path, pid: int, pidfd: int) -> str:
-    """[in the agent] The stacks of a process' threads, each with its innermost call first; "" if it gives none.
+    """[in the agent] The stacks of a process' threads, each with its innermost call first; "" without an answer.
 
     Args:
         folder: this agent's.
         pid: the worker's process.
-        pidfd: the same.
+        pidfd: of the same process.
     """
     path = _path(folder, pid)
-    if not path.exists():  # it has not come so far: the signal would end it
+    if not path.exists():  # not registered yet: the signal would end the process
         return ""
     before = path.stat().st_size
     with contextlib.suppress(ProcessLookupError):
@@ -64,7 +64,7 @@ async def capture(folder: Path, pid: int, pidfd: int) -> str:
     while loop.time() < deadline:
         await asyncio.sleep(_POLL_SECONDS)
         newer = path.stat().st_size
-        if newer > before and newer == size:  # nothing was added since the last look
+        if newer > before and newer == size:  # nothing was added since the last check
             break
         size = newer
     with path.open("rb") as file:

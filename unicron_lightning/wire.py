@@ -6,9 +6,9 @@ field:
 * **agent <-> coordinator**: one persistent WebSocket per agent (text frames, one message a frame).
 * **worker <-> agent**: one UNIX stream socket per worker (one message a line).
 
-A worker never talks to the coordinator: its agent forwards what it says and adds nothing but its own identity, which is
-known from the connection. Everything received is decoded into a frozen struct and refused if it does not fit; nothing
-is ever unpickled. Unknown fields are ignored, so that a newer peer may say more.
+A worker never communicates with the coordinator directly: its agent forwards its messages and adds nothing but its own
+identity, which is known from the connection. Everything received is decoded into a frozen struct and refused if it does
+not fit; nothing is ever unpickled. Unknown fields are ignored, so that a newer peer may send more.
 
 Identity: an *agent* is ``<node>-<8 hex>``, new for every torchrun process. A *worker* is ``<agent>/<local
 rank>#<round>`` where the round counts the agent's rendezvous: a restarted worker is a new worker.
@@ -69,7 +69,7 @@ PROTOCOL_VERSION: Final = 1
 
 EpochKind = Literal["init", "fail", "join", "leave", "relayout", "restart"]
 PLANNED: Final = ("join", "leave", "relayout")
-"""Kinds of epochs that are entered at a step boundary; until then the members of the one before go on."""
+"""Kinds of epochs that are entered at a step boundary; until then the members of the previous epoch continue."""
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,7 +83,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Address(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a TCPStore server listens."""
+    """Address of a TCPStore server."""
 
     host: Host
     port: Port
@@ -93,7 +93,7 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerHello(Message, frozen=True, kw_only=True, tag="worker_hello"):
-    """The Unicron strategy runs in this worker. Says that the task recovers in process.
+    """The Unicron strategy runs in this worker, so the task recovers in process.
 
     Answered by `Welcome`: at once if its agent has a slot, else as soon as it gets one.
     """
@@ -104,14 +104,16 @@ class WorkerHello(Message, frozen=True, kw_only=True, tag="worker_hello"):
     capacity: Size
     """Most workers that the task can use: its micro-batches per step."""
     granularity: Size | None = None
-    """Workers of a replica, if the model is spread over several: then `Replicas` tells of them."""
+    """Workers of a replica, if the model is spread over several; `Replicas` then follows."""
 
 
 class WorkerReady(Message, frozen=True, kw_only=True, tag="worker_ready"):
     """The worker waits: with ``epoch`` 0 to become a member, else it has stopped for that epoch and reports its state.
 
-    ``state`` is opaque to the coordinator but for ``step`` (optimizer steps finished, int), ``has_state`` (bool)
-    and, with epoch 0, ``founder`` (bool): as what the worker waits; told that it is no founder, it says so again later.
+    ``state`` is opaque to the coordinator except for ``step`` (optimizer steps finished, int), ``has_state`` (bool)
+    and, with
+    epoch 0, ``founder`` (bool): the role in which the worker waits. A founder whose role changes sends the message
+    again.
     """
 
     worker: Id
@@ -124,7 +126,7 @@ class WorkerReady(Message, frozen=True, kw_only=True, tag="worker_ready"):
 
 
 class CommError(Message, frozen=True, kw_only=True, tag="comm_error"):
-    """A collective of this epoch failed and no newer epoch explains it."""
+    """A collective of this epoch failed and no newer epoch explains the failure."""
 
     worker: Id
     epoch: Count
@@ -132,7 +134,7 @@ class CommError(Message, frozen=True, kw_only=True, tag="comm_error"):
 
 
 class WorkerEvent(Message, frozen=True, kw_only=True, tag="worker_event"):
-    """Something for the event log, e.g. ``recovered`` or ``joined``, with plain JSON fields; ``at`` is time.time()."""
+    """A line for the event log, e.g. ``recovered`` or ``joined``, with plain JSON fields; ``at`` is time.time()."""
 
     worker: Id
     name: Word
@@ -146,7 +148,7 @@ class WorkerEvent(Message, frozen=True, kw_only=True, tag="worker_event"):
 class CheckpointSaved(Message, frozen=True, kw_only=True, tag="checkpoint_saved"):
     """A persistent checkpoint is complete at ``path`` (absolute) and holds the state after ``step`` optimizer steps.
 
-    ``parting``: all members wait to be started anew from it; see `Epoch` of kind ``relayout``.
+    ``parting``: all members wait to be restarted from it; see `Epoch` of kind ``relayout``.
     """
 
     worker: Id
@@ -156,14 +158,15 @@ class CheckpointSaved(Message, frozen=True, kw_only=True, tag="checkpoint_saved"
 
 
 class WorkerDone(Message, frozen=True, kw_only=True, tag="worker_done"):
-    """The worker's program is about to end well: its going is no failure."""
+    """The worker's program is about to end successfully: its exit is no failure."""
 
     worker: Id
 
 
 class Training(Message, frozen=True, kw_only=True, tag="training"):
-    """A run of a trainer (``fit``, ``validate``, ...) has begun in the worker, or has come to its end. Stays on the
-    UNIX socket: the agent takes an exit status 0 within a run for a failure.
+    """A run of a trainer (``fit``, ``validate``, ...) has begun or ended in the worker.
+
+    The message stays on the UNIX socket: the agent treats an exit status 0 within a run as a failure.
     """
 
     worker: str
@@ -171,22 +174,22 @@ class Training(Message, frozen=True, kw_only=True, tag="training"):
 
 
 class Heartbeat(Message, frozen=True, kw_only=True, tag="heartbeat"):
-    """The worker's control thread runs. Stays on the UNIX socket; without it the agent declares a silent death."""
+    """The worker's control thread runs. Stays on the UNIX socket; without it the agent declares the worker dead."""
 
 
 # ---- agent -> coordinator -----------------------------------------------------------------------------------------
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A live worker as its agent sees it, told anew at each registration so that a restarted coordinator can go on."""
+    """A live worker as known to its agent, sent with each registration so that a restarted coordinator can continue."""
 
     worker: Id
     local_rank: Index
     hello: WorkerHello | None = None
     ready: WorkerReady | None = None
-    """The last `WorkerReady` said, if no newer epoch was seen since."""
+    """The last `WorkerReady`, if no newer epoch was seen since."""
     replicas: Replicas | None = None
-    """What it said last of who is in which."""
+    """The last `Replicas` of the worker."""
 
     def __post_init__(self) -> None:
         for said in (self.hello, self.ready):
@@ -217,26 +220,30 @@ class Register(Message, frozen=True, kw_only=True, tag="register"):
     epoch: Count
     """Newest epoch seen by the agent; 0 if none."""
     slot: Name | None = None
-    """Names the accelerators on its node that the agent's workers use; None: they are nobody else's. At most one task's
-    agent of those that name the same has workers at a time."""
+    """Name of the accelerators on its node that the agent's workers use; None if no other agent uses them.
+
+    Among agents that name the same slot, those of at most one task have workers at a time.
+    """
     weight: Weight = 1.0
-    """w(t), what the task's FLOPs are worth beside those of other tasks."""
+    """w(t), the value of the task's FLOPs relative to those of other tasks."""
     warm: bool = False
-    """Whether a warm grant of ``round`` is all that has arrived: the workers are not of the task yet."""
+    """Whether only a warm grant of ``round`` has arrived, so that the workers do not belong to the task yet."""
     reading: NodeReading | None = None
-    """The newest of its machine."""
+    """Newest reading of its machine."""
     secret: Secret = ""
-    """Random, of this agent's life alone: who registers with another one is not this agent. Beyond the coordinator's
-    socket it is its SHA-256, see `sealed`."""
+    """Random, known to this agent's process alone: a registration with another secret is not from this agent.
+
+    Inside the coordinator it is replaced by its SHA-256, see `sealed`.
+    """
 
 
 def sealed(message: Register) -> Register:
-    """Return the registration with the digest of its secret in place of the secret, as it is kept and may be logged."""
+    """Return the registration with the digest of its secret in place of the secret, as stored and possibly logged."""
     return msgspec.structs.replace(message, secret=hashlib.sha256(message.secret.encode()).hexdigest())
 
 
 class RendezvousBegin(Message, frozen=True, kw_only=True, tag="rendezvous"):
-    """The agent entered next_rendezvous: all its workers are stopped and it wants a grant for ``round``."""
+    """The agent entered next_rendezvous: all its workers are stopped and it requests a grant for ``round``."""
 
     round: Count
     store: Address
@@ -244,37 +251,39 @@ class RendezvousBegin(Message, frozen=True, kw_only=True, tag="rendezvous"):
 
 
 class LocalWorld(Message, frozen=True, kw_only=True, tag="local_world"):
-    """How many workers the agent starts in this round. Answered by `Ranks`."""
+    """Number of workers that the agent starts in this round. Answered by `Ranks`."""
 
     round: Count
     size: Size
 
 
 class StoreUsed(Message, frozen=True, kw_only=True, tag="store_used"):
-    """Workers wrote to the round's store without a hello: the script is a plain one (``init_process_group`` by env://)."""
+    """Workers wrote to the round's store without a hello: the script is a plain one (``init_process_group`` by
+    env://).
+    """
 
     round: Count
 
 
 class WorkerDied(Message, frozen=True, kw_only=True, tag="worker_died"):
-    """A worker's process ended or was given up. ``cause``: exit | signal | silent; ``code``: exit status or signal."""
+    """A worker has died. ``cause``: exit | signal | silent (declared dead); ``code``: exit status or signal."""
 
     worker: Id
     cause: Literal["exit", "signal", "silent"]
     code: Code
     at: Wall
     kind: Word | None = None
-    """What it is if it is more than an abnormal exit: ``out_of_memory``."""
+    """Kind of the error if it is more than an abnormal exit: ``out_of_memory``."""
     meaning: str = ""
-    """For people: ``signal 11 (SIGSEGV): it touched memory that is not its own, core dumped``."""
+    """Readable text: ``signal 11 (SIGSEGV): it touched memory that is not its own, core dumped``."""
 
 
 class Beat(Message, frozen=True, kw_only=True, tag="beat"):
-    """[both ways] The link works. An agent sends it as often as `Registered` says; the coordinator answers each."""
+    """[both ways] The link works. An agent sends it as often as `Registered` requires; the coordinator answers each."""
 
 
 class Bye(Message, frozen=True, kw_only=True, tag="bye"):
-    """The agent ends, having stopped its workers."""
+    """The agent exits, having stopped its workers."""
 
     succeeded: bool
 
@@ -283,41 +292,42 @@ class Bye(Message, frozen=True, kw_only=True, tag="bye"):
 
 
 class Registered(Message, frozen=True, kw_only=True, tag="registered"):
-    """The session stands."""
+    """The session is established."""
 
     coordinator: str
     worker_timeout: float | None = None
-    """Seconds without a heartbeat after which a worker is dead, for agents whose user did not say."""
+    """Seconds without a heartbeat after which a worker is declared dead, for agents without a user's value."""
     beat: float | None = None
     """Seconds between the agent's beats; None: it need not send any."""
     least_silence: float = 1.2
-    """Least and most seconds without a word after which either side gives the connection up."""
+    """Least and most seconds without a message after which either side closes the connection."""
     most_silence: float = 4.5
 
 
 class Refused(Message, frozen=True, kw_only=True, tag="refused"):
-    """The agent can't take part; the reason is for the user. Final: the agent ends."""
+    """The agent cannot take part; the reason is for the user. Permanent: the agent exits."""
 
     reason: str
 
 
 class Grant(Message, frozen=True, kw_only=True, tag="grant"):
-    """The slot is the task's: start workers. ``master`` is the store of group rank 0's agent for plain scripts.
+    """The slot belongs to the task: start workers. ``master`` is the store of group rank 0's agent for plain scripts.
 
-    A ``warm`` one gives no slot: the workers are started, say hello, and wait for their `Welcome`. It is followed by
-    another grant for the same round, which does give the slot, by `Stop` or by `TaskOver`.
+    A ``warm`` grant gives no slot: the workers are started, send hello, and wait for their `Welcome`. It is followed by
+    a
+    grant for the same round that gives the slot, by `Stop` or by `TaskOver`.
     """
 
     round: int
     group_rank: int
     group_world: int
-    """Of a warm grant: numbers that nobody else has at the moment; the strategy does not go by them."""
+    """For a warm grant: numbers that no other agent has at the moment; the strategy ignores them."""
     master: Address
     warm: bool = False
 
 
 class Ranks(Message, frozen=True, kw_only=True, tag="ranks"):
-    """First global rank of the agent's workers, and the world size, as of now."""
+    """First global rank of the agent's workers, and the world size, at present."""
 
     round: int
     base: int
@@ -331,33 +341,36 @@ class Stop(Message, frozen=True, kw_only=True, tag="stop"):
 
 
 class Fence(Message, frozen=True, kw_only=True, tag="fence"):
-    """SIGKILL this worker: it is no longer of the task. A worker unknown to the agent is ignored."""
+    """Send SIGKILL to this worker: it no longer belongs to the task. A worker unknown to the agent is ignored."""
 
     worker: str
     reason: str
 
 
 class TaskOver(Message, frozen=True, kw_only=True, tag="task_over"):
-    """[also to workers] The task has ended. If well: those that are not members end; else (it failed, or was cancelled)
-    all do, at once.
+    """[also to workers] The task has ended.
+
+    After a success, workers that are not members exit; otherwise (it failed, or was cancelled) all workers exit at
+    once.
     """
 
     succeeded: bool
     reason: str = ""
-    """For the user of one that failed."""
+    """Reason of a failure, for the user."""
 
 
 class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
     """[to the worker] Answer to `WorkerHello`. A founder takes part from the start; others join live when ready.
 
-    ``resume``: where a task all of whose workers died goes on (a checkpoint path), None for a new start. ``layout``: by
-    an operator's order, instead of the script's.
+    ``resume``: checkpoint path from which a task without surviving workers resumes, None for a new start. ``layout``:
+    an
+    operator's order, which replaces the script's layout.
     """
 
     worker: str
     founder: bool
     life: int
-    """Counts the task's starts: 1, and one more each time no member survived."""
+    """Number of the task's starts: 1, and one more after each loss of all members."""
     resume: str | None
     watch: WatchLimits = WatchLimits()
     layout: Layout | None = None
@@ -366,11 +379,14 @@ class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
 class Epoch(Message, frozen=True, kw_only=True, tag="epoch"):
     """[to the workers: all members, and old members that are no longer in it] The newest world of the task.
 
-    ``init``/``restart``: nobody has state, all members start. ``fail``: stop what you do *now*, abort collectives.
-    ``join``, ``leave``: switch at the next step boundary. ``relayout``: do that, write a checkpoint there, and wait to
-    be stopped: the task starts anew from it in another layout. In each case answer with `WorkerReady` of this epoch and
-    wait for `Go`. A worker that was a member and is not in ``members`` has been expelled; but of a ``leave`` it takes
-    part in the step first, then answers too, and waits to be stopped, or for a newer epoch if the change is given up.
+    ``init``/``restart``: no worker has state, all members start. ``fail``: stop *now*, abort collectives. ``join``,
+    ``leave``: switch at the next step boundary. ``relayout``: do so, write a checkpoint there, and wait to be stopped:
+    the
+    task restarts from it in another layout. In each case answer with `WorkerReady` of this epoch and wait for `Go`. A
+    former
+    member that is not in ``members`` has been expelled. In a ``leave`` it first takes part in the step, then answers
+    too, and
+    waits to be stopped, or for a newer epoch if the change is cancelled.
     """
 
     number: int
@@ -382,7 +398,7 @@ class Epoch(Message, frozen=True, kw_only=True, tag="epoch"):
     incident: str | None
     published_at: float
     key: str = ""
-    """Part of the names under which the members find each other in the store: nobody else can foresee it."""
+    """Part of the names under which the members meet in the store; unpredictable for others."""
 
 
 class Go(Message, frozen=True, kw_only=True, tag="go"):
@@ -393,7 +409,7 @@ class Go(Message, frozen=True, kw_only=True, tag="go"):
 
 
 class Notice(Message, frozen=True, kw_only=True, tag="notice"):
-    """[to the workers] A line of the task's event log, for callbacks that show it; nothing is decided by it.
+    """[to the workers] A line of the task's event log, for callbacks that show it; no decision depends on it.
 
     ``at`` is the coordinator's time.time().
     """

@@ -117,7 +117,7 @@ def test_where_only_numbers_are_known_a_placement_is_assumed(small: Path) -> Non
     small.write_text(text)
     done = unicron(small)
     assert done.returncode == 0
-    assert "where tasks run now is assumed" in done.stdout
+    assert "the present places are assumed" in done.stdout
     assert answer(small)["plan"]["moves"] == []
 
 

@@ -1,1 +1,1 @@
-"""Data: samplers that number micro-batches whatever the world, and the demonstration's text."""
+"""Data: samplers that number micro-batches independently of the world, and data loaders."""

@@ -1,9 +1,10 @@
-"""Fetching micro-batches by number, through the user's own data loader settings.
+"""Fetches micro-batches by number, with the settings of the user's data loader.
 
 With worker processes, the micro-batches that this rank expects to compute are requested ahead, in order, over as many
-steps as the loader prefetches. When the world changes the expectation changes: what was already requested and is still
-wanted is used, what is not is dropped, and what was not foreseen is fetched in the training process at once. The worker
-processes are never restarted for it.
+steps as the loader prefetches. When the world changes, the expectation changes: already requested micro-batches that
+are
+still needed are used, others are dropped, and unexpected ones are fetched in the training process at once. The worker
+processes are not restarted for this.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class _MicroBatches(Dataset[Any]):
 
     def __getitem__(self, request: tuple[Place, list[int]]) -> tuple[Place, Any]:
         place, indices = request
-        seed_all(place_seed(self._seed, *place))  # augmentation is the same wherever it is done
+        seed_all(place_seed(self._seed, *place))  # makes augmentation independent of the process that performs it
         if not self._batched:
             return place, self._collate(self._dataset[indices[0]])
         fetch_many = getattr(self._dataset, "__getitems__", None)
@@ -48,7 +49,7 @@ class Fetcher:
         loader: the user's; its workers, pinning, collate function and so on are used.
         order: of its samples.
         seed: of random augmentation.
-        ahead: the places that this rank expects to need, from a given place on, in order.
+        ahead: yields the places that this rank expects to need, from a given place on, in order.
     """
 
     def __init__(
@@ -92,23 +93,23 @@ class Fetcher:
             if arrived >= (place[0], place[1], 0):
                 self._ready[arrived] = batch
             else:
-                self._requested.discard(arrived)  # it will not come again, but may be wanted after another failure
+                self._requested.discard(arrived)  # it is not delivered again, but may be needed after another failure
         self._requested.discard(place)
         if place in self._ready:
             return self._ready.pop(place)
         return self._fetch_here(place)
 
     def end_epoch(self) -> None:
-        """No more of this epoch: requests end (the workers too, unless they are persistent)."""
+        """End this epoch's requests, and the worker processes unless they are persistent."""
         self._iterator = None
         self._ready = {}
 
     def drop_before(self, place: Place) -> None:
-        """Forgets what lies before ``place``: it was computed by others."""
+        """Drop micro-batches before ``place``, which other ranks have computed."""
         self._ready = {p: batch for p, batch in self._ready.items() if p >= place}
 
     def close(self) -> None:
-        """Ends the worker processes."""
+        """Stop the worker processes."""
         self.end_epoch()
         iterator = getattr(self._loader, "_iterator", None)
         if iterator is not None:
@@ -126,7 +127,7 @@ class Fetcher:
 
 
 class _Requests:
-    """A sampler that asks what comes next when the loader wants to know, so that it follows the present world."""
+    """A sampler that determines the next request when the loader asks for it, and thus follows the present world."""
 
     def __init__(self, requests: Callable[[], Iterator[Any]]) -> None:
         self._requests = requests

@@ -1,7 +1,7 @@
-"""What Lightning's loops iterate over: one item per optimizer step in training, own batches in evaluation.
+"""Loaders for Lightning's loops: one item per optimizer step in training, this rank's batches in evaluation.
 
-Positions are read from Lightning's own progress counters, which are the single source of truth: whatever restores the
-counters (a checkpoint, a peer's state) restores the data position.
+Positions are read from Lightning's own progress counters, the single source of truth: restoring the counters (from a
+checkpoint or a peer's state) restores the data position.
 """
 
 from __future__ import annotations
@@ -20,18 +20,17 @@ from unicron_lightning.data.seeding import preserved
 
 
 class GlobalBatch:
-    """One optimizer step's data, as Lightning's loop sees it: not the samples but where they are.
+    """One optimizer step's data for Lightning's loop: the places of the samples instead of the samples.
 
-    To hooks such as ``on_train_batch_end`` it behaves like a batch of this rank's samples: what is asked of it beyond
-    its own attributes (an item, its length, ``.shape``) is asked of ``own()``. Samples are fetched for that only then.
-
-    No dataclass: Lightning's precision plug-ins look for tensors in those, and refuse frozen ones.
+    For hooks such as ``on_train_batch_end`` it behaves like a batch of this rank's samples: accesses beyond its own
+    attributes (an item, its length, ``.shape``) are forwarded to ``own()``, which fetches samples only then. It is no
+    dataclass, because Lightning's precision plug-ins look for tensors in dataclasses, and refuse frozen ones.
 
     Attributes:
         epoch, step: place; ``step`` counts within the epoch.
         micro_batches: numbers of its micro-batches.
-        fetch: the collated samples of a micro-batch, by number, on the CPU.
-        count: how many items of the data set a micro-batch has, by number.
+        fetch: returns the collated samples of a micro-batch, by number, on the CPU.
+        count: returns the number of data set items in a micro-batch, by number.
     """
 
     __slots__ = ("_own", "_share", "count", "epoch", "fetch", "micro_batches", "step")
@@ -54,7 +53,7 @@ class GlobalBatch:
         self._own: Any = None
 
     def own(self) -> Any:
-        """This rank's micro-batches as one batch, on the CPU; the first of the step where the rank has none."""
+        """This rank's micro-batches as one batch, on the CPU; the first of the step if the rank has none."""
         if self._own is None:
             numbers = self._share(self.micro_batches) or list(self.micro_batches[:1])
             with preserved():
@@ -74,17 +73,17 @@ class GlobalBatch:
         return True
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # what Python and its copiers look for is not in a batch
+        if name.startswith("_"):  # special names that Python and its copiers look for do not exist in a batch
             raise AttributeError(name)
         return getattr(self.own(), name)
 
     def num_samples(self) -> int:
-        """Items of the data set in the whole step, on all ranks together."""
+        """Number of data set items in the whole step, over all ranks."""
         return sum(self.count(micro_batch) for micro_batch in self.micro_batches)
 
 
 def joined(batches: Sequence[Any]) -> Any:
-    """Batches as one: tensors one after another, mappings and sequences item by item, other values in a list.
+    """Join batches: concatenate tensors, join mappings and sequences item by item, and list other values.
 
     Tensors that differ in more than their first dimension stay in a list.
     """
@@ -105,13 +104,13 @@ def joined(batches: Sequence[Any]) -> Any:
 
 
 class InPlace:
-    """A loader that takes the place of the user's in Lightning's loops.
+    """A loader that replaces the user's in Lightning's loops.
 
     Args:
         loader: the user's.
 
     Attributes:
-        ordinary: the loader that scripts see in its place.
+        ordinary: the loader that scripts see instead.
         begins: called whenever its iteration begins.
     """
 
@@ -135,13 +134,13 @@ class InPlace:
         self.num_workers = loader.num_workers
 
     def __getattr__(self, name: str) -> Any:
-        """What is not its own, such as ``batch_size`` and ``collate_fn``, is that of the user's loader."""
+        """Forward other attributes, such as ``batch_size`` and ``collate_fn``, to the user's loader."""
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._loader, name)
 
     def close(self) -> None:
-        """Ends the loader's worker processes."""
+        """Stop the loader's worker processes."""
         self._fetcher.close()
 
 
@@ -152,10 +151,10 @@ class TrainingLoader(InPlace):
         loader: the user's.
         order: of its samples.
         seed: of augmentation.
-        limit: at most so many steps per epoch.
-        position: the present (epoch, step within it), from Lightning's counters.
-        share: the micro-batches of a step that fall to this rank in the present world, in order.
-        boundary: called before each step: where worlds change.
+        limit: largest number of steps per epoch.
+        position: returns the present (epoch, step within it), from Lightning's counters.
+        share: returns this rank's micro-batches of a step in the present world, in order.
+        boundary: called before each step, where worlds change.
         ended: called at the end of an epoch.
     """
 
@@ -211,11 +210,13 @@ class TrainingLoader(InPlace):
         )
 
     def samples(self, batch: GlobalBatch, micro_batch: int) -> list[Any]:
-        """The data set's indices in a micro-batch of a global batch."""
+        """The data set indices of a micro-batch in a global batch."""
         return self._order.indices(batch.epoch, batch.step, micro_batch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: the position is in Lightning's counters. That it exists tells Lightning that resuming is exact."""
+        """Empty, since the position is in Lightning's counters. The method's existence makes Lightning resume
+        exactly.
+        """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -230,14 +231,14 @@ class TrainingLoader(InPlace):
 
 
 class EvaluationLoader(InPlace):
-    """Yields this rank's batches of an evaluation pass; what a lost rank leaves is run at the pass's end.
+    """Yields this rank's batches of an evaluation pass; a lost rank's batches are run at the pass's end.
 
     Args:
         loader: the user's.
-        devices: of the declared world: its ``len`` is a device's share, as with ddp.
+        devices: of the declared world: ``len`` is a device's share, as with ddp.
         seed: of augmentation.
-        begin: told of the pass when iteration starts; gives the batches to run.
-        start: told each batch's number before it is handed out.
+        begin: called with this loader when iteration starts; returns the batches to run.
+        start: called with each batch's number before it is yielded.
     """
 
     def __init__(
@@ -262,11 +263,11 @@ class EvaluationLoader(InPlace):
         return math.ceil(self._order.num_micro_batches / self._devices)
 
     def limit(self, per_device: int) -> None:
-        """Sets the pass's batches from what Lightning's limits allow each device of the declared world."""
+        """Set the pass's batches from Lightning's limit for each device of the declared world."""
         self.num_batches = min(self._order.num_micro_batches, per_device * self._devices)
 
     def set_epoch(self, epoch: int) -> None:
-        """For shuffled evaluation data."""
+        """Set the epoch for shuffled evaluation data."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[Any]:
@@ -286,7 +287,7 @@ class EvaluationLoader(InPlace):
         return self._fetcher.get((self.epoch, number, 0))
 
     def end(self) -> None:
-        """The pass is over."""
+        """End the pass."""
         self._fetcher.end_epoch()
 
     def _ahead(self, start: Place) -> Iterator[Place]:
@@ -300,10 +301,10 @@ class PassLoader(InPlace):
         loader: the user's.
         shape: of training steps; a global batch here has as many of the loader's batches, the last one fewer.
         seed: of augmentation.
-        most: at most so many batches for each of the shape's devices; None: all.
-        limit: a further limit of that kind, asked when a pass begins; `math.inf` for none.
-        epoch: the present one, for shuffled data.
-        share: the batches of a global batch that fall to this worker in the present world, in order.
+        most: largest number of batches for each of the shape's devices; None: all.
+        limit: returns a further limit of this kind when a pass begins; `math.inf` for none.
+        epoch: returns the present epoch, for shuffled data.
+        share: returns this worker's batches of a global batch in the present world, in order.
     """
 
     def __init__(
@@ -345,7 +346,7 @@ class PassLoader(InPlace):
             )
 
     def end(self) -> None:
-        """The pass is over."""
+        """End the pass."""
         self._fetcher.end_epoch()
 
     def _parts(self) -> Iterator[range]:

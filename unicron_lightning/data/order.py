@@ -1,9 +1,9 @@
-"""The order of a data set in an epoch, cut into global micro-batches that are the same whoever computes them.
+"""The order of a data set in an epoch, divided into global micro-batches independently of the computing ranks.
 
-With torch's default samplers the samples of step ``s`` and their split into micro-batches are those of Lightning's
+With torch's default samplers the samples of step ``s`` and their division into micro-batches are those of Lightning's
 ``ddp`` with the declared number of devices: the order is `DistributedSampler`'s permutation of (seed, epoch); per
-accumulation round, device ``r`` of ``W`` takes every ``W``-th sample. But nothing is repeated to fill the last round:
-a micro-batch there may be smaller, and the last step of an epoch may have fewer.
+accumulation round, device ``r`` of ``W`` takes every ``W``-th sample. Unlike there, no samples are repeated to fill the
+last round: a micro-batch there may be smaller, and the last step of an epoch may have fewer.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from unicron_lightning.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class StepShape:
-    """How a step is made up.
+    """Composition of a step.
 
     Attributes:
-        devices: micro-batches computed side by side in the declared world (devices x nodes).
-        accumulation: rounds of those per optimizer step.
+        devices: micro-batches computed in parallel in the declared world (devices x nodes).
+        accumulation: rounds of parallel micro-batches per optimizer step.
     """
 
     devices: int
@@ -47,16 +47,16 @@ class StepShape:
 
 
 class DataOrder:
-    """Order and cut of one data loader's samples.
+    """Order and division of one data loader's samples.
 
     Args:
         loader: the user's, over a map-style data set.
         shape: of the steps; evaluation uses one round.
         seed: of the default shuffle and of user samplers.
-        shuffle: also where the loader asks for no order: Lightning does under ddp, for training.
+        shuffle: whether to shuffle even if the loader requests no order, as Lightning does under ddp for training.
 
     Raises:
-        ConfigError: for iterable data sets and samplers of unknown length.
+        ConfigError: the data set is iterable, or the sampler has no length.
     """
 
     def __init__(self, loader: DataLoader[Any], shape: StepShape, seed: int, shuffle: bool = False) -> None:
@@ -86,12 +86,12 @@ class DataOrder:
         return math.ceil(self.num_micro_batches / self._shape.micro_batches)
 
     def micro_batches(self, step: int) -> range:
-        """Numbers, within step ``step`` of an epoch, of its micro-batches: fewer than M only in the last step."""
+        """Numbers of the micro-batches within step ``step`` of an epoch: fewer than M only in the last step."""
         first = step * self._shape.micro_batches
         return range(max(0, min(self._shape.micro_batches, self.num_micro_batches - first)))
 
     def indices(self, epoch: int, step: int, micro_batch: int) -> list[int]:
-        """The data set's indices in a micro-batch."""
+        """The data set indices of a micro-batch."""
         if epoch != self._epoch:
             self._cut = self._order_of(epoch)
             self._epoch = epoch
@@ -135,7 +135,7 @@ class DataOrder:
         return type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
 
     def _fixed(self, sampler: Any, epoch: int) -> Any:
-        """A user's sampler gives the same order on all ranks: random state is set from (seed, epoch) meanwhile."""
+        """Set random state from (seed, epoch), so that a user's sampler yields the same order on all ranks."""
         for source in (sampler, getattr(sampler, "sampler", None)):
             if source is None:
                 continue
@@ -147,7 +147,7 @@ class DataOrder:
 
 
 class _Cut(Sequence[list[int]]):
-    """An order cut into micro-batches on demand: device ``r`` of a round takes every W-th sample of the round."""
+    """An order divided into micro-batches on demand: device ``r`` of a round takes every W-th sample of the round."""
 
     def __init__(self, order: Any, batch_size: int, devices: int, number: int) -> None:
         self._order, self._batch_size, self._devices, self._number = order, batch_size, devices, number
@@ -163,7 +163,7 @@ class _Cut(Sequence[list[int]]):
 
 
 def _whole(sampler: DistributedSampler[Any]) -> DistributedSampler[Any]:
-    """The user's distributed sampler without its split: dealing out is the strategy's part."""
+    """The user's distributed sampler without its division, which is the strategy's task."""
     return DistributedSampler(
         sampler.dataset,
         num_replicas=1,
@@ -175,20 +175,20 @@ def _whole(sampler: DistributedSampler[Any]) -> DistributedSampler[Any]:
 
 
 def check_loader(loader: object) -> None:
-    """Refuses what can't be dealt out exactly.
+    """Reject loaders whose micro-batches cannot be distributed exactly.
 
     Raises:
-        ConfigError: saying what was found and what to do instead.
+        ConfigError: the loader is not supported; the message states the reason and a remedy.
     """
     if not isinstance(loader, DataLoader):
         raise ConfigError(
             f"the unicron strategy needs a torch.utils.data.DataLoader, found {type(loader).__qualname__}: a lost "
-            "rank's micro-batches can be computed again only if they can be fetched by number"
+            "rank's micro-batches can be recomputed only if they can be fetched by number"
         )
     if type(loader).__iter__ is not DataLoader.__iter__:
         raise ConfigError(
             f"{type(loader).__qualname__} is a DataLoader with an __iter__ of its own, which the unicron strategy "
-            "would bypass: it fetches batches by number. Move what it does into the data set or into collate_fn"
+            "would bypass: it fetches batches by number. Move its work into the data set or into collate_fn"
         )
     if isinstance(loader.dataset, IterableDataset):
         raise ConfigError(

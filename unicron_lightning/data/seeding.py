@@ -1,4 +1,4 @@
-"""Random state that depends on the place in the program, never on the rank that is there."""
+"""Random state that depends on the place in the program, never on the rank."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def place_seed(seed: int, *place: int) -> int:
 
 
 def seed_all(value: int) -> None:
-    """Seeds Python, NumPy and torch (the CPU, and all CUDA devices once CUDA is in use)."""
+    """Seed Python, NumPy and torch (the CPU, and all CUDA devices once CUDA is in use)."""
     random.seed(value)
     numpy.random.seed(value & 0xFFFFFFFF)
-    # Not torch.manual_seed, which formats a stack trace for each kind of device not in use: in all about a millisecond.
+    # torch.manual_seed would format a stack trace for each unused kind of device: about a millisecond in total.
     torch.default_generator.manual_seed(value)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(value)
@@ -31,12 +31,12 @@ def seed_all(value: int) -> None:
 
 @contextmanager
 def preserved() -> Iterator[None]:
-    """Leaves the random state of Python, NumPy and torch (CPU and the present CUDA device) as it was before.
+    """Preserve the random state of Python, NumPy and torch (CPU and the present CUDA device).
 
-    Inside another one it does nothing: the outer one restores, once per step instead of once per micro-batch.
+    A nested use does nothing: the outer one restores, once per step instead of once per micro-batch.
     """
     global _preserving
-    if _preserving:  # what is around restores it
+    if _preserving:  # the outer use restores the state
         yield
         return
     states, _preserving = random_states(), True
@@ -49,7 +49,7 @@ def preserved() -> Iterator[None]:
 
 @contextmanager
 def seeded(seed: int, *place: int) -> Iterator[None]:
-    """Inside, the random state is that of the place; afterwards as before."""
+    """Inside, the random state is that of the place; afterwards it is restored."""
     with preserved():
         seed_all(place_seed(seed, *place))
         yield
@@ -68,7 +68,7 @@ def random_states() -> dict[str, object]:
 
 
 def restore_random_states(states: dict[str, object]) -> None:
-    """Sets what `random_states` gave."""
+    """Restore a result of `random_states`."""
     random.setstate(states["python"])  # type: ignore[arg-type]
     numpy.random.set_state(states["numpy"])  # type: ignore[arg-type]
     torch.set_rng_state(states["torch"])  # type: ignore[arg-type]

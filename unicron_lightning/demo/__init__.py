@@ -1,1 +1,1 @@
-"""``make demo``: a small GPT trained straight through three failures, and the proof that nothing was lost."""
+"""``make demo``: a small GPT trained through three failures, with proof that nothing was lost."""

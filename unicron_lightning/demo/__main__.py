@@ -13,11 +13,11 @@ from unicron_lightning.demo import failures, sharing
 
 
 def main() -> int:
-    """Returns the exit status: 0 if everything claimed was shown."""
+    """Run the demonstration; return the exit status: 0 if every claim was shown."""
     parser = argparse.ArgumentParser(prog="python -m unicron_lightning.demo", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("demo-output"), help="folder for logs and the pictures")
-    parser.add_argument("--act", type=int, choices=(1, 2), help="only this one")
-    parser.add_argument("--steps-per-epoch", type=int, default=130, help="of the first act's two epochs")
+    parser.add_argument("--act", type=int, choices=(1, 2), help="run only this act")
+    parser.add_argument("--steps-per-epoch", type=int, default=130, help="steps in each of the first act's two epochs")
     options = parser.parse_args()
     console = Console(width=110)
     shutil.rmtree(options.out, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Three torchrun agents on this machine, and the means to break them."""
+"""Three torchrun agents on this machine, with methods to kill them."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ class Cluster:
 
     @property
     def diary(self) -> list[Line]:
-        """What all workers have written so far."""
+        """Lines of all workers so far."""
         return self._diary.lines
 
     def start_agent(self, node: int) -> None:
-        """Starts (again) the node's agent, as a user would by hand."""
+        """Start (or restart) the node's agent, as a user would by hand."""
         command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "unicron"]
         command += ["--rdzv-endpoint", f"127.0.0.1:{self._port}", "--rdzv-id", "demo"]
         command += ["--rdzv-conf", f"node=node{node},allow_injection=true"]
@@ -74,11 +74,11 @@ class Cluster:
             self._agents[node] = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
 
     def wait(self, timeout: float) -> None:
-        """Waits until all agents have ended.
+        """Wait until all agents have exited.
 
         Raises:
-            RuntimeError: if one ends with an error; says where its log is.
-            TimeoutError: if they do not end in ``timeout`` seconds.
+            RuntimeError: an agent has failed; the message names its log.
+            TimeoutError: the agents have not exited in ``timeout`` seconds.
         """
         deadline = time.monotonic() + timeout
         while any(agent.poll() is None for agent in self._agents.values()):
@@ -92,7 +92,7 @@ class Cluster:
                 raise RuntimeError(f"agent {node} ended with {agent.returncode}; see {self.out}/agent-node{node}.log")
 
     def until(self, condition: Callable[[], dict[str, Any] | None], timeout: float = 120.0) -> dict[str, Any]:
-        """Reads the diaries until ``condition`` gives a line, which is returned."""
+        """Read the diaries until ``condition`` returns a line; return the line."""
         deadline = time.monotonic() + timeout
         while True:
             self._diary.read()
@@ -100,7 +100,7 @@ class Cluster:
             if line is not None:
                 return line
             if time.monotonic() > deadline:
-                raise TimeoutError(f"nothing of the kind in {timeout} s; logs are in {self.out}")
+                raise TimeoutError(f"the condition did not hold within {timeout} s; logs are in {self.out}")
             time.sleep(0.001)
 
     def step(self) -> int:
@@ -112,23 +112,23 @@ class Cluster:
         return int([x for x in self.diary if x["event"] == "start" and x["node"] == f"node{node}"][-1]["pid"])
 
     def kill_worker(self, node: int) -> float:
-        """SIGKILLs the node's worker; returns when."""
+        """Send SIGKILL to the node's worker; return the time."""
         return self._inject(f"kill node=node{node}")
 
     def kill_agent(self, node: int) -> float:
-        """SIGKILLs the node's agent, with which its worker dies; returns when."""
+        """Send SIGKILL to the node's agent, with which its worker dies; return the time."""
         at = self._inject(f"kill agent node=node{node}")
         self._agents[node].wait()
         return at
 
     def kill_coordinator(self) -> float:
-        """SIGKILLs the embedded coordinator; returns when."""
-        with contextlib.suppress(CoordinatorUnavailable):  # it does not answer any more
+        """Send SIGKILL to the embedded coordinator; return the time."""
+        with contextlib.suppress(CoordinatorUnavailable):  # it no longer answers
             self._inject("kill coordinator")
         return self._injected_at()
 
     def _inject(self, fault: str) -> float:
-        """Has a fault strike; returns when it was noted, just before it did."""
+        """Inject a fault; return the time at which it was noted, just before it struck."""
         fetch(f"127.0.0.1:{self._port}", "/v1/tasks/demo/inject", method="POST", body={"fault": fault})
         return self._injected_at()
 
@@ -136,7 +136,9 @@ class Cluster:
         return float([event for event in self.events() if event["name"] == "fault_injected"][-1]["at"])
 
     def events(self) -> list[dict[str, Any]]:
-        """The task's event log, from the coordinator's database: it is there whether a coordinator runs or not."""
+        """The task's event log, read from the coordinator's database, which also exists without a running
+        coordinator.
+        """
         (path,) = (self.out / "coordinator").rglob("coordinator.sqlite")
         with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
             rows = database.execute("SELECT at, name, incident, fields FROM events ORDER BY seq").fetchall()
@@ -144,7 +146,7 @@ class Cluster:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback address that nobody listens on now."""
+    """A TCP port of the loopback address without a listener."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""What the demo's workers write down, read as it grows."""
+"""The demo workers' diaries, read as they grow."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Diary:
     """The lines of all workers of a task, in ``lines``.
 
     Args:
-        folder: where the workers' files are.
+        folder: of the workers' files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -24,7 +24,7 @@ class Diary:
         self._offsets: dict[Path, int] = {}
 
     def read(self) -> None:
-        """Adds the new complete lines."""
+        """Add the new complete lines."""
         for path in sorted(self._folder.glob("worker-*.jsonl")):
             with path.open() as file:
                 file.seek(self._offsets.get(path, 0))
@@ -35,7 +35,7 @@ class Diary:
 
 
 def computed_again(lines: Iterable[Line]) -> list[list[Line]]:
-    """The micro-batches that were computed more than once: for each the lines that tell of it, in the diary's order."""
+    """The lines of each micro-batch that was computed more than once, in the diary's order."""
     by_place: dict[tuple[int, tuple[int, ...]], list[Line]] = defaultdict(list)
     for line in lines:
         if line["event"] == "micro_batch":

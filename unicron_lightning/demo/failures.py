@@ -1,4 +1,4 @@
-"""The first act: one task is trained through three failures, and it is proved that they cost what they should."""
+"""The first act: train one task through three failures, and prove their cost."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from unicron_lightning.demo.report import report
 from unicron_lightning.demo.timeline import first_of_each, moments
 
 TOLERANCE = 1e-5
-"""Largest parameter difference accepted: rounding, as the order of additions differs, grown by AdamW over all steps."""
+"""Largest accepted parameter difference: rounding by another order of additions, amplified by AdamW over all steps."""
 NODES = 3
 _GAP_SECONDS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What was done to the run."""
+    """A fault injected into the run."""
 
     name: str
     at: float
@@ -41,7 +41,7 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What is left of a run."""
+    """The records of a run."""
 
     diary: list[Line]
     faults: list[Fault]
@@ -50,10 +50,10 @@ class Run:
 
 
 def show(console: Console, out: Path, steps_per_epoch: int) -> bool:
-    """Plays the act; whether everything claimed was shown.
+    """Play the act; return whether every claim was shown.
 
     Args:
-        console: for the story.
+        console: for the output.
         out: new folder for logs and the picture.
         steps_per_epoch: of two epochs.
     """
@@ -109,7 +109,7 @@ def _train_through_failures(cluster: Cluster, console: Console) -> Run:
 
 
 def _in_step(cluster: Cluster, step: int, node: int) -> Line | None:
-    """The second micro-batch, by the node's worker in a full world, of a step that is not before ``step``."""
+    """The second micro-batch of a step not before ``step``, computed by the node's worker in a complete world."""
     if cluster.step() < step or _world(cluster, NODES, 0) is None:
         return None
     pid = cluster.worker(node)
@@ -118,7 +118,7 @@ def _in_step(cluster: Cluster, step: int, node: int) -> Line | None:
 
 
 def _world(cluster: Cluster, size: int, after: float) -> Line | None:
-    """A step finished by so many workers."""
+    """A step finished by ``size`` workers."""
     return next((x for x in cluster.diary if x["event"] == "step" and x["at"] > after and x["world"] == size), None)
 
 

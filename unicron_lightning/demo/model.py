@@ -1,4 +1,4 @@
-"""A small GPT over bytes, as anybody would write it for Lightning: nothing in it knows of failures."""
+"""A small GPT over bytes, written as for plain Lightning, without any knowledge of failures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Block(nn.Module):
         super().__init__()
         self.heads = heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        # No bias: a key's would have no gradient but rounding noise, which Adam turns into steps.
+        # No bias: a key's bias has no gradient but rounding noise, which Adam would scale up to whole steps.
         self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
         self.feed = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
         self.dropout = nn.Dropout(dropout)

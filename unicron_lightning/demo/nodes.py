@@ -1,4 +1,4 @@
-"""A coordinator, a daemon per node and submitted jobs on this machine, and the means to break them."""
+"""A coordinator, a daemon per node and submitted jobs on this machine, with methods to kill them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from unicron_lightning.errors import CoordinatorUnavailable
 
 
 class Nodes:
-    """Everything that runs. A context manager that leaves no process behind.
+    """All processes of the act. A context manager that leaves no process behind.
 
     Args:
         out: folder for logs, the coordinator's state and the tasks' own folders.
@@ -61,17 +61,17 @@ class Nodes:
                 process.kill()
                 process.wait()
 
-    # ---- what is done
+    # ---- actions
 
     def start_node(self, node: str) -> float:
-        """Starts (again) the node's daemon, as a service manager would; returns when."""
+        """Start (or restart) the node's daemon, as a service manager would; return the time."""
         at = time.time()
         logs = str(self.out / "logs")
         self._start(node, "agent", "--node", node, "--slots", "1", "--logs", logs, *self._endpoint())
         return at
 
     def submit(self, name: str, command: Sequence[str], **limits: float) -> None:
-        """Submits a job, which gets the folder NAME for what it writes."""
+        """Submit a job, whose output goes to the folder NAME."""
         folder = self.out / name
         folder.mkdir()
         self._diaries[name] = Diary(folder)
@@ -81,12 +81,12 @@ class Nodes:
         self.order("submit", str(path))
 
     def order(self, *words: str) -> None:
-        """Runs a command of ``unicron``, as an operator would."""
+        """Run a command of ``unicron``, as an operator would."""
         command = [sys.executable, "-m", "unicron_lightning.cli", *words, *self._endpoint()]
         subprocess.run(command, env=self._environment, check=True, stdout=subprocess.DEVNULL, timeout=60)
 
     def kill_node(self, node: str) -> float:
-        """SIGKILLs everything that runs on a node, as its power failing would; returns when."""
+        """Send SIGKILL to all processes on a node, as a power failure would; return the time."""
         workers = [
             line["pid"]
             for diary in self._diaries.values()
@@ -102,17 +102,18 @@ class Nodes:
         return at
 
     def stop(self, task: str) -> float:
-        """Has a task end its training well; returns when."""
+        """End a task's training successfully; return the time."""
         (self.out / task / "stop").touch()
         return time.time()
 
-    # ---- what is seen
+    # ---- observations
 
     def until(self, condition: Callable[[], bool], what: str, timeout: float = 150.0) -> None:
-        """Waits.
+        """Wait for a condition.
 
         Raises:
-            TimeoutError: not within ``timeout`` seconds; says where the logs are.
+            TimeoutError: the condition did not hold within ``timeout`` seconds; the message names the folder of the
+                logs.
         """
         deadline = time.monotonic() + timeout
         while not condition():
@@ -121,12 +122,13 @@ class Nodes:
             time.sleep(0.05)
 
     def world(self, task: str, after: float = 0.0) -> int:
-        """Workers that finished the task's last step, if that was later than ``after``."""
+        """Number of workers that finished the task's last step, if it was later than ``after``."""
         steps = self.steps(task)
         return int(steps[-1]["world"]) if steps and steps[-1]["at"] > after else 0
 
     def wait_worlds(self, worlds: Mapping[str, int], timeout: float = 150.0) -> float:
-        """Waits until each task named has finished a step with so many workers, from now on; returns since when.
+        """Wait until each named task has finished a new step with the given number of workers; return the start of the
+        wait.
 
         Raises:
             TimeoutError: see `until`.
@@ -137,7 +139,7 @@ class Nodes:
         return since
 
     def wait_success(self, task: str) -> None:
-        """Waits until a task has ended well.
+        """Wait until a task has succeeded.
 
         Raises:
             TimeoutError: see `until`.
@@ -145,7 +147,7 @@ class Nodes:
         self.until(lambda: self.state_of(task) == "succeeded", f"the end of task {task}")
 
     def diary(self, task: str) -> list[Line]:
-        """What all workers of a task have written so far."""
+        """Lines of all workers of a task so far."""
         self._diaries[task].read()
         return self._diaries[task].lines
 
@@ -158,12 +160,12 @@ class Nodes:
         return [first[step] for step in sorted(first)]
 
     def nodes_of(self, task: str) -> list[str]:
-        """Nodes whose slot is the task's by the plan in force."""
+        """Nodes whose slot is assigned to the task by the present plan."""
         assigned = self.get("/v1/status")["assigned"]
         return sorted(place.split("/")[0] for place, name in assigned.items() if name == task)
 
     def state_of(self, task: str) -> str:
-        """queued, running, succeeded, ..."""
+        """State of a job: queued, running, succeeded, ..."""
         return str(self.get(f"/v1/jobs/{task}")["state"])
 
     def events(self) -> list[Line]:
@@ -171,7 +173,7 @@ class Nodes:
         return list(self.get("/v1/events"))
 
     def get(self, path: str) -> Any:
-        """Asks the coordinator."""
+        """Send a request to the coordinator."""
         token = Token(secret=self._environment["UNICRON_TOKEN"], origin="the demonstration")
         return fetch(f"127.0.0.1:{self._port}", path, Access(token=token))
 

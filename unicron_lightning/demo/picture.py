@@ -1,4 +1,4 @@
-"""The loss curves of two runs over each other, with the faults and the world."""
+"""The loss curves of two runs in one picture, with the faults and the world."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def draw(
     worlds: dict[int, int],
     faults: list[tuple[int, str]],
 ) -> None:
-    """Saves the picture.
+    """Save the picture.
 
     Args:
         path: of the PNG file.

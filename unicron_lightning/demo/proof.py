@@ -1,4 +1,4 @@
-"""What the diaries and results prove: pure functions over their lines."""
+"""Proofs from the diaries and results: pure functions over their lines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class WorkProof:
         needed: in all steps.
         computed: forward passes run.
         recomputed: computed by more than one worker, because the first died.
-        wasted: recomputed although the worker that had computed it lived on; must be 0.
+        wasted: recomputed although the worker that had computed it survived; must be 0.
         lost_samples, repeated_samples: per epoch, of the data set; must be 0.
     """
 
@@ -34,7 +34,7 @@ class WorkProof:
 
 
 def prove_work(diary: Sequence[Line], dead: set[int], steps_per_epoch: int) -> WorkProof:
-    """Accounts for every micro-batch and sample.
+    """Account for every micro-batch and sample.
 
     Args:
         diary: all lines of all workers.
@@ -64,7 +64,7 @@ def prove_work(diary: Sequence[Line], dead: set[int], steps_per_epoch: int) -> W
 
 
 def loss_curve(diary: Iterable[Line]) -> dict[int, float]:
-    """Loss by step; all workers log the same."""
+    """Loss by step, which is the same on all workers."""
     return {line["step"]: line["loss"] for line in diary if line["event"] == "step"}
 
 
@@ -74,7 +74,7 @@ def worlds(diary: Iterable[Line]) -> dict[int, int]:
 
 
 def step_times(diary: Iterable[Line]) -> list[float]:
-    """When the steps were first known to be finished, in order."""
+    """Time at which each step was first recorded as finished, in order."""
     first: dict[int, float] = {}
     for line in diary:
         if line["event"] == "step":
@@ -90,11 +90,11 @@ def longest_gap(times: Sequence[float], start: float, stop: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Exactness:
-    """Final parameters of a run against another's.
+    """Comparison of a run's final parameters with those of a reference.
 
     Attributes:
         largest_difference: over all parameters.
-        identical: whether the run's own workers ended bitwise equal.
+        identical: whether the run's own workers ended with bitwise equal parameters.
         losses: largest difference of the loss curves.
         val_losses: of the two runs.
     """
@@ -106,7 +106,7 @@ class Exactness:
 
 
 def prove_exactness(run: Path, reference: Path, curves: tuple[dict[int, float], dict[int, float]]) -> Exactness:
-    """Compares the results that the workers of two runs have saved."""
+    """Compare the results that the workers of two runs have saved."""
     mine = [torch.load(path) for path in sorted(run.glob("final-*.pt"))]
     other = torch.load(min(reference.glob("final-*.pt")))
     first = mine[0]["parameters"]

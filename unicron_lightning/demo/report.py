@@ -1,4 +1,4 @@
-"""Claims, and whether they were shown."""
+"""Claims and their outcomes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rich.console import Console
 
 
 def report(console: Console, checks: Sequence[tuple[str, bool]]) -> bool:
-    """Prints each claim with its outcome; whether all hold."""
+    """Print each claim with its outcome; return whether all hold."""
     for text, passed in checks:
         console.print(f"[{'green' if passed else 'bold red'}]{'ok  ' if passed else 'FAIL'}[/] {text}")
     return all(passed for _, passed in checks)

@@ -1,6 +1,6 @@
 """The second act: two tasks share six nodes; a node dies and returns, a task ends, and the plan moves nodes.
 
-Two cores cannot show what six accelerators do, so a micro-batch sleeps in the place of most of its computing.
+Two cores cannot show the work of six accelerators, so a micro-batch sleeps in place of most of its computation.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ WEIGHTS: Final = {"heavy": 2.0, "light": 1.0}
 MINIMUMS: Final = {"heavy": 2, "light": 1}
 MOST: Final = 4
 TOLERANCE: Final = 1e-5
-"""Largest parameter difference accepted: rounding, as the order of additions differs, grown by AdamW over all steps."""
+"""Largest accepted parameter difference: rounding by another order of additions, amplified by AdamW over all steps."""
 STAND_SECONDS: Final = 2.0
-"""Longest time without a step that is accepted around a change, beyond the time of a step."""
+"""Longest accepted time without a step around a change, beyond the time of a step."""
 RECOVERED: Final = 0.75
-"""Least part of the WAF before that is accepted after; more is noise of what else the machine does."""
+"""Least accepted ratio of the WAF after to the WAF before; the rest is noise by other load on the machine."""
 _STEADY_SECONDS: Final = 5.0
 _TRAIN: Final = ["-m", "unicron_lightning.demo.train", "--nodes", str(MOST), "--accumulate", "3"]
 _ENDLESS: Final = ["--steps-per-epoch", "2000", "--epochs", "50"]
@@ -39,7 +39,7 @@ _ENDLESS: Final = ["--steps-per-epoch", "2000", "--epochs", "50"]
 
 @dataclass(kw_only=True)
 class Story:
-    """What happened when; times are time.time()."""
+    """The course of the act; times are time.time()."""
 
     phases: list[Phase] = field(default_factory=list)
     moments: list[tuple[float, str]] = field(default_factory=list)
@@ -48,10 +48,10 @@ class Story:
 
 
 def show(console: Console, out: Path) -> bool:
-    """Plays the act; whether everything claimed was shown.
+    """Play the act; return whether every claim was shown.
 
     Args:
-        console: for the story.
+        console: for the output.
         out: new folder for logs and the picture.
     """
     with Nodes(out.absolute(), NODES) as nodes:
@@ -79,7 +79,7 @@ def _play(nodes: Nodes, console: Console) -> Story:
         console.print(f"{what}")
 
     def steady(name: str, **worlds: int) -> None:
-        """Waits for tasks to train with so many workers each, and then a while, which is a phase."""
+        """Wait for the given worlds, then for a while, which is recorded as a phase."""
         since = nodes.wait_worlds(worlds)
         start = time.time()
         if story.moments:
@@ -128,7 +128,7 @@ def _tell(console: Console, story: Story, events: list[Line], works: dict[str, W
 
 
 def _words(event: Line) -> str | None:
-    """What an event of the log means to the story; None for the others."""
+    """Text for an event of the log; None for events that are not shown."""
     fields: dict[str, Any] = event["fields"]
     match event["name"]:
         case "agent_lost" | "slot_granted" | "slot_revoked":
@@ -148,7 +148,7 @@ def _worth(task: str, out: Path) -> float:
 
 
 def _difference(out: Path, task: str, steps: int) -> float:
-    """Largest difference of a parameter, of any worker, to a world of one that did the same steps."""
+    """Largest difference of any worker's parameter from a world of one worker with the same steps."""
     folder = out / f"reference-{task}"
     folder.mkdir()
     command = [sys.executable, *_TRAIN, *_ENDLESS, "--max-steps", str(steps), "--until-told", "--out", str(folder)]
@@ -164,7 +164,7 @@ def _difference(out: Path, task: str, steps: int) -> float:
 
 
 def _wasted(diary: list[Line], killed: set[int]) -> int:
-    """Micro-batches that were computed again though the worker that had finished them lived on."""
+    """Number of micro-batches that were recomputed although the worker that had finished them survived."""
     return sum(1 for lines in computed_again(diary) if lines[0]["pid"] not in killed)
 
 

@@ -1,4 +1,4 @@
-"""The second act as a picture: who has how many nodes, and what that is worth."""
+"""The second act as a picture: each task's nodes, and the resulting WAF."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def draw(
     waf: tuple[NDArray[np.float64], NDArray[np.float64]],
     moments: Sequence[tuple[float, str]],
 ) -> None:
-    """Saves the picture.
+    """Save the picture.
 
     Args:
         path: of the PNG file.
         worlds: by task, (moment [s], workers that finished a step then).
         waf: moments [s] and weighted FLOP/s.
-        moments: (moment [s], what happened).
+        moments: (moment [s], name of the event).
     """
     start = float(waf[0][0])
     figure, (top, bottom) = plt.subplots(2, 1, figsize=(10, 6), sharex=True)

@@ -1,4 +1,4 @@
-"""Real English text that is on every machine: the topics of Python's own ``help()``."""
+"""English text that exists on every machine: the topics of Python's own ``help()``."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch.utils.data import Dataset
 
 
 class Windows(Dataset[tuple[int, Tensor]]):
-    """Stretches of ``length + 1`` bytes, with their numbers.
+    """Windows of ``length + 1`` bytes, with their numbers.
 
     Args:
         start, stop: part of the text, as fractions of it.
         length: context of the model in bytes.
-        limit: at most so many windows.
+        limit: largest number of windows.
     """
 
     def __init__(self, start: float, stop: float, length: int, limit: int) -> None:

@@ -1,4 +1,4 @@
-"""The story of each failure, from the coordinator's event log."""
+"""The course of each failure, from the coordinator's event log."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """One thing that happened; ``milliseconds`` after the kill."""
+    """One event; ``milliseconds`` after the kill."""
 
     what: str
     milliseconds: float
@@ -17,7 +17,7 @@ class Moment:
 
 
 def moments(events: Sequence[dict[str, Any]], killed_at: float, until: float) -> list[Moment]:
-    """What followed a kill, in order; all times by one machine's clock."""
+    """Events after a kill, in order; all times by one machine's clock."""
     found = [m for event in events if killed_at <= event["at"] < until for m in _moment(event)]
     return [Moment(what=what, milliseconds=1e3 * (at - killed_at), detail=detail) for at, what, detail in sorted(found)]
 
@@ -45,7 +45,7 @@ def _moment(event: dict[str, Any]) -> Iterator[tuple[float, str, str]]:
 
 
 def first_of_each(story: Sequence[Moment]) -> list[Moment]:
-    """The story without what several workers tell alike."""
+    """The events without repetitions by several workers."""
     seen: set[tuple[str, str]] = set()
     result = []
     for moment in story:

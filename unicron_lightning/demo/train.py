@@ -1,6 +1,6 @@
 """The training script of the demo: any Lightning script with ``strategy="unicron"``. Run by torchrun, once per worker.
 
-What is more than training is a diary, a JSON line per micro-batch and step, from which the demo proves its claims.
+In addition to training it writes a diary, a JSON line per micro-batch and step, from which the demo proves its claims.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LENGTH = 64
 
 
 class Diary(Callback):
-    """Writes what this worker does, line by line, to a file of its own."""
+    """Writes this worker's activities, line by line, to a file of its own."""
 
     def __init__(self, folder: Path) -> None:
         self._file = (folder / f"worker-{os.getpid()}.jsonl").open("a", buffering=1)
@@ -37,7 +37,7 @@ class Diary(Callback):
         )
 
     def micro_batch(self, step: int, samples: list[int]) -> None:
-        """A micro-batch is being computed for the step after ``step`` finished ones."""
+        """Record a micro-batch of the step that follows ``step`` finished ones."""
         self._write(event="micro_batch", step=step, samples=samples)
 
     @override
@@ -51,11 +51,11 @@ class Diary(Callback):
 
 
 class DemoGPT(GPT):
-    """The model, with each micro-batch noted in the diary when its forward is done."""
+    """The model, which records each micro-batch in the diary after its forward."""
 
     diary: Diary
     pace: float
-    """Seconds of sleep per micro-batch, in the place of an accelerator's work."""
+    """Seconds of sleep per micro-batch, in place of an accelerator's work."""
     flops_per_step: float
 
     @override
@@ -67,7 +67,7 @@ class DemoGPT(GPT):
 
 
 class StopWhenTold(Callback):
-    """Ends the training when there is a file ``stop``, at a step that all workers agree on."""
+    """Ends the training when a file ``stop`` exists, at a step that all workers agree on."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -79,7 +79,7 @@ class StopWhenTold(Callback):
 
 
 def main() -> None:
-    """Trains, saves the final parameters and validation loss next to the diary."""
+    """Train, and save the final parameters and validation loss next to the diary."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--epochs", type=int, default=2)
@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--max-steps", type=int, default=-1)
     parser.add_argument("--pace", type=float, default=0.0, help="seconds to sleep per micro-batch")
-    parser.add_argument("--until-told", action="store_true", help="end when OUT/stop is there, without validation")
+    parser.add_argument("--until-told", action="store_true", help="end when OUT/stop exists, without validation")
     options = parser.parse_args()
     torch.set_num_threads(1)
     pl.seed_everything(7, verbose=False)

@@ -1,4 +1,4 @@
-"""WAF as measured: what the tasks' finished steps are worth per second."""
+"""Measured WAF: the value of the tasks' finished steps per second."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Work:
     """A task's finished steps.
 
     Attributes:
-        ends: when each was finished, time.time(), rising.
-        worth: weight x FLOPs of one.
+        ends: time.time() at the end of each step, rising.
+        worth: weight x FLOPs of one step.
     """
 
     ends: Sequence[float]
@@ -25,7 +25,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """A part of the story: from ``start`` to ``end``, time.time()."""
+    """A phase of the act: from ``start`` to ``end``, time.time()."""
 
     name: str
     start: float

@@ -1,4 +1,4 @@
-"""``unicron plan FILE``: who should have how many workers, where, and why."""
+"""``unicron plan FILE``: the number and places of each task's workers, with reasons."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unicron_lightning.errors import ConfigError
 
 EVENTS = {
     "node-loss": "a node fails: its name, or a task, which loses the node with most of its workers",
-    "join": "a node comes: the name of one that is not ready, or none for a new one",
+    "join": "a node is added: the name of one that is not ready, or none for a new one",
     "finish": "a task ends: its name",
     "launch": "a queued task is to run: its name",
 }
@@ -25,7 +25,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "plan",
         help="compute the best allocation of workers to tasks, and where they go",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="events of --what-if, which strikes when the plan is in force:\n"
+        epilog="events of --what-if, which happens once the plan is in force:\n"
         + "\n".join(f"  {name:10} {meaning}" for name, meaning in EVENTS.items()),
     )
     parser.add_argument("file", nargs="?", metavar="FILE", help="cluster and tasks, in YAML")
@@ -56,12 +56,12 @@ def run(options: argparse.Namespace) -> int:
     except ConfigError:
         raise
     except ValueError as error:
-        # The planner's own checks, of values that come from the file.
+        # Raised by the planner's own checks of values from the file.
         raise ConfigError(f"{options.file}: {error}") from error
 
 
 def _run(options: argparse.Namespace, event: list[str]) -> int:
-    # What compiles or computes is imported only where it is needed: `unicron status` must stay quick.
+    # Modules that compile or compute are imported only here, so that `unicron status` stays fast.
     from rich.console import Console
 
     from unicron_lightning.planner.solver import solve

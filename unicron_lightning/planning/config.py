@@ -1,7 +1,7 @@
-"""What a file for ``unicron plan`` may say: the schema, its defaults, units and reasons.
+"""The schema of a file for ``unicron plan``: its keys, defaults, units and reasons.
 
 `read` turns a YAML file and overrides into a `PlanConfig`. Unknown keys, missing ones and wrong types are refused with
-the key's full name and what was expected.
+the key's full name and the expected value.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ class NodeConfig:
     """One node."""
 
     num_slots: int | None = None
-    """Its accelerators; default: `ClusterConfig.workers_per_node`."""
+    """Number of its accelerators; default: `ClusterConfig.workers_per_node`."""
     switch: str = ""
-    """What its near nodes share."""
+    """Label shared with near nodes."""
     state: Literal["ready", "failed", "draining", "cordoned"] = "ready"
-    """Only ready nodes are planned with. What tasks have on the others counts as lost."""
+    """Only ready nodes are planned with. Workers on other nodes count as lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """The machines: a number of equal nodes, or each by name, or both (those named then differ from the rest)."""
+    """The machines: a number of equal nodes, nodes by name, or both, where named nodes differ from the equal ones."""
 
     num_nodes: int = 0
     """Equal nodes, named node0, node1, ..., with leading zeros where needed."""
@@ -43,35 +43,37 @@ class ClusterConfig:
     nodes_per_switch: int = 0
     """Equal nodes under one switch, counted in their order; 0: all under one."""
     unit: int = 1
-    """Workers that are given out together; workers_per_node gives out whole nodes."""
+    """Workers that are allocated together; the value of workers_per_node allocates whole nodes."""
     accelerator: str | None = None
     """A800, A100, H100 or H200; only needed for tasks with `PerformanceConfig.transformer`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailuresConfig:
-    """How often something fails. An MTBF is that of one worker, or of one node. At least one of them is needed."""
+    """Failure rates. An MTBF is that of one worker, or of one node. At least one of them is needed."""
 
     worker_mtbf_hours: float | None = None
     """Worker-hours per failure of a single worker."""
     node_mtbf_hours: float | None = None
     """Node-hours per failure of a whole node."""
     worker_failures: int = 0
-    """Failures of workers seen in `worker_hours`; the MTBF then is what was expected before."""
+    """Failures of workers observed in `worker_hours`, which correct the MTBF as the prior."""
     worker_hours: float = 0.0
-    """Hours that workers were watched for, added up over all of them."""
+    """Observed hours of workers, summed over all of them."""
     node_failures: int = 0
     node_hours: float = 0.0
     worker_shape: float = 1.0
-    """Weibull shape of workers' lifetimes, ages in equilibrium: 1 a constant rate, less is burn-in, more is wear."""
+    """Weibull shape of workers' lifetimes, ages in equilibrium: 1 for a constant rate, less for burn-in, more
+    for wear.
+    """
     node_shape: float = 1.0
     prior_failures: float = 1.0
-    """How firmly the MTBFs are believed against what was seen, in failures."""
+    """Weight of the MTBFs against observations, in failures."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-    """A transformer that nobody has measured; see `unicron_lightning.planner.performance.shape.ModelShape`."""
+    """A transformer without measurements; see `unicron_lightning.planner.performance.shape.ModelShape`."""
 
     num_layers: int
     hidden_size: int
@@ -87,9 +89,9 @@ class TransformerConfig:
     learned_positions: bool = True
     tied_embeddings: bool = True
     recipe: str = "megatron-core"
-    """How the training program works: megatron-core, megatron-2022 or megatron-2021."""
+    """Training method: megatron-core, megatron-2022 or megatron-2021."""
     may_idle: bool = True
-    """Whether it may leave some of its workers idle."""
+    """Whether the task may leave some of its workers idle."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,18 +123,18 @@ class TaskConfig:
 
     performance: PerformanceConfig
     transition_seconds: float
-    """D_transition: what a change of its workers costs it."""
+    """D_transition: the time that a change of its workers costs the task."""
     weight: float = 1.0
     min_workers: int = 1
     max_workers: int | None = None
     granularity: int = 1
     may_pause: bool = True
     workers: int | None = None
-    """Workers that it has now, where it is not known on which nodes; a placement of them is then assumed."""
+    """The task's present workers, if their nodes are unknown; a placement of them is then assumed."""
     slots: dict[str, int] = field(default_factory=dict)
-    """Node -> workers that it has there now, those of failed nodes included."""
+    """Node -> the task's present workers on it, including those on failed nodes."""
     group_size: int | None = None
-    """Workers that have to share a node; default: TP of the configuration, where that is known."""
+    """Workers that have to share a node; default: TP of the configuration, if known."""
     replica_size: int | None = None
     """Workers of one replica; default: TP x PP."""
 
@@ -162,7 +164,7 @@ def read(path: Path, overrides: list[str]) -> PlanConfig:
         overrides: ``key=value`` with dots in the key, e.g. ``tasks.gpt.weight=2``.
 
     Raises:
-        ConfigError: it can't be read, or says something that is not in the schema.
+        ConfigError: the file cannot be read, or contradicts the schema.
     """
     for override in overrides:
         if "=" not in override:

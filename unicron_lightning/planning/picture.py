@@ -11,21 +11,21 @@ from unicron_lightning.planner.plan import Plan
 
 
 def draw(path: Path, title: str, plan: Plan) -> None:
-    """Write the picture; its format follows from the file's name.
+    """Write the picture in the format of the file's name.
 
     Args:
-        path: where to.
+        path: of the file.
         title: of the picture.
-        plan: whose curves and points.
+        plan: with curves and points.
 
     Raises:
-        ConfigError: matplotlib is not installed, or the file can't be written.
+        ConfigError: matplotlib is not installed, or the file cannot be written.
     """
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"--picture {path}: matplotlib is not installed, expected it from: pip install 'unicron-lightning[picture]'"
+            f"--picture {path}: matplotlib is not installed; install it by: pip install 'unicron-lightning[picture]'"
         ) from error
     # Figure without pyplot: no display, no global state.
     figure = Figure(figsize=(9, 5.5), layout="constrained")
@@ -35,7 +35,7 @@ def draw(path: Path, title: str, plan: Plan) -> None:
         name, num_workers = curve.task.name, chosen[curve.task.name]
         step = curve.task.granularity if curve.task.granularity > 1 else curve.unit
         shown = curve.workers <= plan.state.num_workers
-        # A size that the task cannot have leaves a gap, not a line across it.
+        # A gap in the line marks sizes that the task cannot have.
         sizes, waf = _with_gaps(curve.workers[shown], curve.waf[shown] / 1e15, max(step, curve.unit))
         (line,) = axes.plot(
             sizes, waf, ".-", linewidth=1.2, markersize=3, label=f"{name} (w {curve.task.weight:g}): {num_workers}"
@@ -64,6 +64,6 @@ def draw(path: Path, title: str, plan: Plan) -> None:
 def _with_gaps(
     sizes: np.ndarray[tuple[int], np.dtype[np.int64]], waf: np.ndarray[tuple[int], np.dtype[np.float64]], step: int
 ) -> tuple[np.ndarray[tuple[int], np.dtype[np.float64]], np.ndarray[tuple[int], np.dtype[np.float64]]]:
-    """The same points with a NaN, which breaks the line, wherever sizes are further apart than a step."""
+    """The points with a NaN, which breaks the line, between sizes further apart than a step."""
     breaks = np.flatnonzero(np.diff(sizes) > step) + 1
     return np.insert(sizes.astype(np.float64), breaks, np.nan), np.insert(waf, breaks, np.nan)

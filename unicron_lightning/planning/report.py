@@ -20,7 +20,7 @@ _MOST_MOVES = 20
 
 
 def as_json(plan: Plan, placement: Placement) -> dict[str, Any]:
-    """Everything about a plan. Units are in the names; WAF is in weighted FLOP/s, rewards in weighted FLOP."""
+    """A plan's details. Units are in the names; WAF is in weighted FLOP/s, rewards in weighted FLOP."""
     state = plan.state
     weights = {curve.task.name: curve.task.weight for curve in state.tasks}
     return {
@@ -72,13 +72,12 @@ def show(console: Console, title: str, plan: Plan, placement: Placement, *, assu
     """Print a plan.
 
     Args:
-        console: where to.
-        title: what it is for.
+        console: for the output.
+        title: of the table.
         plan: the plan.
-        placement: where its workers go.
-        assumed: whether the present placement is a guess.
+        placement: of its workers.
+        assumed: whether the present placement is assumed.
     """
-    # As wide as it has to be when nobody looks at it: pipes have no width.
     table = Table(title=escape(title), title_justify="left")
     for name in _COLUMNS:
         left = name in ("task", "layout", "nodes")
@@ -139,12 +138,12 @@ def _summary(plan: Plan, placement: Placement, *, assumed: bool) -> Iterator[str
         yield f"paused: {', '.join(paused)}"
     best = "no placement moves fewer" if placement.proven_fewest else f"at least {placement.fewest_moves} are needed"
     yield f"slots to start: {placement.num_moved} ({best})" + (
-        "; where tasks run now is assumed, as the file says only how many workers they have" if assumed else ""
+        "; the present places are assumed, as the file contains only numbers of workers" if assumed else ""
     )
-    # Where slots are new to a task the table's last column says it all.
+    # For slots that are new to a task, the table's last column is sufficient.
     leaving = [move for move in placement.moves if move.source is not None]
     for move in leaving[:_MOST_MOVES]:
-        yield f"  {move.task}: {move.num_slots} {move.source} -> {move.target or 'given up'}"
+        yield f"  {move.task}: {move.num_slots} {move.source} -> {move.target or 'released'}"
     if len(leaving) > _MOST_MOVES:
         yield f"  and {len(leaving) - _MOST_MOVES} more (--json has all)"
     if spanning := [f"{task} {num}" for task, num in placement.num_spanning.items() if num]:

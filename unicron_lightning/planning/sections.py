@@ -1,4 +1,4 @@
-"""Plain data into dataclasses, strictly: every refusal names the key in full and says what was expected."""
+"""Converts plain data into dataclasses, strictly: every error names the key in full and the expected value."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ Section = TypeVar("Section")
 
 
 def read_section(kind: type[Section], data: object, where: str) -> Section:
-    """Make a dataclass from a mapping, and those in its fields from the mappings there.
+    """Make a dataclass from a mapping, with nested dataclasses from nested mappings.
 
     Args:
-        kind: the dataclass. Its fields may be dataclasses, mappings from names to them, or what msgspec converts.
-        data: what was read.
+        kind: the dataclass. Its fields may be dataclasses, mappings from names to dataclasses, or types that msgspec
+            converts.
+        data: the data that was read.
         where: the key of the whole, with dots; "" for the top.
 
     Raises:
@@ -62,7 +63,7 @@ def _convert(hint: Any, value: object, where: str) -> object:
             for name, item in value.items()
         }
     try:
-        # Not strict: to YAML 1.1 the number 1e15 is text.
+        # Not strict, because in YAML 1.1 the number 1e15 is text.
         return msgspec.convert(value, hint, strict=False)
     except msgspec.ValidationError as error:
         text = str(error)

@@ -1,4 +1,4 @@
-"""From a file's words to the planner's: the state to plan for, the nodes, and what runs on them."""
+"""Converts a file's contents into the planner's input: the state to plan for, the nodes, and the running workers."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from unicron_lightning.planning.config import (
 
 @dataclass(frozen=True, kw_only=True)
 class Situation:
-    """What there is.
+    """The planner's input.
 
     Attributes:
-        state: what plans are made for.
-        nodes: all of them.
-        running: node -> task -> workers now.
-        assumed: whether the file says how many workers tasks have, but not where.
-        config: what the file says of each task, the queued ones included.
+        state: the planned situation.
+        nodes: all nodes.
+        running: node -> task -> present workers.
+        assumed: whether the file contains numbers of workers without their nodes.
+        config: the file's definition of each task, including queued ones.
     """
 
     state: ClusterState
@@ -52,10 +52,10 @@ class Situation:
     config: Mapping[str, TaskConfig]
 
     def place(self, plan: Plan) -> Placement:
-        """Where a plan's workers go.
+        """Place a plan's workers.
 
         Raises:
-            ValueError: groups that don't fit on the nodes.
+            ValueError: groups do not fit on the nodes.
         """
         demands = [self._demand(part.name, part.num_workers, plan) for part in plan.tasks]
         return place(self.nodes, demands, self.running)
@@ -65,21 +65,21 @@ class Situation:
         config = self.config[task]
         group = config.group_size or (layout.tensor_parallel if layout else 1)
         replica = config.replica_size or (layout.tensor_parallel * layout.pipeline_parallel if layout else group)
-        # A task may have more workers than its configuration uses; those that idle are no group.
+        # A task may have more workers than its configuration uses; idle ones form no group.
         group = math.gcd(group, num_workers) or 1
         replica = math.gcd(replica, num_workers) or group
         return Demand(task=task, num_workers=num_workers, group_size=group, replica_size=replica)
 
 
 def situation_of(config: PlanConfig, folder: Path) -> Situation:
-    """Build it.
+    """Build the situation.
 
     Args:
         config: the file.
-        folder: where relative paths in it begin.
+        folder: base of relative paths in the file.
 
     Raises:
-        ConfigError: values that contradict each other, or a table that can't be read.
+        ConfigError: values contradict each other, or a table cannot be read.
     """
     twice = sorted(config.tasks.keys() & config.queued.keys())
     if twice:
@@ -143,14 +143,16 @@ def nodes_of(config: ClusterConfig) -> tuple[Node, ...]:
 
 
 def failure_model(config: FailuresConfig, workers_per_node: int) -> FailureModel:
-    """What fails, and how often: the MTBFs given, corrected by what was seen."""
+    """Hazards of workers and nodes: the given MTBFs, corrected by observations."""
     hazards: dict[str, Hazard] = {}
     for kind in ("worker", "node"):
         hours = getattr(config, f"{kind}_mtbf_hours")
         failures, exposure = getattr(config, f"{kind}_failures"), getattr(config, f"{kind}_hours")
         if hours is None:
             if failures or exposure:
-                raise ConfigError(f"failures.{kind}_mtbf_hours is missing: expected what was believed before")
+                raise ConfigError(
+                    f"failures.{kind}_mtbf_hours is missing: expected the MTBF assumed before the observations"
+                )
             continue
         try:
             belief = RateBelief.from_mtbf(hours * SECONDS_PER_HOUR, num_failures=config.prior_failures)
@@ -164,7 +166,7 @@ def failure_model(config: FailuresConfig, workers_per_node: int) -> FailureModel
 
 
 def _with_shape(hazard: ConstantHazard, shape: float) -> Hazard:
-    """A hazard of the same mean lifetime that depends on age."""
+    """An age-dependent hazard with the same mean lifetime."""
     if shape == 1:
         return hazard
     if not shape > 0:
@@ -191,10 +193,10 @@ def task_of(name: str, config: TaskConfig, where: str, cluster: ClusterConfig, f
 
 
 def performance_of(config: PerformanceConfig, cluster: ClusterConfig, folder: Path) -> PerformanceModel:
-    """T(t,x) as a file says it.
+    """T(t,x) as defined by a file.
 
     Raises:
-        ValueError: a table or a model that can't be.
+        ValueError: the table or the model is invalid.
     """
     if config.transformer is not None:
         return _transformer(config.transformer, cluster)
@@ -240,7 +242,7 @@ def _lost(task: TaskConfig, usable: set[str]) -> int:
 
 
 def _running(config: PlanConfig, nodes: tuple[Node, ...]) -> tuple[Slots, bool]:
-    """What runs where; where the file only says how much, somewhere beside what is known."""
+    """Present workers by node and task; workers without a known node are placed beside the others."""
     running: dict[str, dict[str, int]] = {}
     for task, each in config.tasks.items():
         for node, num in each.slots.items():

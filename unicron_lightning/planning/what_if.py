@@ -1,4 +1,4 @@
-"""``--what-if``: the event that a user means, in the words of the plan that is in force."""
+"""``--what-if``: resolves the user's event with respect to the plan in force."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from unicron_lightning.planning.situation import Situation
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What follows from an event.
+    """The consequence of an event.
 
     Attributes:
-        words: the event, for people.
-        situation: afterwards, with the losses.
-        plan: the new one.
+        words: readable description of the event.
+        situation: after the event, with the losses.
+        plan: the new plan.
     """
 
     words: str
@@ -30,10 +30,10 @@ class Outcome:
 
 
 def what_if(situation: Situation, plan: Plan, placement: Placement, event: str, argument: str | None) -> Outcome:
-    """Plan for an event that strikes when ``plan`` is in force.
+    """Plan for an event that happens once ``plan`` is in force.
 
     Raises:
-        ConfigError: an unknown event, or one that can't happen.
+        ConfigError: the event is unknown or impossible.
     """
     in_force = dataclasses.replace(
         situation, state=situation.state.adopt(plan.allocation), running=placement.slots, assumed=False
