@@ -1,4 +1,4 @@
-"""What the documents name exists: files behind links, make targets, modules, console commands, options."""
+"""Names in documents exist (linked files, make targets, modules, console commands, options); prose is plain English."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from prose import PER, idioms, prose_of_markdown, prose_of_python, rate
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -17,6 +18,12 @@ LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ +(.*)$", re.MULTILINE)
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`([^`\n]+)`|^    (.+)$", re.MULTILINE)
+
+
+MOST_IDIOMS = {"unicron_lightning": 18, "strategies": 125, "callbacks": 10, "benchmarks": 10, "tests": 135}
+"""Idioms per 10,000 words of the docstrings and comments in a folder. Lower a limit when a folder gets better."""
+MOST_IDIOMS_OF_A_DOCUMENT = 20
+TO_BE_REWRITTEN = {"cluster.md": 110, "security.md": 100}
 
 
 def read(document: Path) -> str:
@@ -48,6 +55,32 @@ def test_links_resolve(document: Path) -> None:
         if not inside or (fragment and fragment not in map(anchor, HEADING.findall(read(path)))):
             broken.append(target)
     assert broken == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_documents_are_plain_english(document: Path) -> None:
+    text = prose_of_markdown(read(document))
+    found = idioms(text)
+    allowed = max(1, TO_BE_REWRITTEN.get(document.name, MOST_IDIOMS_OF_A_DOCUMENT) * len(text.split()) // PER)
+    assert len(found) <= allowed, f"CONTRIBUTING.md, Prose: at most {allowed} in this document, not {found}"
+
+
+@pytest.mark.parametrize("folder", MOST_IDIOMS)
+def test_docstrings_and_comments_are_plain_english(folder: str) -> None:
+    texts = {path: prose_of_python(read(path)) for path in (ROOT / folder).rglob("*.py") if not path.is_symlink()}
+    found = {path: idioms(text) for path, text in texts.items()}
+    share = rate(sum(map(len, found.values())), sum(len(text.split()) for text in texts.values()))
+    worst = {str(path.relative_to(ROOT)): found[path] for path in sorted(found, key=lambda path: -len(found[path]))[:3]}
+    assert share <= MOST_IDIOMS[folder], f"CONTRIBUTING.md, Prose: {share:.0f} per {PER} words; most in {worst}"
+
+
+def test_idioms_are_found_in_prose_and_not_in_code() -> None:
+    module = 'x = "tells"  # a rank tells\nclass A:\n    y: int\n    """What nobody says."""\n'
+    assert idioms(prose_of_markdown("`tells` and [told](told.md)\n\n    unicron tell\n")) == [
+        "'told' (report, send, notify)"
+    ]
+    assert len(idioms(prose_of_python(module))) == 3
+    assert rate(2, 1000) == 20.0
 
 
 def test_decisions_are_numbered_without_gaps() -> None:
