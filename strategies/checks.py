@@ -1,4 +1,4 @@
-"""What the strategy refuses, each with one error that says what was found and what to do instead."""
+"""Settings that the strategy refuses, each with one error that names the value and the alternative."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unicron_lightning.errors import ConfigError
 
 
 def check_trainer(trainer: pl.Trainer) -> None:
-    """Refuses trainer settings that contradict a constant global batch.
+    """Refuse trainer settings that contradict a constant global batch.
 
     Raises:
         ConfigError: naming the setting.
@@ -33,7 +33,7 @@ def check_trainer(trainer: pl.Trainer) -> None:
 
 
 def check_module(module: pl.LightningModule) -> None:
-    """Refuses modules that step their optimizers themselves.
+    """Refuse modules that step their optimizers themselves.
 
     Raises:
         ConfigError: for manual optimization.
@@ -46,7 +46,7 @@ def check_module(module: pl.LightningModule) -> None:
 
 
 def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    """Refuses optimizers that run the step more than once, and several at a time.
+    """Refuse optimizers that run the step more than once, and several optimizers.
 
     Raises:
         ConfigError: naming them.

@@ -1,4 +1,4 @@
-"""Lightning's own collectives under the strategy ``unicron``: all go through the engine, and so through failures."""
+"""Lightning's own collectives under the strategy ``unicron``: all go through the engine, and so survive failures."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from unicron_lightning.strategies.collectives import Collectives
 
 
 class CollectingStrategy(ParallelStrategy):
-    """What Lightning and scripts call to exchange values; before the first run nothing is exchanged.
+    """Collectives called by Lightning and scripts; before the first run no values are exchanged.
 
     Attributes:
-        is_distributed: has Lightning pass `reduce` on for ``self.log(sync_dist=True)`` in hooks.
+        is_distributed: makes Lightning call `reduce` for ``self.log(sync_dist=True)`` in hooks.
     """
 
     is_distributed = True
@@ -34,7 +34,7 @@ class CollectingStrategy(ParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        loads = name is not None and name.endswith("_dataloader()")  # nothing to wait for: see `reduce`
+        loads = name is not None and name.endswith("_dataloader()")  # no need to wait: see `reduce`
         if self._collectives is not None and not loads:
             self._collectives.barrier()
 
@@ -47,15 +47,15 @@ class CollectingStrategy(ParallelStrategy):
         if not isinstance(tensor, Tensor) or self._collectives is None:
             return tensor
         if sys._getframe(1).f_code is has_len_all_ranks.__code__:
-            # Lightning asks whether all ranks' loaders have a length. They are equal; and as ranks set up loaders at
-            # different places of the program (a joiner at its start), that must not communicate.
+            # Lightning asks whether all ranks' loaders have a length. They are equal; and ranks set up loaders at
+            # different places of the program (a joiner at its start), so this must not communicate.
             return tensor * self.world_size
         name = reduce_op if isinstance(reduce_op, str) else str(reduce_op).rsplit(".", 1)[-1]
         return self._collectives.reduce(tensor, name.lower())
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Decided from the votes themselves: the world may be another one by the time they are all there."""
+        """Decide from the votes themselves: the world may have changed by the time all have arrived."""
         return decision if self._collectives is None else self._collectives.decide(decision, every=all)
 
     @override

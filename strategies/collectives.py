@@ -1,7 +1,7 @@
 """Lightning's collectives, as operations that survive failures.
 
-Before the first training step of the first ``fit`` their results are also recorded with the coordinator: a joiner,
-whose script runs the same lines alone, finds them there instead of asking members that have long gone on.
+Before the first training step of the first ``fit`` their results are also recorded with the coordinator. A joiner,
+whose script runs the same lines alone, reads them there instead of asking members that have long passed these lines.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from unicron_lightning.worker.operations import Agreement, unpack_parts
 logger = logging.getLogger(__name__)
 
 RECORD_BYTES: Final = 4 << 20
-"""Larger results are not recorded for joiners, which then take their own values for it."""
+"""Larger results are not recorded; a joiner then uses its own value."""
 
 
 class CollectiveInStep(UnicronError):
@@ -37,11 +37,11 @@ class Collectives:
 
     Attributes:
         starting: whether the program is before its first training step, where results are recorded or looked up.
-        inside: the name of the step that is running, in which collectives are refused.
+        inside: the name of the running step, in which collectives are refused.
         records: whether results are recorded and looked up at all; not for a script's second trainer.
-        interrupted: tells whether this worker's run is ending by an error of its own: the others know nothing of it, so
-            each collective is answered with the own value.
-        scope: tells parts of the start apart, some of which joiners leave out.
+        interrupted: returns whether this worker's run is ending by an error of its own. The other workers do not know,
+            so each collective is answered with the own value.
+        scope: distinguishes parts of the start, some of which joiners skip.
     """
 
     def __init__(self, session: Session) -> None:
@@ -55,7 +55,7 @@ class Collectives:
 
     @contextmanager
     def refused(self, step: str) -> Iterator[None]:
-        """Inside, the named step runs."""
+        """Refuse collectives while the named step runs."""
         self.inside = step
         try:
             yield
@@ -63,10 +63,10 @@ class Collectives:
             self.inside = None
 
     def gather(self, name: str, payload: Callable[[int], bytes]) -> list[bytes]:
-        """Each rank's payload in rank order; ``payload`` is called with this worker's rank.
+        """Gather each rank's payload in rank order; ``payload`` is called with this worker's rank.
 
         Raises:
-            CollectiveInStep: where it can't be done.
+            CollectiveInStep: in a place where ranks cannot communicate.
         """
         if self.inside is not None:
             raise CollectiveInStep(
@@ -92,28 +92,28 @@ class Collectives:
         return unpack_parts(result)
 
     def barrier(self) -> None:
-        """Returns when all members have called it."""
+        """Return when all members have called it."""
         self.gather("barrier", lambda rank: b"")
 
     def broadcast(self, value: Any, source: int) -> Any:
-        """Rank ``source``'s value, which must be plain data."""
+        """Return rank ``source``'s value, which must be plain data."""
         if self.interrupted():
             return value
         parts = self.gather("broadcast", lambda rank: codec.encode(value) if rank == source else b"")
         return codec.decode(parts[min(source, len(parts) - 1)])
 
     def decide(self, decision: bool, *, every: bool) -> bool:
-        """Whether every rank (or any) says so."""
+        """Return whether every rank (or any) decides so."""
         votes = [part == b"1" for part in self.gather("decide", lambda rank: b"1" if decision else b"0")]
         return all(votes) if every else any(votes)
 
     def stack(self, name: str, tensor: Tensor) -> Tensor:
-        """All ranks' tensors of one shape, stacked in rank order, on the tensor's device."""
+        """Stack all ranks' tensors of one shape in rank order, on the tensor's device."""
         parts = self.gather(name, lambda rank: codec.encode(tensor))
         return torch.stack([codec.decode(part) for part in parts]).to(tensor.device)
 
     def reduce(self, tensor: Tensor, operation: str) -> Tensor:
-        """Mean, sum, minimum or maximum over the ranks, in the tensor's dtype."""
+        """Return mean, sum, minimum or maximum over the ranks, in the tensor's dtype."""
         stacked = self.stack("reduce", tensor)
         match operation:
             case "mean" | "avg":

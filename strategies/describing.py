@@ -1,4 +1,6 @@
-"""Describes what all workers of a task must agree on: model, optimizer, settings, versions and data order."""
+"""Describes the properties that all workers of a task must share: model, optimizer, settings, versions and data
+order.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ _PLAIN: Final = (bool, int, float, str, type(None))
 
 
 def describe_model(trainer: pl.Trainer) -> dict[str, str]:
-    """What is known when the optimizers are made: before anything is restored."""
+    """Describe the model when the optimizers exist and before anything is restored."""
     module = trainer.lightning_module
     named = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()]
     versions = (torch.__version__, pl.__version__, version("unicron-lightning"))
@@ -36,7 +38,9 @@ def describe_model(trainer: pl.Trainer) -> dict[str, str]:
 
 
 def describe_data(loader: TrainingLoader) -> dict[str, str]:
-    """Length and order of the training data: of the first step and of a later one, the same on all workers."""
+    """Describe length and order of the training data, by the first step and a later one that is equal on all
+    workers.
+    """
     steps = len(loader)
     later = random.Random(steps).randrange(steps) if steps else 0
     places = [loader.at(0, step) for step in dict.fromkeys((0, later)) if step < steps]
@@ -64,7 +68,7 @@ def _text(values: Mapping[str, Any]) -> str:
 
 
 def _plain(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Numbers and texts, and lists of them: paths may differ from node to node, and objects have no stable text."""
+    """Select numbers and texts, and lists of them: paths may differ between nodes, and objects have no stable text."""
     for key, value in values.items():
         item = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
         if isinstance(item, str) and os.sep in item:

@@ -1,4 +1,4 @@
-"""Parameters that are not equal on all workers any more: found by a digest in the commit, healed or stopped."""
+"""Detection of parameters that differ between workers: found by a digest in the commit, healed or stopped."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ class Step(Protocol):
     """The operation of a step.
 
     Attributes:
-        odd: ranks whose parameters can't be right, once it is committed.
+        odd: ranks whose parameters must be wrong, once the step is committed.
     """
 
     odd: list[int]
 
 
 class Divergence:
-    """Compares the workers' parameters every few steps.
+    """Compares the workers' parameters at intervals.
 
     Args:
-        every: so many steps lie between two comparisons; 0: none is made.
-        on_divergence: ``heal``: a worker that differs from most ends, and its successor gets the others' parameters;
+        every: number of steps between two comparisons; 0: none is made.
+        on_divergence: ``heal``: a worker that differs from most exits, and its successor receives the others'
+        parameters;
             ``stop``: the task ends.
 
     Raises:
@@ -52,6 +53,6 @@ class Divergence:
         return digest_of(parameters) if due else 0.0
 
     def check(self, operation: Step, engine: Engine) -> None:
-        """Raise `ParametersDiffer` on the workers that end because of what a committed step has shown."""
+        """Raise `ParametersDiffer` on the workers that must exit after a committed step."""
         world = engine.world
         check_parameters(operation.odd, world.rank, world.nodes, engine.step, stops=self._stops)

@@ -1,4 +1,4 @@
-"""Lightning's view of who this process is: ranks that change while it lives."""
+"""Lightning's view of this process's ranks, which change during its life."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing_extensions import override
 
 
 class UnicronEnvironment(ClusterEnvironment):
-    """Ranks as of the present epoch. Processes come from torchrun; until the first epoch its variables are believed."""
+    """Ranks of the present epoch. Processes come from torchrun, whose variables apply until the first epoch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class UnicronEnvironment(ClusterEnvironment):
     @staticmethod
     @override
     def detect() -> bool:
-        return False  # never picked by Lightning itself: the strategy brings it
+        return False  # never selected by Lightning itself: the strategy provides it
 
     @override
     def world_size(self) -> int:
@@ -55,7 +55,7 @@ class UnicronEnvironment(ClusterEnvironment):
     @override
     def set_global_rank(self, rank: int) -> None:
         self._global_rank = rank
-        # Loggers, progress bars and warnings ask these; both copies exist in Lightning 2.6.
+        # Loggers, progress bars and warnings read these; both copies exist in Lightning 2.6.
         rank_zero_only.rank = rank  # type: ignore[attr-defined]
         fabric_rank_zero_only.rank = rank  # type: ignore[attr-defined]
 
@@ -69,4 +69,4 @@ class UnicronEnvironment(ClusterEnvironment):
 
     @override
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Nothing to check: devices x num_nodes declares the global batch, not the present world."""
+        """Accept any settings: devices x num_nodes declares the global batch, not the present world."""

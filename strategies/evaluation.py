@@ -1,5 +1,5 @@
-"""Validation and test passes: own batches through Lightning's loop, lost ones at the end, results the same
-everywhere.
+"""Validation and test passes: own batches through Lightning's loop, lost ones at the end, equal results on all
+ranks.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Passes:
     """Runs evaluation passes of a trainer.
 
     Args:
-        trainer: whose loops are run.
-        engine: of this worker.
+        trainer: runs the loops.
+        engine: this worker's engine.
     """
 
     def __init__(self, trainer: pl.Trainer, engine: Engine) -> None:
@@ -53,7 +53,7 @@ class Passes:
         self._pass: _Pass | None = None
 
     def begin(self, loader: EvaluationLoader) -> list[int]:
-        """Starts the pass over a loader; returns this rank's batches."""
+        """Start the pass over a loader; return this rank's batches."""
         self.finish()
         self._engine.activity.enter("validation")
         loop: Any = self._trainer._active_loop
@@ -64,24 +64,24 @@ class Passes:
         loader.limit(int(loop.max_batches[place]))
         loader.set_epoch(self._trainer.current_epoch)
         planned = plan_evaluation(loader.num_batches, self._engine.reports, self._engine.world.rank)
-        if self._trainer.sanity_checking:  # Lightning throws its results away: each rank keeps to its own
+        if self._trainer.sanity_checking:  # Lightning discards its results: each rank evaluates alone
             return planned
         before = update_counts(self._trainer.lightning_module)
         self._pass = _Pass(loop, loader, place if len(loaders) > 1 else None, before)
         if not planned and len(loaders) > 1:
-            # Lightning tells the loader's change by its first batch, which this rank doesn't have.
+            # Lightning detects the loader's change by its first batch, which this rank doesn't have.
             if place > 0:
                 loop._store_dataloader_outputs()
             self._results.dataloader_idx = place
         return planned
 
     def start_step(self) -> None:
-        """An evaluation step begins: metric objects go on from this rank's own state."""
+        """Start an evaluation step: metric objects continue from this rank's own state."""
         self._engine.fault("validation", self._engine.step)
         restore_own_states(self._trainer.lightning_module)
 
     def start_batch(self, number: int) -> None:
-        """The loop is about to run this batch; what is logged from now on is the batch's."""
+        """Record the start of a batch; later log calls belong to it."""
         self._engine.activity.enter("validation", number)
         current = self._pass
         if current is None:
@@ -93,12 +93,12 @@ class Passes:
         self._results.record_into(current.calls.setdefault(number, []))
 
     def epoch_metrics(self) -> None:
-        """Lightning wants the pass's metrics: finish it, if it is the one whose metrics are wanted."""
+        """Finish the pass whose metrics Lightning requests."""
         if self._pass is not None and self._results.dataloader_idx == self._pass.index:
             self.finish()
 
     def finish(self) -> None:
-        """Completes the pass in progress: every rank has every batch's results."""
+        """Complete the pass in progress: every rank receives every batch's results."""
         current, engine = self._pass, self._engine
         if current is None:
             return
@@ -117,7 +117,7 @@ class Passes:
         )
         if engine.has_state:
             encoded = unpack_parts(engine.run(operation))
-        else:  # a joiner evaluates alone before its first fit, where it gets its state
+        else:  # a joiner evaluates alone before its first fit, where it receives its state
             for number in set(range(current.loader.num_batches)) - current.finished:
                 self._run(current, number)
             encoded = [_encode(current, module)]
@@ -141,7 +141,7 @@ class Passes:
         return results
 
     def _run(self, current: _Pass, number: int) -> None:
-        """Runs a batch that a lost rank, or Lightning's limit, has left over."""
+        """Run a batch left over by a lost rank, or by Lightning's limit."""
         self._engine.activity.enter("validation", number)
         results = self._results_of(current.loop)
         results.record_into(current.calls.setdefault(number, []))
@@ -162,7 +162,7 @@ class Passes:
             for call in map(LogCall.from_plain, calls[number]):
                 if call.value is not None:
                     results.replay(call, trainer.lightning_module, device)
-                elif call.options not in seen:  # a metric object holds the whole pass: logged once
+                elif call.options not in seen:  # a metric object covers the whole pass: logged once
                     seen.add(call.options)
                     results.replay(call, trainer.lightning_module, device)
         results.dataloader_idx = before

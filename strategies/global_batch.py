@@ -1,4 +1,4 @@
-"""What a trainer's settings declare: the global batch, which no failure changes."""
+"""The global batch declared by a trainer's settings, which no failure changes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from unicron_lightning.errors import ConfigError
 
 
 def declare(trainer: pl.Trainer, num_micro_batches: int | None, shards: int = 1) -> StepShape:
-    """Takes the global batch from the trainer; from then on Lightning counts whole steps.
+    """Take the global batch from the trainer; from then on Lightning counts whole steps.
 
     Args:
         trainer: its ``accumulate_grad_batches`` becomes 1, as one of its batches is a whole step; an integer
-            ``val_check_interval`` is turned from batches per device into steps.
+            ``val_check_interval`` is converted from batches per device to steps.
         num_micro_batches: M, if not accumulate_grad_batches x devices x num_nodes / shards.
         shards: devices that hold the model together.
 
@@ -47,10 +47,10 @@ def declare(trainer: pl.Trainer, num_micro_batches: int | None, shards: int = 1)
 
 
 def _declare_nodes(trainer: pl.Trainer, workers: int) -> None:
-    """Sets ``num_nodes`` where the user has left it out: torchrun may start so many ``workers`` for the task.
+    """Set ``num_nodes`` if the user has left it out, from the number of ``workers`` that torchrun may start.
 
-    Under ddp the world is torchrun's whatever the trainer says, and a difference is an error. Here a world larger than
-    torchrun's is allowed (the step stays whole in a smaller one), a smaller one is not: workers would idle to the end.
+    Under ddp the world is torchrun's whatever the trainer declares, and a difference is an error. Here a declared world
+    larger than torchrun's is allowed (the step stays whole in a smaller one), a smaller one is not: workers would idle.
 
     Raises:
         ConfigError: quoting both worlds.

@@ -1,8 +1,8 @@
-"""The whole training state at a step boundary, for a joiner: what a checkpoint holds and what it leaves out.
+"""The whole training state at a step boundary, for a joiner: a checkpoint and everything that it leaves out.
 
-The checkpoint part goes through Lightning's own restore functions, so that hooks, callbacks and data modules see what
-they see when resuming. The rest (exact counters, accumulated results, random state) is set when the joiner's loop is at
-the very place where the donor's was: before the first batch is handed out.
+The checkpoint part goes through Lightning's own restore functions, so that hooks, callbacks and data modules are called
+as in a resume. The rest (exact counters, accumulated results, random state) is set when the joiner's loop is at the
+donor's place: before the first batch is handed out.
 """
 
 from __future__ import annotations
@@ -37,22 +37,23 @@ _LEFT_OUT = (
 
 
 WHOLE: Final = "unicron_state"
-"""Key of a checkpoint: the rest of the state at a step boundary, encoded. One that was written there is resumed by it,
-as Lightning takes such counters for those of the end of a step.
+"""Key of a checkpoint: the rest of the state at a step boundary, encoded. A checkpoint that was written there is
+resumed
+with it, because Lightning would take its counters for those of the end of a step.
 """
 LOGGED: Final = "unicron_logged"
-"""Key of a checkpoint: what has been logged in the epoch so far, encoded; Lightning's own checkpoints leave it out."""
+"""Key of a checkpoint: values logged in the epoch so far, encoded; Lightning's own checkpoints leave them out."""
 
 
 def logged(trainer: pl.Trainer) -> bytes:
-    """The values accumulated since the epoch began, for `LOGGED`."""
+    """Encode the values accumulated since the epoch began, for `LOGGED`."""
     results = trainer.fit_loop.epoch_loop._results
     assert isinstance(results, RecordingResults)
     return codec.encode([results.state(), StepMetrics(trainer.lightning_module).states()])
 
 
 def restore_logged(trainer: pl.Trainer, saved: bytes, device: torch.device) -> None:
-    """Takes over what `logged` gave, where the checkpoint was written within an epoch."""
+    """Restore the values of `logged`, if the checkpoint was written within an epoch."""
     epoch_loop = trainer.fit_loop.epoch_loop
     results = epoch_loop._results
     assert isinstance(results, RecordingResults)
@@ -60,11 +61,11 @@ def restore_logged(trainer: pl.Trainer, saved: bytes, device: torch.device) -> N
         values, states = codec.decode(saved)
         results.load_state(values, device, trainer.lightning_module)
         StepMetrics(trainer.lightning_module).load_states(states)
-        trainer._logger_connector._first_loop_iter = False  # else the first value logged resets the others
+        trainer._logger_connector._first_loop_iter = False  # otherwise the first logged value resets the others
 
 
 def share_initial(module: pl.LightningModule, engine: Engine) -> None:
-    """All start from rank 0's parameters and buffers, seeded alike or not."""
+    """Copy rank 0's parameters and buffers to all ranks, seeded alike or not."""
     with torch.no_grad():
         tensors = [*module.parameters(), *module.buffers()]
         operation = Agreement("initial_state", lambda rank: codec.encode(tensors) if rank == 0 else b"")
@@ -74,7 +75,7 @@ def share_initial(module: pl.LightningModule, engine: Engine) -> None:
 
 
 def donate(trainer: pl.Trainer, layout: Layout, seed: int, fit: int, described: dict[str, str]) -> bytes:
-    """The state of this worker, which must be at a step boundary.
+    """Encode the state of this worker, which must be at a step boundary.
 
     Raises:
         NotPlainData: if a callback's, module's or optimizer's state holds objects; the message names the place.
@@ -90,7 +91,7 @@ def donate(trainer: pl.Trainer, layout: Layout, seed: int, fit: int, described: 
 
 
 def loop_state(trainer: pl.Trainer, layout: Layout, seed: int, fit: int) -> dict[str, Any]:
-    """What `donate` gives but for what is about single parameters."""
+    """Return the state of `donate` without its parts about single parameters."""
     checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     connector = trainer._logger_connector
     results = trainer.fit_loop.epoch_loop._results
@@ -112,19 +113,19 @@ def loop_state(trainer: pl.Trainer, layout: Layout, seed: int, fit: int) -> dict
 
 
 def warm_up() -> None:
-    """What a first checkpoint would spend on imports (0.1 s), while the members train on."""
+    """Import modules that the first checkpoint needs (0.1 s), while the members continue to train."""
     importlib.import_module("omegaconf")
 
 
 def resume(trainer: pl.Trainer, path: str) -> dict[str, Any] | None:
-    """No member of the task is left: go on from its last checkpoint.
+    """Resume from the task's last checkpoint, because no member is left.
 
     Returns:
-        What `arrive` is to set, if the checkpoint was written between two steps (`WHOLE`).
+        State for `arrive`, if the checkpoint was written between two steps (`WHOLE`).
     """
     logger.warning("task_resumes_from_checkpoint path=%s", path)
     connector = trainer._checkpoint_connector
-    connector.resume_start(path, weights_only=True)  # the path came over the network: nothing in it is run
+    connector.resume_start(path, weights_only=True)  # the path came over the network: no code in the file is run
     if WHOLE in connector._loaded_checkpoint:
         whole: dict[str, Any] = codec.decode(connector._loaded_checkpoint.pop(WHOLE))
         trainer.num_sanity_val_steps = 0
@@ -137,7 +138,7 @@ def resume(trainer: pl.Trainer, path: str) -> dict[str, Any] | None:
 
 
 def check(trainer: pl.Trainer) -> None:
-    """Refuses, before training, state that could not be handed to a joiner later.
+    """Refuse, before training, state that could not be sent to a joiner later.
 
     Raises:
         NotPlainData: as `donate`.
@@ -147,7 +148,7 @@ def check(trainer: pl.Trainer) -> None:
 
 
 def receive(trainer: pl.Trainer, state: dict[str, Any]) -> None:
-    """Restores what a checkpoint restores, and the counters as at the start of the donor's epoch."""
+    """Restore the checkpoint's contents, and the counters as at the start of the donor's epoch."""
     connector = trainer._checkpoint_connector
     connector._loaded_checkpoint = state["checkpoint"]
     connector.restore_model()
@@ -157,7 +158,7 @@ def receive(trainer: pl.Trainer, state: dict[str, Any]) -> None:
         _regroup(trainer, state["requires_grad"], state["groups"])
     connector.restore_precision_plugin_state()
     connector.restore_optimizers_and_schedulers()
-    connector._loaded_checkpoint = {}  # Lightning's later restore_training_state finds nothing left to do
+    connector._loaded_checkpoint = {}  # Lightning's later restore_training_state has nothing left to do
     set_counters(trainer.fit_loop, state["counters"])
     epoch: Any = trainer.fit_loop.epoch_progress.current
     epoch.ready = epoch.started = epoch.completed = epoch.processed
@@ -166,7 +167,7 @@ def receive(trainer: pl.Trainer, state: dict[str, Any]) -> None:
 
 
 def arrive(trainer: pl.Trainer, state: dict[str, Any], layout: Layout, device: torch.device) -> None:
-    """Sets the rest, with the joiner's loop about to hand out its first batch."""
+    """Restore the rest, when the joiner's loop is about to hand out its first batch."""
     fit_loop = trainer.fit_loop
     set_counters(fit_loop, state["counters"])
     fetcher = fit_loop._data_fetcher
@@ -185,7 +186,7 @@ def arrive(trainer: pl.Trainer, state: dict[str, Any], layout: Layout, device: t
 
 
 def counters(fit_loop: _FitLoop) -> dict[str, Any]:
-    """All of Lightning's training counters."""
+    """Return all of Lightning's training counters."""
     epoch_loop = fit_loop.epoch_loop
     return {
         "epoch": fit_loop.epoch_progress.state_dict(),
@@ -198,7 +199,7 @@ def counters(fit_loop: _FitLoop) -> dict[str, Any]:
 
 
 def set_counters(fit_loop: _FitLoop, saved: dict[str, Any]) -> None:
-    """Sets what `counters` gave."""
+    """Restore the counters of `counters`."""
     epoch_loop = fit_loop.epoch_loop
     fit_loop.epoch_progress.load_state_dict(saved["epoch"])
     epoch_loop.batch_progress.load_state_dict(saved["batch"])
@@ -209,13 +210,13 @@ def set_counters(fit_loop: _FitLoop, saved: dict[str, Any]) -> None:
 
 
 def _group_names(trainer: pl.Trainer) -> list[list[list[str]]]:
-    """For each optimizer and parameter group, the names of its parameters."""
+    """Return the names of the parameters in each optimizer and parameter group."""
     names = {id(parameter): name for name, parameter in trainer.lightning_module.named_parameters()}
     return [[[names[id(p)] for p in g["params"] if id(p) in names] for g in o.param_groups] for o in trainer.optimizers]
 
 
 def _regroup(trainer: pl.Trainer, requires_grad: list[bool], groups: list[list[list[str]]]) -> None:
-    """Frees and freezes parameters, and forms the optimizers' groups, as callbacks have done on the donor meanwhile."""
+    """Freeze and unfreeze parameters, and form the optimizers' groups, as callbacks have done on the donor."""
     module = trainer.lightning_module
     for parameter, needed in zip(module.parameters(), requires_grad, strict=True):
         parameter.requires_grad_(needed)

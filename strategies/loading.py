@@ -1,4 +1,4 @@
-"""The user's data loaders, wrapped for what they are used for."""
+"""The user's data loaders, wrapped for training, evaluation and prediction."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class Loaders:
-    """Wraps loaders as Lightning asks for it, and ends their worker processes.
+    """Wraps loaders for Lightning, and ends their worker processes.
 
     Args:
-        strategy: whose world, passes and boundary they follow.
+        strategy: provides world, passes and boundary.
         shuffles: whether training data without an order of its own is shuffled, as under ddp.
     """
 
@@ -36,17 +36,17 @@ class Loaders:
         self._made: list[TrainingLoader | EvaluationLoader | PassLoader] = []
 
     def attend(self, trainer: pl.Trainer) -> None:
-        """Takes the place of the samplers that Lightning would make for this trainer, if it would."""
+        """Replace the samplers that Lightning would make for this trainer, if it would."""
         if trainer is not self._trainer:
             self._trainer = trainer
             self._samples = trainer._accelerator_connector.use_distributed_sampler
         trainer._accelerator_connector.use_distributed_sampler = False
 
     def wrap(self, trainer: pl.Trainer, loader: object, shape: StepShape, seed: int) -> object:
-        """What the loop of the trainer's present stage iterates over instead of ``loader``.
+        """Return the loader for the loop of the trainer's present stage, instead of ``loader``.
 
         Raises:
-            ConfigError: for loaders that can't be dealt out, and for prediction with more than one worker.
+            ConfigError: for loaders that can't be distributed, and for prediction with more than one worker.
         """
         check_loader(loader)
         assert isinstance(loader, DataLoader)
@@ -69,23 +69,23 @@ class Loaders:
         return made
 
     def keep(self, loader: PassLoader) -> PassLoader:
-        """Ends the worker processes of one that was made elsewhere, too."""
+        """Register a loader made elsewhere, so that its worker processes are ended, too."""
         self._made.append(loader)
         return loader
 
     @property
     def training(self) -> TrainingLoader | None:
-        """The present run's of training data."""
+        """The present run's loader of training data."""
         return next((made for made in reversed(self._made) if isinstance(made, TrainingLoader)), None)
 
     def end_passes(self) -> None:
-        """A validation is over: worker processes end that are not persistent."""
+        """Finish a validation: end worker processes that are not persistent."""
         for loader in self._made:
             if isinstance(loader, PassLoader):
                 loader.end()
 
     def close(self) -> None:
-        """The run is over."""
+        """Finish the run: end all worker processes."""
         for loader in self._made:
             loader.close()
             _shutdown_workers_and_reset_iterator(loader.ordinary)

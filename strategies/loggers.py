@@ -1,4 +1,4 @@
-"""Loggers when another process becomes rank 0, the only one that logs."""
+"""Continuation of loggers when another process becomes rank 0, the only one that logs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ logger = logging.getLogger(__name__)
 
 
 def take_over(loggers: Sequence[Logger]) -> None:
-    """Goes on where the rank 0 that died has stopped. What it had not yet written to disk is lost.
+    """Continue the loggers of the rank 0 that died. Data that it had not written to disk is lost.
 
-    Lightning's `CSVLogger` starts by deleting the file that it finds; here it is kept and appended to. Other loggers
+    Lightning's `CSVLogger` starts by deleting an existing file; here the file is kept and appended to. Other loggers
     start a run, or a file of a run, of their own.
     """
     for each in loggers:
@@ -29,10 +29,10 @@ def _continue_csv(own: CSVLogger) -> None:
     if not path.is_file():
         return
     path.rename(kept)
-    experiment = own.experiment  # made here, as this is rank 0 now
+    experiment = own.experiment  # created here, as this is rank 0 now
     with kept.open(newline="") as file:
         header = next(csv.reader(file), [])
-    if path.exists():  # it was made before, and has written since
+    if path.exists():  # created earlier, with values written since
         logger.warning("csv_not_continued path=%s kept=%s", path, kept)
         return
     kept.rename(path)

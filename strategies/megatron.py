@@ -1,8 +1,8 @@
 """The Lightning strategy ``unicron_megatron``: megatron-core's parallelism, trained straight through failures.
 
 The module builds its stage of the model in ``configure_model``; Megatron's schedules, data parallelism and optimizers
-do the rest, unpatched. The unit of failure is a replica of the model, TP x PP workers (docs/megatron.md). Everything
-about data, logging, joining and Lightning's loops is as with `UnicronStrategy`.
+do the rest, unpatched. The unit of failure is a replica of the model, TP x PP workers (docs/megatron.md). Data,
+logging, joining and Lightning's loops work as with `UnicronStrategy`.
 """
 
 from __future__ import annotations
@@ -59,19 +59,19 @@ logger = logging.getLogger(__name__)
 
 
 class UnicronMegatronStrategy(UnicronStrategy):
-    """Megatron-core through failures.
+    """Training with megatron-core through failures.
 
     Args:
         tensor_model_parallel_size: TP, unless an operator has ordered another one since.
         pipeline_model_parallel_size: PP; the same.
-        ddp: of Megatron's data parallelism.
-        sequence_length: of what pipeline stages exchange; the model's ``max_sequence_length`` if not given.
+        ddp: configuration of Megatron's data parallelism.
+        sequence_length: length of the tensors between pipeline stages; default: the model's ``max_sequence_length``.
         num_micro_batches: M of a global batch, instead of accumulate_grad_batches x replicas.
-        redundancy: of the shards of the distributed optimizer (``ddp.use_distributed_optimizer``), which is one copy
-            of each if not given.
+        redundancy: redundancy of the distributed optimizer's shards (``ddp.use_distributed_optimizer``); default: one
+            copy of each.
 
     Raises:
-        ConfigError: for what it can't do exactly; see `megatron_checks`.
+        ConfigError: for settings that can't be supported exactly; see `megatron_checks`.
     """
 
     strategy_name = "unicron_megatron"
@@ -118,12 +118,12 @@ class UnicronMegatronStrategy(UnicronStrategy):
 
     @property
     def tensor_model_parallel_size(self) -> int:
-        """The present one, which ``configure_model`` has to build for."""
+        """The present TP, for which ``configure_model`` has to build."""
         return self._tensor if self._fabric is None else self._fabric.shape.tensor
 
     @property
     def pipeline_model_parallel_size(self) -> int:
-        """The present one."""
+        """The present PP."""
         return self._pipeline if self._fabric is None else self._fabric.shape.pipeline
 
     @property
@@ -140,7 +140,7 @@ class UnicronMegatronStrategy(UnicronStrategy):
 
     @property
     def seed(self) -> int:
-        """Of the task."""
+        """The task's seed."""
         return self._seed
 
     @property
@@ -209,7 +209,7 @@ class UnicronMegatronStrategy(UnicronStrategy):
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        """Megatron's data parallelism around the module's model, and its optimizer."""
+        """Set up Megatron's data parallelism around the module's model, and its optimizer."""
         module, shape = self.lightning_module, self._shape
         assert module is not None and shape is not None
         returned = call._call_lightning_module_hook(trainer, "configure_optimizers", pl_module=module)
@@ -244,7 +244,7 @@ class UnicronMegatronStrategy(UnicronStrategy):
         return codec.encode(self._state(trainer))
 
     def _state(self, trainer: pl.Trainer) -> dict[str, Any]:
-        """Of the loops and the optimizer's rates, at a step boundary."""
+        """Return the state of the loops and the optimizer's rates, at a step boundary."""
         assert self._session is not None
         state = join_state.loop_state(trainer, self._layout, self._seed, self._session.fits)
         return {**state, "rates": self._optimizer.rates()}
@@ -263,9 +263,9 @@ class UnicronMegatronStrategy(UnicronStrategy):
 
     @torch.enable_grad()
     def _enter_grid(self, world: World) -> None:
-        """Makes the epoch's connections those of Megatron, and gets this shard's state where it is needed.
+        """Give the epoch's connections to Megatron, and transfer this shard's state to ranks that need it.
 
-        With gradients even in a validation: Megatron hangs its hooks on the graph.
+        Gradients are enabled even in a validation, because Megatron attaches its hooks to the graph.
 
         Raises:
             CommunicatorAborted, EpochChanged: a member failed.
@@ -320,11 +320,11 @@ class UnicronMegatronStrategy(UnicronStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Done by Megatron's schedule."""
+        """Return the loss: Megatron's schedule has run the backward."""
         return closure_loss
 
     def _update(self) -> None:
-        """After the commit: nobody else is needed any more. The distributed optimizer has done its part before."""
+        """Update after the commit, without other workers. The distributed optimizer has done its part before."""
         fabric, model = self.fabric, self.model_shard
         if fabric.phase == "ready":
             if model.keeper is None:
@@ -335,7 +335,7 @@ class UnicronMegatronStrategy(UnicronStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> None:
-        """A global batch of the pass, forward only."""
+        """Run a global batch of the pass, forward only."""
         assert self._trainer is not None
         with self._gather.refused("validation_step"), preserved():
             run_validation(self, self._trainer, *args)
@@ -348,18 +348,20 @@ class UnicronMegatronStrategy(UnicronStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Empty: see `save_checkpoint`."""
+        """Return an empty state: see `save_checkpoint`."""
         return {}
 
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        """Megatron's optimizer exists then. What `setup` gets from peers or a newer checkpoint has the last word."""
+        """Whether Lightning restores checkpoints after `setup`, when Megatron's optimizer exists; peers' state comes
+        last.
+        """
         return self._restores_late
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """A folder in Megatron's format, written by all (`unicron_lightning.megatron.checkpoint`)."""
+        """Write a folder in Megatron's format, with all workers (`unicron_lightning.megatron.checkpoint`)."""
         if self._gather.interrupted():
             logger.warning("checkpoint_left_out path=%s reason=interrupted, and it needs all workers", filepath)
             return
@@ -372,7 +374,7 @@ class UnicronMegatronStrategy(UnicronStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Lightning's part; the model's is read in `load_model_state_dict`, when there is one."""
+        """Load Lightning's part; `load_model_state_dict` reads the model's once it exists."""
         path = str(Path(str(checkpoint_path)).absolute())
         rest = checkpoint.rest(path)
         self._resumes = path
@@ -380,7 +382,7 @@ class UnicronMegatronStrategy(UnicronStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        """Model and optimizer of what `load_checkpoint` was asked for, if anything; joiners come here, too."""
+        """Load model and optimizer of the path given to `load_checkpoint`, if any; joiners call this, too."""
         path, self._resumes = self._resumes, None
         if path is not None and self._shard_model is not None:
             self.engine.run(LoadCheckpoint(self.fabric, self._shard_model, path, int(checkpoint["global_step"])))

@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from unicron_lightning.strategies.megatron import UnicronMegatronStrategy
 
 _FORWARD = 1
-"""Tells the random state of computing apart from that of fetching, at the same place."""
+"""Distinguishes the random state of computing from that of fetching, at the same place."""
 
 
 class StageBatches:
     """Runs the micro-batches of one step on this worker's stage.
 
     Args:
-        strategy: whose module, seed and place they are run with.
-        trainer: whose results the module logs to.
-        batch: where the samples are.
+        strategy: provides module, seed and place.
+        trainer: provides the results that the module logs to.
+        batch: locates the samples.
         step_in_epoch: Lightning's batch index.
     """
 
@@ -43,7 +43,7 @@ class StageBatches:
         self._done: dict[int, tuple[Tensor, list[LogCall]]] = {}
 
     def forward(self, micro_batch: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """See `megatron.model.ForwardStep`."""
+        """Run a forward step; see `megatron.model.ForwardStep`."""
         module = self._strategy.lightning_module
         assert module is not None
         place = (_FORWARD, self._batch.epoch, self._batch.step, micro_batch)
@@ -69,7 +69,7 @@ class StageBatches:
         return output, loss
 
     def sums(self, layout: Layout, micro_batches: Sequence[int]) -> StepSums:
-        """What else the step sums: told by one worker of each replica."""
+        """Return the step's other sums, which one worker of each replica contributes."""
         assert self._strategy.lightning_module is not None
         norms, no_buffers = NormStatistics(self._strategy.lightning_module), ModuleBuffers(nn.Module())
         sums = StepSums(layout, norms, no_buffers, _AllUsed())
@@ -82,13 +82,13 @@ class StageBatches:
 def stage_batch(
     strategy: UnicronMegatronStrategy, batch: GlobalBatch, number: int, place: tuple[int, ...], loader: int = 0
 ) -> Any:
-    """A micro-batch on this worker's device, with the random state for computing it set.
+    """Return a micro-batch on this worker's device, and set the random state for computing it.
 
     Args:
-        strategy: whose device, seed and place in the grid.
-        batch: where the samples are.
-        number: of the micro-batch.
-        place: what the random state depends on.
+        strategy: provides device, seed and place in the grid.
+        batch: locates the samples.
+        number: number of the micro-batch.
+        place: inputs of the random state.
         loader: Lightning's index of the data loader.
     """
     module = strategy.lightning_module
@@ -100,7 +100,7 @@ def stage_batch(
 
 
 class _AllUsed:
-    """Megatron's buckets hold all parameters, used or not."""
+    """Reports all parameters as used, because Megatron's buckets hold all of them."""
 
     used: Sequence[bool] = ()
     parameters: Sequence[Parameter] = ()

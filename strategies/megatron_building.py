@@ -1,4 +1,4 @@
-"""This worker's part of the model, around which Megatron puts its data parallelism and optimizer."""
+"""Construction of this worker's part of the model, around which Megatron puts its data parallelism and optimizer."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ def build_shard(
     length: int | None,
     redundancy: Redundancy | None,
 ) -> ShardModel:
-    """Takes what ``configure_model`` has built, and tells the fabric that and how it is.
+    """Wrap the model built by ``configure_model``, and report its shape to the fabric.
 
     Args:
-        module: the user's.
+        module: the user's module.
         ddp: Megatron's configuration of its data parallelism.
-        optimizer: of its optimizer.
-        fabric: tells the layout.
+        optimizer: Megatron's configuration of its optimizer.
+        fabric: provides the layout.
         micro_batches: M.
-        length: of what pipeline stages exchange; None: the model's longest sequence.
-        redundancy: of the optimizer's shards.
+        length: length of the tensors between pipeline stages; None: the model's longest sequence.
+        redundancy: redundancy of the optimizer's shards.
 
     Raises:
-        ConfigError: for what cannot be recovered exactly, and a model for another layout.
+        ConfigError: for settings that cannot be recovered exactly, and a model for another layout.
     """
     model, grid = find_megatron_module(module), fabric.shape
     config = get_model_config(model)

@@ -1,4 +1,4 @@
-"""Checkpoints of the Megatron strategy: operations of all members, so that they get through failures."""
+"""Checkpoints of the Megatron strategy: operations of all members, so that they survive failures."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from unicron_lightning.worker.operations import Indivisible
 
 
 class SaveCheckpoint(Indivisible):
-    """All active workers write their parts; done anew as a whole if one dies meanwhile.
+    """Writes the parts of all active workers; repeated as a whole if one dies meanwhile.
 
     Args:
-        fabric: tells this worker's place; spares have no part.
+        fabric: provides this worker's place; spares do not take part.
         model: its shard.
-        path: of the checkpoint's folder.
+        path: the checkpoint's folder.
         rest: Lightning's part.
     """
 
@@ -32,7 +32,7 @@ class SaveCheckpoint(Indivisible):
         self._rest = rest
 
     def plan(self, reports: Sequence[Report | None], rank: int) -> None:
-        """Everyone does the same."""
+        """Plan nothing: all workers do the same."""
 
     def attempt(self, engine: Engine) -> bytes:
         if self._fabric.channels is not None:
@@ -44,12 +44,12 @@ class SaveCheckpoint(Indivisible):
 
 
 class LoadCheckpoint(Indivisible):
-    """All active workers read their parts of a checkpoint, whatever layout wrote it; spares get theirs from them later.
+    """Reads the parts of all active workers, whatever layout wrote them; spares receive theirs from workers later.
 
     Args:
-        fabric: tells this worker's place, and is told what it has.
+        fabric: provides this worker's place, and records its state.
         model: its shard.
-        path: of the checkpoint's folder.
+        path: the checkpoint's folder.
         step: optimizer steps done in it.
     """
 
@@ -62,7 +62,7 @@ class LoadCheckpoint(Indivisible):
         self._step = step
 
     def plan(self, reports: Sequence[Report | None], rank: int) -> None:
-        """Everyone does the same."""
+        """Plan nothing: all workers do the same."""
 
     def attempt(self, engine: Engine) -> bytes:
         if self._fabric.channels is not None:

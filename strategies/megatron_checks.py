@@ -1,4 +1,4 @@
-"""What the Megatron strategy refuses, each with one error that says what was found and what to do instead."""
+"""Settings that the Megatron strategy refuses, each with one error that names the value and the alternative."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unicron_lightning.megatron.layout import Shape
 
 
 def check_megatron_trainer(trainer: pl.Trainer) -> None:
-    """Refuses trainer settings that Megatron's configuration has the say in.
+    """Refuse trainer settings that belong to Megatron's configuration.
 
     Raises:
         ConfigError: naming the setting.
@@ -32,7 +32,7 @@ def check_megatron_trainer(trainer: pl.Trainer) -> None:
 
 
 def find_megatron_module(module: pl.LightningModule) -> nn.Module:
-    """The Megatron model that ``configure_model`` has built.
+    """Return the Megatron model that ``configure_model`` has built.
 
     Raises:
         ConfigError: there is none, or several (virtual pipeline stages).
@@ -52,7 +52,7 @@ def find_megatron_module(module: pl.LightningModule) -> nn.Module:
 
 
 def check_megatron_config(config: Any, ddp: Any, optimizer: Any) -> None:
-    """Refuses what cannot be recovered exactly, or has not been tried.
+    """Refuse settings that cannot be recovered exactly, or are untested.
 
     Args:
         config: Megatron's `TransformerConfig`.
@@ -100,10 +100,10 @@ def check_megatron_config(config: Any, ddp: Any, optimizer: Any) -> None:
 
 
 def check_megatron_layout(config: Any, shape: Shape) -> None:
-    """Refuses a model built for another layout than the task has now.
+    """Refuse a model built for another layout than the task's present one.
 
     Raises:
-        ConfigError: naming the field, and where the size is found.
+        ConfigError: naming the field, and the source of the right size.
     """
     for field, size in (
         ("tensor_model_parallel_size", shape.tensor),
@@ -118,13 +118,13 @@ def check_megatron_layout(config: Any, shape: Shape) -> None:
 
 
 def check_megatron_loader(loader: object) -> int:
-    """Refuses micro-batches of different sizes: pipeline stages exchange tensors of one shape.
+    """Refuse micro-batches of different sizes: pipeline stages exchange tensors of one shape.
 
     Returns:
         Their size.
 
     Raises:
-        ConfigError: saying what to do.
+        ConfigError: naming the alternative.
     """
     check_loader(loader)
     assert isinstance(loader, DataLoader)
@@ -144,13 +144,13 @@ def check_megatron_loader(loader: object) -> int:
 
 
 def check_validation_loader(loader: object) -> DataLoader[Any]:
-    """Refuses batches of unknown size; the last one of a pass may be smaller.
+    """Refuse batches of unknown size; the last one of a pass may be smaller.
 
     Returns:
         The loader.
 
     Raises:
-        ConfigError: saying what to do.
+        ConfigError: naming the alternative.
     """
     check_loader(loader)
     assert isinstance(loader, DataLoader)

@@ -1,4 +1,4 @@
-"""Lightning 2.6 where it uses the default process group by itself, which under Megatron is that of one epoch's grid."""
+"""Uses of the default process group in Lightning 2.6, which under Megatron is that of one epoch's grid."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ logger = logging.getLogger(__name__)
 
 
 def keep_to_itself(trainer: pl.Trainer) -> None:
-    """Stops two broadcasts over all ranks: before every batch, and in the handler of SIGTERM.
+    """Disable two broadcasts over all ranks: before every batch, and in the handler of SIGTERM.
 
-    Spares are in no group, and ranks of broken replicas would hang. A SIGTERM is noted, as without a process group, and
-    looked at between steps (`UnicronStrategy.boundary`).
+    Spares are in no group, and ranks of broken replicas would hang. A SIGTERM is recorded, as without a process group,
+    and
+    handled between steps (`UnicronStrategy.boundary`).
     """
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
     connector: Any = trainer._signal_connector
@@ -29,4 +30,4 @@ def keep_to_itself(trainer: pl.Trainer) -> None:
 
 
 def _nothing() -> None:
-    """In place of the broadcast."""
+    """Replace the broadcast."""

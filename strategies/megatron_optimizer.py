@@ -1,4 +1,4 @@
-"""Megatron's optimizer with torch's face, for Lightning and for learning-rate schedulers."""
+"""Megatron's optimizer with torch's interface, for Lightning and for learning-rate schedulers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from unicron_lightning.errors import ConfigError
 
 
 class MegatronOptimizer(Optimizer):
-    """Parameter groups are those of Megatron's optimizer, whichever it is at the moment.
+    """Adapter whose parameter groups are those of Megatron's present optimizer.
 
     Args:
-        current: Megatron's optimizer.
+        current: returns Megatron's optimizer.
         update: steps it, after the closure.
     """
 
@@ -29,47 +29,47 @@ class MegatronOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Megatron's own: what a scheduler sets here is what it uses."""
+        """Megatron's own groups: it uses the values that a scheduler sets here."""
         groups: list[dict[str, Any]] = self._current().param_groups
         return groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """Empty: Megatron's state is moved and saved by other ways."""
+        """Empty: Megatron's state is moved and saved separately."""
         return {}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: gradients accumulate from nothing at the step's beginning, and Lightning calls this after it."""
+        """Do nothing: gradients start from zero in each step, and Lightning calls this after the step."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Runs the step's operation, which is the closure, then the update."""
+        """Run the step's operation, which is the closure, then the update."""
         loss = None if closure is None else closure()
         self._update()
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """See `state`."""
+        """Return an empty state, see `state`."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `state`."""
+        """Ignore the state, see `state`."""
 
     def rates(self) -> list[dict[str, Any]]:
-        """Plain values of each group, such as its learning rate, for a worker that joins."""
+        """Return plain values of each group, such as its learning rate, for a worker that joins."""
         plain = (bool, int, float, str)
         return [{k: v for k, v in group.items() if isinstance(v, plain) or v is None} for group in self.param_groups]
 
     def set_rates(self, rates: list[dict[str, Any]]) -> None:
-        """Sets what `rates` gave."""
+        """Restore the values of `rates`."""
         for group, values in zip(self.param_groups, rates, strict=False):  # a stage may lack a group
             group.update(values)
 
 
 def split_configuration(returned: Any) -> tuple[Any, Callable[[Optimizer], Any] | None]:
-    """What a module's ``configure_optimizers`` has returned: Megatron's configuration, and what makes a scheduler.
+    """Split the value of a module's ``configure_optimizers``: Megatron's configuration, and the scheduler's factory.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: the value has another form.
     """
     from megatron.core.optimizer import OptimizerConfig
 

@@ -1,4 +1,4 @@
-"""The end of a life whose task is to go on in another layout: a checkpoint between two steps, and a wait."""
+"""The end of a life whose task continues in another layout: a checkpoint between two steps, and a wait."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ if TYPE_CHECKING:
 
 
 def part(strategy: UnicronMegatronStrategy, trainer: pl.Trainer, state: dict[str, Any]) -> None:
-    """Does not return: the process is stopped when the coordinator has heard of the checkpoint.
+    """Write the checkpoint and wait; the process is stopped once the coordinator has received the report.
 
-    SIGTERM ends the process at once from here on, whatever Lightning has made of it: all that there is is in the
-    checkpoint, or in that of the others, who go on without this worker.
+    From here on SIGTERM ends the process immediately, whatever handler Lightning has installed. Nothing is lost by it:
+    the
+    state is in this checkpoint, or in that of the other workers, which continue without this one.
 
     Args:
-        strategy: at a step boundary, as all other members' are.
-        trainer: its.
-        state: what a joiner would get.
+        strategy: at a step boundary, as on all other members.
+        trainer: its trainer.
+        state: state for a joiner.
     """
     engine, control = strategy.engine, strategy.engine.control
     assert control is not None
@@ -41,6 +42,6 @@ def part(strategy: UnicronMegatronStrategy, trainer: pl.Trainer, state: dict[str
 
 
 def _folder(trainer: pl.Trainer) -> Path:
-    """Where the trainer keeps checkpoints."""
+    """Return the trainer's folder of checkpoints."""
     own = getattr(trainer.checkpoint_callback, "dirpath", None)
     return Path(own or Path(trainer.default_root_dir) / "checkpoints").absolute()

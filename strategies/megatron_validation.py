@@ -1,8 +1,9 @@
-"""Validation of a Megatron model: global batches of the pass, run by all replicas together, logged the same everywhere.
+"""Validation of a Megatron model: global batches of the pass, run by all replicas together, with equal logs on all
+ranks.
 
-One item of Lightning's validation loop is a global batch, as in training, and one operation of all members. What its
-batches log is told by one worker of each replica, reduced in the order of batches, and logged by everyone: so it does
-not depend on who ran what.
+One item of Lightning's validation loop is a global batch, as in training, and one operation of all members. One worker
+of each replica contributes the values that its batches log. They are reduced in the order of batches, and logged by all
+workers, so they do not depend on the distribution of the batches.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ if TYPE_CHECKING:
     from unicron_lightning.strategies.megatron import UnicronMegatronStrategy
 
 _VALIDATION: Final = 2
-"""Tells the random state apart from that of training, at the same place."""
+"""Distinguishes the random state from that of training, at the same place."""
 
 
 def pass_loader(strategy: UnicronMegatronStrategy, trainer: pl.Trainer, loader: object, shape: StepShape) -> PassLoader:
-    """What the validation loop iterates over.
+    """Return the loader for the validation loop.
 
     Raises:
-        ConfigError: for loaders whose batches cannot be dealt out.
+        ConfigError: for loaders whose batches cannot be distributed.
     """
     most = trainer.limit_val_batches
     return PassLoader(
@@ -51,12 +52,12 @@ def pass_loader(strategy: UnicronMegatronStrategy, trainer: pl.Trainer, loader: 
 
 
 def run_validation(strategy: UnicronMegatronStrategy, trainer: pl.Trainer, batch: object, *where: int) -> None:
-    """Runs a global batch and logs what it gives.
+    """Run a global batch and log its results.
 
     Args:
-        strategy: whose module and place it is run with.
-        trainer: whose results the module logs to.
-        batch: where the samples are.
+        strategy: provides module and place.
+        trainer: provides the results that the module logs to.
+        batch: locates the samples.
         where: the other arguments of ``validation_step``: Lightning's batch index, and that of the loader.
     """
     if not isinstance(batch, GlobalBatch):
@@ -90,7 +91,7 @@ class _StageValidation:
         self._results = results
 
     def forward(self, number: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """See `megatron.model.ForwardStep`."""
+        """Run a forward step; see `megatron.model.ForwardStep`."""
         strategy, module = self._strategy, self._strategy.lightning_module
         assert module is not None
         engine = strategy.engine
@@ -113,16 +114,16 @@ class _StageValidation:
                 with self._results.recording(data) as more:
                     judge(result, data)
                 self._calls[number] = [*calls, *more]
-            return torch.zeros((), device=result.device)  # the schedule wants one, and writes into it
+            return torch.zeros((), device=result.device)  # the schedule needs a tensor, and writes into it
 
         return output, loss
 
     def results(self, numbers: Collection[int]) -> bytes:
-        """What some batches have logged."""
+        """Encode the values logged by some batches."""
         return codec.encode({number: [call.plain() for call in self._calls[number]] for number in numbers})
 
     def log(self, parts: list[bytes]) -> None:
-        """Logs what all batches have logged, reduced over them."""
+        """Log the values of all batches, reduced over them."""
         module, connector = self._strategy.lightning_module, self._trainer._logger_connector
         assert module is not None
         told: dict[int, list[Any]] = {}
@@ -130,7 +131,7 @@ class _StageValidation:
             told.update(codec.decode(part))
         assert sorted(told) == list(self._batch.micro_batches), "each batch counts once"
         calls = [LogCall.from_plain(call) for number in sorted(told) for call in told[number]]
-        # As after the first value that a step logs: where none was, a later one would be taken for the pass's first.
+        # As after a step's first logged value: otherwise a later value would count as the pass's first.
         connector._current_fx = "validation_step"
         for call in merge_calls(calls):
             self._results.replay(call, module, self._strategy.root_device)

@@ -1,4 +1,4 @@
-"""Forward and backward of one micro-batch, the same on whichever rank it runs."""
+"""Forward and backward of one micro-batch, with the same result on every rank."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from unicron_lightning.strategies.unicron import UnicronStrategy
 
 _FORWARD = 1
-"""Tells the random state of computing apart from that of fetching, at the same place."""
+"""Distinguishes the random state of computing from that of fetching, at the same place."""
 
 
 class MicroBatches:
     """Runs the micro-batches of one step.
 
-    Random state depends on (seed, epoch, step, micro-batch) only, the loss is divided by M, and what is logged or
-    changed on the side (metrics, batch-norm statistics, buffers) goes to ``sums``, ``norms`` and ``buffers``.
+    Random state depends on (seed, epoch, step, micro-batch) only, and the loss is divided by M. Logged values and side
+    effects (metrics, batch-norm statistics, buffers) go to ``sums``, ``norms`` and ``buffers``.
     """
 
     def __init__(
@@ -60,10 +60,10 @@ class MicroBatches:
         self._last_output: Any = None
         self._scaler = getattr(strategy.precision_plugin, "scaler", None)
         if self._scaler is not None:
-            self._scaler.scale(torch.zeros((), device=strategy.root_device))  # its state exists also without a share
+            self._scaler.scale(torch.zeros((), device=strategy.root_device))  # creates its state even without a share
 
     def run(self, micro_batch: int) -> None:
-        """Forward and backward; gradients accumulate."""
+        """Run forward and backward; gradients accumulate."""
         strategy, plugin, module = self._strategy, self._strategy.precision_plugin, self._module
         activity = strategy.engine.activity
         activity.enter("data", micro_batch)
@@ -93,9 +93,7 @@ class MicroBatches:
         self._last_output = apply_to_collection(output, Tensor, Tensor.detach)
 
     def output(self, loss: float) -> Any:
-        """What Lightning's hooks get as the step's output: the last micro-batch's, with the global batch's mean
-        loss.
-        """
+        """Return the step's output for Lightning's hooks: the last micro-batch's, with the global batch's mean loss."""
         mean = torch.tensor(loss, device=self._strategy.root_device, dtype=torch.get_default_dtype())
         if isinstance(self._last_output, dict):
             return {**self._last_output, "loss": mean}

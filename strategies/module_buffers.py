@@ -1,11 +1,11 @@
 """Buffers that a module changes in its forward: codebooks, queues, moving averages.
 
-torch DDP broadcasts rank 0's buffers before each forward, so each step keeps what rank 0's batch made of them. Here
-each micro-batch starts from the step's buffers, and the step keeps those that its first micro-batch made: with one
-micro-batch per rank the same as under DDP, but whichever rank computes it, so that failures change nothing.
+torch DDP broadcasts rank 0's buffers before each forward, so each step keeps the buffers made by rank 0's batch. Here
+each micro-batch starts from the step's buffers, and the step keeps the buffers made by its first micro-batch. With one
+micro-batch per rank this equals DDP, but it does not depend on the rank that computes it, so failures change nothing.
 
 Batch-norm statistics are averaged over the global batch (`sums.NormStatistics`). A buffer that gets another shape is
-taken for a cache, such as the angles of rotary embeddings, and is each rank's own.
+treated as a cache, such as the angles of rotary embeddings, and stays on its rank.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from unicron_lightning.worker.buckets import FlatBucket
 
 LOOKS: Final = 2
-"""Micro-batches at the beginning whose buffers are compared by value."""
+"""Number of micro-batches at the beginning whose buffers are compared by value."""
 LOOK_EVERY: Final = 100
-"""Every so many micro-batches they are compared again: a change through ``.data`` leaves no other trace."""
+"""Interval of micro-batches at which they are compared again: a change through ``.data`` leaves no other trace."""
 
 
 @dataclass(kw_only=True)
@@ -39,7 +39,7 @@ class _Place:
 
     @property
     def now(self) -> Tensor | None:
-        """What the module has under the name now."""
+        """Return the buffer's present tensor in the module."""
         return self.owner._buffers.get(self.name)
 
     def refresh(self) -> None:
@@ -49,11 +49,11 @@ class _Place:
             self.tensor, self.base, self.version = now, now.detach().clone(), now._version
 
     def touched(self) -> bool:
-        """Tell whether the tensor was replaced, or written to."""
+        """Return whether the tensor was replaced, or written to."""
         return self.now is not self.tensor or self.tensor._version != self.version
 
     def set(self, value: Tensor) -> None:
-        """Give the tensor that the step began with a value, and the module that tensor."""
+        """Set the value of the tensor that the step started with, and put that tensor into the module."""
         with torch.no_grad():
             self.tensor.copy_(value)
         self.owner._buffers[self.name] = self.tensor
@@ -62,18 +62,18 @@ class _Place:
 
 @dataclass(kw_only=True)
 class _Packed:
-    """Buffers of one type that travel in one bucket."""
+    """Buffers of one type that are reduced in one bucket."""
 
     bucket: FlatBucket
     parts: list[tuple[int, int, int]] = field(default_factory=list)
-    """Buffer, offset and number of elements of each."""
+    """Buffer, offset and number of elements of each part."""
 
 
 class ModuleBuffers:
     """The buffers of a module, from step to step.
 
     Args:
-        module: whose buffers they are; those registered later are not looked at.
+        module: owner of the buffers; buffers registered later are ignored.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -110,17 +110,17 @@ class ModuleBuffers:
 
     @property
     def buckets(self) -> list[FlatBucket]:
-        """What is summed over the ranks: the values on the rank that has run the first micro-batch, else zeros."""
+        """Buckets to sum over the ranks: the values on the rank that has run the first micro-batch, zeros elsewhere."""
         return [packed.bucket for packed in self._packed]
 
     def start_micro_batch(self) -> None:
-        """Look at the values before a micro-batch, now and then."""
+        """Compare the values before a micro-batch, at intervals."""
         if self._looks():
             for place in self._places:
                 place.refresh()
 
     def finish_micro_batch(self, number: int) -> None:
-        """Keep what the first micro-batch has made of the buffers, and go back to the step's."""
+        """Keep the buffers made by the first micro-batch, and restore the step's."""
         looks = self._looks()
         self._count += 1
         for index, place in enumerate(self._places):
@@ -137,10 +137,10 @@ class ModuleBuffers:
             self._fill()
 
     def commit(self, values: Mapping[int, Tensor]) -> None:
-        """Set what the step has made of the buffers.
+        """Set the buffers to the step's result.
 
         Args:
-            values: of buffers that were not carried yet, by number.
+            values: values of buffers that were not carried yet, by number.
         """
         for index, value in (*self._unpack(), *values.items()):
             place = self._places[index]
@@ -177,7 +177,7 @@ class ModuleBuffers:
 
 
 def _carrier(dtype: torch.dtype) -> torch.dtype:
-    """The type in which a buffer is summed with zeros, exactly."""
+    """Return the type in which a buffer is summed with zeros, exactly."""
     if not dtype.is_floating_point:
         return torch.int64
     return dtype if dtype in (torch.float32, torch.float64) else torch.float32

@@ -1,8 +1,8 @@
-"""The loaders that a script sees: ordinary ones, as under ddp.
+"""Ordinary loaders for the user's script, as under ddp.
 
 Lightning's loops iterate over the strategy's loaders, and each iteration is a step or a pass of the task.
-``trainer.val_dataloaders`` and the like give the loader that Lightning would have made under ddp instead: a callback
-may iterate over it, or read its attributes, without any effect on training.
+``trainer.val_dataloaders`` and similar properties return the loader that Lightning would have made under ddp instead: a
+callback may iterate over it, or read its attributes, without any effect on training.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from unicron_lightning.data.loader import InPlace
 
 
 def ordinary(trainer: pl.Trainer, loader: DataLoader[Any], devices: int, rank: int) -> DataLoader[Any]:
-    """The loader of one device of the declared world, as ddp's would be; the user's own where that can't be made.
+    """Return the loader of one device of the declared world, as under ddp; the user's own if that can't be made.
 
     Args:
-        trainer: of which the present stage counts.
-        loader: the user's.
-        devices: of the declared world.
-        rank: this worker's when the loader is made.
+        trainer: provides the present stage.
+        loader: the user's loader.
+        devices: devices of the declared world.
+        rank: this worker's rank when the loader is made.
     """
     if isinstance(loader.sampler, DistributedSampler):
         return loader
@@ -39,13 +39,13 @@ def ordinary(trainer: pl.Trainer, loader: DataLoader[Any], devices: int, rank: i
     sampler = _get_distributed_sampler(loader, shuffled, overfits, stage, num_replicas=devices, rank=rank % devices)
     try:
         made: DataLoader[Any] = _update_dataloader(loader, sampler, mode=stage)
-    except (MisconfigurationException, TypeError):  # a class whose arguments are not known
+    except (MisconfigurationException, TypeError):  # a class with unknown arguments
         return loader
     return made
 
 
 def show_ordinary(trainer: pl.Trainer) -> None:
-    """Has the trainer's properties give the ordinary loaders, while its loops keep those of the strategy."""
+    """Make the trainer's properties return the ordinary loaders, while its loops keep those of the strategy."""
     fit = trainer.fit_loop
     for loop in (fit, fit.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
         combined: CombinedLoader | None = loop._combined_loader

@@ -1,8 +1,9 @@
-"""``self.log`` in steps, made independent of who runs which micro-batch.
+"""``self.log`` in steps, made independent of the distribution of micro-batches.
 
-What a step logs is recorded per micro-batch (or evaluation batch) instead of going to Lightning's results at once. When
-the step commits (the evaluation pass ends) the records of all ranks are reduced, and every rank logs the same global
-values. So nothing that was logged is lost with a rank, and a joiner can take the accumulated results over from a peer.
+Values that a step logs are recorded per micro-batch (or evaluation batch) instead of going to Lightning's results at
+once. When the step commits (the evaluation pass ends) the records of all ranks are reduced, and every rank logs the
+same global values. So no logged value is lost with a rank, and a joiner can receive the accumulated results from a
+peer.
 """
 
 from __future__ import annotations
@@ -32,9 +33,7 @@ class Reduce(Protocol):
 
 
 Options = tuple[str, str, bool, bool, bool, bool, str, bool]
-"""fx, name, prog_bar, logger, on_step, on_epoch, reduce, add_dataloader_idx: what tells one logged value from
-another.
-"""
+"""fx, name, prog_bar, logger, on_step, on_epoch, reduce, add_dataloader_idx: the identity of a logged value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,13 +51,13 @@ class LogCall:
     metric: str | None = None
 
     def plain(self) -> list[Any]:
-        """As plain data."""
+        """Return the call as plain data."""
         value = None if self.value is None else float(self.value)
         return [list(self.options), value, self.weight, self.metric]
 
     @classmethod
     def from_plain(cls, data: Sequence[Any]) -> LogCall:
-        """Back from `plain`."""
+        """Convert the result of `plain` back."""
         options, value, weight, metric = data
         scalar = None if value is None else torch.tensor(value, dtype=torch.float64)
         return cls(options=tuple(options), value=scalar, weight=weight, metric=metric)
@@ -69,9 +68,9 @@ class RecordingResults(_ResultCollection):
 
     Args:
         training: as upstream.
-        reduce: the strategy's, for what hooks log with ``sync_dist=True``.
+        reduce: the strategy's reduction, for hooks that log with ``sync_dist=True``.
         on_epoch_metrics: called before epoch-level metrics are read: the place to finish an evaluation pass.
-        is_local: tells whether what is logged now stays on this rank, whatever ``sync_dist`` says.
+        is_local: returns whether values logged now stay on this rank, whatever ``sync_dist`` is.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class RecordingResults(_ResultCollection):
 
     @contextmanager
     def recording(self, batch: Any) -> Iterator[list[LogCall]]:
-        """Inside, what is logged is kept in the list given and goes nowhere else; ``batch`` gives the batch size."""
+        """Record all log calls of the block in the yielded list only; ``batch`` provides the batch size."""
         before = self.batch, self.batch_size, self._calls
         calls: list[LogCall] = []
         self.batch, self.batch_size, self._calls = batch, None, calls
@@ -100,7 +99,7 @@ class RecordingResults(_ResultCollection):
             self.batch, self.batch_size, self._calls = before
 
     def record_into(self, calls: list[LogCall] | None) -> None:
-        """Records into ``calls`` from now on (None: no more)."""
+        """Record into ``calls`` from now on (None: stop recording)."""
         self._calls = calls
 
     @override
@@ -126,7 +125,7 @@ class RecordingResults(_ResultCollection):
         self._calls.append(call)
 
     def replay(self, call: LogCall, module: torch.nn.Module, device: torch.device) -> None:
-        """Logs a global value, as if the step had logged it once."""
+        """Log a global value, as if the step had logged it once."""
         value: Any
         if call.value is None:
             value = module.get_submodule(call.metric or "")
@@ -144,7 +143,7 @@ class RecordingResults(_ResultCollection):
         return super().metrics(on_step)
 
     def state(self) -> list[Any]:
-        """Accumulated results, as plain data for a joiner; of metric objects only that they were logged."""
+        """Return accumulated results, as plain data for a joiner; of metric objects only that they were logged."""
         return [
             [
                 _options(m),
@@ -162,12 +161,12 @@ class RecordingResults(_ResultCollection):
     def load_state(
         self, state: Sequence[Sequence[Any]], device: torch.device, module: torch.nn.Module | None = None
     ) -> None:
-        """Takes over what `state` gave on another worker, in the place of what this one has logged alone.
+        """Replace the values that this worker has logged alone by another worker's `state`.
 
         Args:
-            state: what it gave.
-            device: of tensors.
-            module: of which metric objects are submodules.
+            state: the other worker's state.
+            device: device of tensors.
+            module: owner of the metric objects.
         """
         self.clear()
         for options, sync, value, batch_size, has_reset, cache, updates in state:
@@ -187,7 +186,7 @@ class RecordingResults(_ResultCollection):
     def _metadata(
         self, options: Sequence[Any], graph: bool, synchronised: bool, first_rank: bool, in_hook: bool
     ) -> _Metadata:
-        """Equal to that with which Lightning, or `replay`, will log the value again."""
+        """Create metadata equal to those with which Lightning, or `replay`, will log the value again."""
         fx, name, prog_bar, logger, on_step, on_epoch, reduce, add_dataloader_idx = options
         meta = _Metadata(
             fx=fx,
@@ -205,7 +204,7 @@ class RecordingResults(_ResultCollection):
         return meta
 
     def _log_in_hook(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Outside the steps: Lightning keeps the value on this rank, and reduces it when it is wanted."""
+        """Log outside the steps: Lightning keeps the value on this rank, and reduces it on demand."""
         if self._forget_local():
             kwargs["sync_dist"] = False
         if "sync_dist_fn" in kwargs:
@@ -215,7 +214,7 @@ class RecordingResults(_ResultCollection):
         super().log(fx, name, value, *args, **kwargs)
 
     def _forget_local(self) -> bool:
-        """Whether values stay on this rank. When that changes, what was logged with other options is dropped."""
+        """Return whether values stay on this rank. When that changes, values logged with other options are dropped."""
         local = self._is_local()
         if self._was_local != local:
             self.clear()
@@ -223,7 +222,7 @@ class RecordingResults(_ResultCollection):
         return local
 
     def _synchronise(self, value: Tensor, *, reduce_op: str | None, group: Any) -> Any:
-        """Reduces in floating point: Lightning also takes the mean of batch sizes, which are integers."""
+        """Reduce in floating point: Lightning also takes the mean of batch sizes, which are integers."""
         return self._reduce(value if value.is_floating_point() else value.double(), group=group, reduce_op=reduce_op)
 
     def _log_as(self, options: Options, value: Any, batch_size: int, metric: str | None) -> None:
@@ -267,9 +266,7 @@ def _reduction_name(function: Any) -> str:
 
 
 def merge_calls(calls: Sequence[LogCall]) -> list[LogCall]:
-    """One call per logged value, reduced over the given ones: means weighted by batch size, as Lightning's epoch
-    means.
-    """
+    """Merge to one call per logged value: means are weighted by batch size, as in Lightning's epoch means."""
     grouped: dict[Options, list[LogCall]] = {}
     for call in calls:
         grouped.setdefault(call.options, []).append(call)

@@ -1,4 +1,4 @@
-"""What a finished step tells the coordinator, and an exception."""
+"""Reports to the coordinator: finished steps and exceptions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FIRST_STEP: dict[wire.EpochKind, str] = {
     "join": "grown",
     "leave": "shrunk",
 }
-"""What the first step finished in an epoch means, as an event."""
+"""Event of the first step finished in an epoch, by kind."""
 
 
 class Step(Protocol):
@@ -38,7 +38,7 @@ class Step(Protocol):
 
 
 def told_flops(module: Any) -> float | None:
-    """The module's attribute ``flops_per_step``, if any: FLOPs of the model in one optimizer step of the whole task.
+    """Return the module's attribute ``flops_per_step``, if any: FLOPs of one optimizer step of the whole task.
 
     Raises:
         ConfigError: it is no number above 0.
@@ -52,18 +52,18 @@ def told_flops(module: Any) -> float | None:
 
 
 class StepReports:
-    """Tells of each finished step, and of the error that ends the worker."""
+    """Reports each finished step, and the error that ends the worker."""
 
     def __init__(self) -> None:
         self._epoch = 0
-        """Told of last."""
+        """Newest reported epoch."""
         self._finite = True
 
     def finished(self, engine: Engine, operation: Step, loss: float) -> None:
-        """Counts the step, leaves word of progress, and tells the event log if it is the first of its epoch.
+        """Count the step, report progress, and log an event if it is the first of its epoch.
 
         Args:
-            engine: of this worker.
+            engine: this worker's engine.
             operation: the step, committed.
             loss: mean over the global batch, the same on all ranks.
         """
@@ -88,7 +88,7 @@ class StepReports:
 
 
 def report_exception(control: Control | None, error: BaseException, step: int) -> None:
-    """Tells of what Lightning is about to raise out of the trainer; orders to end are no errors."""
+    """Report an exception that Lightning is about to raise out of the trainer; orders to end are no errors."""
     if isinstance(error, SIGTERMException):
         # Lightning raises it without a status; a worker that ends with 0 would have finished the task.
         error.code = 128 + signal.SIGTERM
@@ -108,7 +108,7 @@ def report_exception(control: Control | None, error: BaseException, step: int) -
 
 
 def balance_of(engine: Engine, micro_batches: int) -> Balance:
-    """Shares of an engine's steps by speed; the first rank tells of each change."""
+    """Return the shares of an engine's steps by speed; the first rank reports each change."""
 
     def changed(counts: list[int], seconds: list[float]) -> None:
         if engine.control is not None and engine.world.rank == 0:

@@ -27,23 +27,22 @@ from unicron_lightning.worker.statistics import Summary
 logger = logging.getLogger(__name__)
 
 _LINGER_SECONDS = 0.1
-"""How long a worker that is through keeps its sockets open: others may still be reading what it sent last. If that is
-too short they are told by the coordinator and finish among themselves.
+"""Seconds that a finished worker keeps its sockets open, as others may still read its last messages.
+
+If that is too short, the coordinator notifies them and they finish among themselves.
 """
 _BURIED_SECONDS = 2.0
-"""How long the end of the process waits for closed communicators: one in the middle of its destructor would abort
-it.
-"""
+"""Seconds that the end of the process waits for closed communicators: one in its destructor would abort the process."""
 
 
 class Session:
-    """Control connection and engine of this process; a world of this process alone where there is no agent.
+    """Control connection and engine of this process; without an agent, a world of this process alone.
 
     Args:
-        device: of the model; decides the back-end of the data plane.
+        device: device of the model; decides the back-end of the data plane.
         capacity: most workers the task can use.
-        on_world: told each new world.
-        fabric: what is built with each epoch's communicator, if anything.
+        on_world: called with each new world.
+        fabric: built with each epoch's communicator, if given.
 
     Raises:
         ConfigError: under torchrun with another rendezvous back-end.
@@ -88,7 +87,7 @@ class Session:
     def of_process(
         cls, device: torch.device, capacity: int, on_world: Callable[[World], None], fabric: Fabric | None = None
     ) -> tuple[Session, bool]:
-        """This process's part in its task, which several trainers one after the other share; and whether it is new."""
+        """Return this process's session, which consecutive trainers share, and whether it is new."""
         global _shared
         if _shared is None or _shared.control is None:
             _shared = cls(device, capacity, on_world, fabric)
@@ -97,36 +96,36 @@ class Session:
         return _shared, False
 
     def statistics(self) -> Summary:
-        """What is known of this worker's steps."""
-        if self.control is None:  # nobody else looks
+        """Return statistics of this worker's steps."""
+        if self.control is None:  # no other thread reads it
             self.monitor.take()
         return self.monitor.summary()
 
     def runs(self, *, active: bool) -> None:
-        """Says that a trainer's run has begun, or has come to its end: an exit within one is no end of the task."""
+        """Report that a trainer's run has begun, or has ended: an exit within a run is no end of the task."""
         if self.control is not None:
             self.control.send(wire.Training(worker=self.control.worker, active=active))
 
     def wait_admission(self) -> None:
-        """Says that this joiner is built and may be admitted; `Engine.run` then waits for its first epoch."""
+        """Report that this joiner is built and may be admitted; `Engine.run` then waits for its first epoch."""
         assert self.control is not None
         self.control.ready(0, {"step": 0, "has_state": False})
 
     def close(self) -> None:
-        """Ends the session; the process may end afterwards without waiting for anything."""
+        """End the session; the process may exit afterwards without waiting."""
         atexit.unregister(self.close)
         if self.engine.world.size > 1:
             time.sleep(_LINGER_SECONDS)
         self.engine.close()
         if not wait_buried(_BURIED_SECONDS):
             leave_buried()
-        if self.control is not None:  # last: until then the heartbeats go on
+        if self.control is not None:  # last: until then heartbeats continue
             self.control.close()
         if self._stacks is not None:
             self._stacks.close()
 
     def check_fit(self, donors: int) -> None:
-        """Refuses a state that belongs to another ``fit`` of the script.
+        """Refuse a state that belongs to another ``fit`` of the script.
 
         Raises:
             ConfigError: quoting both.
@@ -138,7 +137,7 @@ class Session:
             )
 
     def _wait_founded(self, control: Control) -> wire.Welcome:
-        """Waits for the first epoch, or for the word that it was formed without this worker, which then joins."""
+        """Wait for the first epoch, or for the notice that it was formed without this worker, which then joins."""
         control.ready(0, {"step": 0, "has_state": True, "founder": True})
         with control.condition:
             control.condition.wait_for(lambda: control.latest is not None or not control.welcome.founder)
@@ -156,5 +155,5 @@ _shared: Session | None = None
 
 
 def control_of_process() -> Control | None:
-    """The link of this process to its agent, if it has one."""
+    """Return the link of this process to its agent, if it has one."""
     return None if _shared is None else _shared.control

@@ -1,9 +1,9 @@
-"""torchmetrics objects in training: their state is that of all micro-batches, whichever rank ran them.
+"""torchmetrics objects in training: their state covers all micro-batches, on every rank.
 
-Each micro-batch starts from an empty state, and the state that it leaves is recorded. At the commit the records of all
-ranks are added to the state before the step, by the metrics' own reductions, in the order of the micro-batches. So
-every rank has the state over the global batches, and nothing is lost with a rank. A metric's attributes that are no
-declared states stay on their rank.
+Each micro-batch starts from an empty state, and its final state is recorded. At the commit the records of all ranks
+are added to the state before the step, by the metrics' own reductions, in the order of the micro-batches. So every rank
+has the state over the global batches, and no state is lost with a rank. A metric's attributes that are no declared
+states stay on their rank.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ State = dict[str, Any]
 """The declared states of a metric, ``_update_count``, and ``_forwarded``: whether it was called, not only updated."""
 
 GLOBAL = "_unicron_global"
-"""Set on a metric whose state is the same on every rank already."""
+"""Attribute of a metric whose state is already the same on every rank."""
 
 
 class StepMetrics:
-    """The metric objects of a module, over the micro-batches of one step after the other.
+    """The metric objects of a module, over the micro-batches of consecutive steps.
 
     Args:
-        module: the trained one.
+        module: the trained module.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -35,13 +35,13 @@ class StepMetrics:
         self.find()
 
     def find(self) -> None:
-        """Looks for the metrics anew: scripts may add some."""
+        """Search the metrics again: scripts may add some."""
         modules = list(self._module.named_modules())
         self._metrics = {name: child for name, child in modules if isinstance(child, Metric)}
         self._collections = [child for _, child in modules if isinstance(child, MetricCollection)]
 
     def begin(self, anew: bool = False) -> None:
-        """A step begins, for which metrics are looked for ``anew``."""
+        """Start a step; ``anew``: search the metrics again."""
         if anew:
             self.find()
         self.recorded: dict[int, dict[str, State]] = {}
@@ -50,7 +50,7 @@ class StepMetrics:
             metric._forward_cache = None
 
     def start_micro_batch(self) -> None:
-        """Empties the states."""
+        """Empty the states."""
         self._settle_groups()
         self._base = {name: _state(metric) for name, metric in self._metrics.items()}
         for metric in self._metrics.values():
@@ -59,7 +59,7 @@ class StepMetrics:
             metric._forward_cache = None
 
     def finish_micro_batch(self, number: int) -> None:
-        """Records the states and goes back to those before the step."""
+        """Record the states and restore those before the step."""
         self._settle_groups()
         found = {name: _state(metric) for name, metric in self._metrics.items() if metric.update_called}
         if found:
@@ -68,7 +68,7 @@ class StepMetrics:
             _set(metric, self._base[name])
 
     def commit(self, recorded: Mapping[int, Mapping[str, State]]) -> None:
-        """Adds what all ranks have recorded, by micro-batch."""
+        """Add the records of all ranks, by micro-batch."""
         for name, metric in self._metrics.items():
             states = [recorded[number][name] for number in sorted(recorded) if name in recorded[number]]
             if not states:
@@ -76,30 +76,30 @@ class StepMetrics:
             base = _state(metric)
             if any(state["_forwarded"] for state in states):
                 _set(metric, merge_states(metric, states))
-                metric._forward_cache = metric.compute()  # of the whole step
+                metric._forward_cache = metric.compute()  # over the whole step
             _set(metric, merge_states(metric, [base, *states] if base["_update_count"] else states))
             setattr(metric, GLOBAL, True)
 
     def states(self) -> dict[str, State]:
-        """For a joiner: the metrics that hold anything."""
+        """Return the metrics that have been updated, for a joiner."""
         self._settle_groups()
         return {name: _state(metric) for name, metric in self._metrics.items() if metric.update_called}
 
     def load_states(self, states: Mapping[str, State]) -> None:
-        """Sets what `states` gave on another worker."""
+        """Restore the `states` of another worker."""
         for name, metric in self._metrics.items():
             if name in states:
                 _set(metric, states[name])
                 setattr(metric, GLOBAL, True)
 
     def _settle_groups(self) -> None:
-        """Metrics of a collection that share a state have it in the first one only, at times."""
+        """Share the states of a collection's groups, which at times only the first metric has."""
         for collection in self._collections:
             collection._compute_groups_create_state_ref()
 
 
 def merge_states(metric: Metric, states: Sequence[State]) -> State:
-    """One state of several, all updated, by the metric's reductions."""
+    """Merge several updated states into one, by the metric's reductions."""
     counts = [state["_update_count"] for state in states]
     merged: State = {"_update_count": sum(counts)}
     reductions: dict[str, Any] = metric._reductions

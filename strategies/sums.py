@@ -1,10 +1,10 @@
-"""What is summed over a step's micro-batches besides the gradients: loss, logged values, statistics and other buffers.
+"""Sums over a step's micro-batches besides the gradients: loss, logged values, statistics and other buffers.
 
-One float64 vector per step, which goes with the commit, carries the loss and the logged means and sums; its layout is
-the set of values logged in the step before, which all ranks know. When a step logs something new (or a minimum or
-maximum), updates torchmetrics objects, leaves other parameters unused than before, or changes other buffers, the ranks
-exchange their records as bytes, agree on the new layout and commit once more; in a steady program without minima,
-maxima and metric objects that happens once.
+One float64 vector per step, sent with the commit, carries the loss and the logged means and sums; its layout is the set
+of values logged in the previous step, which all ranks know. Some steps log a new value (or a minimum or maximum),
+update torchmetrics objects, leave other parameters unused than before, or change other buffers. Then the ranks exchange
+their records as bytes, agree on the new layout and commit once more. In a steady program without minima, maxima and
+metric objects that happens once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LOSS, _COUNT, _CHANGED, _HEADER = 0, 1, 2, 3
 
 
 class Uses(Protocol):
-    """Tells which parameters have got a gradient in this step; `GradientBuckets` does."""
+    """Shows which parameters have received a gradient in this step; `GradientBuckets` implements it."""
 
     @property
     def used(self) -> Sequence[bool]: ...
@@ -39,8 +39,8 @@ class Uses(Protocol):
 
 
 class Layout:
-    """What the members agree on from step to step: the logged values of the vector, the parameters left unused, and the
-    buffers that forward changes.
+    """Agreement of the members from step to step: logged values of the vector, unused parameters, and changing
+    buffers.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Layout:
 class NormStatistics:
     """Running statistics of batch-norm layers: each micro-batch starts from the step's; the mean over all is kept.
 
-    torch DDP keeps rank 0's, which depend on what rank 0 computes. Here they depend on the global batch only.
+    torch DDP keeps rank 0's, which depend on rank 0's data. Here they depend on the global batch only.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -80,7 +80,7 @@ class NormStatistics:
             self.bucket.local.zero_()
 
     def finish_micro_batch(self) -> None:
-        """Adds what the micro-batch changed to the sums and goes back to the step's start."""
+        """Add the micro-batch's changes to the sums and restore the step's start."""
         if self.bucket is None:
             return
         offset = 0
@@ -93,7 +93,7 @@ class NormStatistics:
             count.copy_(base)
 
     def commit(self, num_micro_batches: int) -> None:
-        """Sets the mean over the global batch; a step counts as one batch."""
+        """Set the mean over the global batch; a step counts as one batch."""
         if self.bucket is None:
             return
         offset = 0
@@ -107,7 +107,7 @@ class NormStatistics:
 
 @dataclass(frozen=True, kw_only=True)
 class _Agreed:
-    """What the members have settled in a step in which something was new."""
+    """Agreement of the members in a step with new values."""
 
     calls: list[LogCall]
     unused: list[int]
@@ -122,7 +122,7 @@ class StepSums:
         layout: agreed; updated by `finish`.
         norms: the model's batch-norm statistics, begun.
         buffers: the model's other buffers, begun.
-        gradients: tells which parameters were used.
+        gradients: shows which parameters were used.
         metrics: the module's metric objects, begun; None: they are left alone.
     """
 
@@ -150,7 +150,7 @@ class StepSums:
         return [*([] if self._norms.bucket is None else [self._norms.bucket]), *self._buffers.buckets]
 
     def add(self, loss: Tensor, calls: Sequence[LogCall]) -> None:
-        """Adds what one micro-batch gave."""
+        """Add the results of one micro-batch."""
         self._losses.append(loss.detach().reshape(()).double())
         self._calls.extend(calls)
 
@@ -198,7 +198,9 @@ class StepSums:
         )
 
     def finish(self) -> tuple[float, list[LogCall], list[bool]]:
-        """After the commit: sets the buffers; mean loss, the global logged values, whether each parameter was used."""
+        """Set the buffers after the commit; return mean loss, global logged values, and whether each parameter was
+        used.
+        """
         if self._totals[_CHANGED] != 0:
             assert self._agreed is not None, "a step was committed unsettled"
             calls, self._layout.unused = self._agreed.calls, self._agreed.unused

@@ -1,7 +1,7 @@
 """State of torchmetrics objects over the ranks of an evaluation pass.
 
 torchmetrics synchronises over torch's default group, which this strategy does not create (a dead rank would block it).
-The states travel with the pass's results instead and are merged by torchmetrics' own reductions.
+The states are sent with the pass's results instead and are merged by torchmetrics' own reductions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torchmetrics.utilities.data import dim_zero_cat
 from unicron_lightning.strategies.step_metrics import GLOBAL
 
 _OWN = "_unicron_own_state"
-"""Where a merged metric keeps its own rank's state, to go on from it."""
+"""Attribute in which a merged metric keeps its own rank's state, to continue from it."""
 
 
 def _metrics(module: nn.Module) -> list[tuple[str, Metric]]:
@@ -31,7 +31,7 @@ def _state(metric: Metric) -> dict[str, Any]:
 
 
 def update_counts(module: nn.Module) -> dict[str, int]:
-    """How often this rank has updated each metric in ``module``."""
+    """Return the number of this rank's updates of each metric in ``module``."""
     counts = {}
     for name, metric in _metrics(module):
         own = getattr(metric, _OWN, None)
@@ -40,10 +40,10 @@ def update_counts(module: nn.Module) -> dict[str, int]:
 
 
 def metric_states(module: nn.Module, before: Mapping[str, int] | None = None) -> dict[str, dict[str, Any]]:
-    """This rank's state of every updated metric in ``module``, by name.
+    """Return this rank's state of every updated metric in ``module``, by name.
 
     Args:
-        module: that has the metrics.
+        module: owner of the metrics.
         before: `update_counts` when the pass began. Training's metrics, which are the same on all ranks, are left out
             if the pass has not updated them.
     """
@@ -57,7 +57,7 @@ def metric_states(module: nn.Module, before: Mapping[str, int] | None = None) ->
 
 
 def merge_metric_states(module: nn.Module, by_rank: Sequence[dict[str, dict[str, Any]]]) -> None:
-    """Sets every metric that any rank has updated to the state over all ranks, which `Metric.compute` then takes."""
+    """Set every metric that any rank has updated to the state over all ranks, which `Metric.compute` then uses."""
     for name, metric in _metrics(module):
         states = [part[name] for part in by_rank if name in part]
         if not states:
@@ -67,11 +67,11 @@ def merge_metric_states(module: nn.Module, by_rank: Sequence[dict[str, dict[str,
             setattr(metric, key, _merge([state[key] for state in states], reduction, metric.device))
         metric._update_count = sum(state["_update_count"] for state in states)
         metric._computed = None
-        metric._to_sync = False  # it is the whole already
+        metric._to_sync = False  # it is complete already
 
 
 def restore_own_states(module: nn.Module) -> None:
-    """Undoes `merge_metric_states`: a metric that was not reset meanwhile goes on from its own rank's state."""
+    """Undo `merge_metric_states`: a metric that was not reset meanwhile continues from its own rank's state."""
     for _, metric in _metrics(module):
         own = getattr(metric, _OWN, None)
         if own is None:

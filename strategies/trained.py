@@ -1,4 +1,4 @@
-"""Which parameters need gradients, without walking through all modules before every step."""
+"""Parameters that need gradients, found without walking through all modules before every step."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 class TrainedParameters:
     """The parameters of a model that need gradients.
 
-    Modules are walked through again when the optimizers have other parameters, or when asked to; that a known parameter
-    has begun or ceased to need a gradient is always seen.
+    Modules are walked through again when the optimizers have other parameters, or on request. A change in whether a
+    known
+    parameter needs a gradient is always detected.
     """
 
     def __init__(self) -> None:
@@ -21,7 +22,7 @@ class TrainedParameters:
         self._optimized: list[int] = []
 
     def find(self, module: nn.Module, optimizers: Sequence[Optimizer], *, anew: bool) -> list[tuple[str, Parameter]]:
-        """Names and parameters, in the model's order, without repeats."""
+        """Return names and parameters, in the model's order, without repeats."""
         groups = (group for optimizer in optimizers for group in optimizer.param_groups)
         optimized = [id(parameter) for group in groups for parameter in group["params"]]
         if anew or optimized != self._optimized:

@@ -1,9 +1,9 @@
 """The Lightning strategy ``unicron``: data parallelism that trains straight through failures.
 
 One Lightning batch is one **global batch**: ``accumulate_grad_batches x devices x num_nodes`` micro-batches, for the
-whole life of the task and whatever its world is at the moment. `training_step` of the module is called once per
+whole life of the task and whatever its present world is. The module's `training_step` is called once per
 micro-batch; Lightning's batch hooks and counters see one batch per optimizer step, so they never depend on the world.
-Failures are healed inside `UnicronStrategy.training_step` and the other operations; joiners enter before a step.
+Failures are recovered inside `UnicronStrategy.training_step` and the other operations; joiners enter before a step.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class UnicronStrategy(CollectingStrategy):
         num_micro_batches: M of a global batch, instead of accumulate_grad_batches x devices x num_nodes.
         rebalance: a rank that is slower than the others gets fewer of a step's micro-batches.
         compare: workers compare seed, data, parameters and settings when the task begins and at each join, and one that
-            differs is refused; see `describing`. False where `hparams` differ on purpose.
+            differs is refused; see `describing`. Set False if `hparams` differ on purpose.
         digest_every: number of steps between two comparisons of the workers' parameters, by a digest in the commit. 0:
             never.
         on_divergence: ``heal`` replaces workers whose parameters differ from most, ``stop`` ends the task; see
@@ -76,7 +76,7 @@ class UnicronStrategy(CollectingStrategy):
         accelerator, parallel_devices, checkpoint_io, precision_plugin: given by Lightning.
 
     Raises:
-        ConfigError: for what it can't do exactly; see `checks`.
+        ConfigError: for settings that can't be supported exactly; see `checks`.
     """
 
     strategy_name = "unicron"
@@ -147,17 +147,17 @@ class UnicronStrategy(CollectingStrategy):
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
         strategy_registry.register(cls.strategy_name, cls, description="Trains straight through failures (Unicron)")
 
-    # ---- who we are
+    # ---- identity
 
     @property
     def engine(self) -> Engine:
-        """This worker's engine; there from the first ``fit``, ``validate`` or ``test`` on."""
+        """This worker's engine, which exists from the first ``fit``, ``validate`` or ``test`` on."""
         assert self._session is not None, "no run has begun"
         return self._session.engine
 
     @property
     def statistics(self) -> Summary | None:
-        """How fast this worker's steps have been, see `Summary`: for callbacks; None before the first run."""
+        """Statistics of this worker's steps, see `Summary`, for callbacks; None before the first run."""
         return None if self._session is None else self._session.statistics()
 
     @property
@@ -174,7 +174,7 @@ class UnicronStrategy(CollectingStrategy):
 
     @property
     def num_processes(self) -> int:
-        """Workers of a node in the declared world, as Lightning's parallel strategies have it."""
+        """Workers of a node in the declared world, as in Lightning's parallel strategies."""
         return len(self.parallel_devices or [None])
 
     @property
@@ -257,7 +257,7 @@ class UnicronStrategy(CollectingStrategy):
             join_state.share_initial(module, self.engine)
 
     def _join(self, trainer: pl.Trainer) -> dict[str, Any]:
-        """Everything that needs no state is done before the members are asked to wait for this worker."""
+        """Join the task; work that needs no state is done before the members have to wait for this worker."""
         assert self._session is not None
         trainer.num_sanity_val_steps = 0
         trainer.fit_loop.setup_data()
@@ -286,7 +286,7 @@ class UnicronStrategy(CollectingStrategy):
         return self._loaders.wrap(trainer, dataloader, self._shape, self._seed)
 
     def share(self, micro_batches: range) -> list[int]:
-        """Those of a step that fall to this rank in the present world."""
+        """Return this rank's micro-batches of a step in the present world."""
         counts = None if self._balance is None else self._balance.counts(len(micro_batches))
         world = self.engine.world
         if counts is None:
@@ -294,7 +294,7 @@ class UnicronStrategy(CollectingStrategy):
         return deal(micro_batches, counts)[world.rank]
 
     def boundary(self, trainer: pl.Trainer) -> None:
-        """Between steps: the one place where a world grows, and where it is left when told to stop."""
+        """Enter or leave worlds between steps: the only place where a world grows, or is left on order."""
         engine = self.engine
         engine.activity.enter("boundary")
         self._gather.starting = False
@@ -320,27 +320,27 @@ class UnicronStrategy(CollectingStrategy):
         engine.activity.enter("hooks")
 
     def _part(self, trainer: pl.Trainer) -> None:
-        """The coordinator wants another layout of a model that is spread over workers."""
+        """Write the checkpoint for another layout, for strategies whose model is spread over workers."""
         raise AssertionError("ordered only where a layout was told")
 
     def _donate(self, trainer: pl.Trainer) -> bytes:
-        """This worker's state at a step boundary, for a joiner."""
+        """Return this worker's state at a step boundary, for a joiner."""
         assert self._session is not None
         return join_state.donate(trainer, self._layout, self._seed, self._session.fits, self._described)
 
-    # ---- what all workers must agree on
+    # ---- agreement of all workers
 
     def _describe_data(self) -> None:
-        """Adds the data to what this worker says of itself."""
+        """Add the data to this worker's description."""
         loader = self._loaders.training
         if self._compares and loader is not None:
             self._described = {**self._described, **describe_data(loader)}
 
     def _agree(self, name: str, described: dict[str, str]) -> None:
-        """Compares with the other workers, once all are there.
+        """Compare with the other workers, once all have arrived.
 
         Raises:
-            WorkersDiffer: if it is this worker that differs.
+            WorkersDiffer: if this worker differs.
         """
         said = self.engine.run(Agreement(f"agree on {name}", lambda rank: codec.encode(described)))
         check_agreement(described, [codec.decode(part) for part in unpack_parts(said)], node=self._node())
@@ -394,7 +394,7 @@ class UnicronStrategy(CollectingStrategy):
         return runner.output(loss)
 
     def _gradient_buckets(self, module: pl.LightningModule, first: bool) -> GradientBuckets:
-        """The buckets, made anew when other parameters need gradients than before."""
+        """Return the buckets, rebuilt when other parameters need gradients than before."""
         named = self._trained.find(module, self.optimizers, anew=first)
         if self._gradients is None or not self._gradients.matches([p for _, p in named]):
             if self._gradients is not None:
@@ -404,17 +404,17 @@ class UnicronStrategy(CollectingStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """The gradients are there, summed over the global batch: hands them to the optimizer, with the usual hooks."""
+        """Pass the gradients, summed over the global batch, to the optimizer, with the usual hooks."""
         module, plugin = self.lightning_module, self.precision_plugin
         assert module is not None and self._gradients is not None
-        # The base class's: the loss has been scaled already, micro-batch by micro-batch.
+        # The base class's hook: the loss has been scaled already, micro-batch by micro-batch.
         Precision.pre_backward(plugin, closure_loss, module)
         self._gradients.install(self._used)
         return plugin.post_backward(closure_loss, module)
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The step, which is the closure, and the optimizer's own work."""
+        """Run the step, which is the closure, and the optimizer's own work."""
         output = super().optimizer_step(*args, **kwargs)
         self.engine.activity.enter("hooks")
         return output
@@ -438,7 +438,7 @@ class UnicronStrategy(CollectingStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Written by one worker, and by another if that one dies meanwhile."""
+        """Write a checkpoint by one worker, and by another if that one dies meanwhile."""
 
         def write() -> None:
             self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
@@ -455,9 +455,9 @@ class UnicronStrategy(CollectingStrategy):
         self._tell_checkpoint(checkpoint, str(Path(str(filepath)).absolute()))
 
     def _tell_checkpoint(self, checkpoint: dict[str, Any], path: str) -> None:
-        """Where the task can go on if nobody survives."""
+        """Report the checkpoint, from which the task resumes if no worker survives."""
         engine = self.engine
-        if engine.control is not None and "optimizer_states" in checkpoint:  # from all: the first may die right now
+        if engine.control is not None and "optimizer_states" in checkpoint:  # from all: the first may die now
             step = int(checkpoint["global_step"])
             engine.control.send(wire.CheckpointSaved(worker=engine.control.worker, path=path, step=step))
 
