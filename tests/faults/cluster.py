@@ -1,4 +1,6 @@
-"""A task of real torchrun agents with an embedded coordinator: start, watch, hurt, and judge what came of it."""
+"""A task of real torchrun agents with an embedded coordinator: start it, observe it, inject faults, and judge the
+result.
+"""
 
 from __future__ import annotations
 
@@ -27,30 +29,30 @@ T = TypeVar("T")
 Note = dict[str, Any]
 SCRIPT = Path(__file__).parent / "train.py"
 MARK = "UNICRON_TEST_CLUSTER"
-"""In the environment of everything a cluster starts, so that orphans are found."""
+"""Environment variable of every process that a cluster starts, used to find orphans."""
 SETTINGS = {
     "devices": 1,
     "nodes": 3,
     "accumulation": 2,
-    "full": 3,  # workers of the whole world
-    "pace": 0.008,  # seconds of a micro-batch in it
-    "slow": 0.09,  # seconds of a micro-batch in a smaller one
+    "full": 3,  # workers of the complete world
+    "pace": 0.008,  # seconds of a micro-batch in the complete world
+    "slow": 0.09,  # seconds of a micro-batch in a smaller world
     "epochs": -1,
-    "keep": 1,  # best checkpoints; -1: all
+    "keep": 1,  # number of best checkpoints; -1: all
     "dtype": "float64",
     "rebalance": False,
-    "lag": {},  # seconds by which a node's micro-batches take longer
+    "lag": {},  # additional seconds of a node's micro-batches, by node
     "accelerator": "cpu",
     "precision": None,
     "fused": False,  # AdamW, fused
-    "compile": False,  # the module's net
+    "compile": False,  # compile the module's net
     "fill": 0.0,  # part of the accelerator's memory that each worker holds
-    "assert_at": None,  # [rank, step] of a device-side assertion, once
+    "assert_at": None,  # [rank, step] of a single device-side assertion
 }
 
 
 def until(what: str, probe: Callable[[], T | None], seconds: float = 60.0) -> T:
-    """Wait until ``probe`` returns something true."""
+    """Wait until ``probe`` returns a true value, and return it."""
     deadline = time.monotonic() + seconds
     while not (found := probe()):
         assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
@@ -59,7 +61,7 @@ def until(what: str, probe: Callable[[], T | None], seconds: float = 60.0) -> T:
 
 
 def kill(pid: int, number: signal.Signals = signal.SIGKILL) -> bool:
-    """Send a signal; tell whether there was such a process."""
+    """Send a signal; return whether the process existed."""
     try:
         os.kill(pid, number)
     except ProcessLookupError:
@@ -68,7 +70,7 @@ def kill(pid: int, number: signal.Signals = signal.SIGKILL) -> bool:
 
 
 class Notes:
-    """What all workers of a folder have noted, read as it grows."""
+    """The notes of all workers of a folder, read as they grow."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -81,12 +83,12 @@ class Notes:
         return [line for line in self._lines[what] if fields.items() <= line.items()]
 
     def count(self, what: str) -> int:
-        """How many notes of a kind there are."""
+        """Number of notes of a kind."""
         self._update()
         return len(self._lines[what])
 
     def newest(self, what: str, number: int) -> list[Note]:
-        """The notes of a kind that were read last."""
+        """The most recently read notes of a kind."""
         self._update()
         return self._lines[what][-number:]
 
@@ -113,16 +115,16 @@ class Cluster:
     """One task's agents on this machine, in a folder of their own.
 
     Args:
-        folder: for everything it writes.
-        agents: how many to start at once.
+        folder: for all output.
+        agents: number of agents to start at once.
         nodes: of ``--nnodes``.
         per_node: of ``--nproc-per-node``.
-        schedule: groups of faults, as sentences of the language, that the workers carry out themselves; see `train`.
+        schedule: groups of faults, as sentences of the language, that the workers inject themselves; see `train`.
         conf: further ``--rdzv-conf``.
         task: its name.
-        beside: another task's cluster, whose coordinator it shares and whose block it is used within.
-        settings: what differs from `SETTINGS`.
-        script: what the workers run, with the folder as its argument.
+        beside: another task's cluster, whose coordinator it shares and within whose context it is used.
+        settings: values that differ from `SETTINGS`.
+        script: the workers' script, which gets the folder as its argument.
         variables: further environment of a node's agent.
     """
 
@@ -181,10 +183,10 @@ class Cluster:
         if self._beside is None:
             shutil.rmtree(self._temporary)
 
-    # ---- what is done to it
+    # ---- actions
 
     def start(self, node: str, port: int | None = None) -> None:
-        """Start an agent; one that had this label must be gone. ``port``: of a proxy before the coordinator."""
+        """Start an agent; an earlier one with this label must be gone. ``port``: of a proxy before the coordinator."""
         conf = [self._conf, f"node={node},state_dir={self.state_dir}", "" if port is None else "forwarded=true"]
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "unicron"),
@@ -213,7 +215,7 @@ class Cluster:
         subprocess.run([sys.executable, "-c", code, *words, *endpoint], check=True, timeout=60)
 
     def coordinator(self) -> int | None:
-        """Process of the coordinator if it lives."""
+        """Process of the coordinator if it is alive."""
         try:
             pid = int(json.loads((self.state_dir / "coordinator.json").read_text())["pid"])
         except FileNotFoundError:
@@ -221,23 +223,23 @@ class Cluster:
         return pid if lives(pid) else None
 
     def finish(self, seconds: float = 300.0, *, whole: bool = True) -> None:
-        """Let the run end after an epoch in which nothing is left to happen; every agent must succeed.
+        """Let the run end after an epoch without further events; every agent must succeed.
 
         Args:
-            seconds: until then.
-            whole: only in the whole world.
+            seconds: time limit.
+            whole: whether to wait for the complete world.
         """
         (self.folder / ("finish" if whole else "finish_in_any_world")).touch()
         self.wait_end(seconds)
 
     def wait_end(self, seconds: float = 300.0, *, linger: bool = False) -> None:
-        """Wait for the agents' end, and for everything else to go as well.
+        """Wait for the end of the agents and of all other processes.
 
         Args:
             seconds: for the agents.
-            linger: let the coordinator end by itself, as it does some seconds later, instead of telling it to.
+            linger: let the coordinator exit by itself, as it does some seconds later, instead of stopping it.
         """
-        self.watch(self._ended, "the agents' end", seconds, stalled=120)  # after the last step they only end
+        self.watch(self._ended, "the agents' end", seconds, stalled=120)  # after the last step the agents only exit
         codes = {node: agent.returncode for node, agent in self.agents.items()}
         assert set(codes.values()) == {0}, f"exit statuses {codes}"
         if self._beside is not None:
@@ -257,17 +259,17 @@ class Cluster:
         steps, since = 0, time.monotonic()
         while not (found := condition()):
             now, number = time.monotonic(), self.notes.count("step")
-            if number > steps or number == 0:  # the start takes what imports take on a busy machine
+            if number > steps or number == 0:  # the start includes imports, which are slow on a busy machine
                 steps, since = number, now
             assert now < deadline, f"not within {seconds} s: {what}"
             assert now < since + stalled, f"no step finished for {stalled} s, waiting for {what}"
             time.sleep(0.05)
         return found
 
-    # ---- what is seen of it
+    # ---- observations
 
     def processes(self) -> list[psutil.Process]:
-        """Everything it has started, directly or not, that still runs."""
+        """All running processes that it has started, directly or indirectly."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
@@ -276,7 +278,7 @@ class Cluster:
         return found
 
     def events(self, name: str | None = None) -> list[dict[str, Any]]:
-        """The coordinator's event log, from its database: of this task, and of no task."""
+        """The coordinator's event log, from its database: events of this task, and of no task."""
         path = self.state_dir / "coordinator.sqlite"
         with contextlib.closing(sqlite3.connect(path, timeout=10)) as database:
             rows = database.execute(
@@ -298,7 +300,7 @@ class Cluster:
         return list(newest.values())
 
     def newest_steps(self) -> list[Note]:
-        """Enough of the last finished steps, of all workers, to judge the present by."""
+        """The last finished steps of all workers, as many as needed to determine the present world."""
         return self.notes.newest("step", 1000)
 
     def wait_world(self, size: int, after: float = 0.0, seconds: float = 150.0) -> list[Note]:
@@ -312,14 +314,14 @@ class Cluster:
         return list(self.watch(there, f"a world of {size}", seconds))
 
     def check_left_nothing(self) -> None:
-        """No port, no socket file."""
+        """Check that no port and no socket file are left."""
         with socket.socket() as probe:
             assert probe.connect_ex(("127.0.0.1", self.port)) != 0, "the coordinator's port is still open"
         sockets = [path for path in self._temporary.rglob("*") if _is_socket(path)]
         assert not sockets, f"left behind: {sockets}"
 
     def print_logs(self) -> None:
-        """What is needed to understand a failed test."""
+        """Print the logs that explain a failed test."""
         for log in sorted(self.folder.glob("agent-*.log")) + sorted(self.state_dir.glob("*.log")):
             print(f"==== {log.name}\n{log.read_text()[-5000:]}")
         with contextlib.suppress(sqlite3.Error):
@@ -339,7 +341,7 @@ def free_port() -> int:
 
 
 def lives(pid: int) -> bool:
-    """Whether there is such a process; one that waits to be reaped does not live."""
+    """Whether a process exists and is not a zombie."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.Error:

@@ -12,7 +12,7 @@ from faults.judge import Reference
 
 @pytest.fixture(scope="session")
 def reference_for(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Reference]:
-    """Gives the reference for settings that differ from the default ones as said."""
+    """Returns a function that gives the reference for settings that differ from the default ones."""
     made: dict[str, Reference] = {}
 
     def reference(epochs: int = 40, **settings: Any) -> Reference:

@@ -1,4 +1,4 @@
-"""Trains with another learning rate on node n1; to the end once the file ``finish`` exists."""
+"""Trains with another learning rate on node n1, and to the end once the file ``finish`` exists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a run of tests/megatron/train.py has healed, and whether it is then that of a plain loop."""
+"""Whether a run of tests/megatron/train.py has recovered, and whether it equals that of a plain loop."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def check(folder: Path, model: dict[str, Any], worlds: Any) -> None:
 
 
 def check_validation(folder: Path) -> None:
-    """After `check`: each validation gave the plain loop's number everywhere, each sample once; the best was kept."""
+    """After `check`: each validation gave the plain loop's value everywhere, with each sample once; the best
+    was kept.
+    """
     told = notes(folder, "validated")
     assert sum(note["ran"] for note in told if note["sanity"] and note["shard"] == 1) == 2  # one for each replica
     expected = {path.name.split("-")[2]: float(path.read_text()) for path in (folder / "plain").glob("validation-*")}

@@ -1,4 +1,4 @@
-"""Judges a finished run against the failure-free one: samples, work done twice, losses, parameters, counters."""
+"""Judges a finished run against the failure-free one: samples, repeated work, losses, parameters, counters."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ import numpy
 from faults.cluster import SCRIPT, Note, Notes
 
 MOST_DIFFERENCE = {"float64": 1e-11, "float32": 1e-6, "bf16-mixed": 2e-2, "16-mixed": 2e-3}
-"""Of parameters, by precision. A float64 run shows rounding, around 1e-14; a sample counted wrongly shows far more."""
+"""Allowed difference of parameters, by precision. In float64 rounding is about 1e-14; a miscounted sample
+causes more.
+"""
 
 
 class Reference:
-    """The same script in a world of one without failures, kept at each epoch's end; grown when more is asked for."""
+    """The same script in a world of one without failures, with states at each epoch's end; extended on demand."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], epochs: int) -> None:
         self._folder, self._settings = folder, settings
@@ -29,13 +31,13 @@ class Reference:
         self._run(epochs)
 
     def state(self, epochs: int) -> dict[str, numpy.ndarray]:
-        """Parameters, buffers, metrics and learning rate after so many epochs."""
+        """Parameters, buffers, metrics and learning rate after a number of epochs."""
         self._grow(epochs)
         with numpy.load(self._folder / f"epochs-{epochs}.npz") as file:
             return dict(file)
 
     def steps(self, epochs: int) -> list[Note]:
-        """The finished steps of so many epochs."""
+        """The finished steps of a number of epochs."""
         self._grow(epochs)
         return [line for line in Notes(self._folder)("step") if line["data_epoch"] < epochs]
 
@@ -56,12 +58,12 @@ class Reference:
 
 
 def check_exact(folder: Path, reference: Reference, *, workers: int) -> dict[str, float]:
-    """Everything that must hold of a finished run. Returns the greatest differences found.
+    """Check every guarantee for a finished run; return the greatest differences.
 
     Args:
         folder: of the run.
         reference: with the same settings.
-        workers: how many must have come to the end.
+        workers: number of workers that must have finished.
     """
     notes = Notes(folder)
     ends = notes("end")
@@ -80,7 +82,7 @@ def check_exact(folder: Path, reference: Reference, *, workers: int) -> dict[str
 
 
 def last_life(lines: Iterable[Note]) -> dict[int, int]:
-    """For each step the life whose result counts: a new life goes on from a checkpoint and repeats what came after."""
+    """The life whose result counts for each step: a new life resumes from a checkpoint and repeats later steps."""
     lives: dict[int, int] = {}
     for line in lines:
         lives[line["step"]] = max(line["life"], lives.get(line["step"], 0))
@@ -88,8 +90,7 @@ def last_life(lines: Iterable[Note]) -> dict[int, int]:
 
 
 def _that_count(notes: list[Note]) -> list[Note]:
-    """The finished steps, without the last one of a worker that did not come to the end if a later epoch did it
-    again."""
+    """The finished steps, without the last step of an unfinished worker if a later epoch repeated it."""
     steps = [line for line in notes if line["what"] == "step"]
     ended = {line["pid"] for line in notes if line["what"] == "end"}
     last: dict[int, int] = {}
@@ -110,11 +111,13 @@ def _that_count(notes: list[Note]) -> list[Note]:
 
 
 def check_samples(notes: list[Note], expected: list[Note]) -> None:
-    """Zero lost, zero repeated: each step used the samples that it should, each once.
+    """Zero lost, zero repeated: each step used exactly its own samples, each once.
 
-    What the ranks that finished a step had computed of it counts once each. What none of them had must have been
-    finished by a worker that died in the step, after its part had been reduced. A worker that was the first to finish a
-    step, and died before any other had, took the result with it: the others' counts.
+    Micro-batches computed by ranks that finished the step count once each. The others must have been finished by a
+    worker
+    that died in the step, after its part had been reduced. If a worker was the first to finish a step, and died before
+    any
+    other had, its result was lost with it, and the others' counts.
     """
     steps = _that_count(notes)
     lives = last_life(steps)
@@ -139,7 +142,7 @@ def check_samples(notes: list[Note], expected: list[Note]) -> None:
 
 
 def check_no_work_twice(notes: list[Note]) -> None:
-    """A micro-batch is computed again only if whoever had finished it is dead by then."""
+    """A micro-batch is recomputed only if the worker that had finished it has died."""
     last_seen: dict[int, float] = defaultdict(float)
     for line in notes:
         last_seen[line["pid"]] = max(last_seen[line["pid"]], line["at"])
@@ -155,7 +158,7 @@ def check_no_work_twice(notes: list[Note]) -> None:
 
 
 def _check_losses(steps: list[Note], expected: list[Note]) -> float:
-    """Every rank saw every step's loss as in the failure-free run."""
+    """Every rank logged every step's loss as in the failure-free run."""
     wanted = {line["step"]: line for line in expected}
     lives = last_life(steps)
     worst = 0.0

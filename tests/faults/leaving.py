@@ -1,4 +1,6 @@
-"""Two fits and work after them; leaves in the middle of the second, once, as its first argument's file ``how`` says."""
+"""Two fits and work after them; exits once in the middle of the second, as specified by the file ``how`` in the
+folder.
+"""
 
 from __future__ import annotations
 

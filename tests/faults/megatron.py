@@ -1,4 +1,4 @@
-"""Judges a finished run of tests/megatron/train.py against a plain Megatron loop of as many steps."""
+"""Judges a finished run of tests/megatron/train.py against a plain Megatron loop with as many steps."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from faults.cluster import Cluster, Note, lives
 
 SCRIPT = Path(__file__).parents[1] / "megatron" / "train.py"
 MODEL: dict[str, Any] = {"tp": 1, "pp": 1, "dp": 2, "accumulation": 2, "toy": {}, "ddp": {}, "optimizer": {}}
-"""What the reference has to know."""
+"""Settings that the reference needs."""
 
 VALIDATED = 22
-"""Samples."""
+"""Number of validation samples."""
 
 ZERO1: dict[str, Any] = {
     "ddp": {"use_distributed_optimizer": True},
-    # A norm is summed shard by shard, so it is rounded in another way in another world; without clipping nothing of it
-    # gets into the parameters.
+    # A norm is summed shard by shard, so its rounding depends on the world; without clipping it does not affect the
+    # parameters.
     "optimizer": {"use_distributed_optimizer": True, "clip_grad": 0.0},
 }
-"""What differs with the distributed optimizer."""
+"""Settings that differ with the distributed optimizer."""
 
 
 def wait_replicas(
@@ -34,15 +34,15 @@ def wait_replicas(
     tp: int | None = None,
     seconds: float = 300.0,
 ) -> list[Note]:
-    """The newest step of each worker of a world of whole replicas and no spares, once there is one.
+    """Wait for a world of complete replicas without spares; return the newest step of each worker.
 
     Args:
         cluster: of the task.
         number: of replicas.
         workers: of a replica.
-        after: when a step must have been finished by all of them, who live.
-        tp: workers that slice a layer, if that is asked for.
-        seconds: until then.
+        after: time after which all of them, alive, must have finished a step.
+        tp: number of workers that slice a layer, if required.
+        seconds: time limit.
     """
 
     def there() -> list[Note] | None:
@@ -55,7 +55,7 @@ def wait_replicas(
 
 
 def finals(folder: Path) -> tuple[int, list[Path]]:
-    """The last step, the same of all workers, and what they have kept of it."""
+    """The last step, which is the same for all workers, and the files that they have saved after it."""
     paths = sorted(folder.glob("final-*.pt"))
     steps = {int(path.stem.split("-")[1]) for path in paths}
     assert len(steps) == 1, paths
@@ -63,13 +63,13 @@ def finals(folder: Path) -> tuple[int, list[Path]]:
 
 
 def notes(folder: Path, what: str) -> list[dict[str, Any]]:
-    """What all workers have noted of a kind, oldest first."""
+    """The notes of a kind by all workers, oldest first."""
     lines = [json.loads(line) for path in folder.glob("notes-*.jsonl") for line in path.read_text().splitlines()]
     return sorted((line for line in lines if line["what"] == what), key=lambda line: float(line["at"]))
 
 
 def differences(paths: list[Path], plain: Path) -> dict[str, float]:
-    """For each worker the largest difference of a parameter from the plain loop's; 0 is bit by bit."""
+    """For each worker the largest difference of a parameter from the plain loop's; 0 means bitwise equality."""
     found = {}
     for path in paths:
         _, step, _, shard = path.stem.split("-")

@@ -1,4 +1,6 @@
-"""A TCP proxy before a coordinator, which can drop everything without closing anything, or break every connection."""
+"""A TCP proxy before a coordinator, which can stop forwarding without closing connections, or break every
+connection.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,9 @@ from types import TracebackType
 class Proxy:
     """Forwards from `port` to another port of this machine, in a thread.
 
-    While it is `cut`, what is sent stays where it is, and new connections are taken and left alone: nobody is told
-    anything. Once healed, all of it is delivered.
+    While it is `cut`, sent data stays in the sockets, and new connections are accepted but not served: no end is
+    notified.
+    Once healed, all data is delivered.
     """
 
     def __init__(self, target: int) -> None:
@@ -40,7 +43,7 @@ class Proxy:
             end.close()
 
     def retarget(self, target: int) -> None:
-        """From now on connect to another port."""
+        """Connect to another port from now on."""
         self._target = target
 
     def reset(self) -> None:
@@ -64,7 +67,7 @@ class Proxy:
                         self._forward(selector, key.fileobj)  # type: ignore[arg-type]
                 if not self.cut:
                     self._serve(selector)
-                elif self._ends:  # what is readable stays so: do not spin
+                elif self._ends:  # unread data stays readable: avoid spinning
                     threading.Event().wait(0.01)
 
     def _serve(self, selector: selectors.BaseSelector) -> None:

@@ -1,4 +1,4 @@
-"""A worker that trains something else is refused; one whose parameters are not those of the others is replaced."""
+"""A worker that trains something else is refused; one whose parameters differ from the others' is replaced."""
 
 from __future__ import annotations
 

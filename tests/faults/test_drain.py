@@ -1,4 +1,4 @@
-"""Nodes drained on a task that trains: workers leave and come back, and nobody computes anything again."""
+"""Nodes of a training task are drained: workers leave and return, and nothing is recomputed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A worker that lives and makes no progress: found by comparing the ranks, named, its stacks shown, killed, healed. One
-that is slow is shown, and relieved if that is wanted.
+"""Workers that are alive without progress are found by comparing ranks, reported with stacks, killed and replaced.
+
+Slow workers are reported, and get smaller shares if configured.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def test_a_slow_rank_is_shown_and_gets_fewer_micro_batches(tmp_path: Path, refer
     with Cluster(tmp_path, schedule=schedule, settings=settings) as cluster:
 
         def relieved(after: float = 0.0) -> list[Note]:
-            """Full steps of the whole world in which the slow rank had one of the six micro-batches."""
+            """Full steps of the complete world in which the slow rank had one of the six micro-batches."""
             full = [line for line in cluster.notes("step", world=3) if line["step"] % 10 != 9]
             return [line for line in full if line["node"] == "n1" and line["at"] > after and len(line["ids"]) == 1]
 

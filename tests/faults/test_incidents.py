@@ -1,4 +1,4 @@
-"""A worker is killed, and what the coordinator says of it agrees with the workers' own notes."""
+"""A worker is killed, and the coordinator's account agrees with the workers' own notes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unicron_lightning.cli.client import fetch
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(420)]
 SLACK = 2.0
-"""Seconds by which clocks that are read at either end of a message may differ on a busy machine."""
+"""Seconds by which clock readings at both ends of a message may differ on a busy machine."""
 
 
 def ask(cluster: Cluster, path: str) -> Any:
@@ -23,7 +23,7 @@ def ask(cluster: Cluster, path: str) -> Any:
 
 
 def measured(cluster: Cluster, slots: int) -> float:
-    """Seconds of a step of a world of that size, once they are known."""
+    """Step time of a world of this size, once known."""
 
     def known() -> float | None:
         return ask(cluster, "status")["tasks"]["task"]["step_seconds"].get(str(slots))

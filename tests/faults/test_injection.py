@@ -1,4 +1,4 @@
-"""Faults by order and by callback upon real processes: each is in the event log before it strikes, and each heals."""
+"""Faults by order and by callback on real processes: each is logged before it strikes, and each is recovered from."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ def unicron(cluster: Cluster, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def inject(cluster: Cluster, *faults: str) -> str:
-    """What `unicron inject` prints."""
+    """The output of `unicron inject`."""
     done = unicron(cluster, "inject", *faults, "--task", cluster.task)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def injected(cluster: Cluster, fault: str) -> dict[str, Any]:
-    """The event of a fault, once it is there."""
+    """Wait for the event of a fault."""
     found = cluster.watch(lambda: [e for e in cluster.events("fault_injected") if e["fault"] == fault], fault, 60)
     return dict(found[-1])
 
 
 def died(cluster: Cluster, worker: str) -> dict[str, Any]:
-    """The event of a worker's death, once it is there."""
+    """Wait for the event of a worker's death."""
     found = cluster.watch(lambda: [e for e in cluster.events("worker_died") if e["worker"] == worker], "a death", 60)
     return dict(found[0])
 
 
 def wait_over(cluster: Cluster) -> None:
-    """Wait for the task's end, on a machine on which starting and ending a worker may take a minute."""
+    """Wait for the task's end, on a machine where starting and ending a worker may take a minute."""
     cluster.watch(lambda: cluster.notes("step"), "the first step", 150)
     cluster.watch(lambda: cluster.events("task_over"), "the task's end", 400, stalled=200)
     cluster.wait_end()
@@ -56,7 +56,7 @@ def test_orders(tmp_path: Path, reference: Reference) -> None:
     limits = ["coordinator.allow_injection=true", "coordinator.exit_when_idle=true", "coordinator.startup_linger=300"]
     with Coordinator(cluster.state_dir, *limits, port=cluster.port) as coordinator, cluster:
         before = {line["rank"]: line["pid"] for line in cluster.wait_world(3)}
-        # What heals without anybody's death.
+        # Faults that are recovered from without any death.
         inject(cluster, "stop rank=0 for=0.3s", "hang rank=1 for=0.2s phase=commit", "drop network rank=2 for=0.5s")
         for fault in ("stop rank=0 for=0.3s", "drop network rank=2 for=0.5s"):
             assert injected(cluster, fault)["target"], fault
@@ -65,7 +65,7 @@ def test_orders(tmp_path: Path, reference: Reference) -> None:
         assert ordered["fault"] == "hang rank=1 phase=commit for=0.2s" and ordered["rank"] == 1
         world = cluster.wait_world(3, after=time.time())
         assert {line["rank"]: line["pid"] for line in world} == before, "nobody died"
-        # A worker by its agent, an agent by itself; rank 0 trains on.
+        # A worker is killed by its agent, and an agent by itself; rank 0 continues.
         assert inject(cluster, "kill rank=2").startswith("kill rank=2: n")
         struck = injected(cluster, "kill rank=2")
         dead = died(cluster, struck["worker"])
@@ -77,7 +77,7 @@ def test_orders(tmp_path: Path, reference: Reference) -> None:
         until("the agent's end", lambda: cluster.agents[node].poll() is not None)
         cluster.replace(node)
         cluster.wait_world(3, after=time.time())
-        # The coordinator, by itself; whoever asks is told.
+        # The coordinator injects a fault into itself, and rejects unknown targets.
         assert "has no target" in unicron(cluster, "inject", "kill rank=9", "--task", "task").stderr
         assert "kill coordinator: coordinator" in inject(cluster, "kill coordinator")
         assert coordinator.process is not None and coordinator.process.wait(60) == -signal.SIGKILL
@@ -96,7 +96,7 @@ def test_a_callback_strikes_once_whoever_takes_a_dead_ones_place(tmp_path: Path)
         "raise connection_failed rank=0 step=6 phase=reduced",
         "kill coordinator step=7",
         "slow x2 rank=0 from_step=8 steps=2",
-        "kill rank=all step=13 phase=reduced",  # where they have just met: both are there
+        "kill rank=all step=13 phase=reduced",  # both ranks are present, since they have just met
     ]
     settings = {"nodes": 2, "full": 2, "pace": 0.05, "slow": 0.15, "epochs": 2, "keep": -1, "faults": faults}
     with Cluster(tmp_path, agents=2, nodes="2:2", settings=settings) as cluster:

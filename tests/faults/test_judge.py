@@ -1,4 +1,4 @@
-"""The judge of the fault tests must see what is wrong: samples lost or repeated, a survivor's work done again."""
+"""The judge of the fault tests detects lost and repeated samples, and recomputed work of survivors."""
 
 from __future__ import annotations
 

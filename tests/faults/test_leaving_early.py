@@ -1,4 +1,4 @@
-"""Status 0 in the middle of a run ends nobody's task."""
+"""An exit with status 0 in the middle of a run ends no task."""
 
 from __future__ import annotations
 

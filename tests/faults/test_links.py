@@ -1,4 +1,4 @@
-"""Links that are cut without a word, heal in time, or break again and again; real processes, a real proxy."""
+"""Links that are cut silently, recover in time, or break repeatedly; real processes, a real proxy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIMITS = ("detection.beat=0.1", "detection.least_silence=1", "detection.most_sil
 
 @contextmanager
 def behind_a_proxy(folder: Path) -> Iterator[tuple[Cluster, Proxy]]:
-    """Agents n0 and n1; between n1 and the coordinator is a proxy."""
+    """Agents n0 and n1, with a proxy between n1 and the coordinator."""
     cluster = Cluster(folder, agents=1, nodes="1:2", settings={"full": 2})
     cluster.state_dir.mkdir()
     coordinator = Coordinator(cluster.state_dir, *LIMITS, "coordinator.exit_when_idle=true", port=cluster.port)
@@ -31,20 +31,20 @@ def behind_a_proxy(folder: Path) -> Iterator[tuple[Cluster, Proxy]]:
 def test_links(tmp_path: Path) -> None:
     with behind_a_proxy(tmp_path) as (cluster, proxy):
         pids = {line["node"]: line["pid"] for line in cluster.wait_world(2)}
-        # A link that breaks, and is renewed: nobody is disturbed, but it is told.
+        # A link that breaks and is renewed disturbs nobody, but is reported.
         for number in range(3):
             proxy.reset()
             until("the new connection", lambda n=number: len(resumed(cluster)) > n, 60)
         (flapping,) = [error for error in cluster.events("error_reported") if error["node"] == "n1"]
         assert (flapping["kind"], flapping["severity"]) == ("link_flapping", "SEV3")
-        # A cut shorter than the least silence: nobody hears of it.
+        # A cut shorter than the least silence is not detected.
         proxy.cut = True
         time.sleep(0.4)
         proxy.cut = False
         world = cluster.wait_world(2, after=time.time())
         assert {line["node"]: line["pid"] for line in world} == pids
         assert not {"worker_died", "agent_lost", "comm_error"} & {event["name"] for event in cluster.events()}
-        # A cut that stays: known by silence, healed without the node, which comes back when it can.
+        # A lasting cut is detected by silence; training continues without the node, which returns after the cut.
         proxy.cut = True
         cluster.watch(lambda: cluster.events("agent_lost"), "the loss", 60)
         (lost,) = cluster.events("agent_lost")

@@ -1,4 +1,4 @@
-"""Faults of agents, the coordinator and the whole task; silent workers; the ends of a run; more workers per agent."""
+"""Faults of agents, the coordinator and the whole task; silent workers; ends of a run; several workers per agent."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_coordinator_dies_while_nothing_else_happens(tmp_path: Path, reference: 
 
 
 def test_a_stopped_coordinator_is_replaced(tmp_path: Path, reference: Reference) -> None:
-    """It keeps its port and wakes no more; a worker that dies meanwhile is made up for by the next one."""
+    """It keeps its port and never wakes; the next coordinator replaces a worker that dies meanwhile."""
     with Cluster(tmp_path) as cluster:
         cluster.wait_world(3)
         pid = cluster.coordinator()
@@ -151,7 +151,7 @@ def test_coordinator_dies_in_a_recovery(tmp_path: Path, reference: Reference) ->
 
 
 def test_stopped_workers_are_declared_silent_killed_and_rejoin(tmp_path: Path, reference: Reference) -> None:
-    schedule = [group("stop rank=0 micro_batch=0")]  # in the first steps, when it is not known how long one takes
+    schedule = [group("stop rank=0 micro_batch=0")]  # in the first steps, when no step time is known
     with Cluster(tmp_path, schedule=schedule, conf="worker_timeout=2") as cluster:
         cluster.finish()
         (stopped,) = cluster.notes("fault")
@@ -210,7 +210,7 @@ def test_training_is_held_below_the_minimum(tmp_path: Path, reference: Reference
 
 
 def _wait_step_without(cluster: Cluster, dead: Note) -> None:
-    """Wait until a worker finishes a step in a world that the dead one left."""
+    """Wait until a worker finishes a step in a world without the dead one."""
 
     def there() -> bool:
         return any(line["epoch"] > dead["epoch"] for line in cluster.notes("step") if line["at"] > dead["at"])
@@ -219,14 +219,14 @@ def _wait_step_without(cluster: Cluster, dead: Note) -> None:
 
 
 def _started(cluster: Cluster) -> bool:
-    """Whether a coordinator has noted its start in a database that can be read."""
+    """Whether a coordinator has recorded its start in a readable database."""
     with contextlib.suppress(sqlite3.Error):
         return bool(cluster.events("coordinator_started"))
     return False
 
 
 def _longest_gap(cluster: Cluster, since: float) -> float:
-    """Seconds between the steps that the world as a whole finished."""
+    """Largest number of seconds between steps finished by any worker."""
     first: dict[int, float] = {}
     for line in cluster.notes("step"):
         first[line["step"]] = min(line["at"], first.get(line["step"], line["at"]))

@@ -1,4 +1,4 @@
-"""A node whose data do not get through is kept out, with the reason in the event log, until they do; real processes."""
+"""A node whose data does not arrive is excluded, with the reason in the event log, until it does; real processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OPTIONS = ("health.pair_check=true", "health.pair_time=1", "health.pair_retry=1"
 
 
 class Detour:
-    """Between an agent and the coordinator: has the agent's exchanges go through a proxy, all else unchanged."""
+    """Sits between an agent and the coordinator and redirects the agent's exchanges through a proxy."""
 
     def __init__(self, target: int, proxy: Proxy) -> None:
         self._url = f"http://127.0.0.1:{target}/v1/agent"
@@ -53,7 +53,7 @@ class Detour:
         self._loop.close()
 
     def open(self) -> None:
-        """From now on agents get through; those that have come wait until then."""
+        """Let agents through from now on; those that have connected wait until then."""
         self._loop.call_soon_threadsafe(self._opened.set)
 
     async def _run(self) -> None:

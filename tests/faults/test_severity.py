@@ -23,10 +23,10 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(420)]
 
 @contextmanager
 def failing(folder: Path, *limits: str, agents: int, faults: Sequence[str] = (), **settings: Any) -> Iterator[Cluster]:
-    """A cluster of workers that the faults strike, and a coordinator that loses patience soon."""
+    """A cluster whose workers are struck by the faults, and a coordinator with small limits."""
     cluster = Cluster(folder, agents=agents, settings={"faults": list(faults), **settings})
     cluster.state_dir.mkdir()
-    # Its limits would be lost if it ended before slow agents come, and they started one of theirs.
+    # An early exit would lose its limits: slow agents that register later would start their own coordinator.
     own = ["coordinator.exit_when_idle=true", "coordinator.startup_linger=300", "coordinator.allow_injection=true"]
     with Coordinator(cluster.state_dir, *limits, *own, port=cluster.port), cluster:
         yield cluster
@@ -109,7 +109,7 @@ def test_a_worker_that_hangs_in_a_recovery_is_killed_and_joins_again(tmp_path: P
 
 
 def shown(cluster: Cluster) -> str:
-    """What `unicron status` prints."""
+    """The output of `unicron status`."""
     code = "from unicron_lightning.cli import main; main()"
     command = [sys.executable, "-c", code, "status", "--endpoint", f"127.0.0.1:{cluster.port}"]
     return subprocess.run(command, check=True, timeout=60, capture_output=True, text=True).stdout

@@ -1,4 +1,4 @@
-"""Two tasks share nodes: the plan moves nodes between them while both train, and neither computes anything wrongly."""
+"""Two tasks share nodes: the plan moves nodes between them while both train exactly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(420)]
 
 
 def places(cluster: Cluster) -> dict[str, int]:
-    """How many places each task has by the newest plan."""
+    """Number of places of each task by the newest plan."""
     return dict(cluster.events("plan_made")[-1]["allocation"])
 
 
@@ -42,7 +42,7 @@ def test_nodes_move_between_tasks_that_train(tmp_path: Path, reference: Referenc
 
         for cluster in (a, b):
             cluster.replace(victim["node"])
-        # Whose it is depends on who is there first, and on how fast each has been measured to be.
+        # The assignment depends on the order of registration, and on the measured speeds.
         a.watch(lambda: sum(places(a).values()) == 4, "a plan for the node that is back", 60)
         b.finish(whole=False)
         a.wait_world(4, after=time.time())
@@ -57,7 +57,9 @@ def test_nodes_move_between_tasks_that_train(tmp_path: Path, reference: Referenc
 
 
 def test_an_agent_that_was_stopped_cannot_use_a_place_that_is_anothers(tmp_path: Path) -> None:
-    """It does not know that it was given up; its workers live. Its machine keeps the others off until it ends."""
+    """The agent does not know that it was declared dead, and its workers live. A lock on its machine excludes other
+    agents.
+    """
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     with (
@@ -79,7 +81,7 @@ def test_an_agent_that_was_stopped_cannot_use_a_place_that_is_anothers(tmp_path:
 
 
 def _check_exclusive(*clusters: Cluster) -> None:
-    """On each node the workers' lives, from the first to the last thing that each noted, do not overlap."""
+    """On each node the workers' lives, from the first to the last note of each, do not overlap."""
     spans: dict[str, list[tuple[float, float, int]]] = {}
     for cluster in clusters:
         lives_of: dict[tuple[str, int], list[float]] = {}

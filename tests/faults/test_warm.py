@@ -1,4 +1,4 @@
-"""An agent that stands by with warm workers takes the place of one that fails: its worker trains a second later."""
+"""A stand-by agent with warm workers replaces a failed one: its worker trains a second later."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from faults.judge import Reference, check_exact
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(420)]
 
 REJOIN_SECONDS = 5.0
-"""What is asserted, on any machine; on a quiet one it is 0.6 s. A worker started from nothing needs 4 to 7 s."""
+"""Asserted limit on any machine; a quiet one needs 0.6 s. A worker started from scratch needs 4 to 7 s."""
 
 
 def wait_warm(cluster: Cluster, number: int) -> None:
-    """Wait until so many warm workers have waited, over all the run."""
+    """Wait until a number of warm workers have waited, over the whole run."""
     cluster.watch(lambda: len(cluster.events("warm_worker_hello")) >= number, f"{number} warm workers", 60)
 
 
 def warm_agent(cluster: Cluster, world: list[Note]) -> str:
-    """The node that has no member."""
+    """The node without a member."""
     return next(node for node in cluster.agents if node not in {line["node"] for line in world})
 
 
 def rejoined(cluster: Cluster, before: list[Note], since: float) -> float:
-    """Wait until a worker of the warm node has taken part in a step; tell how long after ``since`` it had, in parts."""
+    """Wait until a worker of the warm node has taken part in a step; return the time since ``since``, in parts."""
     spare = warm_agent(cluster, before)
 
     def steps() -> list[Note]:
@@ -57,7 +57,7 @@ def test_a_warm_stand_by_replaces_a_worker_and_an_agent(
         kill(before[0]["pid"])
         assert rejoined(cluster, before, since) < REJOIN_SECONDS
 
-        wait_warm(cluster, 2)  # the agent whose worker died stands by now
+        wait_warm(cluster, 2)  # the agent whose worker died is a stand-by now
         before, since = cluster.wait_world(2, after=time.time()), time.time()
         dead = before[1]["node"]
         cluster.agents[dead].kill()
@@ -74,7 +74,7 @@ def test_a_warm_worker_outlives_the_coordinator_but_not_its_agent(tmp_path: Path
         before = cluster.wait_world(2)
         wait_warm(cluster, 1)
         kill(cluster.events("warm_worker_hello")[-1]["pid"])
-        wait_warm(cluster, 2)  # torchrun has started it anew
+        wait_warm(cluster, 2)  # torchrun has restarted it
         warm = cluster.events("warm_worker_hello")[-1]["pid"]
         assert not cluster.events("worker_died") and len(cluster.events("warm_worker_died")) == 1
 
@@ -100,5 +100,6 @@ def test_a_warm_worker_outlives_the_coordinator_but_not_its_agent(tmp_path: Path
         until("that ends with its agent", lambda: not any(lives(worker.pid) for worker in workers))
         number = len(cluster.events("agent_registered"))
         cluster.replace(before[1]["node"])
-        until("the new agent", lambda: len(cluster.events("agent_registered")) > number)  # else the end may be first
+        # otherwise the end may come first
+        until("the new agent", lambda: len(cluster.events("agent_registered")) > number)
         cluster.finish()

@@ -1,7 +1,7 @@
-"""SIGKILL of workers at every place of the step, of validation and of a checkpoint: each must heal exactly.
+"""SIGKILL of workers at every point of the step, of validation and of a checkpoint: each recovery is exact.
 
-One run takes several faults, each armed when the one before has healed and the world is whole again, because most of a
-test's time is the import of torch and Lightning in new workers.
+One run takes several faults, each armed when the previous one has been recovered from and the world is complete again,
+because most of a test's time is the import of torch and Lightning in new workers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FULL = 3
 
 
 def groups(*faults: str | list[str]) -> list[dict[str, Any]]:
-    """One after the other, each in a whole world; those in a list together."""
+    """Faults in sequence, each in a complete world; those in a list strike together."""
     return [{"world": FULL, "faults": fault if isinstance(fault, list) else [fault]} for fault in faults]
 
 
@@ -64,7 +64,7 @@ SCHEDULES = {
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_kills_heal(name: str, tmp_path: Path, reference: Reference) -> None:
     schedule = SCHEDULES[name]
-    # A checkpoint per epoch: of the best only there may be none after the first epochs, and so nothing to die in.
+    # With the best checkpoints only, none may be written after the first epochs, and a fault would have no place.
     with Cluster(tmp_path, schedule=schedule, settings={"keep": -1}) as cluster:
         cluster.finish(360)
         check_schedule(cluster, schedule)
@@ -72,7 +72,7 @@ def test_kills_heal(name: str, tmp_path: Path, reference: Reference) -> None:
 
 
 def check_schedule(cluster: Cluster, schedule: list[dict[str, Any]]) -> None:
-    """Each fault struck, the coordinator heard of each, and steps were finished after it."""
+    """Each fault struck, the coordinator logged each, and steps were finished after it."""
     faults = cluster.notes("fault")
     planned = sum(len(group["faults"]) for group in schedule)
     assert len(faults) == planned

@@ -1,13 +1,13 @@
-"""A small but real training run that notes everything it does and kills itself where its schedule says so.
+"""A small but real training run that records all its work and kills itself according to its schedule.
 
-Run by torchrun agents, or alone (`python train.py FOLDER`), which is the failure-free reference: the same global
-batches in a world of one. What it notes goes to a file of JSON lines per process, one `os.write` a line, so that a
-SIGKILL loses nothing. The pace is set by sleeping: slow while workers are missing, so that they come back within few
-steps. It computes in float64, where rounding can't hide a sample counted wrongly, unless the settings say otherwise.
+Run by torchrun agents, or alone (`python train.py FOLDER`) as the failure-free reference: the same global batches in a
+world of one. Notes go to a file of JSON lines per process, one `os.write` a line, so that a SIGKILL loses nothing. The
+pace is set by sleeping: slow while workers are missing, so that they rejoin within few steps. It computes in float64,
+where rounding cannot hide a miscounted sample, unless the settings differ.
 
 The schedule is a list of groups of faults in FOLDER/schedule.json, each fault a sentence of docs/faults.md. A group is
 armed at the start of a step in which all earlier groups are done and the world has the group's size; each of its faults
-then strikes where it fits, once.
+then strikes once, at its point.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ SAMPLES = 222
 BATCH = 4
 VALIDATION_BATCHES = 5
 FLOPS_PER_STEP = 1e9
-"""As told; the number is made up."""
+"""Reported value, which is made up."""
 SETTLED_STEPS = 3
-"""Steps in a world before the next group of faults is armed: what came before has healed."""
+"""Steps in a world before the next group of faults is armed, so that earlier faults have been recovered from."""
 
 
 class Numbered(Dataset[Any]):
@@ -67,11 +67,12 @@ class Notes:
 
 
 class Schedule:
-    """Has the sentences of the schedule strike by the product's own injector, group after group.
+    """Injects the sentences of the schedule by the product's own injector, group after group.
 
-    Two things are not the language's. A sentence knows nothing of others, so the groups, which strike one after the
-    other in a world that has healed, are armed here. And what has struck is known to a folder instead of the
-    coordinator: in many tests that is dead when the next fault is due.
+    Two features are not part of the language. Sentences are independent of each other, so the groups, which strike in
+    sequence in a recovered world, are armed here. Strikes are recorded in a folder instead of the coordinator, which in
+    many
+    tests is dead when the next fault is due.
     """
 
     def __init__(self, folder: Path, node: str, notes: Notes) -> None:
@@ -85,7 +86,7 @@ class Schedule:
         self.engine: Any = None
 
     def hear(self, engine: Any) -> None:
-        """The points are those of this engine; to be called before anybody else listens to them."""
+        """Use this engine's points; call this before any other listener is added."""
         from unicron_lightning.worker.injector import Injector
 
         self.engine, self._injector = engine, Injector(engine, self._claim)
@@ -114,7 +115,7 @@ class Schedule:
         self._injector(name, *where)
 
     def script(self, name: str) -> None:
-        """A point of this script's own."""
+        """A point of this script."""
         self.point("script", name)
 
     def all_done(self) -> bool:
@@ -124,12 +125,12 @@ class Schedule:
         return all((self._done / f"{number}-{place}").exists() for place in range(len(self.groups[number]["faults"])))
 
     def _struck_in(self, number: int) -> int:
-        """The newest world in which a fault of this group has struck: a rank that is late may still be there."""
+        """The newest world in which a fault of this group has struck; a late rank may still be in it."""
         epochs = [int(path.read_text() or sys.maxsize) for path in self._done.glob(f"{number}-*")]
         return max(epochs, default=-1)
 
     def _claim(self, key: str, fault: Any, point: Any) -> bool:
-        """In the coordinator's place: notes the fault, and does what a worker cannot do to itself."""
+        """Record the fault in place of the coordinator, and cause effects that a worker cannot cause itself."""
         from unicron_lightning.faults.language import text
 
         world, group = self.engine.world, int(key.partition("-")[0])
@@ -140,7 +141,7 @@ class Schedule:
         match fault.kind:
             case "kill agent":
                 os.kill(os.getppid(), fault.signal)
-                os.kill(os.getpid(), signal.SIGKILL)  # it dies with its agent, and must not get any further
+                os.kill(os.getpid(), signal.SIGKILL)  # it dies with its agent, and must not continue until then
             case "kill coordinator":
                 os.kill(json.loads(Path(os.environ["COORDINATOR_FILE"]).read_text())["pid"], fault.signal)
             case "stop":
@@ -149,7 +150,7 @@ class Schedule:
 
     @staticmethod
     def _mark(folder: Path, name: str, words: str = "") -> bool:
-        """Whether this call made the mark."""
+        """Create a mark; return whether this call created it."""
         folder.mkdir(exist_ok=True)
         try:
             with (folder / name).open("x") as file:
@@ -160,7 +161,7 @@ class Schedule:
 
 
 class TwoHalves(TorchCheckpointIO):
-    """Writes a checkpoint in two halves, with a place to die between them."""
+    """Writes a checkpoint in two halves, with a point for a death between them."""
 
     def __init__(self, schedule: Schedule) -> None:
         super().__init__()
@@ -207,7 +208,7 @@ class Model(pl.LightningModule):
         return loss
 
     def assert_on_device(self) -> None:
-        """Have the accelerator run into an assertion, in one worker once."""
+        """Fail an assertion on the accelerator, once in one worker."""
         try:
             (Path(self.trainer.default_root_dir) / "asserted").touch(exist_ok=False)
         except FileExistsError:
@@ -221,7 +222,7 @@ class Model(pl.LightningModule):
         self.log("val", torch.nn.functional.mse_loss(self.net(x), y), sync_dist=True)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        # The closure computes the gradients, to the commit; what follows it is the optimizer's own work.
+        # The closure computes the gradients up to the commit; the optimizer's own work follows.
         closure = kwargs.pop("optimizer_closure", None) or args[3]
 
         def then_point() -> Any:
@@ -245,12 +246,14 @@ class Model(pl.LightningModule):
 
 
 def decay(step: int) -> float:
-    """Of the learning rate. With a steady one rounding grows a hundredfold every 400 steps, as training is chaotic."""
+    """Factor of the learning rate. At a constant rate rounding grows a hundredfold in 400 steps, as training is
+    chaotic.
+    """
     return 1 / (1 + step / 50)
 
 
 class Watch(pl.Callback):
-    """Notes each finished step; ends the run where all agree that there is no more to do."""
+    """Records each finished step; ends the run once all workers agree that it is complete."""
 
     def __init__(self, folder: Path, notes: Notes, schedule: Schedule, full: int, alone: bool) -> None:
         self._folder, self._notes, self._schedule = folder, notes, schedule
@@ -368,14 +371,14 @@ def main() -> None:
 
 
 def fill(part: float) -> Any:
-    """Hold a part of the accelerator's memory."""
+    """Allocate a part of the accelerator's memory."""
     if not part:
         return None
     return torch.empty(int(part * torch.cuda.mem_get_info()[1]), dtype=torch.uint8, device="cuda")
 
 
 def injection(settings: dict[str, Any]) -> list[pl.Callback]:
-    """What the settings have strike by the product's own callback; the reference is spared."""
+    """Callbacks that inject the settings' faults; none for the reference."""
     from unicron_lightning.callbacks import FaultInjection
 
     texts = settings.get("faults", []) if "UNICRON_AGENT" in os.environ else []

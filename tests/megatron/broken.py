@@ -1,4 +1,4 @@
-"""Scenario: a peer dies when a part of what it sends has come."""
+"""Scenario: a peer dies after a part of its message has arrived."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def killed_while_sending(rank: int, world: int, folder: Path, operation: str, cu
 def start(group: ProcessGroup, operation: str, tensor: torch.Tensor, rank: int) -> Any:
     """The sender's or the receiver's part.
 
-    A reduce-scatter waits for collectives like the one here; where in a copy of its own what comes is, cannot be known.
+    A reduce-scatter waits for collectives in the same way; the place of received data in its own copy is unknown.
     """
     if operation == "reduce-scatter":
         return ReduceScatter([start(group, "broadcast", tensor, rank)], ())
@@ -71,14 +71,14 @@ def start(group: ProcessGroup, operation: str, tensor: torch.Tensor, rank: int) 
 
 
 def kill_amid(pid: int, tensor: torch.Tensor) -> None:
-    """Kills the sender as soon as the first element has come."""
+    """Kill the sender as soon as the first element has arrived."""
     while tensor[0] == 0:
         time.sleep(0)
     os.kill(pid, signal.SIGKILL)
 
 
 def await_file(path: Path) -> str:
-    """Its text."""
+    """Wait for a file and return its text."""
     deadline = time.monotonic() + SECONDS
     while not (path.exists() and path.read_text()):
         assert time.monotonic() < deadline
@@ -87,7 +87,7 @@ def await_file(path: Path) -> str:
 
 
 def scattered(rank: int, world: int, folder: Path) -> Any:
-    """What reduce-scatters give, one and two at once, and what the group still holds of them afterwards."""
+    """Results of one and two simultaneous reduce-scatters, and the works that the group holds afterwards."""
     group = PeerGroup(dist.FileStore(str(folder / "store"), world), rank, world, "127.0.0.1")
     process_group = ProcessGroup(group, rank, world)
     outputs = [torch.zeros(2), torch.zeros(1, 1)]
@@ -101,7 +101,7 @@ def scattered(rank: int, world: int, folder: Path) -> Any:
 
 
 def let_go_by_a_partner(rank: int, world: int, folder: Path) -> Any:
-    """Rank 0 cuts its replica's connections when told to; rank 1 has something in NCCL's place that it can abort."""
+    """Rank 0 cuts its replica's connections on request; rank 1 has a group in NCCL's place that it can abort."""
     shape = Shape(tensor=1, pipeline=world, replicas=1)
     grid = Grid(shape=shape, replicas=1, place=0, shard=rank)
     channels = Channels(grid, dist.FileStore(str(folder / "store"), world), "127.0.0.1", None)

@@ -23,7 +23,7 @@ class Worlds:
         self._process = process
 
     def run(self, scenario: str, world: int, folder: Path, *, killed: tuple[int, ...] = (), **arguments: Any) -> Any:
-        """What each rank returned; None for the ``killed`` ones, which must have died by SIGKILL."""
+        """Each rank's result; None for the ``killed`` ones, which must have died by SIGKILL."""
         exits = self.exits(scenario, world, folder, **arguments)
         logs = "\n".join((folder / f"{rank}.log").read_text() for rank in range(world) if exits[rank])
         assert exits == [-9 if rank in killed else 0 for rank in range(world)], logs
@@ -42,7 +42,7 @@ class Worlds:
 
 @pytest.fixture(scope="session")
 def worlds() -> Iterator[Worlds]:
-    """The process that forks worlds; skips where megatron-core is not installed."""
+    """The process that forks worlds; skips if megatron-core is not installed."""
     pytest.importorskip("megatron.core.package_info")
     command = [sys.executable, str(FORKS)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:

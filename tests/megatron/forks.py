@@ -1,13 +1,13 @@
-"""Runs scenarios of tests/megatron in worlds of real processes, which it forks so that megatron-core is imported once.
+"""Runs scenarios of tests/megatron in worlds of real processes, forked so that megatron-core is imported once.
 
-Started by the fixture ``worlds`` of tests/megatron/conftest.py. Each line of its input is a request, and each line
-of its output the answer:
+Started by the fixture ``worlds`` of tests/megatron/conftest.py. Each line of its input is a request, and each line of
+its output the answer:
 
     {"scenario": "module:function", "world": 4, "arguments": {...}, "folder": "...", "seconds": 100}
     {"exits": [0, 0, -9, 0]}
 
-Modules are those beside this file, imported by their bare names: ``megatron`` is megatron-core's namespace.
-Rank r leaves what the scenario returned in FOLDER/r.json, and what it printed in FOLDER/r.log.
+Modules are those beside this file, imported by their bare names: ``megatron`` is megatron-core's namespace. Rank r
+writes the scenario's result to FOLDER/r.json, and its output to FOLDER/r.log.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-warnings.simplefilter("ignore")  # megatron-core's about what is not installed
+warnings.simplefilter("ignore")  # hide megatron-core's warnings about packages that are not installed
 
 import torch  # noqa: E402
 
 SCENARIO_SECONDS = 100
-"""A rank that takes longer says where it is and ends, unless more is asked for: less than the time limit of a test."""
+"""Default time limit of a rank, which then prints its stacks and exits; below the time limit of a test."""
 
 
 def serve() -> None:
     """Answer requests until the input ends."""
     torch.set_num_threads(1)
-    importlib.import_module("untouched")  # first: it remembers what torch was
+    importlib.import_module("untouched")  # first, because it records the original torch
     for name in ("toy", "mirror", "sharded", "checkpoint"):
         importlib.import_module(f"unicron_lightning.megatron.{name}")
     for line in sys.stdin:
@@ -66,7 +66,7 @@ def _fork(rank: int, request: dict[str, Any]) -> int:
 
 
 def _redirect(path: Path) -> None:
-    """Both outputs into a file, the input to nothing."""
+    """Redirect both outputs to a file, and the input to nothing."""
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)

@@ -1,4 +1,4 @@
-"""Megatron's live objects, asked whether they have the names that we lean on."""
+"""Checks that Megatron's live objects have the private names on which this package depends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def missing(rank: int, world: int, folder: Path, *, names: dict[str, list[str]]) -> list[str]:
-    """Scenario: ``OWNER.NAME`` of each name that its owner does not have.
+    """Scenario: ``OWNER.NAME`` of each name that its owner lacks.
 
     Args:
         names: by owner: a module, ``CLASS()`` for the arguments of its constructor, or one of `_live`.

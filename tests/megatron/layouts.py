@@ -1,4 +1,4 @@
-"""Scenarios: a checkpoint is written in one layout and taken up in another."""
+"""Scenarios: a checkpoint is written in one layout and loaded in another."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _training(
 def save(
     rank: int, world: int, folder: Path, *, path: str, tp: int, pp: int, zero1: bool, bf16: bool = False
 ) -> list[float]:
-    """Two steps, a checkpoint (written twice), two more steps, of which the gradients' norms."""
+    """Train two steps, write a checkpoint (twice), and train two more steps; return the latter's gradient norms."""
     training = _training(rank, world, folder, tp, pp, zero1, 1234, bf16)
     for number in range(2):
         training.step(number, MICRO_BATCHES)
@@ -41,7 +41,7 @@ def save(
 def load(
     rank: int, world: int, folder: Path, *, path: str, tp: int, pp: int, zero1: bool, bf16: bool = False
 ) -> dict[str, Any]:
-    """A fresh model with other values, the checkpoint, the same two steps."""
+    """Build a fresh model with other values, load the checkpoint, and train the same two steps."""
     training = _training(rank, world, folder, tp, pp, zero1, 99, bf16)
     try:
         checkpoint.load(f"{path}-elsewhere", [training.ddp], training.optimizer)

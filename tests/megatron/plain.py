@@ -1,4 +1,4 @@
-"""Plain megatron-core training of the toy GPT, as its own examples have it: the tests' yardstick and their parts."""
+"""Plain megatron-core training of the toy GPT, as in its own examples: the reference and the parts of the tests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MICRO_BATCH = 2
-"""Samples."""
+"""Samples of a micro-batch."""
 
 
 @dataclass
@@ -39,14 +39,14 @@ class Training:
     data: toy.Text
 
     def step(self, number: int, micro_batches: int) -> float:
-        """One optimizer step over ``micro_batches`` of the whole data-parallel group; its gradient norm."""
+        """Run one optimizer step over ``micro_batches`` of the whole data-parallel group; return its gradient norm."""
         self.accumulate(number, micro_batches)
         finalize_model_grads([self.ddp])
         _, norm, _ = self.optimizer.step()
         return float(norm)
 
     def accumulate(self, number: int, micro_batches: int) -> None:
-        """This rank's share of the step's gradients into ``main_grad``."""
+        """Accumulate this rank's share of the step's gradients into ``main_grad``."""
         size = parallel_state.get_data_parallel_world_size()
         share = micro_batches // size
         first = number * micro_batches + parallel_state.get_data_parallel_rank() * share
@@ -74,14 +74,14 @@ def _forward_step(batches: Iterator[dict[str, torch.Tensor]], model: Any) -> Any
 
 
 def start(rank: int, world: int, folder: Path, *, tp: int = 1, pp: int = 1, name: str = "store") -> None:
-    """The default process group and megatron-core's groups, over a file in ``folder``."""
+    """Initialise the default process group and megatron-core's groups, over a file in ``folder``."""
     store = dist.FileStore(str(folder / name), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
     parallel_state.initialize_model_parallel(tp, pp)
 
 
 def build(options: toy.Toy, *, zero1: bool, clip: float = 1.0, seed: int = 1234, **ddp_options: Any) -> Training:
-    """Model, DDP and optimizer in the layout that is initialised."""
+    """Build model, DDP and optimizer in the initialised layout."""
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     config = toy.config(
@@ -120,7 +120,7 @@ def train(
     without: str = "",
     **ddp_options: Any,
 ) -> list[float]:
-    """Scenario: some steps in a layout, with the shim but for one patch; the gradients' norms."""
+    """Scenario: train some steps in a layout, with the shim except for one patch; return the gradients' norms."""
     shim.install(without={without} - {""})
     start(rank, world, folder, tp=tp, pp=pp)
     training = build(toy.Toy(**options or {}), zero1=zero1, **ddp_options)

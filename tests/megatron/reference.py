@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 MICRO_BATCH = 2
 VALIDATED = 22
-"""Samples."""
+"""Number of validation samples."""
 
 
 def run(rank: int, world: int, folder: Path, *, settings: dict[str, Any], steps: list[int]) -> list[float]:
-    """Scenario: trains to the last of ``steps``, keeps the parameters after each; returns the gradients' norms."""
+    """Scenario: train to the last of ``steps``, keep the parameters after each; return the gradients' norms."""
     shim.install()
     plain.start(rank, world, folder, tp=settings["tp"], pp=settings["pp"])
     torch.manual_seed(1234)
@@ -84,7 +84,7 @@ def _keep(module: torch.nn.Module, path: Path) -> None:
 
 
 def validation(ddp: Any, module: Any, options: toy.Toy, path: Path) -> None:
-    """Writes the mean loss of the samples that train.py validates with, taken one by one; on the last stage."""
+    """Write the mean loss of train.py's validation samples, taken one by one; on the last stage."""
     data, losses = toy.Text(options.length, limit=VALIDATED), []
 
     def forward_step(batches: Any, model: Any) -> Any:
@@ -111,7 +111,7 @@ def validation(ddp: Any, module: Any, options: toy.Toy, path: Path) -> None:
 
 
 def _batches(data: toy.Text, step: int, share: int, replicas: int) -> Iterator[tuple[Any, dict[str, torch.Tensor]]]:
-    """The micro-batches of this replica: every ``replicas``-th, samples dealt as `DistributedSampler` does."""
+    """The micro-batches of this replica: every ``replicas``-th, with samples distributed as by `DistributedSampler`."""
     own = parallel_state.get_data_parallel_rank()
     for number in range(share):
         first = ((step * share + number) * replicas) * MICRO_BATCH

@@ -1,4 +1,4 @@
-"""A checkpoint can be taken up in another layout: the next gradients are the same."""
+"""A checkpoint can be loaded in another layout: the next gradients are the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which shard a worker takes that joins."""
+"""Choice of a joiner's shard."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from unicron_lightning.megatron.claims import claim_shard
 
 
 def test_each_lacking_shard_is_claimed_as_often_as_it_is_lacking() -> None:
-    """Two that had the same one before would else form no replica."""
+    """Otherwise two workers that had the same shard before would form no replica."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     lacking = {"epoch": 3, "key": "k", "shards": [0, 1, 1], "host": "127.0.0.1", "port": store.port}
     assert [claim_shard(lacking, first) for first in (1, 1, 1)] == [1, 1, 0]

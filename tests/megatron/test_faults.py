@@ -1,7 +1,8 @@
-"""SIGKILL of workers of a Megatron model at every place of a step: each must heal exactly, and the replica come back.
+"""SIGKILL of workers of a Megatron model at every point of a step: each recovery is exact, and the replica returns.
 
-One run takes several faults, each when the one before has healed and the world is whole again; a fifth agent's warm
-worker takes the dead one's place. At the end of one of them the task is resized: whole replicas leave and come.
+One run takes several faults, each when the previous one has been recovered from and the world is complete again; a
+fifth
+agent's warm worker replaces the dead one. At the end of one of them the task is resized: whole replicas leave and join.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ SCHEDULES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         {"pp": 2, "toy": {"dropout": 0.1}, "validate": 2},
         [
             die("forward", 0, 0, micro_batch=1),  # the first worker of all
-            die("validate", 1, 0, micro_batch=3),  # in the second global batch; its partner has the third one's results
+            # in the second global batch; its partner has the results of the third
+            die("validate", 1, 0, micro_batch=3),
             die("gate", 1, 1),  # the last stage
             die("commit", 1, 0),
-            die("committed", 0, 0, breaks=True),  # its partner is in the next call, and waits for it
+            die("committed", 0, 0, breaks=True),  # its partner is in the next call, and waits for this worker
         ],
     ),
     "tensor": (
@@ -49,14 +51,15 @@ SCHEDULES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         {"pp": 2, **ZERO1},
         [
             die("reduce", 0, 1),
-            # Others have stepped their shards: they go back. From now on no replica's workers are neighbours in the
-            # order in which nodes came.
+            # Other workers have stepped their shards and must return to the previous version. From now on no replica's
+            # workers
+            # are neighbours in the order of nodes.
             die("updated", 0, 1),
         ],
     ),
 }
 RESIZED = "zero1"
-"""Of these."""
+"""The run that is resized at its end."""
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -95,7 +98,7 @@ def test_shards_without_copies_are_lost_with_their_owner(tmp_path: Path, worlds:
 
 
 def resize(cluster: Cluster) -> None:
-    """To one replica, and back to two; that a replica is not divided is seen to."""
+    """Resize to one replica, and back to two; dividing a replica is refused."""
     before = wait_replicas(cluster, after=time.time())
     with pytest.raises(subprocess.CalledProcessError):
         cluster.order("resize", "task", "3")

@@ -1,4 +1,4 @@
-"""Places in an epoch, and shares of a step: pure functions of what workers say."""
+"""Places in an epoch, and shares of a step: pure functions of the workers' reports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def founders(number: int, shape: Shape = SHAPE) -> Layout:
 
 
 def words(layout: Layout, at: int = 5, *, intact: bool = True) -> list[Word]:
-    """What the members of an epoch say when it is over."""
+    """Descriptions of an epoch's members at its end."""
     names = {rank: replica.name for replica in layout.replicas for rank in replica.members}
     return [
         Word(shard=shard, replica=names.get(rank), intact=intact, at=at) for rank, shard in enumerate(layout.shards)
@@ -94,8 +94,10 @@ def report(*calls: tuple[int, ...], began: int | None = None) -> CallReport:
     ("reports", "kept"),
     [
         ([report((0, 2)), report((0, 2))], 1),
-        ([report((0, 2), began=2), report((0, 2))], 1),  # one did not begin the second: it has changed nothing
-        ([report((0, 2), began=2), report((0, 2), began=2)], 0),  # both began it: parts of it may be in
+        # one worker has not begun the second call, which thus has changed nothing
+        ([report((0, 2), began=2), report((0, 2))], 1),
+        # both have begun it, so its gradients may be partly added
+        ([report((0, 2), began=2), report((0, 2), began=2)], 0),
         ([report((0, 2), (1,)), report((0, 2), began=2)], 0),
         ([report(began=1), report()], 0),
         ([None, None], 0),

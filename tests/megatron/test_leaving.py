@@ -1,4 +1,4 @@
-"""When a worker that leaves an epoch cuts its replica's connections."""
+"""Whether a worker that leaves an epoch cuts its replica's connections."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unicron_lightning.megatron.layout import Shape
 
 
 class Connections:
-    """A replica's group, as far as it can be cut."""
+    """A replica's group that records cuts."""
 
     def __init__(self) -> None:
         self.cuts = 0
@@ -48,7 +48,7 @@ def test_a_planned_change_cuts_nothing() -> None:
 
 
 def test_one_that_has_not_entered_the_next_epoch_lets_go_of_a_partner_that_has() -> None:
-    """The partner is in a call for the lost replica; all of their replica live, so it is not interrupted otherwise."""
+    """The partner is in a call for the lost replica; all of its own replica are alive, so only a cut interrupts it."""
     fabric, connections = leaving("reducing")
     fabric.about(epoch(2))
     assert connections.cuts == 0

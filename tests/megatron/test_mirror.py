@@ -1,4 +1,4 @@
-"""A killed rank's optimizer shard comes back from its mirror bit by bit, wherever in the step it died."""
+"""A killed rank's optimizer shard is restored exactly from its mirror, wherever in the step the rank died."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.faults
 
 
 def run(worlds: Worlds, folder: Path, world: int, dying: list[int], **arguments: Any) -> dict[str, Any]:
-    """What the survivors say, who must all say the same."""
+    """The survivors' results, which must all be equal."""
     results = worlds.run("zero1:killed", world, folder, killed=tuple(dying), dying=dying, **arguments)
     survivors = [result for result in results if result is not None]
     common = [

@@ -1,4 +1,4 @@
-"""A Megatron task through faults from outside: a worker that is stopped, an agent's death, the coordinator's."""
+"""A Megatron task under faults from outside: a stopped worker, and deaths of an agent and of the coordinator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Waits in Megatron's groups end when the connections have, also where gloo has forgotten them."""
+"""Waits in Megatron's groups end with the connections, even if gloo has lost track of them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def test_a_sender_that_dies_amid_its_message(worlds: Worlds, tmp_path: Path, ope
 
 
 def test_reduce_scatters_give_each_its_part(worlds: Worlds, tmp_path: Path) -> None:
-    """And nothing is held of those that have ended: torch's own never say that they have."""
+    """No ended work is kept, unlike in torch's own implementation, which never reports completion."""
     first, second = worlds.run("broken:scattered", 2, tmp_path)
     assert first == [[[1.0, 3.0], [10.0], [1.0, 3.0]], [0.0, 1.0, 2.0, 3.0], 0]
     assert second == [[[5.0, 7.0], [14.0], [5.0, 7.0]], [1.0, 2.0, 3.0, 4.0], 0]
 
 
 def test_a_partner_that_lets_go_has_the_groups_on_the_accelerator_aborted(worlds: Worlds, tmp_path: Path) -> None:
-    """Of three: only the connection with that one is closed."""
+    """Among three groups only the connection with that partner is closed."""
     _, second, third = worlds.run("broken:let_go_by_a_partner", 3, tmp_path)
     assert second == third == {"early": False, "aborted": True, "intact": False, "threads": []}

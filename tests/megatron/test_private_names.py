@@ -1,8 +1,8 @@
-"""What we lean on in megatron-core without its being promised, and that the installed version has it.
+"""The private names of megatron-core on which this package depends exist in the installed version.
 
-A new version of megatron-core needs an entry in `MEGATRON`, with the names as they are there: whoever adds it has
-looked at what has become of them. Names with an underscore, those of torch and Lightning included, are also looked for
-in our source, so that the lists are complete.
+A new version of megatron-core needs an entry in `MEGATRON` with the names of that version, added after a review of each
+name. Names with an underscore, including those of torch and Lightning, are also searched in the source, so that the
+lists are complete.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _V0_16: Final = {
         *("expert_parallel_buffers", "grad_accs", "module", "no_sync", "param_to_bucket_group", "start_param_sync"),
         *("use_forward_hook", "zero_grad_buffer"),
     ],
-    "DistributedDataParallel()": ["config", "ddp_config", "module", "disable_bucketing"],  # sharded: made anew in place
+    # sharded: initialised again in place
+    "DistributedDataParallel()": ["config", "ddp_config", "module", "disable_bucketing"],
     "bucket group": [  # gradients, sharded
         *("buckets", "cached_grad_buffer_shard_list", "cached_param_buffer_shard_list", "grad_reduce_handle"),
         *("is_first_batch", "is_last_microbatch", "params", "per_param_grad_ready_counts", "start_grad_sync"),
@@ -52,14 +53,14 @@ _V0_16: Final = {
         *("per_model_buffers", "shard_float16_groups", "shard_fp32_from_float16_groups", "shard_fp32_groups"),
         "tp_group",
     ],
-    "DistributedOptimizer()": [  # sharded: made anew in place
+    "DistributedOptimizer()": [  # sharded: initialised again in place
         *("optimizer", "config", "grad_scaler", "init_state_fn", "model_chunks", "per_model_buffers"),
         *("data_parallel_group", "data_parallel_group_gloo", "data_parallel_group_idx"),
         "distributed_optimizer_instance_id",
     ],
 }
 MEGATRON: Final = {"0.16": _V0_16}
-"""By minor version, then by where the names are; beside them, which of our modules use them."""
+"""By minor version, then by the owner of the names; the comments name the modules that use them."""
 
 OTHERS: Final = {
     "torch": {"_create_internal", "_get_backend", "_plugins", "_register_backend", "_world", "torch._C"},
@@ -101,7 +102,7 @@ def test_the_lists_have_all_private_names() -> None:
 
 
 def private_names(tree: ast.AST) -> Iterator[str]:
-    """Names with an underscore of things that are not this object's own: imported, taken, or replaced by name."""
+    """Names with an underscore of foreign objects: imported, accessed, or replaced by name."""
     for node in ast.walk(tree):
         match node:
             case ast.ImportFrom(module=str(module), names=names):

@@ -1,4 +1,4 @@
-"""Each thing that the Megatron strategy cannot do is refused by one error that names it."""
+"""Each unsupported setting of the Megatron strategy is refused by one error that names it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from unicron_lightning.strategies.megatron_optimizer import split_configuration
 
 
 class Config:
-    """A `TransformerConfig` as far as it is looked at."""
+    """A `TransformerConfig` with the attributes that are read."""
 
     def __init__(self, **fields: Any) -> None:
         self.__dict__.update({"context_parallel_size": 1, "expert_model_parallel_size": 1, **fields})

@@ -1,4 +1,6 @@
-"""TP and PP of a task under way are changed by an operator's order: no step is lost, and failures heal as before."""
+"""An operator's order changes TP and PP of a running task: no step is lost, and failures are recovered from as
+before.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,11 @@ pytest.importorskip("megatron.core.package_info")
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 
-# What rounding does grows with the learning rate, and with the steps: so these are few, and slow.
+# Rounding differences grow with the learning rate and with the number of steps, so the steps are few and slow.
 SETTINGS: dict[str, Any] = {**MODEL, "pp": 2, **ZERO1, "optimizer": {**ZERO1["optimizer"], "lr": 1e-4}}
 RUN: dict[str, Any] = {"steps": 8, "finish": True, "full": 5, "slow": 0.4, "save_every": 10_000, "unfit": [2, 2]}
 DIES: dict[str, Any] = {"point": "checkpoint", "replica": 1, "shard": 0}
-"""While the order is carried out."""
+"""A death while the order is being carried out."""
 
 
 def test_pipelines_become_slices_without_losing_a_step(tmp_path: Path, worlds: Any) -> None:
@@ -48,7 +50,7 @@ def test_pipelines_become_slices_without_losing_a_step(tmp_path: Path, worlds: A
 
 
 def check_log(folder: Path, events: list[dict[str, Any]]) -> None:
-    """Two orders, one of which is given up; a new life for each, and for going back; each step done once."""
+    """Two orders, one of which is cancelled; a new life for each, and for the return; each step done once."""
     named = {event["name"]: event for event in events}
     changes = ["layout_ordered", "layout_changes"]
     told = [event["name"] for event in events if event["name"].startswith("layout_")]
@@ -69,7 +71,7 @@ def check_log(folder: Path, events: list[dict[str, Any]]) -> None:
 
 
 def check_numbers(folder: Path, worlds: Any) -> None:
-    """Norms and parameters are those of a plain loop that has the first layout to the end, but for rounding."""
+    """Norms and parameters equal those of a plain loop in the first layout, except for rounding."""
     last, paths = finals(folder)
     norms = worlds.run("reference:run", 4, folder / "plain", settings=SETTINGS, steps=[last])[0]
     logged = {note["step"]: note["norm"] for note in notes(folder, "step")}
@@ -88,7 +90,7 @@ def check_numbers(folder: Path, worlds: Any) -> None:
 
 
 def in_one_stage(name: str, first: int) -> str:
-    """A parameter's name where all layers are in one stage; ``first``: of its stage."""
+    """A parameter's name if all layers are in one stage; ``first`` is the first layer of its stage."""
     head, mark, rest = name.partition("decoder.layers.")
     if not mark:
         return name
@@ -97,7 +99,7 @@ def in_one_stage(name: str, first: int) -> str:
 
 
 def together(values: list[torch.Tensor], shape: torch.Size) -> torch.Tensor:
-    """A parameter from its slices; one that each worker has whole must be the same on all."""
+    """A parameter assembled from its slices; one that each worker has completely must be the same on all."""
     if values[0].shape == shape:
         assert all(torch.equal(value, values[0]) for value in values)
         return values[0]

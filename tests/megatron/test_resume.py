@@ -1,4 +1,4 @@
-"""Checkpoints of the strategy: written through a death, and taken up in another layout: so TP and PP change."""
+"""Checkpoints of the strategy: written through a death, and loaded in another layout, which changes TP and PP."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS = 6
 
 
 def train(folder: Path, agents: int, **settings: Any) -> dict[int, dict[str, Any]]:
-    """Runs a task to its end; its steps as rank 0 noted them."""
+    """Run a task to its end; return its steps as rank 0 recorded them."""
     folder.mkdir()
     schedule = settings.pop("schedule", [])
     replica = settings["tp"] * settings["pp"]
@@ -46,7 +46,7 @@ def test_a_change_of_layout_goes_through_a_checkpoint(tmp_path: Path) -> None:
         schedule=[died],
         finish=False,
         full=2,
-        slow=4.0,  # the second worker is there before the second checkpoint, on a busy machine too
+        slow=4.0,  # the second worker joins before the second checkpoint, even on a busy machine
     )
     assert (tmp_path / "first" / "struck-0").exists()
     saved = sorted(path.name for path in (tmp_path / "first" / "checkpoints").iterdir())
@@ -67,6 +67,6 @@ def test_a_task_without_survivors_goes_on_from_its_newest_checkpoint(tmp_path: P
     notes = [json.loads(line) for path in (tmp_path / "task").glob("notes-*") for line in path.read_text().splitlines()]
     assert len([note for note in notes if note["what"] == "start"]) == 2
     done = sorted(note["step"] for note in notes if note["what"] == "step")
-    # That of step 1 was written just before the death: word of it may not have got out.
+    # The checkpoint of step 1 was written just before the death and may not have been reported.
     assert done in ([0, 1, 2], [0, 1, 1, 2])
     assert sorted(steps) == [0, 1, 2]

@@ -1,4 +1,4 @@
-"""Transfers of shards, for random layouts: each element exactly once, from one who has it; what is lost is named."""
+"""Transfers of shards, for random layouts: each element exactly once, from a holder; losses are named."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def failures(draw: st.DrawFn) -> tuple[list[tuple[Piece, ...]], list[int], int]:
 
 
 def held_after(old: list[tuple[Piece, ...]], survivors: list[int], copies: int) -> list[list[Holding]]:
-    """What survivors hold of version 5: their own shards and those that they mirror."""
+    """The survivors' holdings of version 5: their own shards and those that they mirror."""
     nodes = [""] * len(old)
     return [
         [

@@ -1,4 +1,4 @@
-"""The CPU shim: off unless asked for, refused beside CUDA, each patch needed; and what it makes possible."""
+"""The CPU shim: off by default, refused beside CUDA, each patch needed, and sufficient for training."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def test_each_patch_is_needed(worlds: Worlds, tmp_path: Path, patch: str) -> Non
 
 @pytest.mark.faults
 def test_layouts_agree(worlds: Worlds, tmp_path: Path) -> None:
-    """TP with sequence parallelism trains like one process, and ZeRO-1 with overlap like none.
+    """TP with sequence parallelism trains like one process, and ZeRO-1 with overlap like plain data parallelism.
 
-    Stages draw their own initial values, so that those with pipelines are compared among themselves.
+    Stages draw their own initial values, so layouts with pipelines are compared among themselves.
     """
     one = worlds.run("plain:train", 1, tmp_path / "one")
     tp = worlds.run("plain:train", 2, tmp_path / "tp", tp=2, options={"sequence_parallel": True})

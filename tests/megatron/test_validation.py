@@ -1,4 +1,4 @@
-"""What is left of a validation when a worker has died; the rest is tried with real processes in test_faults."""
+"""The remaining work of a validation after a death; test_faults covers the rest with real processes."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The toy GPT under the strategy ``unicron_megatron``, for tests with real processes.
 
-In FOLDER/settings.json: see `SETTINGS`. In FOLDER/schedule.json a list of faults, carried out one after the other, each
-in a whole world by the worker that is at the place: {"replica", "shard", "point"}, and "micro_batch" (counted among
-those that the worker runs in the step, or the validation) where the point is "forward" or "validate"; not before
-"from_step"; with "at_once" in whatever world there is. With "breaks" connections break there, and nobody dies.
+FOLDER/settings.json: see `SETTINGS`. FOLDER/schedule.json: a list of faults that strike in sequence, each in a complete
+world on the worker at the given place: {"replica", "shard", "point"}, and "micro_batch" (counted among those that the
+worker runs in the step, or the validation) for the points "forward" and "validate"; not before "from_step"; with
+"at_once" in any world. With "breaks" connections break there, and no worker dies.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-warnings.simplefilter("ignore")  # megatron-core's about what is not installed
+warnings.simplefilter("ignore")  # hide megatron-core's warnings about packages that are not installed
 
 import faulthandler  # noqa: E402
 
@@ -47,10 +47,10 @@ SETTINGS: dict[str, Any] = {
     "pp": 1,
     "dp": 2,
     "accumulation": 2,  # micro-batches of a replica's share
-    "steps": 8,  # at least; then until FOLDER/finish is there, if that is wanted
+    "steps": 8,  # at least; then until FOLDER/finish exists, if configured
     "finish": False,
-    "full": 0,  # workers of the whole world
-    "slow": 0.0,  # seconds that a step takes longer while the world is smaller
+    "full": 0,  # workers of the complete world
+    "slow": 0.0,  # additional seconds of a step while the world is smaller
     "save_every": 0,  # steps; into FOLDER/checkpoints
     "resume": None,  # path of a checkpoint
     "validate": 0,  # steps between validations, each with a checkpoint if it is the best one
@@ -58,13 +58,13 @@ SETTINGS: dict[str, Any] = {
     "ddp": {},
     "optimizer": {},
     "redundancy": None,  # of the distributed optimizer's shards
-    "unfit": None,  # [tp, pp] with which the model is not built
+    "unfit": None,  # [tp, pp] in which building the model fails
     "accelerator": "cpu",
 }
 
 
 class Faults:
-    """What is to happen to this worker."""
+    """Faults planned for this worker."""
 
     def __init__(self, folder: Path, note: Any) -> None:
         self._folder = folder
@@ -73,7 +73,7 @@ class Faults:
         self.strategy: Any = None
 
     def point(self, point: str, step: int, micro_batch: int = 0) -> None:
-        """Die here, if that is planned."""
+        """Die here, if planned."""
         fabric = self.strategy.fabric
         due = (number for number in range(len(self._schedule)) if not self._struck(number).exists())
         number = next(due, None)
@@ -92,7 +92,7 @@ class Faults:
             self._note("fault", number=number, point=point, step=step, replica=place.replica, shard=fabric.shard)
             mark = self._folder / f"striking-{number}"
             mark.write_text(str(step))
-            mark.rename(self._struck(number))  # others may read it at any moment
+            mark.rename(self._struck(number))  # renamed, since other processes may read it at any moment
             if fault.get("breaks"):
                 raise CommunicatorAborted("a connection breaks on purpose")
             os.kill(os.getpid(), signal.SIGKILL)

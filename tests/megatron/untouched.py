@@ -1,4 +1,4 @@
-"""What the shim replaces of torch, remembered before anything of ours or of megatron-core is imported."""
+"""Original attributes of torch that the shim replaces, recorded before megatron-core or this package is imported."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BEFORE = {(owner, name): getattr(owner, name) for owner, names in REPLACEABLE.it
 
 
 def compare(rank: int, world: int, folder: Path) -> list[list[str]]:
-    """Scenario: what is another thing now that all is imported; what is still the same with the shim installed."""
+    """Scenario: attributes that differ after all imports, and attributes that are unchanged with the shim installed."""
     from unicron_lightning.megatron import shim
 
     changed = [name for (owner, name), before in BEFORE.items() if getattr(owner, name) is not before]

@@ -39,7 +39,7 @@ def exchange(folder: Path, name: str, rank: int, world: int) -> Any:
 
 
 class Rank:
-    """One rank that trains, may die, and recovers with the others that do not.
+    """One rank that trains, may die, and recovers with the surviving ones.
 
     Args:
         dying: original ranks.
@@ -60,7 +60,7 @@ class Rank:
         self.mirror.join(exchange(folder, f"mirror0-{stage}", place, size))
 
     def step(self, number: int) -> None:
-        """One step as a strategy would do it: the commit is a barrier here."""
+        """Run one step as a strategy does; the commit is a barrier here."""
         self.training.accumulate(number, MICRO_BATCHES)
         self.update()
         self.save(number + 1)
@@ -68,30 +68,30 @@ class Rank:
         self.mirror.protect(number + 1)
 
     def update(self) -> None:
-        """From the gradients of all to the parameters of all."""
+        """Run from the gradients of all to the parameters of all."""
         self.mirror.settle()
         dist.barrier()
         plain.finalize_model_grads([self.training.ddp])
         self.training.optimizer.step()
 
     def save(self, version: int, prefix: str = "before") -> None:
-        """What this rank has of the state, for `assembled`, and its parameters."""
+        """Save this rank's part of the state, for `assembled`, and its parameters."""
         keep(self.optimizer, self.training, self.folder / f"{prefix}-{version}-{self.rank}.pt")
 
     def die(self) -> None:
-        """As if killed from outside."""
+        """Die as if killed from outside."""
         if self.rank in self.dying:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def survivors(self) -> list[int]:
-        """Waits until those who shall die are dead."""
+        """Wait until the planned deaths have happened; return the survivors."""
         for dying in self.dying:
             while not gone(int((self.folder / f"{dying}.pid").read_text())):
                 time.sleep(0.01)
         return [rank for rank in range(self.world) if rank not in self.dying]
 
     def recover(self) -> tuple[int, ...]:
-        """New groups without the dead; what can be restored in them."""
+        """Make new groups without the dead ranks; return the versions that can be restored in them."""
         alive = self.survivors()
         self.mirror.abort("a rank has died")
         parallel_state.destroy_model_parallel()
@@ -105,7 +105,7 @@ class Rank:
 
 
 def keep(optimizer: ShardedOptimizer, training: plain.Training, path: Path) -> None:
-    """Writes a rank's shard and parameters."""
+    """Write a rank's shard and parameters."""
     data = torch.empty(3, sum(map(len, optimizer.pieces)))
     optimizer.read(data)
     parameters = [parameter.detach().clone() for parameter in training.ddp.module.parameters()]
@@ -114,7 +114,7 @@ def keep(optimizer: ShardedOptimizer, training: plain.Training, path: Path) -> N
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended; its parent may not have asked for it yet."""
+    """Whether a process has ended; its parent may not have reaped it yet."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -122,7 +122,7 @@ def gone(pid: int) -> bool:
 
 
 def assembled(folder: Path, prefix: str, version: int, ranks: list[int]) -> dict[str, Tensor]:
-    """The whole state from the ranks' parts: each element of each parameter, and that it comes from one rank only."""
+    """The whole state from the ranks' parts, with the check that each element comes from one rank only."""
     saved = [torch.load(folder / f"{prefix}-{version}-{rank}.pt") for rank in ranks]
     state: dict[str, Tensor] = {}
     for part in saved:
@@ -141,14 +141,14 @@ def assembled(folder: Path, prefix: str, version: int, ranks: list[int]) -> dict
 
 
 def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Bit by bit."""
+    """Whether two states are bitwise equal."""
     return one.keys() == other.keys() and all(
         torch.equal(torch.as_tensor(one[k]), torch.as_tensor(other[k])) for k in one
     )
 
 
 def killed(rank: int, world: int, folder: Path, *, when: str, dying: list[int], **options: Any) -> dict[str, Any]:
-    """Scenario: two steps, then ranks die at some moment; the others restore what they can, and train on."""
+    """Scenario: two steps, then ranks die at some moment; the others restore the state and continue training."""
     me = Rank(rank, world, folder, dying, **options)
     me.mirror.protect(0)
     me.step(0)
@@ -178,7 +178,7 @@ def killed(rank: int, world: int, folder: Path, *, when: str, dying: list[int], 
 
 
 def grown(rank: int, world: int, folder: Path, *, founders: int) -> dict[str, Any]:
-    """Scenario: some train; the others have built their model apart, and join without any state."""
+    """Scenario: some ranks train; the others have built their model separately, and join without any state."""
     shim.install()
     joins = rank >= founders
     alone = f"-{rank}" if joins else ""
@@ -207,7 +207,7 @@ def grown(rank: int, world: int, folder: Path, *, founders: int) -> dict[str, An
     )
     mirror.protect(found[0])
     for bucket in [bucket for group in training.ddp.bucket_groups for bucket in group.buckets]:
-        bucket.gradient_scaling_factor = 1 / world  # kept from before; a group's size is the caller's business
+        bucket.gradient_scaling_factor = 1 / world  # kept from before; the caller adapts it to a group's size
     norms = [training.step(number, MICRO_BATCHES) for number in (2, 3)]
     mirror.settle()
     mirror.close()
@@ -216,7 +216,7 @@ def grown(rank: int, world: int, folder: Path, *, founders: int) -> dict[str, An
 
 
 def staged(rank: int, world: int, folder: Path) -> dict[str, Any]:
-    """Scenario: two stages twice; one replica is gone; its last copies have arrived in one stage only."""
+    """Scenario: two stages on two replicas; one replica dies, and its last copies have arrived in one stage only."""
     me = Rank(rank, world, folder, [], pp=2)
     replica = parallel_state.get_data_parallel_rank()
     me.mirror.protect(0)
@@ -245,7 +245,7 @@ def staged(rank: int, world: int, folder: Path) -> dict[str, Any]:
 
 
 def _in_backward(me: Rank) -> list[Tensor]:
-    """While gradients are accumulated; the copies have arrived."""
+    """During the accumulation of gradients; the copies have arrived."""
     me.mirror.settle()
     dist.barrier()
     me.training.accumulate(2, MICRO_BATCHES)
@@ -254,7 +254,7 @@ def _in_backward(me: Rank) -> list[Tensor]:
 
 
 def _in_optimizer(me: Rank) -> None:
-    """After its own part of the optimizer step, before parameters are gathered; others have stepped as well."""
+    """After its own part of the optimizer step, before parameters are gathered; other ranks have stepped as well."""
     me.training.accumulate(2, MICRO_BATCHES)
     adam = me.training.optimizer.chained_optimizers[0].optimizer
     hook = adam.register_step_post_hook(lambda *_: me.die())

@@ -1,4 +1,4 @@
-"""Situations to plan for, and slow, plain ways to find what the best plan is."""
+"""Situations to plan for, and slow, simple methods to find the best plan."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMES = ("ada", "bo", "cy", "dee", "eve", "flo", "gus", "hal")
 
 @dataclass(frozen=True)
 class Given:
-    """T(t,x) given number by number; the last one holds beyond."""
+    """T(t,x) as a given table; the last value holds beyond it."""
 
     flops: tuple[float, ...]
 
@@ -65,7 +65,7 @@ def every_plan(state: ClusterState) -> Iterator[Plan]:
 
 
 def merit(plan: Plan) -> tuple[float, int]:
-    """What the best plan has most of; values of plans in these tests are exact in binary, or far apart."""
+    """Sort key of the best plan; values of plans in these tests are exact in binary, or far apart."""
     state = plan.state
     moved = (abs(x - state.allocation.get(name, 0) + state.lost.get(name, 0)) for name, x in plan.allocation.items())
     return plan.value, -sum(-(-workers // state.unit) for workers in moved)
@@ -121,12 +121,12 @@ def states(draw: st.DrawFn, *, most_tasks: int = 4, most_workers: int = 9, queue
 
 
 def _falling(num_workers: int) -> float:
-    """D_running as the paper has it: it falls as 1/n'; a power of two, so that sums are exact."""
+    """D_running as in the paper: it falls as 1/n'; a power of two, so that sums are exact."""
     return 2.0 ** (5 - num_workers.bit_length())
 
 
 def shape(kind: str, num_workers: int, random: np.random.Generator) -> np.ndarray:
-    """A T(t,x) of a kind for x = 0 to ``num_workers``: what measured or modelled curves look like, and worse."""
+    """A T(t,x) of a kind for x = 0 to ``num_workers``: similar to measured or modelled curves, and worse ones."""
     x = np.arange(num_workers + 1, dtype=float)
     scale = random.uniform(0.5, 2.0) * 2e14
     bend = num_workers * random.uniform(0.02, 0.5)
@@ -134,12 +134,12 @@ def shape(kind: str, num_workers: int, random: np.random.Generator) -> np.ndarra
     match kind:
         case "concave":
             return scale * x / (1 + x / bend)
-        case "linear":  # the same for all tasks: any allocation is as good as any other
+        case "linear":  # the same for all tasks: all allocations are equally good
             return 2e14 * x
         case "stairs":
             bumps = random.uniform(0.9, 1.0, len(x))
             return scale * (x // step * step) / (1 + x / bend) * bumps
-        case "holes":  # linear, where it can run at all
+        case "holes":  # linear, at sizes where the task can run
             return 2e14 * x * (random.random(len(x)) < 0.5)
         case "rising":
             return scale * num_workers * np.sort(np.append(0.0, random.random(num_workers)))

@@ -1,4 +1,4 @@
-"""numba is loaded by those who plan, and by nobody else; where its cache cannot be, planning works without."""
+"""numba is loaded only for planning; without a writable cache planning works uncached."""
 
 from __future__ import annotations
 

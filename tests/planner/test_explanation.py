@@ -1,4 +1,4 @@
-"""The cost of a task's having more or less is what it is: the best plan with that against the best plan."""
+"""The cost of a larger or smaller size equals the difference of the best plan with it from the best plan."""
 
 from __future__ import annotations
 

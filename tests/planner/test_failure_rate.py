@@ -1,4 +1,4 @@
-"""Rates estimated online: intervals cover, estimates converge, the prior weighs what it says."""
+"""Rates estimated online: intervals cover, estimates converge, and the prior has its stated weight."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_prior_of_one_failure_weighs_as_one_failure() -> None:
 def test_estimates_converge_and_the_interval_shrinks() -> None:
     generator = np.random.default_rng(11)
     truth, widths = 1 / (40_000 * HOUR), []
-    prior = RateBelief.from_mtbf(400_000 * HOUR)  # ten times too trusting
+    prior = RateBelief.from_mtbf(400_000 * HOUR)  # ten times too optimistic
     for worker_hours in (1e5, 1e6, 1e7, 1e8):
         failures = int(generator.poisson(truth * worker_hours * HOUR))
         belief = prior.observed(num_failures=failures, exposure_seconds=worker_hours * HOUR)

@@ -1,4 +1,4 @@
-"""D_running(n'): closed forms, limits, and what no failure model may do."""
+"""D_running(n'): closed forms, limits, and invariants of every failure model."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_in_equilibrium_many_components_are_a_poisson_process(shape: float) -> N
 def test_the_integral_is_what_is_seen_in_simulation(shape: float, ages: tuple[float, ...] | None) -> None:
     generator = np.random.default_rng(7)
     scale, num, draws = 2e7, 6, 40_000
-    if ages is None:  # run each component through many renewals before looking
+    if ages is None:  # run each component through many renewals before observing it
         start = 200 * scale
         remaining = np.full((draws // 10, num), start)
         while (running := remaining > 0).any():
@@ -122,7 +122,7 @@ def test_a_large_cluster_is_asked_quickly() -> None:
     start = time.process_time()
     for num_workers in range(99_000, 100_000):
         model.running_seconds(num_workers)
-    assert time.process_time() - start < 1.0  # 30 microseconds each where this was written
+    assert time.process_time() - start < 1.0  # 30 microseconds each on the development machine
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def test_slopes_that_floating_point_takes_for_equal_are_told_apart(gain: int, wi
 
 
 def values_of(waf: np.ndarray, scale: float) -> np.ndarray:
-    """F * D in quanta, as the keys have it."""
+    """F * D in quanta, as used in the keys."""
     workers = np.arange(1, len(waf) + 1)
     units, keys = kernels.keys_of(workers, waf, scale, 0, 0, 0, 1, 1 << 20, False)
     assert np.array_equal(units, workers)
@@ -60,7 +60,7 @@ def test_rounding_keeps_concave_curves_concave(kind: str, bits: int) -> None:
     waf = shape(kind, 12_500, np.random.default_rng(bits))[1:]
     scale = 2.0**bits / waf.max()
     assert np.diff(values_of(waf, scale), 2).max() <= 0
-    if kind == "linear" or bits == 12:  # rounding each value by itself makes a staircase of what is nearly straight
+    if kind == "linear" or bits == 12:  # rounding each value separately turns a nearly straight line into a staircase
         assert np.diff(np.rint(waf * scale), 2).max() > 0
 
 
@@ -72,7 +72,7 @@ def test_moving_counts_less_than_a_quantum_and_staying_costs_nothing() -> None:
 
 
 def test_part_of_a_unit_that_moves_counts_as_a_whole_one() -> None:
-    """It still has 3 workers: to have 2, 4 or 8 moves 1, 1 or 5, and to have none 3."""
+    """The task still has 3 workers: having 2, 4 or 8 moves 1, 1 or 5 of them, and having none moves 3."""
     _, keys = kernels.keys_of(np.array([2, 4, 8]), np.array([1.0, 1.0, 1.0]), 1.0, 0, 4, 3, 2, 64, True)
     assert keys.tolist() == [-2, 64 - 1, 64 - 1, 64 - 3]
 

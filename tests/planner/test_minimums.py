@@ -1,4 +1,4 @@
-"""When minimums do not fit, the best subset by weighted value runs, and who is paused is named."""
+"""If minimums do not fit, the best subset by weighted value runs, and the paused tasks are named."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unicron_lightning.planner.state import ClusterState
 
 
 def value_and_running(state: ClusterState, names: tuple[str, ...]) -> tuple[float, int]:
-    """What decides between subsets: their F at the minimum, then how many run already."""
+    """Criteria between subsets: their F at the minimum, then the number of tasks running already."""
     curves = [curve for curve in state.tasks if curve.task.name in names]
     return sum(float(curve.waf[0]) for curve in curves), sum(state.allocation.get(name, 0) > 0 for name in names)
 
@@ -42,7 +42,7 @@ def test_the_best_subset_that_fits_runs(state: ClusterState) -> None:
 @given(states(), st.integers(0, 3))
 @settings(max_examples=200, deadline=None)
 def test_given_that_subset_the_plan_is_the_best(state: ClusterState, num_workers: int) -> None:
-    """All workers gone but a few: brute force over what the subset allows."""
+    """All but a few workers are gone: brute force over the plans that the subset allows."""
     gone = dict(state.allocation)
     short = cluster(
         [curve.task for curve in state.tasks], num_workers * state.unit, allocation=gone, lost=gone, unit=state.unit

@@ -1,4 +1,4 @@
-"""Placement: what runs stays, nothing is overfull, groups share nodes; beside an integer program."""
+"""Placement: running workers stay, no node is overfull, groups share nodes; compared with an integer program."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def build(
     num_tasks: int,
     sizes: tuple[int, ...] = (),
 ) -> Case:
-    """Tasks on nodes, some of them lost, and what the tasks shall have: a little more or less."""
+    """Tasks on nodes, some of them lost, and the tasks' demands: a little more or less than before."""
     sizes = sizes or (8 if max(groups) == 8 else 4,)
     group_of = [int(generator.choice(groups)) for _ in range(num_tasks)]
     nodes, running = [], {}
@@ -88,7 +88,7 @@ def test_the_moves_lead_from_what_runs_to_the_placement(case: Case) -> None:
             slots[move.target, move.task] += move.num_slots
     placed = {(node, task): num for node, tasks in placement.slots.items() for task, num in tasks.items()}
     assert {key: num for key, num in slots.items() if num} == placed
-    # No task both gives up slots and gets new ones: that would be a move.
+    # No task both releases slots and gets new ones: that would be a move.
     ends = {(move.task, move.source is None, move.target is None) for move in placement.moves}
     assert not any((task, True, False) in ends and (task, False, True) in ends for task, _, _ in ends)
 
@@ -116,9 +116,9 @@ def test_with_single_slots_or_whole_nodes_it_moves_the_fewest(seed: int, groups:
 
 
 def fewest_moves(case: Case) -> int | None:
-    """By an integer program, None where nothing fits.
+    """The minimum by an integer program, None if nothing fits.
 
-    It has groups q and kept slots k by task and node, with k <= what ran and k <= what is placed.
+    It has groups q and kept slots k by task and node, with k <= running slots and k <= placed slots.
     """
     nodes, demands, running = case
     ready = [node for node in nodes if node.state is NodeState.READY]
@@ -161,7 +161,7 @@ def test_it_moves_as_few_as_an_integer_program_finds(groups: tuple[int, ...]) ->
         excess.append(placement.num_moved - best)
     if len(groups) == 1:
         assert set(excess) == {0}
-    else:  # packing, done greedily: 98 to 99 of 100 cases are optimal
+    else:  # packing, solved greedily: 98 to 99 of 100 cases are optimal
         assert np.mean(np.array(excess) == 0) >= 0.9
 
 
@@ -283,7 +283,7 @@ def test_a_task_that_is_over_leaves_and_lost_nodes_are_named() -> None:
 
 
 def spread(placement: Placement, demand: Demand, switch_of: dict[str, str]) -> tuple[int, int, int]:
-    """Slots of replicas that span switches, that span nodes, and nodes in use: less is better."""
+    """Slots of replicas that span switches, slots that span nodes, and nodes in use: less is better."""
     on_nodes = placement.of_task(demand.task)
     on_switches: Counter[str] = Counter()
     for node, num in on_nodes.items():
@@ -293,7 +293,7 @@ def spread(placement: Placement, demand: Demand, switch_of: dict[str, str]) -> t
 
 
 def test_one_growing_task_is_as_compact_as_any_placement_with_as_few_moves() -> None:
-    """Brute force over all that keep what runs, in clusters with scattered free slots."""
+    """Brute force over all placements that keep the running workers, in clusters with scattered free slots."""
     generator = np.random.default_rng(59)
     best = 0
     for _ in range(150):
@@ -333,7 +333,7 @@ def test_twelve_thousand_nodes_and_256_tasks_take_seconds() -> None:
         for i, n in enumerate(nodes)
     ]
     second = place(broken, demands, first.slots)
-    assert time.process_time() - start < 20  # 0.1 s each where this was written
+    assert time.process_time() - start < 20  # 0.1 s each on the development machine
     lost = sum(sum(tasks.values()) for name, tasks in first.slots.items() if int(name[1:]) % 500 == 7)
     assert (first.num_moved, second.num_moved) == (sum(d.num_workers for d in demands), lost)
     assert set(first.num_spanning.values()) == {0}

@@ -1,4 +1,4 @@
-"""Rounding is as fine as the module says, and leaves room in 64 bits."""
+"""Rounding is as fine as documented, and leaves room in 64 bits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unicron_lightning.planner.solver import columns_of, solve
 
 
 def bound(num_tasks: int, num_units: int) -> float:
-    """The most that a plan can be rounded by, twice, as a share of the largest reward."""
+    """Twice the largest rounding error of a plan, as a share of the largest reward."""
     state = cluster([task(f"t{n}", np.arange(1.0 + num_units)) for n in range(num_tasks)], num_units)
     largest = num_units * state.duration_seconds
     return 2 * (0.75 * num_units + 0.5 * num_tasks) * state.quantum_flop / largest
@@ -35,7 +35,7 @@ def test_a_plans_keys_add_up_to_its_value_within_the_bound(kind: str) -> None:
     total = 0
     for curve, column, workers in zip(state.tasks, columns_of(state, (), factor), plan.workers, strict=True):
         key = int(column.keys[np.searchsorted(column.units, workers)])
-        rounded = -(-key // factor)  # moves are subtracted, and are less than a quantum in all
+        rounded = -(-key // factor)  # moves are subtracted, and are less than a quantum in total
         total += rounded
         error = abs(rounded - reward_of(state, curve, workers) / state.quantum_flop)
         assert error <= 0.75 * workers + 0.5 + 0.01

@@ -1,4 +1,4 @@
-"""One step of the recursion is the maximum that it says, on both ways through concave stretches, with any window."""
+"""One step of the recursion is the documented maximum, on both ways through concave stretches, with any window."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def plain(row: np.ndarray, low: int, units: np.ndarray, keys: np.ndarray, out_lo
 
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[np.ndarray, int, np.ndarray, np.ndarray, int, int]:
-    """A row, a task's options, and the window to fill. Options come in stretches: concave, or any."""
+    """A row, a task's options, and the window to fill. Options form stretches: concave, or arbitrary."""
     random = np.random.default_rng(draw(st.integers(0, 2**32)))
     row = np.maximum.accumulate(random.integers(-50, 50, draw(st.integers(1, 300))))
     low = draw(st.integers(0, 40))

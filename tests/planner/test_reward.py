@@ -1,4 +1,4 @@
-"""F and G are the paper's; a curve is what was known when it was made."""
+"""F and G are the paper's; a curve is fixed when it is made."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def test_the_reward_is_the_papers() -> None:
 @pytest.mark.parametrize(
     ("lost", "workers", "value"),
     [
-        ({}, 3, 2 * 9 * 10.0),  # stays as it is: costs nothing
-        ({}, 2, 2 * 6 * 10.0 - 2 * 9 * 4),  # changes
-        ({}, 0, -2 * 9 * 4.0),  # is paused
-        ({"a": 1}, 2, 2 * 6 * 10.0 - 2 * 9 * 4),  # F(t,x) is of the workers that it had before the failure
-        ({"a": 1}, 3, 2 * 9 * 10.0 - 2 * 9 * 4),  # gets a worker for the one it lost: a transition as well
+        ({}, 3, 2 * 9 * 10.0),  # unchanged: costs nothing
+        ({}, 2, 2 * 6 * 10.0 - 2 * 9 * 4),  # changed
+        ({}, 0, -2 * 9 * 4.0),  # paused
+        ({"a": 1}, 2, 2 * 6 * 10.0 - 2 * 9 * 4),  # F(t,x) refers to the workers before the failure
+        ({"a": 1}, 3, 2 * 9 * 10.0 - 2 * 9 * 4),  # gets a worker for the lost one: also a transition
         ({"a": 0}, 3, 2 * 9 * 10.0 - 2 * 9 * 4),  # affected without a loss
     ],
 )

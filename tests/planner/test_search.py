@@ -1,4 +1,4 @@
-"""The search is as exact when its bounds are poor as when they are good; they only save time."""
+"""The search is exact with poor bounds as with good ones; bounds only save time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def found(problem: Problem) -> list[tuple[int, list[int]]]:
 
 @pytest.mark.parametrize("kind", SHAPES)
 def test_without_bounds_the_same_is_found(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is ruled out: the plain dynamic program, over all options."""
+    """Without exclusions: the plain dynamic program over all options."""
     problem = problem_of(kind, 1)
     expected = found(problem)
     count = len(problem.variants)
@@ -43,7 +43,7 @@ def test_without_bounds_the_same_is_found(kind: str, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("kind", SHAPES)
 def test_a_guess_that_is_wrong_is_mended(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tables of the hulls' best options only: what they find is no optimum, but bounds how far away it is."""
+    """Tables of the hulls' best options only yield no optimum, but a bound on its distance."""
     problem = problem_of(kind, 2)
     expected = found(problem)
     few = []
@@ -60,7 +60,7 @@ def test_a_guess_that_is_wrong_is_mended(kind: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_options_are_ruled_out() -> None:
-    """Else the search would be exact but slow."""
+    """Otherwise the search would be exact but slow."""
     problem = problem_of("concave", 3)
     prices, distances = search._bounds(problem)
     _, mask = search._guess(problem, prices, distances)

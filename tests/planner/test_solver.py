@@ -1,4 +1,4 @@
-"""The solver finds the best plan, whatever the curves look like; three independent ways say what that is."""
+"""The solver finds the best plan for curves of any shape, compared with three independent methods."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from unicron_lightning.planner.table import foreseen
 
 @st.composite
 def shocked(draw: st.DrawFn) -> ClusterState:
-    """A small state, or what follows from it by some event."""
+    """A small state, or its successor by some event."""
     state = draw(states(queued=1))
     event = draw(st.sampled_from([None, *foreseen(state)]))
     return state if event is None else state.after(event)
@@ -62,7 +62,7 @@ def test_the_order_of_tasks_changes_nothing(state: ClusterState, random: object)
 
 @pytest.mark.parametrize("kind", SHAPES)
 def test_more_workers_are_never_worse(kind: str) -> None:
-    """For a D_running that is given: one that falls with n' may make more workers worse."""
+    """Holds for a given D_running; one that falls with n' may make more workers worse."""
     state = shaped(kind, 5, 60, seed=1, reach=0)
     values = []
     for num_workers in range(10, 61):
@@ -92,7 +92,7 @@ def test_no_neighbour_is_better(kind: str) -> None:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", SHAPES)
 def test_equals_the_plain_dynamic_program(kind: str, seed: int) -> None:
-    """Curves of any shape, long enough for concave stretches to be used, cold and with workers lost."""
+    """Curves of any shape, long enough for concave stretches to be used, cold and with lost workers."""
     state = shaped(kind, 12, 400, seed)
     plan = solve(state)
     assert plan.value == pytest.approx(plain_best(state), rel=1e-12)
@@ -136,7 +136,7 @@ def test_equals_an_integer_program(kind: str) -> None:
 
 
 def tie_break(state: ClusterState, plan: Plan) -> tuple:
-    """What the solver's documentation says decides, in order; the smallest is taken."""
+    """Documented criteria of the solver, in order; the smallest is chosen."""
     pivot = state.pivot if state.pivot is not None else chr(0x10FFFF)
     before = [name for name in plan.names if name < pivot]
     after = [name for name in plan.names if name > pivot]
@@ -167,7 +167,7 @@ def test_ties_are_broken_as_documented(state: ClusterState) -> None:
 @pytest.mark.parametrize("pivot", [None, "a", "b", "bb", "c", "d", "z"])
 @pytest.mark.parametrize("steps", [(0, 1, 2, 3), (0, 1, 1, 2), (0, 2, 2, 3)])
 def test_where_everything_is_a_tie_the_rule_decides(pivot: str | None, steps: tuple[float, ...]) -> None:
-    """Four tasks that are alike, also beside a task that has ended, for every number of workers."""
+    """Four equal tasks, also beside a task that has ended, for every number of workers."""
     for num_workers in range(1, 9):
         state = cluster([task(name, steps, max_workers=3) for name in "abcd"], num_workers, pivot=pivot)
         plans = list(every_plan(state))
@@ -190,13 +190,13 @@ def test_of_equal_plans_the_one_that_moves_fewest() -> None:
 
 
 def test_without_need_no_workers_are_used() -> None:
-    """A second worker brings nothing: it stays spare."""
+    """A second worker adds nothing: it stays spare."""
     plan = solve(cluster([task("a", [0.0, 5.0, 5.0])], 2))
     assert (plan.workers, plan.num_spare_workers) == ((1,), 1)
 
 
 def test_equal_tasks_share_by_name() -> None:
-    """All plans are equally good and move as much: the last name takes the fewest, and so on down."""
+    """All plans are equally good and move equally many workers: the last name takes the fewest, and so on."""
     tasks = [task(name, range(9)) for name in ("a", "b", "c")]
     assert solve(cluster(tasks, 8)).workers == (8, 0, 0)
 
@@ -209,7 +209,7 @@ def test_a_transition_that_costs_more_than_it_brings_is_not_made() -> None:
 
 
 def test_an_affected_task_pays_for_a_transition_whatever_it_gets() -> None:
-    """So it may as well change; the others would have to pay."""
+    """Changing it is thus free, whereas the others would have to pay."""
     tasks = [task("a", [0, 10, 19, 27]), task("b", [0, 10, 19, 27])]
     state = cluster(tasks, 6, allocation={"a": 3, "b": 3}, running_seconds=1.5)
     plan = solve(state.after(state.loss_of("b")))

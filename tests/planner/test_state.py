@@ -1,4 +1,4 @@
-"""States say who has what, refuse what cannot be, and follow from one another by events."""
+"""States contain the allocation, refuse impossible values, and change by events."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_joining_finishing_and_launching(state: ClusterState) -> None:
     ("name", "expected"),
     [
         ("a", Loss(num_workers=4, by_task={"a": 4})),
-        ("b", Loss(num_workers=4, by_task={"b": 3})),  # a node of which one worker was idle
+        ("b", Loss(num_workers=4, by_task={"b": 3})),  # a node with one idle worker
         (None, Loss(num_workers=2)),
     ],
 )
@@ -118,4 +118,4 @@ def test_joining_takes_somebody() -> None:
 def test_a_running_time_that_depends_on_the_workers() -> None:
     state = cluster([task("a", range(9))], 4, running_seconds=lambda n: 100.0 / n)
     assert state.duration_seconds == 25.0
-    assert state.running_seconds_with(0) == 100.0  # with nobody left: that of one
+    assert state.running_seconds_with(0) == 100.0  # without workers: that of one

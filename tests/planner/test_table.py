@@ -1,4 +1,4 @@
-"""Plans made ahead are those that would be made afresh, for every foreseen event; and never for another state."""
+"""Plans made ahead equal newly made ones, for every foreseen event; and are never used for another state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from unicron_lightning.planner.table import PlanTable, StaleTable, foreseen
 
 
 def assert_fresh(table: PlanTable, state: ClusterState) -> None:
-    """Every entry is the plan made afresh, ties and all."""
+    """Every entry equals the newly made plan, ties included."""
     assert list(table.plans) and set(table.plans) == set(foreseen(state))
     for event, plan in table.plans.items():
         after = state.after(event)
@@ -48,7 +48,7 @@ def test_what_is_foreseen() -> None:
     assert foreseen(state) == [
         Loss(num_workers=1),  # the idle worker
         Loss(num_workers=4, by_task={"a": 4}),
-        Loss(num_workers=3, by_task={"b": 2}),  # all that b has, and the idle one; c has none to lose
+        Loss(num_workers=3, by_task={"b": 2}),  # all workers of b, and the idle one; c has none to lose
         Join(num_workers=4),
         *(Finish(task=name) for name in ("a", "b", "c")),
         Launch(task="q"),
@@ -83,7 +83,7 @@ def running() -> ClusterState:
 
 
 def changes(state: ClusterState) -> dict[str, ClusterState]:
-    """The state with one thing different each time."""
+    """The state with one change each time."""
     replace = dataclasses.replace
     first, *others = state.tasks
     shifted = dict(state.allocation)
@@ -157,7 +157,7 @@ def test_tables_are_filled_once_per_group_of_cases_not_once_per_case(
     monkeypatch.setattr(recursion, "fill", counted)
     table = PlanTable.of(running)
     groups = len({plan.state.num_workers for plan in table.plans.values()})
-    # Two sweeps over the tasks for each number of workers, and once more where the first guess did not prove right.
+    # Two sweeps over the tasks for each number of workers, and another one if the first guess was insufficient.
     assert sum(steps) <= 2 * 2 * groups * len(running.names) < len(table.plans) * len(running.names) * 2
 
 

@@ -1,4 +1,4 @@
-"""What a task may be, and which sizes it may have."""
+"""Valid tasks, and their possible sizes."""
 
 from __future__ import annotations
 

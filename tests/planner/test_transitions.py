@@ -1,4 +1,4 @@
-"""Durations of transitions: few are drawn towards what was expected, many stand for themselves, outliers do no harm."""
+"""Durations of transitions: few are shrunk towards the prior, many are decisive, and outliers are harmless."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_mean_of_a_log_normal() -> None:
 
 @pytest.mark.parametrize(("num", "tolerance"), [(40, 0.35), (4000, 0.06)])
 def test_many_measurements_stand_for_themselves(num: int, tolerance: float) -> None:
-    draws = np.random.default_rng(5).lognormal(math.log(30), 0.4, num)  # the prior said 2 s
+    draws = np.random.default_rng(5).lognormal(math.log(30), 0.4, num)  # the prior's value is 2 s
     time = TransitionTimes(measured("t", SHRINK, *draws), PRIORS, newest=num).of_kind("t", SHRINK)
     assert time.expected_seconds == pytest.approx(30 * math.exp(0.08), rel=tolerance)
 
@@ -90,7 +90,7 @@ def test_a_task_without_measurements_learns_from_the_others() -> None:
     times = TransitionTimes(measured("a", SHRINK, *[40.0] * 50), PRIORS)
     assert times.of_kind("b", SHRINK).median_seconds == pytest.approx(40, rel=0.2)
     assert times.of_kind("b", SHRINK).num_transitions == PRIORS[SHRINK].num_transitions
-    # and one of its own is heard among the fifty
+    # one duration of its own has an effect among the fifty
     own = TransitionTimes([*measured("a", SHRINK, *[40.0] * 50), *measured("b", SHRINK, 4.0)], PRIORS)
     assert own.of_kind("b", SHRINK).median_seconds < 0.7 * times.of_kind("b", SHRINK).median_seconds
 

@@ -1,4 +1,4 @@
-"""Weibull hazards estimated from running and failed components: they converge, their intervals cover."""
+"""Weibull hazards estimated from running and failed components: they converge, and their intervals cover."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PRIOR = WeibullPrior(mean_lifetime_seconds=10 * MONTH)
 def watched(
     generator: np.random.Generator, shape: float, scale: float, num_components: int, window: float
 ) -> list[Lifetime]:
-    """Components that were put in at various times before the window, watched through it, renewed when they fail."""
+    """Components started at various times before the window, observed in it, and renewed when they fail."""
     seen = []
     for start in generator.uniform(0, 2 * scale, num_components):
         age, left = start, window
@@ -98,7 +98,7 @@ def test_the_posterior_of_the_shape_is_the_one_integrated_by_brute_force() -> No
 
 
 def test_intervals_cover_as_often_as_they_say() -> None:
-    # the truth is drawn from the prior: Bayesian intervals are exact then, whatever the data
+    # the truth is drawn from the prior, so Bayesian intervals are exact for any data
     generator = np.random.default_rng(37)
     prior = WeibullPrior(mean_lifetime_seconds=4 * MONTH, num_failures=5, log_shape_deviation=0.3)
     covered_shape = covered_mean = 0
@@ -120,7 +120,7 @@ def test_intervals_cover_as_often_as_they_say() -> None:
 
 def test_without_data_the_prior_is_what_is_known() -> None:
     posterior = estimate_weibull([], PRIOR)
-    assert posterior.shape == pytest.approx(1, rel=0.01)  # the range of shapes ends a little earlier below
+    assert posterior.shape == pytest.approx(1, rel=0.01)  # the range of shapes has an asymmetric lower limit
     assert posterior.hazard().mean_lifetime_seconds == pytest.approx(10 * MONTH, rel=1e-3)
     low, high = posterior.mean_lifetime_interval_seconds(0.9)
     # Gamma(1, 1) at k = 1 would give m0/3.0 to m0/0.051; the unknown shape widens it
@@ -175,7 +175,7 @@ def test_fifty_thousand_lifetimes_take_seconds() -> None:
     lifetimes = [Lifetime(age_seconds=float(a), failed=bool(a < MONTH)) for a in generator.exponential(MONTH, 50_000)]
     start = time.process_time()
     estimate_weibull(lifetimes, PRIOR)
-    assert time.process_time() - start < 10  # half a second where this was written
+    assert time.process_time() - start < 10  # half a second on the development machine
 
 
 @pytest.mark.parametrize(

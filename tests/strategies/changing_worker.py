@@ -1,7 +1,7 @@
-"""A training that changes while it runs, and whose workers are terminated where the test says so.
+"""A training that changes while it runs, and whose workers are terminated at points chosen by the test.
 
-Under torchrun agents: ``changing_worker.py FOLDER``, as long as the folder has no file ``finish``. Called: the same
-training in a world of one, for so many epochs.
+Under torchrun agents: ``changing_worker.py FOLDER``, until the folder has a file ``finish``. Called as a function: the
+same training in a world of one, for a number of epochs.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from torch.utils.data import DataLoader, TensorDataset
 DEVICES = 2
 BATCH = 4
 SAMPLES = 41
-"""An epoch's last step is one micro-batch of one sample: in a world of two the second worker has nothing of it."""
+"""An epoch's last step is one micro-batch of one sample: in a world of two the second worker has none of it."""
 VALIDATION_BATCHES = (1, 3, 1)
-"""Of each loader. In a world of two the second worker has nothing of the first and the last one."""
+"""Batches of each loader. In a world of two the second worker has none of the first and the last loader."""
 THAW_STEP, FREEZE_STEP = 3, 5
 PACE_SECONDS = 0.05
 
 
 class Notes:
-    """What this process tells the test: JSON lines, and files by which it is told to terminate itself."""
+    """This process's notes for the test: JSON lines, and files that order its termination."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -42,7 +42,7 @@ class Notes:
             file.write(line + "\n")
 
     def point(self, name: str) -> None:
-        """A place at which the test may have this process terminated, at its next coming there."""
+        """A point at which the test may terminate this process, the next time it is reached."""
         order = self.folder / f"terminate-{name}-{os.getpid()}"
         if order.exists():
             order.unlink()
@@ -95,7 +95,7 @@ class Net(pl.LightningModule):
 
 
 class Changes(pl.Callback):
-    """Changes what is trained; tells of steps; ends the run when it may and all are there."""
+    """Changes the trained parameters; records steps; ends the run once allowed and all workers are present."""
 
     def __init__(self, notes: Notes) -> None:
         self.notes = notes
@@ -124,7 +124,7 @@ class Changes(pl.Callback):
 
 
 def data(samples: int, seed: int) -> TensorDataset:
-    """Each sample is three rows, so that batch norm can do with one."""
+    """Data set with samples of three rows each, which is enough for batch norm."""
     x = torch.randn(samples, 3, 4, generator=torch.Generator().manual_seed(seed))
     return TensorDataset(x, x.sum(-1, keepdim=True).sin())
 
@@ -134,7 +134,7 @@ def validation_data() -> list[TensorDataset]:
 
 
 def train(folder: Path, epochs: int, pace: float) -> dict[str, Any]:
-    """Trains; returns what must not depend on who was there."""
+    """Train; return results that must not depend on the workers."""
     pl.seed_everything(3, verbose=False)
     notes = Notes(folder)
     module = Net(notes, pace)

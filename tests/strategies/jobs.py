@@ -1,6 +1,6 @@
-"""Small trainings, each run under Lightning's ddp and under unicron, and what is compared of them.
+"""Small trainings, each run under Lightning's ddp and under unicron, and their compared results.
 
-As a script, under torchrun: ``jobs.py STRATEGY OUT CASE...`` trains each case and writes what it gave, per rank.
+As a script, under torchrun: ``jobs.py STRATEGY OUT CASE...`` trains each case and writes its results, per rank.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SAMPLES = 96
 
 
 class Regression(pl.LightningModule):
-    """Logs every kind of value; the keyword arguments choose what else it does."""
+    """Logs every kind of value; the keyword arguments select further features."""
 
     def __init__(
         self, optimizer: str = "sgd", scheduler: str = "", branch: str = "", tied: bool = False, metrics: bool = False
@@ -63,7 +63,7 @@ class Regression(pl.LightningModule):
         return out
 
     def _remember(self, x: Tensor) -> Tensor:
-        """Changes buffers in all the ways that modules do; what they hold is part of the output."""
+        """Change buffers in all the ways that modules do; their contents are part of the output."""
         with torch.no_grad():
             mean = x.mean(0)
             self.average.mul_(0.9).add_(0.1 * mean)
@@ -192,7 +192,7 @@ class HookLogging(pl.Callback):
 
 
 class Peeking(pl.Callback):
-    """Looks at samples of the trainer's loaders by itself, on all ranks and on the first one only."""
+    """Reads samples of the trainer's loaders directly, on all ranks and on the first one only."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
@@ -269,7 +269,7 @@ def loaders(made: Job) -> tuple[Any, Any]:
 
 
 def train(name: str, strategy: Any, folder: Path, **changes: Any) -> dict[str, Any]:
-    """Trains a case; returns what is compared."""
+    """Train a case; return the compared results."""
     folder.mkdir(parents=True, exist_ok=True)
     made = CASES[name]()
     module = Regression(**made["module"])

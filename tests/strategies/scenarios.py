@@ -20,7 +20,7 @@ class Net(pl.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(int(os.environ.get("RANK", "0")))  # ranks differ: rank 0's parameters count
+        torch.manual_seed(int(os.environ.get("RANK", "0")))  # ranks differ, and rank 0's parameters count
         self.net = nn.Sequential(nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1))
         self.error = torchmetrics.MeanSquaredError()
         self.gathered: list[Any] = []
@@ -83,7 +83,7 @@ def fit(folder: Path, number: int = 47, ckpt: Path | None = None, **settings: An
 
 
 def run(folder: Path) -> dict[str, dict[str, Any]]:
-    """All scenarios, one after the other."""
+    """Run all scenarios, one after the other."""
     saving = ModelCheckpoint(folder / "ck", "{step}", every_n_train_steps=5, save_top_k=-1)
     results = {
         "uneven": fit(folder, devices=3, callbacks=[saving], enable_checkpointing=True),

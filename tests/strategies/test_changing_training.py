@@ -1,4 +1,4 @@
-"""Workers join and are terminated while the training changes: all of it reaches those that come later."""
+"""Workers join and are terminated while the training changes: all changes reach later workers."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(240)]
 
 FREEZE_STEP = changing_worker.FREEZE_STEP
 START = 90.0
-"""Seconds that a worker may take to come, on a busy machine."""
+"""Seconds that a worker may take to start, on a busy machine."""
 WEIGHT_BIAS = ("weight", "bias")
 
 
 class Run:
-    """What a finished run has left."""
+    """The results of a finished run."""
 
     def __init__(self, cluster: Cluster, founder: int) -> None:
         with closing(sqlite3.connect(cluster.state_dir / "coordinator.sqlite", timeout=10)) as database:
@@ -48,15 +48,16 @@ class Run:
 
 
 def world_of_two(cluster: Cluster) -> tuple[int, int] | None:
-    """The processes by rank, once each has finished a step in it."""
+    """The processes by rank, once each has finished a step in such a world."""
     pids = {line["rank"]: line["pid"] for line in cluster.events("step", world=2)}
     return (pids[0], pids[1]) if len(pids) == 2 else None
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """One agent trains alone past all changes, and a second one joins; then the worker that has seen the changes happen
-    is terminated, and the other hands them on to the one that comes instead.
+    """One agent trains alone past all changes, and a second one joins. The first worker, which has seen the changes, is
+    then
+    terminated, and the second one passes them on to its replacement.
     """
     folder = tmp_path_factory.mktemp("changing")
     with Cluster(folder, str(HERE / "changing_worker.py"), "1:2") as cluster:
@@ -75,20 +76,20 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def alone(run: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The same training without joins and failures."""
     with pytest.MonkeyPatch.context() as variables:
-        for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # set inside, put back at the end
+        for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # set inside, restored at the end
             variables.setenv(name, "0")
         return changing_worker.train(tmp_path_factory.mktemp("alone"), run.results[0]["epochs"], 0.0)
 
 
 def test_a_terminated_worker_has_not_finished_the_task(run: Run) -> None:
-    """As it would have, for the coordinator, if it ended with 0: nobody could join any more."""
+    """An exit with 0 would finish the task for the coordinator, and no worker could join any more."""
     ends = [name for name, _ in run.events if name in ("worker_died", "worker_finished")]
     assert ends == ["worker_died", "worker_finished", "worker_finished"]
     assert f"(exitcode: {128 + signal.SIGTERM}) local_rank: 0 (pid: {run.founder})" in run.logs
 
 
 def test_a_script_may_evaluate_before_it_trains(run: Run) -> None:
-    """A worker that joins does so alone, of all data, with its untrained model; and then takes its place."""
+    """A joiner evaluates alone, over all data and with its untrained model, and then joins."""
     first, *joiners = (line["results"] for line in run.validated)
     assert len(joiners) == 2 and all(results == first for results in joiners)
     assert len({line["pid"] for line in run.steps}) == 3
@@ -105,7 +106,7 @@ def test_the_result_is_that_of_a_world_of_one(run: Run, alone: dict[str, Any]) -
 
 
 def test_frozen_parameters_and_groups_reach_joiners(run: Run, alone: dict[str, Any]) -> None:
-    """Those that are left have not seen the changes happen."""
+    """The remaining workers have not seen the changes happen."""
     assert {line["pid"] for line in run.steps if line["step"] <= FREEZE_STEP + 1} == {run.founder}
     for result in (alone, *run.results):
         assert result["trained"] == [*(f"{part}.{name}" for part in ("norm", "head", "extra") for name in WEIGHT_BIAS)]
@@ -114,7 +115,7 @@ def test_frozen_parameters_and_groups_reach_joiners(run: Run, alone: dict[str, A
 
 
 def test_what_hooks_log_is_as_in_a_world_of_one(run: Run, alone: dict[str, Any]) -> None:
-    """A worker that joins later has logged it in other steps only, or not at all."""
+    """A later worker has logged it in other steps only, or not at all."""
     for result in (alone, *run.results):
         values = {name: value for name, value in result["metrics"].items() if name.startswith("hook_")}
         rates = {"hook_rate": 1.0, "hook_rate_step": 1.0, "hook_rate_epoch": 1.0}
@@ -122,13 +123,13 @@ def test_what_hooks_log_is_as_in_a_world_of_one(run: Run, alone: dict[str, Any])
 
 
 def test_batch_norm_counts_steps_on_everyone(run: Run, alone: dict[str, Any]) -> None:
-    """Not micro-batches, of which a step has one or two; and a worker of two computes one of them or none."""
+    """Steps are counted, not micro-batches, of which a step has one or two; one of two workers computes one or none."""
     for result in (alone, *run.results):
         assert result["state"]["norm.num_batches_tracked"] == result["steps"]
 
 
 def test_metric_objects_of_several_loaders_are_those_of_all_data(run: Run, alone: dict[str, Any]) -> None:
-    """Also of loaders of which a worker has had nothing."""
+    """Including loaders without batches for a worker."""
     places = range(len(changing_worker.VALIDATION_BATCHES))
     names = {f"{name}/dataloader_idx_{place}" for name in ("error", "largest", "plain") for place in places}
     for result in (alone, *run.results):

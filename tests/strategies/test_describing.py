@@ -1,4 +1,4 @@
-"""What workers compare shows a difference in each thing that must be the same, and nothing else."""
+"""The compared descriptions show each relevant difference, and nothing else."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Model(pl.LightningModule):
 
 
 class Trainer:
-    """As much of one as is asked."""
+    """A trainer with the attributes that are read."""
 
     def __init__(self, model: Model, lr: float = 0.1, gamma: float = 0.5) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=lr)

@@ -33,7 +33,7 @@ pytestmark = [
 
 
 class Net(pl.LightningModule):
-    """A network with dropout and batch norm; keeps the losses and what its training saw."""
+    """A network with dropout and batch norm; keeps the losses and the data of its training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ def test_resuming_is_exact(tmp_path: Path, where: str) -> None:
 
 
 class Looking(Net):
-    """Looks at batches in hooks, as image samplers and throughput monitors do."""
+    """Reads batches in hooks, as image samplers and throughput monitors do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ def test_loaders_and_strategy_have_what_callbacks_ask_for(tmp_path: Path) -> Non
     [({}, None, False), ({"use_distributed_sampler": False}, None, True), ({}, range(47, -1, -1), True)],
 )
 def test_the_order_that_a_script_chooses(tmp_path: Path, settings: Any, sampler: Any, in_order: bool) -> None:
-    """Shuffled as under ddp, unless the trainer is not to choose or the loader has a sampler of its own."""
+    """Shuffled as under ddp, unless the trainer is configured otherwise or the loader has a sampler of its own."""
     seen: list[Any] = []
 
     class Seeing(Net):
@@ -203,7 +203,7 @@ def test_the_order_that_a_script_chooses(tmp_path: Path, settings: Any, sampler:
             return super().training_step(batch, batch_idx)
 
     run = trainer(tmp_path, max_epochs=1, devices=1, **settings)
-    for _ in range(2):  # the second fit of a trainer as the first
+    for _ in range(2):  # a trainer's second fit equals the first
         run.fit(Seeing(), loader(shuffle=None, sampler=sampler))
         run.fit_loop.epoch_progress.reset()
     data = dataset().tensors[0].sum(1)
@@ -223,7 +223,7 @@ def test_a_loader_that_iterates_in_its_own_way_is_refused(tmp_path: Path) -> Non
 
 
 class Means(Net):
-    """Keeps each epoch's mean of the loss, as a value and as a metric object's."""
+    """Keeps each epoch's mean of the loss, as a value and from a metric object."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -255,7 +255,7 @@ def test_a_resumed_epochs_mean_is_that_of_the_whole_epoch(tmp_path: Path) -> Non
 
 
 class Keeping(UnicronStrategy):
-    """Writes a checkpoint before each step, or resumes one as a new life does."""
+    """Writes a checkpoint before each step, or resumes from one as a new life does."""
 
     def __init__(self, folder: Path, path: Path | None = None) -> None:
         super().__init__()
@@ -277,7 +277,7 @@ class Keeping(UnicronStrategy):
 
 
 class Told(Net):
-    """Logs what it takes an epoch to make up, and keeps what Lightning made of it."""
+    """Logs values that are aggregated over an epoch, and keeps Lightning's results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -311,10 +311,10 @@ def run_from(folder: Path, path: Path | None = None) -> Told:
 
 
 def test_a_checkpoint_between_two_steps_is_resumed_exactly(tmp_path: Path) -> None:
-    """As a task does that starts anew because of an order: with all that a joiner gets."""
+    """As in a task that is restarted by an order, with all the state that a joiner gets."""
     full = run_from(tmp_path)
     assert full.steps == list(range(18)) and full.validated == list(range(3, 19, 3))
-    for step in (1, 3, 5, 6, 7, 9, 12, 17):  # after a validation, at an epoch's start and just before its end, too
+    for step in (1, 3, 5, 6, 7, 9, 12, 17):  # including after a validation, at an epoch's start and just before its end
         again = run_from(tmp_path, tmp_path / f"{step}")
         assert again.steps == list(range(step, 18)), step
         assert again.losses == full.losses[step:], step
@@ -410,7 +410,7 @@ def test_a_data_module_and_reloading(tmp_path: Path) -> None:
 
 
 def test_batch_norm_statistics_are_those_of_the_global_batch(tmp_path: Path) -> None:
-    """The mean of what each micro-batch gives; a step counts as one batch."""
+    """The mean of the micro-batches' statistics; a step counts as one batch."""
     module, x = Net(), dataset().tensors[0]
     trainer(tmp_path, max_steps=1, use_distributed_sampler=False).fit(module, loader(shuffle=False))
     fresh, parts = Net(), []

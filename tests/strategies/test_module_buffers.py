@@ -1,4 +1,4 @@
-"""Buffers that forward changes: the same on all ranks, and those of a run without failures, whoever dies when."""
+"""Buffers that forward changes are the same on all ranks and as in a failure-free run, whichever rank dies when."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS, MICRO_BATCHES = 5, 4
 
 
 class Module(nn.Module):
-    """Changes its buffers in all the ways that modules do, and its output depends on them."""
+    """Changes its buffers in all the ways that modules do; its output depends on them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Rank:
 
 
 def alone() -> Module:
-    """Each step takes over what its first micro-batch made of the buffers, as ddp with a rank per micro-batch does."""
+    """Each step adopts the buffers of its first micro-batch, as ddp with a rank per micro-batch does."""
     module = Module()
     for step in range(STEPS):
         before = {name: b.clone() for name, b in module.named_buffers()}

@@ -1,4 +1,4 @@
-"""unicron gives what Lightning's ddp gives: parameters, gradients, metrics, counters, files.
+"""unicron's results equal those of Lightning's ddp: parameters, gradients, metrics, counters, files.
 
 All cases train once under ddp (two processes, gloo) and once under unicron in a world of one, which runs the same
 global batch; a few also in a world of two.
@@ -35,11 +35,11 @@ pytestmark = [
 ]
 
 STEP_VALUES = ("loss_step", "loss")
-"""Under ddp with accumulation these are the last micro-batches' only; unicron logs the whole step's."""
+"""Under ddp with accumulation these cover the last micro-batches only; unicron logs the whole step's."""
 
 
 def launch(arguments: list[str], folder: Path, seconds: float = 300, **environment: str) -> None:
-    """Runs torchrun to its end."""
+    """Run torchrun to its end."""
     command = [sys.executable, "-m", "torch.distributed.run", *arguments]
     settings = os.environ | {"OMP_NUM_THREADS": "1"} | environment
     with (folder / "torchrun.log").open("w") as log:
@@ -54,7 +54,7 @@ def launch(arguments: list[str], folder: Path, seconds: float = 300, **environme
 
 @pytest.fixture(scope="module")
 def ddp(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What each case gives under ddp."""
+    """Results of each case under ddp."""
     folder = tmp_path_factory.mktemp("ddp")
     out = folder / "out"
     port = ["--nproc-per-node", "2", "--master-port", str(free_port())]
@@ -79,7 +79,7 @@ WORLD_OF_TWO = (
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What some cases give in a world of two, one after the other in the same processes."""
+    """Results of some cases in a world of two, one after the other in the same processes."""
     folder = tmp_path_factory.mktemp("two")
     out = folder / "out"
     agent = ["--nnodes", "1", "--nproc-per-node", "2", "--rdzv-backend", "unicron", "--rdzv-id", "parity"]
@@ -146,7 +146,7 @@ def test_a_world_of_two_is_like_ddp(name: str, ddp: Path, two: Path) -> None:
 
 
 def test_the_hooks_see_what_ddp_users_see(ddp: Path) -> None:
-    """A case that would pass with nothing trained or evaluated proves nothing."""
+    """A case in which nothing is trained or evaluated would prove nothing."""
     for name in jobs.CASES:
         history = load(ddp, name)["history"]
         assert {entry[0] for entry in history} == {"step", "validation"}

@@ -1,4 +1,4 @@
-"""What can't be done exactly is refused: one error, quoting the value."""
+"""Training that cannot be exact is refused: one error that quotes the value."""
 
 from __future__ import annotations
 

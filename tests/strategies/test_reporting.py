@@ -1,4 +1,4 @@
-"""What the strategy tells of the model's size."""
+"""The strategy's report of the model's size."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unicron_lightning.worker.engine import World
 
 
 class Module:
-    """As much of a LightningModule as is asked."""
+    """A LightningModule with the attributes that are read."""
 
     def __init__(self, **attributes: Any) -> None:
         vars(self).update(attributes)
@@ -34,7 +34,7 @@ def test_what_is_no_number_above_0_is_refused(wrong: Any):
 
 
 class Control:
-    """What is told."""
+    """Records the reported values."""
 
     def __init__(self) -> None:
         self.kinds: list[tuple[str, int]] = []

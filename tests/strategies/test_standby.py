@@ -1,4 +1,4 @@
-"""More workers than the trainer declares: they are used, stand by because the script says so, or are refused."""
+"""More workers than the trainer declares: they are used, stand by at the script's request, or are refused."""
 
 from __future__ import annotations
 
@@ -39,5 +39,5 @@ def test_a_worker_without_a_micro_batch_stands_by(tmp_path: Path) -> None:
 
 
 def test_workers_that_the_trainer_does_not_mention_are_used(tmp_path: Path) -> None:
-    """ddp's world is torchrun's too."""
+    """ddp's world is torchrun's, too."""
     assert run(tmp_path, "devices=1") == ["4", "4"], "8 batches of 4 samples, 2 a step"

@@ -1,4 +1,4 @@
-"""What is summed besides gradients: loss, logged values, unused parameters, norm statistics, metric states."""
+"""Sums beside gradients: loss, logged values, unused parameters, norm statistics, metric states."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ parts = st.lists(
 
 @given(parts, st.sampled_from(["mean", "sum", "min", "max"]))
 def test_merging_in_parts_or_at_once_is_the_same(ranks: list[list[tuple[str, float, int]]], reduce: str) -> None:
-    """However the micro-batches fall to the ranks."""
+    """Holds for any distribution of the micro-batches over the ranks."""
     calls = [[call(name, value, weight, reduce) for name, value, weight in rank] for rank in ranks]
     once = {c.options: c for c in merge_calls([c for rank in calls for c in rank])}
     twice = {c.options: c for c in merge_calls([c for rank in calls for c in merge_calls(rank)])}
@@ -101,7 +101,7 @@ def test_accumulated_results_pass_to_a_joiner() -> None:
 
 
 def hook_log(results: RecordingResults, value: float, **settings: Any) -> None:
-    """Logs as Lightning does for ``self.log`` in a hook."""
+    """Log as Lightning does for ``self.log`` in a hook."""
     basic = {"prog_bar": False, "logger": True, "on_step": True, "on_epoch": True, "reduce_fx": "mean"}
     results.log(
         "on_train_batch_end",
@@ -113,7 +113,7 @@ def hook_log(results: RecordingResults, value: float, **settings: Any) -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"sync_dist": True}, {"reduce_fx": max}, {"enable_graph": True}])
 def test_a_joiner_goes_on_with_what_hooks_have_logged(settings: dict[str, Any]) -> None:
-    """Also after its own hooks have logged something before it had the state."""
+    """Even if its own hooks have logged values before it had the state."""
     donor, joiner = RecordingResults(True), RecordingResults(True)
     hook_log(donor, 1.0, **settings)
     hook_log(joiner, 7.0, **settings)
@@ -156,7 +156,7 @@ class Rank:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_steps_log_the_same_in_any_world(world: int) -> None:
-    """Also when only one micro-batch logs something, something new, or nothing."""
+    """Even if only one micro-batch logs a value, a new value, or none."""
     steps: list[dict[int, list[LogCall]]] = [
         {0: [call("a", 1.0, 2)], 1: [call("a", 3.0, 2)], 2: [call("a", 5.0, 4), call("low", 7.0, 1, "min")]},
         {0: [call("a", 1.0)], 1: [call("a", 2.0)], 2: [call("a", 3.0)]},
@@ -232,7 +232,7 @@ def test_metric_objects_have_the_whole_datas_value(shares: list[range]) -> None:
 
 
 class Grouped(Metrics):
-    """With a collection, of which two metrics share a state."""
+    """A module with a collection in which two metrics share a state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,7 +249,7 @@ class Grouped(Metrics):
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_metric_objects_in_training_have_the_global_batches_value(world: int) -> None:
-    """On every rank, also on one without micro-batches, and on one that joins after the second of four steps."""
+    """On every rank, including one without micro-batches, and one that joins after the second of four steps."""
     x, y = torch.randn(4, 2, 40), torch.randn(4, 2, 40)
     whole, ranks = Grouped(), [Grouped() for _ in range(world)]
     steps = [StepMetrics(rank) for rank in ranks]

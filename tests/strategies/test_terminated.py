@@ -1,4 +1,4 @@
-"""A worker that is told to end does so with a status, wherever the signal reaches it."""
+"""A terminated worker exits with a status, wherever the signal arrives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).parent / "changing_worker.py"
 
 @pytest.mark.parametrize("place", ["training_step", "validation_step", "epoch_start"])
 def test_a_terminated_worker_ends_with_a_status(place: str, tmp_path: Path) -> None:
-    """Lightning raises for itself after a step or in an evaluation; at an epoch's start nobody does before the next
+    """Lightning raises by itself after a step or in an evaluation; at an epoch's start nothing raises before the next
     boundary.
     """
     steps = tmp_path / "events.jsonl"

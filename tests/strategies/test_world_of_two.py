@@ -1,4 +1,4 @@
-"""A world of two gives what a world of one gives, whatever divides or not."""
+"""A world of two has the results of a world of one, for any division."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> Results:
     with pytest.MonkeyPatch.context() as variables:
-        for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # set inside, put back at the end
+        for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # set inside, restored at the end
             variables.setenv(name, "0")
         return scenarios.run(tmp_path_factory.mktemp("one"))
 

@@ -20,7 +20,7 @@ from unicron_lightning.worker.nccl import NcclCommunicator
 
 
 class Routed(NcclCommunicator):
-    """Numbers with a fraction, which are gradients here, are on the accelerator; all else is in host memory."""
+    """Floating-point tensors, which are gradients here, are on the accelerator; all others are in host memory."""
 
     def all_reduce(self, tensor: Tensor) -> Handle:
         return super().all_reduce(tensor) if tensor.is_floating_point() else self._host.all_reduce(tensor)
@@ -58,7 +58,7 @@ class NcclCoordinator(Coordinator):
 def simulate_nccl(
     faults: dict[str, int], world: int = 4, joiners: tuple[str, ...] = ("j0",), seed: int = 0
 ) -> tuple[Coordinator, dict[str, Program], dict[str, Fault]]:
-    """Runs a task some of whose workers die at their n-th fault point; as `test_engine.simulate`."""
+    """Run a task in which some workers die at their n-th fault point; as `test_engine.simulate`."""
     coordinator = NcclCoordinator(seed)
     names = [f"w{rank}" for rank in range(world)]
     programs = {name: Program(coordinator.worker(name)) for name in names}
@@ -80,7 +80,7 @@ def simulate_nccl(
 
 
 def main(count: int, seed: int) -> None:
-    """Run random histories; the first wrong one ends the program."""
+    """Run random histories; stop at the first wrong one."""
     draw = random.Random(seed)
     broken = 0
     for number in range(count):

@@ -1,10 +1,10 @@
 """A stand-in for torch's ProcessGroupNCCL: its behaviour after errors and aborts, without a GPU.
 
-Read from torch's ProcessGroupNCCL and NCCLUtils:
+Derived from torch's ProcessGroupNCCL and NCCLUtils:
 
-* After an error or an abort every work looks completed; a kernel that was aborted leaves its tensor half summed.
+* After an error or an abort every work looks completed; an aborted kernel leaves its tensor half summed.
 * `Work.wait` of a work with an error aborts the communicator before it raises.
-* After a peer's death the next enqueue raises, if the error has been noticed.
+* After a peer's death the next enqueue raises, if the error has been detected.
 * Enqueue and abort need a mutex that is held until the communicator is connected.
 * Abort and destructor may take long.
 """
@@ -25,12 +25,12 @@ REMOTE_ERROR = "NCCL error in: stand-in, ncclRemoteError: possibly due to a netw
 
 
 class Network:
-    """What the ranks of one communicator share.
+    """State shared by the ranks of one communicator.
 
     Args:
         world: number of ranks.
-        seed: of what chance decides: which ranks a sum reaches at once, and who notices a lost peer.
-        abort_seconds, destroy_seconds: how long abort and destructor take.
+        seed: of random decisions: ranks that a sum reaches at once, and ranks that detect a lost peer.
+        abort_seconds, destroy_seconds: duration of abort and destructor.
     """
 
     def __init__(self, world: int, seed: int = 0, *, abort_seconds: float = 0.0, destroy_seconds: float = 0.0) -> None:
@@ -47,7 +47,7 @@ class Network:
         return StandInGroup(self, rank)
 
     def lose(self, rank: int) -> None:
-        """The rank is gone: some of the others notice."""
+        """Lose a rank: some of the others detect it."""
         with self.condition:
             for other, group in self.groups.items():
                 if other != rank and self.random.random() < 0.5:
@@ -150,7 +150,7 @@ class StandInGroup:
 
 
 class Host:
-    """Host communicator that only notes what is done to it, unless it is given one that does it."""
+    """Host communicator that records calls, and forwards them to another one if given."""
 
     def __init__(self, inner: Any = None) -> None:
         self.inner = inner

@@ -1,4 +1,4 @@
-"""A task inside one process: engines in threads, communicators and coordinator that are faked behind their seams.
+"""A task inside one process: engines in threads, with fake communicators and a fake coordinator.
 
 Deaths are raised at the engine's own fault points. A collective that all ranks have begun completes on some at once and
 on others only when they wait for it (chance, seeded), so an abort finds the ranks with different sets of results.
@@ -19,19 +19,19 @@ from unicron_lightning.worker.communicator import CommunicatorAborted, Handle
 from unicron_lightning.worker.engine import Engine, World
 
 SECONDS = 10.0
-"""After which a thread that waits is taken for hung."""
+"""Time after which a waiting thread counts as hung."""
 
 
 class Killed(BaseException):
-    """The worker dies here."""
+    """Raised at a worker's death."""
 
 
 class TaskIsOver(BaseException):
-    """A worker that waited to join is not needed any more."""
+    """Raised in a worker that waited to join and is no longer needed."""
 
 
 class Dismissed(TaskIsOver):
-    """A worker that was asked to leave has left."""
+    """Raised in a worker that has left on request."""
 
 
 class FakeHandle(Handle):
@@ -45,7 +45,7 @@ class FakeHandle(Handle):
 
 
 class Hub:
-    """What the members of one epoch share."""
+    """State shared by the members of one epoch."""
 
     def __init__(self, world: int, seed: int) -> None:
         self.world = world
@@ -78,7 +78,7 @@ class Hub:
         if "result" not in self.__dict__:
             self.result: dict[int, Tensor] = {}
         if call not in self.result:
-            # before anybody's tensor is written to
+            # before any rank's tensor is written
             if kind == "sum":
                 self.result[call] = torch.stack([parts[r][1] for r in sorted(parts)]).sum(0, dtype=tensor.dtype)
             else:
@@ -88,7 +88,7 @@ class Hub:
 
 
 class FakeCommunicator:
-    """`Communicator` over a `Hub`."""
+    """A `Communicator` over a `Hub`."""
 
     tells_success = True
 
@@ -142,7 +142,7 @@ class FakeCommunicator:
 
 
 class FakeControl:
-    """What `Engine` asks of `Control`."""
+    """The parts of `Control` that `Engine` uses."""
 
     def __init__(self, coordinator: Coordinator, worker: str) -> None:
         self.worker = worker
@@ -210,10 +210,10 @@ class FakeControl:
 
 
 class Coordinator:
-    """Epochs of one task: a new one for every death, and one for joiners whenever nothing else is going on."""
+    """Epochs of one task: a new one for every death, and one for joiners when no other change is pending."""
 
     sockets_break = False
-    """Whether workers may notice a death by their sockets, before they are told of it."""
+    """Whether workers may detect a death by their sockets before they are notified."""
 
     def __init__(self, seed: int = 0, minimum: int = 1) -> None:
         self.minimum = minimum
@@ -249,7 +249,7 @@ class Coordinator:
             self._publish("init")
 
     def leave(self, *workers: str) -> None:
-        """Asks workers to leave the task at a step boundary."""
+        """Order workers to leave the task at a step boundary."""
         with self.condition:
             self._asked |= set(workers)
             self._admit()
@@ -276,7 +276,7 @@ class Coordinator:
                 self._admit()
 
     def left(self, worker: str, died: bool) -> None:
-        """The worker's program ended, or it died."""
+        """Record that the worker's program ended, or that it died."""
         with self.condition:
             if worker in self._joiners:
                 self._joiners.remove(worker)
@@ -287,7 +287,7 @@ class Coordinator:
             self._members = [m for m in self._members + self._aside if m != worker]
             self._aside = []
             if not settled and self.epoch.kind == "join":
-                # joiners that were not admitted yet wait for another time
+                # joiners that have not been admitted wait for a later epoch
                 again = [m for m in self._members if m not in self._admitted]
                 self._members = [m for m in self._members if m not in again]
                 self._joiners = again + self._joiners
@@ -335,7 +335,7 @@ class Coordinator:
 
 
 class Fault:
-    """Dies at the n-th fault point that the worker passes (1 is the first); a call for `Engine.fault`."""
+    """Dies at the n-th fault point that the worker passes (1 is the first); a callable for `Engine.fault`."""
 
     def __init__(self, at: int) -> None:
         self._left = at
@@ -349,7 +349,7 @@ class Fault:
 
 
 def run_threads(coordinator: Coordinator, programs: Sequence[tuple[str, Callable[[], Any]]]) -> dict[str, Any]:
-    """Runs each worker's program in a thread; returns what they gave, for the killed ones `Killed`."""
+    """Run each worker's program in a thread; return the results, `Killed` for the killed ones."""
     results: dict[str, Any] = {}
 
     def body(name: str, program: Callable[[], Any]) -> None:

@@ -1,4 +1,4 @@
-"""The worker that differs is refused, with what differs; the others are not."""
+"""A worker that differs is refused, with the differences; the others are not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shares by speed: every micro-batch once, nobody without one, the same on all ranks, and steady under noise."""
+"""Shares by speed: every micro-batch once, none of the ranks without one, equal on all ranks, stable under noise."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_what_is_left_of_a_step_is_dealt_equally() -> None:
 
 
 class Ranks:
-    """All ranks of a task, with a balance each; what each takes for a micro-batch comes from outside."""
+    """All ranks of a task, with a balance each; their times per micro-batch are given."""
 
     def __init__(self, world: int, total: int) -> None:
         self.epoch, self.total = 1, total

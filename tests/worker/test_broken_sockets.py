@@ -1,4 +1,4 @@
-"""Sockets break between live workers while a join is pending: it must not be entered in the middle of a step."""
+"""Connections break between live workers while a join is pending: the join is not entered in the middle of a step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from unicron_lightning import wire
 
 
 class Mending(Coordinator):
-    """Answers a communication error as the real one does while a join is pending: with an epoch of the members."""
+    """Answers a communication error during a pending join as the real coordinator does: with an epoch of the
+    members.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ def buckets_of(module: nn.Module, size: int = 1 << 20, overlap: bool = True) -> 
 
 
 def reduce_alone(buckets: GradientBuckets) -> None:
-    """A world of one."""
+    """Reduce in a world of one."""
     for bucket in buckets.buckets:
         bucket.load()
 
@@ -179,7 +179,7 @@ def test_tied_weights_are_one_parameter() -> None:
 
 
 class Reentrant(nn.Module):
-    """The same layer inside and outside a reentrant checkpoint: its gradient comes in two parts."""
+    """The same layer inside and outside a reentrant checkpoint: its gradient arrives in two parts."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Plain data there and back, without pickle."""
+"""Plain data is encoded and decoded without pickle."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ plain = st.recursive(
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal, types included: True is not 1, and 1.0 is not 1."""
+    """Whether values are equal, including types: True is not 1, and 1.0 is not 1."""
     if type(a) is not type(b):
         return False
     if isinstance(a, (list, tuple)):
@@ -156,7 +156,7 @@ def test_garbage_is_an_error(data: bytes) -> None:
         value = decode(data)
     except ValueError:
         return
-    assert type(value) in (int, float, str, bool, type(None), list)  # chance may write a number
+    assert type(value) in (int, float, str, bool, type(None), list)  # the random bytes may be a number
 
 
 @given(
@@ -215,7 +215,7 @@ def test_pickles_are_never_loaded() -> None:
 
 
 def test_what_schedulers_keep_survives() -> None:
-    """`MultiStepLR` keeps its milestones in a Counter; NumPy's infinities are floats like others."""
+    """`MultiStepLR` keeps its milestones in a Counter; NumPy's infinities are converted like other floats."""
     value = {"milestones": Counter({3: 1, 5: 2}), "best": numpy.float64("inf")}
     back = decode(encode(value))
     assert type(back["milestones"]) is Counter and back == value

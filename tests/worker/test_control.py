@@ -1,4 +1,4 @@
-"""What a worker's control thread makes of epochs that come faster than the training thread takes them in."""
+"""A worker's control thread handles epochs that arrive faster than the training thread processes them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Agent:
         self._connection, _ = self._listener.accept()
 
     def say(self, *messages: wire.Message) -> None:
-        """At once, and waits until all are taken in."""
+        """Send messages, and wait until all are processed."""
         end = wire.LookupReply(worker="a", key=f"{time.monotonic()}", value=None)
         self._connection.sendall(b"".join(wire.encode(message) + b"\n" for message in (*messages, end)))
         assert self.control.condition.acquire(timeout=10)
@@ -71,7 +71,9 @@ def go(number: int) -> wire.Go:
 
 
 def test_a_leave_right_after_one_that_was_given_up(agent: Agent) -> None:
-    """A member dies while this worker is to leave; the epoch of those left settles, and again it is to leave."""
+    """A member dies while this worker is to leave; the epoch of the remaining ones settles, and it is to leave
+    again.
+    """
     control = agent.control
     agent.say(epoch(1, "init", "a", "b", "c"), go(1), epoch(2, "leave", "b", "c"))
     assert not control.is_member and control.failed_since(1) is False
@@ -82,7 +84,7 @@ def test_a_leave_right_after_one_that_was_given_up(agent: Agent) -> None:
 
 
 def test_what_comes_after_a_leave_is_others_business(agent: Agent) -> None:
-    """Also when the training thread has not even seen that this worker was a member before."""
+    """Even if the training thread has not noticed yet that this worker was a member."""
     control = agent.control
     agent.say(epoch(1, "join", "b", "a"), go(1), epoch(2, "leave", "b"))
     assert control.wait_go(1) == go(1) and not control.is_member
@@ -92,7 +94,7 @@ def test_what_comes_after_a_leave_is_others_business(agent: Agent) -> None:
 
 
 def test_a_joiner_is_no_member_before_its_epoch_is_settled(agent: Agent) -> None:
-    """Of a join that is given up it is not expelled: it waits for the next one."""
+    """If the join is cancelled, the joiner is not expelled: it waits for the next one."""
     control = agent.control
     agent.say(epoch(2, "join", "b", "a"), epoch(3, "fail", "b"), go(3))
     assert not control.is_member
@@ -101,14 +103,14 @@ def test_a_joiner_is_no_member_before_its_epoch_is_settled(agent: Agent) -> None
 
 
 def test_a_sibling_s_epoch_makes_no_member(agent: Agent) -> None:
-    """An agent tells all its workers what concerns one of them."""
+    """An agent sends messages that concern one of its workers to all of them."""
     agent.say(epoch(1, "init", "b"), go(1))
     assert not agent.control.is_member and agent.control.latest is None
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
 def test_a_loss_that_is_no_number_is_no_malformed_message(loss: float) -> None:
-    """It would cost the worker its connection, and so its life."""
+    """A malformed message would cost the worker its connection, and thus its life."""
     said = wire.encode(wire.Progress(worker="w", step=1, metrics={"loss": loss}))
     for decode in (wire.decode_from_worker, wire.decode_from_agent):
         received = decode(said)
@@ -144,7 +146,7 @@ def test_a_worker_that_waits_to_be_welcomed_ends_at_sigterm(tmp_path: Path) -> N
                 while not isinstance(wire.decode_from_worker(next(lines)), wire.WorkerHello):
                     pass
                 assert isinstance(wire.decode_from_worker(next(lines)), wire.Heartbeat), "it goes on to say it lives"
-                while process.poll() is None:  # the first may come before it waits
+                while process.poll() is None:  # the first signal may arrive before the wait
                     process.terminate()
                     time.sleep(0.05)
                 assert process.returncode == -signal.SIGTERM

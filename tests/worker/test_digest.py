@@ -1,4 +1,4 @@
-"""Digests of parameters, and what follows from them."""
+"""Digests of parameters, and their consequences."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class CountSum:
 
 
 class UnsettledSum(CountSum):
-    """One that must be settled in every step: the ranks' counts are gathered."""
+    """A sum that must be settled in every step: the ranks' counts are gathered."""
 
     def read(self, totals: Sequence[float]) -> bool:
         return not super().read(totals)
@@ -164,7 +164,7 @@ class Program:
 def simulate(
     faults: dict[str, int], world: int = 3, joiners: Sequence[str] = (), seed: int = 0, steps: int = STEPS
 ) -> tuple[Coordinator, dict[str, Program], dict[str, Fault]]:
-    """Runs a task of ``world`` founders, some of which die at their n-th fault point."""
+    """Run a task of ``world`` founders, some of which die at their n-th fault point."""
     coordinator = Coordinator(seed)
     names = [f"w{rank}" for rank in range(world)]
     programs = [(name, Program(coordinator.worker(name), steps=steps)) for name in names]
@@ -189,7 +189,7 @@ REFERENCE = reference()
 
 
 def check(coordinator: Coordinator, programs: dict[str, Program], faults: dict[str, Fault]) -> None:
-    """The three promises: exact, nothing finished is computed again, positions differ by at most one."""
+    """The three promises: exact, nothing finished is recomputed, positions differ by at most one."""
     survivors = [p for p in programs.values() if p.finished]
     assert survivors
     for program in survivors:
@@ -217,7 +217,7 @@ def test_without_failures(world: int) -> None:
 
 
 def test_a_death_at_every_fault_point() -> None:
-    """Worker 0, the first rank, dies at its first, second, third... fault point, until it outlives the program."""
+    """Worker 0, the first rank, dies at its first, second, third... fault point, until it survives the program."""
     points, at = set(), 1
     while True:
         coordinator, programs, faults = simulate({"w0": at}, seed=at)
@@ -258,7 +258,7 @@ def test_random_deaths(faults: dict[str, int], seed: int) -> None:
     seed=st.integers(0, 1000),
 )
 def test_random_deaths_with_joiners(faults: dict[str, int], seed: int) -> None:
-    """Joiners may be admitted at any step, die in the hand-over or outlive the founders; w2 lives."""
+    """Joiners may be admitted at any step, die during the transfer or outlive the founders; w2 lives."""
     check(*simulate(faults, world=3, joiners=["j0", "j1"], seed=seed))
 
 
@@ -283,7 +283,7 @@ def test_a_joiner_takes_over_state_and_position(seed: int) -> None:
 
 @pytest.mark.parametrize("at", [5, 12, 15, 20, 25])
 def test_a_hold_ends_when_a_joiner_comes(at: int) -> None:
-    """Below the minimum the members wait at a boundary, even if one more of them dies meanwhile."""
+    """Below the minimum the members wait at a boundary, even if another one dies meanwhile."""
     coordinator = Coordinator(minimum=3)
     programs = {name: Program(coordinator.worker(name), steps=5) for name in ("w0", "w1", "w2")}
     programs["w0"].engine.fault, programs["w1"].engine.fault = Fault(at), Fault(at + 3)
@@ -318,7 +318,7 @@ def test_no_micro_batch_is_lost_when_all_but_one_die_in_one_step() -> None:
 
 
 def test_programs_that_differ_are_noticed() -> None:
-    """After a failure the survivors are at operations of different names."""
+    """After a failure the survivors are at operations with different names."""
     coordinator = Coordinator()
     engines = {name: coordinator.worker(name) for name in ("w0", "w1", "w2")}
     engines["w2"].fault = Fault(3)

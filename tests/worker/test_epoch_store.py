@@ -1,4 +1,4 @@
-"""Members of an epoch meet under names that nobody else can foresee."""
+"""Members of an epoch meet in the store under unpredictable names."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_keys_written_beforehand_by_a_stranger_do_not_matter() -> None:
 
 
 def keys(**limits: Any) -> list[str]:
-    """Of the epochs of a task that loses two workers, one after the other."""
+    """Keys of the epochs of a task that loses two workers, one after the other."""
     world = World(**limits)
     agents = running(world, 3)
     for agent in agents[:2]:

@@ -1,4 +1,4 @@
-"""The gloo communicator: collectives, aborts that release at once, nothing left."""
+"""The gloo communicator: collectives, aborts that release at once, nothing left behind."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def client(server: dist.TCPStore, prefix: str) -> dist.Store:
 
 
 def in_threads(server: dist.TCPStore, world: int, body: Callable[[Communicator], Any]) -> list[Any]:
-    """Runs ``body`` on each rank of a new group; ranks share the process."""
+    """Run ``body`` on each rank of a new group; ranks share the process."""
     results: list[Any] = [None] * world
     prefix = uuid.uuid4().hex
 
@@ -137,7 +137,7 @@ def test_an_abort_releases_a_wait(server: dist.TCPStore) -> None:
 
 
 def test_what_fails_by_an_abort_says_why(server: dist.TCPStore) -> None:
-    """The collective has failed, in words of gloo's, before anybody waits for it."""
+    """The collective has failed with gloo's own message before any thread waits for it."""
 
     def body(communicator: Communicator) -> None:
         if communicator.rank == 0:

@@ -1,4 +1,4 @@
-"""Workers that leave the task at a step boundary while it goes on: exact, nothing lost, given up safely half-way."""
+"""Workers leave a running task at a step boundary: exactly, without losses, and safely if the leave is cancelled."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STEPS = 3
 
 
 class Asks:
-    """Asks each leaver at the n-th fault point of the worker whose `Engine.fault` this is."""
+    """Orders each leave at the n-th fault point of the worker whose `Engine.fault` this is."""
 
     def __init__(self, coordinator: Coordinator, leavers: dict[str, int]) -> None:
         self._coordinator, self._leavers, self._points = coordinator, leavers, 0
@@ -29,7 +29,7 @@ class Asks:
 def run(
     leavers: dict[str, int], deaths: dict[str, int], world: int, seed: int, joiners: int = 0
 ) -> tuple[Coordinator, dict[str, Program], dict[str, Any]]:
-    """Worker w0 is at its n-th fault point when the ``leavers`` are asked; it lives."""
+    """Worker w0 is at its n-th fault point when the ``leavers`` are ordered to leave; it lives."""
     coordinator = Coordinator(seed)
     programs = {f"w{rank}": Program(coordinator.worker(f"w{rank}"), steps=STEPS) for rank in range(world)}
     for number in range(joiners):
@@ -61,7 +61,7 @@ def test_no_micro_batch_is_computed_again_or_lost(at: int, leavers: list[str]) -
     seed=st.integers(0, 1000),
 )
 def test_random_leaves_and_deaths(leavers: dict[str, int], deaths: dict[str, int], seed: int) -> None:
-    """Those that leave may die first, others may die while they leave, and a joiner may come meanwhile."""
+    """Leaving workers may die first, others may die while they leave, and a joiner may arrive meanwhile."""
     coordinator, programs, _ = run(leavers, deaths, world=4, seed=seed, joiners=1)
     check(coordinator, programs, {})
     assert programs["w0"].finished

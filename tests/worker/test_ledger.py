@@ -1,4 +1,4 @@
-"""Shares and plans: each micro-batch of a step is computed once by those present, or is in a finished bucket."""
+"""Shares and plans: each micro-batch of a step is computed once by present ranks, or is in a finished bucket."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_the_first_plan_is_the_plain_share() -> None:
 
 
 def test_the_papers_example_of_a_lost_rank() -> None:
-    """Three ranks of four micro-batches each; the third dies having finished anything: its four are dealt out."""
+    """Three ranks with four micro-batches each; the third dies before finishing any: its four are redistributed."""
     first = StepReport(finished=frozenset({0, 3, 6, 9}), reduced=frozenset())
     second = StepReport(finished=frozenset({1, 4, 7, 10}), reduced=frozenset())
     plans = [plan_step(range(12), 1, [first, second], rank) for rank in range(2)]

@@ -1,4 +1,4 @@
-"""The NCCL communicator on a stand-in: errors, aborts and deaths at any point leave no wrong sum and block nobody."""
+"""The NCCL communicator on a stand-in: errors, aborts and deaths at any point cause no wrong sum and block nobody."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from unicron_lightning.worker.owned import abort_apart, is_sticky
 
 CPU = torch.device("cpu")
 SOON = 0.5
-"""[s] What counts as at once; the stand-in blocks for several seconds where NCCL may block for minutes."""
+"""[s] Limit for an immediate reaction; the stand-in blocks for several seconds where NCCL may block for minutes."""
 
 
 class Pair:
-    """Two ranks, of which the first is looked at."""
+    """Two ranks, the first of which is tested."""
 
     def __init__(self, **network: float) -> None:
         self.network = Network(2, **network)  # type: ignore[arg-type]

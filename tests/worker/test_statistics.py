@@ -1,4 +1,4 @@
-"""What is usual, degraded and failed, from sequences of steps; and a monitor that is not fooled by what is no hang."""
+"""Usual, degraded and failed steps from sequences of steps; and a monitor without false alarms."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_steps_in_which_something_else_was_done_do_not_count() -> None:
     known.take(steps(30))
     for other in ("validation", "checkpoint", "recovery", "epoch_end", "hold"):
         known.take([step(5.0, **{other: 4.95})] * 3)
-    known.take(steps(1, micro_batches=8, seconds=0.1))  # the first with another share
+    known.take(steps(1, micro_batches=8, seconds=0.1))  # the first step with another share
     summary = known.summary()
     assert summary.steps == 29 and summary.mean == pytest.approx(0.05, rel=0.05)
     assert summary.phases.keys() == {"compute", "reduce", "commit"}
@@ -81,18 +81,18 @@ def test_a_task_that_is_slower_for_a_while_is_degraded_until_it_is_not() -> None
     assert noisy.summary().slowdown == pytest.approx(1.0, abs=0.1)
 
 
-# ---- the monitor, with a clock of our own
+# ---- the monitor, with a simulated clock
 
 
 def monitor(worker: Worker, *, on_cpu: bool = True) -> Monitor:
-    """One on a machine that has nothing else to do, whatever this one has."""
+    """A monitor of a machine without other load, whatever the load of this one."""
     made = Monitor("w", worker.activity, on_cpu=on_cpu)
     made._load = os.devnull
     return made
 
 
 class Worker:
-    """A training thread and a monitor that looks at it, both in simulated time."""
+    """A training thread and a monitor that checks it, both in simulated time."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -194,7 +194,7 @@ def test_a_worker_that_cannot_run_is_not_overdue(worker: Worker) -> None:
     worker.enter("compute", 0.2)
     worker.train(1)
     assert worker.told == []
-    for _ in range(10):  # somebody else has the CPU
+    for _ in range(10):  # another process has the CPU
         worker.starved += 0.2
         worker.enter("compute", 0.2)
     worker.train(1)
@@ -212,7 +212,7 @@ def test_who_has_waited_long_for_others_is_not_overdue_when_they_have_come(worke
     assert worker.overdue and worker.overdue[-1].waiting
     told = len(worker.overdue)
     worker.activity.waits(False)
-    worker.spend(0.2)  # a busy machine lets it wait for a CPU right after
+    worker.spend(0.2)  # on a busy machine it waits for a CPU right after
     assert len(worker.overdue) == told
     worker.enter("compute", 0.5)
     assert worker.overdue[-1].phase == "compute", "its own time counts as ever"
@@ -284,7 +284,7 @@ def test_the_first_step_of_a_world_may_take_longer(worker: Worker) -> None:
     assert worker.overdue
     new = Worker()
     new.enter("start", 1700)
-    new.enter("compute", 500)  # the first step of all: compiles
+    new.enter("compute", 500)  # the first step compiles
     assert new.told == []
 
 
@@ -296,7 +296,7 @@ def test_hours_of_ordinary_training_raise_no_alarm() -> None:
             stall = 30.0 if chance.random() < 0.01 else 0.0
             worker.train(1, compute=compute, data=0.001 + stall)
             if chance.random() < 0.02:
-                worker.enter("compute", 1.5, process_runs=False)  # a collection of garbage
+                worker.enter("compute", 1.5, process_runs=False)  # a garbage collection
         for _ in range(5):
             worker.enter("validation", chance.uniform(0, 20))
         worker.enter("checkpoint", chance.uniform(0, 60))

@@ -1,4 +1,4 @@
-"""Published models, as shapes. Sources beside them."""
+"""Published models as shapes, with their sources."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_the_error_is_at_most_the_priors(ratios, num_workers) -> None:
 
 
 def test_the_error_is_the_one_that_is_made() -> None:
-    # Truths drawn as the model assumes them: the error divided by the claimed one has a standard deviation near 1.
+    # Truths drawn from the model's assumptions: the error divided by the claimed one has a standard deviation near 1.
     random = np.random.default_rng(5)
     counts = np.array([8, 16, 64, 256, 1024])
     places = np.log2(counts)

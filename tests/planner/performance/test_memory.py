@@ -76,7 +76,7 @@ def test_the_first_stage_waits_for_all_layers_whatever_p_is(p: int, v: int) -> N
     many = layout(tensor_parallel=8, pipeline_parallel=p, interleave=v, num_micro_batches=64, recompute="selective")
     layers = 34 * 2048 * 12288 * 96 / 8 * (1 + (p - 1) / (p * v) if v > 1 else 1)  # equation 6 and section 4.2.3
     total = first_stage_activation_bytes(shape, MEGATRON_2022, many)[0]
-    # What is outside the layers is little, and so is the s x s part of the layer under way. p = 1 has the logits too.
+    # Parts outside the layers are small, as is the s x s part of the layer in progress. p = 1 also has the logits.
     core = 5 * 96 * 2048**2 / 8
     assert layers + core <= total <= 1.02 * layers + core
 
@@ -143,7 +143,7 @@ def test_recomputation_saves_memory(shape, recipe) -> None:
 
 
 def test_full_recomputation_needs_room_for_the_layer_under_way() -> None:
-    # 96 inputs of layers, one whole layer, the loss and the embedding's mask: formulas of the module's head.
+    # 96 inputs of layers, one complete layer, the loss and the embedding's mask: formulas of the module's docstring.
     s, h, a, v = 2048, 12288, 96, 51200
     expected = 96 * 2 * s * h + s * h * (34 + 5 * a * s / h) + (4 * s * h + 4 * s * v) + s * h
     total = first_stage_activation_bytes(GPT_175B, MEGATRON_2022, layout(recompute="full"))[0]

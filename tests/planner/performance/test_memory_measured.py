@@ -1,4 +1,4 @@
-"""The formulas of activations against what PyTorch really keeps for the backward pass of such a layer."""
+"""The formulas of activations against the memory that PyTorch keeps for the backward pass of such a layer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHAPE = ModelShape(num_layers=1, hidden_size=256, num_heads=8, sequence_length=6
 
 
 class Layer(nn.Module):
-    """A layer of `ModelShape`, of plain operations, so that each keeps what its derivative needs and no more."""
+    """A layer of `ModelShape` of plain operations, so that each keeps exactly the tensors for its derivative."""
 
     def __init__(self, shape: ModelShape, *, dropout: bool) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Layer(nn.Module):
         batch, length, width = x.shape
         groups, per_group = self.shape.kv_heads, self.shape.num_heads // self.shape.kv_heads
         size = width // self.shape.num_heads
-        # All query heads of a group together face its keys: nothing has to be repeated.
+        # All query heads of a group are applied to its keys together, without repetition.
         query = self.query(x).view(batch, length, groups, per_group, size).permute(0, 2, 3, 1, 4)
         query = query.reshape(batch * groups, per_group * length, size)
         key = self.key(x).view(batch, length, groups, size).permute(0, 2, 3, 1).reshape(batch * groups, size, length)
@@ -58,7 +58,7 @@ class Layer(nn.Module):
 
 
 def kept_bytes(layer: Layer, batch: int) -> int:
-    """Bytes of all tensors that autograd keeps, each storage once; parameters and the norms' statistics left out."""
+    """Bytes of all tensors that autograd keeps, each storage once, without parameters and the norms' statistics."""
     parameters = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
     storages: dict[int, int] = {}
     alive = []
@@ -67,7 +67,7 @@ def kept_bytes(layer: Layer, batch: int) -> int:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in parameters and tensor.numel() > batch * layer.shape.sequence_length:
             storages[storage.data_ptr()] = storage.nbytes()
-            alive.append(tensor)  # so that no address is used twice
+            alive.append(tensor)  # keeps addresses unique
         return tensor
 
     shape = (batch, layer.shape.sequence_length, layer.shape.hidden_size)

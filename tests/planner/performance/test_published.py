@@ -76,7 +76,8 @@ def test_other_software_is_slower_than_the_model_says() -> None:
 
 @pytest.mark.parametrize("run", OTHER_SOFTWARE, ids=lambda run: f"{run.name} on {run.num_workers}")
 def test_a_few_measured_steps_set_the_model_right(run: PublishedRun) -> None:
-    # Suppose twenty steps on half as many workers miss the prediction as much as published: what is left of it here?
+    # Suppose twenty steps on half as many workers miss the prediction as much as published: compute the remaining
+    # error.
     model = TransformerModel(shape=run.shape, cluster=run.cluster, global_batch_size=run.global_batch_size)
     miss = predict(run).seconds / run.seconds
     online = OnlineModel()

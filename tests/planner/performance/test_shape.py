@@ -32,7 +32,7 @@ GPTS = st.builds(
 
 @pytest.mark.parametrize(("billions", "heads", "hidden", "layers"), TABLE_1)
 def test_parameters_are_those_of_the_published_table(billions, heads, hidden, layers) -> None:
-    # 76.05 is printed as 76.1, 18.45 as 18.4: the table cuts or rounds, so one unit of its last place is allowed.
+    # 76.05 is printed as 76.1, 18.45 as 18.4: the table truncates or rounds, so one unit of its last place is allowed.
     assert gpt(layers, hidden, heads).num_parameters / 1e9 == pytest.approx(billions, abs=0.06)
 
 
@@ -65,7 +65,8 @@ def test_recomputation_costs_what_it_repeats(shape) -> None:
 @pytest.mark.parametrize(("shape", "percent"), [(GPT_175B, 2.7), (GPT_530B, 1.6)])
 def test_selective_recomputation_costs_a_third_of_what_is_published(shape, percent) -> None:
     # arXiv 2205.05198, section 5: 2.7 % more FLOPs for GPT-3, 1.6 % for MT-NLG; its appendix replaces s/(6h) by s/(3h).
-    # That books the s x s part's forward and backward pass, 12 B s^2 h; computed again is the forward pass, 4 B s^2 h.
+    # This counts forward and backward of the s x s part, 12 B s^2 h, whereas only its forward, 4 B s^2 h, is
+    # recomputed.
     share = shape.step_flops(1, "selective") / shape.step_flops(1) - 1
     assert 100 * 3 * share == pytest.approx(percent, abs=0.05)
 

@@ -14,7 +14,7 @@ from unicron_lightning.planner.performance.recipe import MEGATRON_2022, MEGATRON
 from unicron_lightning.planner.performance.timing import StepSeconds, layer_seconds, step_seconds
 
 SHAPES = st.sampled_from([GPT_22B, GPT_175B, LLAMA_70B])
-# Nothing but products: memory and links cost nothing.
+# Only products take time: memory and links are free.
 IDEAL = replace(
     A100,
     memory_bandwidth=1e30,
@@ -55,7 +55,7 @@ def test_fused_attention_halves_the_square_and_computes_one_product_again() -> N
 @given(st.sampled_from([(1, 1), (2, 1), (8, 1), (8, 3), (32, 3), (96, 1)]), st.integers(1, 8).map(lambda n: 96 * n))
 def test_the_bubble_is_the_papers(pv, m: int) -> None:
     # Narayanan et al. 2021, section 2.2: (p-1)/m of the ideal time, (p-1)/(v m) with interleaving. The output layer is
-    # made cheap here: it makes the last stage slower than the others, which the paper leaves out.
+    # cheap here: it makes the last stage slower than the others, which the paper neglects.
     p, v = pv
     shape = replace(GPT_175B, vocabulary_size=1)
     step = seconds(shape, IDEAL, PERFECT, pipeline_parallel=p, interleave=v, num_micro_batches=m)
@@ -76,7 +76,7 @@ def test_the_loss_writes_and_reads_its_results_twice() -> None:
     with_loss, without = (
         seconds(replace(GPT_22B, vocabulary_size=v, tied_embeddings=False), cluster, PERFECT) for v in (50_001, 1)
     )
-    # s V results of 4 bytes; the optimizer's traffic is counted apart.
+    # s V results of 4 bytes; the optimizer's traffic is counted separately.
     assert with_loss.stages[0] - without.stages[0] == pytest.approx(4 * 4 * 2048 * 50_000 / 1e12, rel=1e-6)
 
 
@@ -107,7 +107,7 @@ def test_an_uneven_division_makes_room_for_the_output_layer() -> None:
 @pytest.mark.parametrize("divided", [False, True])
 def test_data_parallel_communication_is_a_ring(overlap: bool, divided: bool) -> None:
     recipe = replace(MEGATRON_2022, overlap_gradients=overlap, distributed_optimizer=divided)
-    cluster = replace(A100, inter_bandwidth=1e9, inter_latency_seconds=0)  # slow, so that nothing covers it
+    cluster = replace(A100, inter_bandwidth=1e9, inter_latency_seconds=0)  # slow, so that communication is not hidden
     fields = {"tensor_parallel": 8, "num_micro_batches": 1}
     step = seconds(GPT_22B, cluster, recipe, data_parallel=16, **fields)
     per_byte = GPT_22B.num_parameters / 8 * 15 / 16 / (1e9 * 0.8)
@@ -126,7 +126,7 @@ def test_rings_that_leave_a_node_share_its_adapters() -> None:
     def data(t: int, d: int) -> float:
         return float(seconds(GPT_22B, cluster, recipe, tensor_parallel=t, data_parallel=d).data[0]) * t
 
-    # With TP 8 a ring has one adapter on each node; with TP 4 two of its members are there, with two adapters.
+    # With TP 8 a ring has one adapter on each node; with TP 4 it has two members on a node, with two adapters.
     assert data(8, 64) == pytest.approx(2 * data(4, 64))
     # With all members on a node it goes over NVLink: 450 GB/s instead of 8 x 50.
     assert data(1, 8) * 450 / 400 == pytest.approx(data(1, 16) * (7 / 8) / (15 / 16))
@@ -140,7 +140,7 @@ def test_faster_machines_are_faster(shape, t: int, b: int, d: int) -> None:
         seconds(shape, cluster, MEGATRON_CORE, **fields).total[0] for cluster in (A800, A100, H100, H200)
     )
     assert a800 >= a100 > h100 > h200
-    assert (a800 > a100) == (t > 1)  # the backward pass covers data-parallel communication on both
+    assert (a800 > a100) == (t > 1)  # the backward pass hides data-parallel communication on both
 
 
 @settings(deadline=None)

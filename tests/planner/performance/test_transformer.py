@@ -1,4 +1,4 @@
-"""The search and the model on top of it: always a configuration that divides and fits, always the best one."""
+"""The search and the model based on it: always a configuration that divides and fits, always the best one."""
 
 from __future__ import annotations
 
