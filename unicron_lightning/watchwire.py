@@ -59,7 +59,8 @@ class Progress(Message, frozen=True, kw_only=True, tag="progress"):
 class Doing(Message, frozen=True, kw_only=True, tag="doing"):
     """Activity of the worker's training thread.
 
-    Sent when the worker becomes overdue, again each second while it is, once when it continues, and in answer to `Ask`.
+    Sent when the worker becomes overdue, again each second while it is, once when it continues, when it has waited in a
+    collective for 1, 2, 4, ... s, and in answer to `Ask`.
     """
 
     worker: Id
@@ -81,6 +82,8 @@ class Doing(Message, frozen=True, kw_only=True, tag="doing"):
     limit: Seconds | None
     """Limit of ``seconds``; None without any data."""
     micro_batch: Count | None = None
+    waits: Seconds = 0.0
+    """Time that the training thread has waited in this collective."""
 
 
 class Ask(Message, frozen=True, kw_only=True, tag="ask"):

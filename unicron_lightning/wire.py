@@ -52,6 +52,9 @@ from unicron_lightning.pairwire import PairEnd as PairEnd
 from unicron_lightning.pairwire import PairResult as PairResult
 from unicron_lightning.pairwire import PairServe as PairServe
 from unicron_lightning.pairwire import PairServing as PairServing
+from unicron_lightning.probewire import Peer as Peer
+from unicron_lightning.probewire import Probe as Probe
+from unicron_lightning.probewire import Probed as Probed
 from unicron_lightning.recordwire import Lookup as Lookup
 from unicron_lightning.recordwire import LookupReply as LookupReply
 from unicron_lightning.recordwire import Record as Record
@@ -338,6 +341,8 @@ class Stop(Message, frozen=True, kw_only=True, tag="stop"):
     """Stop the workers and rendezvous again (plain scripts after a membership change; a revoked slot)."""
 
     reason: str
+    seconds: float | None = None
+    """Workers that have not stopped by then are killed; None: after the time that the agent's user chose."""
 
 
 class Fence(Message, frozen=True, kw_only=True, tag="fence"):
@@ -440,9 +445,9 @@ ToWorker = Union[Welcome, Epoch, Go, LookupReply, TaskOver, Notice, FaultNoted, 
 FromPair = Union[PairServing, PairResult]
 ToPair = Union[PairServe, PairConnect, PairEnd]
 FromAgent = Union[
-    Beat, NodeReading, Register, RendezvousBegin, LocalWorld, StoreUsed, WorkerDied, Bye, FromPair, Forwarded
+    Beat, NodeReading, Register, RendezvousBegin, LocalWorld, StoreUsed, WorkerDied, Bye, FromPair, Probed, Forwarded
 ]
-ToAgent = Union[Beat, Barred, Registered, Refused, Grant, Ranks, Stop, Fence, Inspect, ToPair, ToWorker]
+ToAgent = Union[Beat, Barred, Registered, Refused, Grant, Ranks, Stop, Fence, Inspect, Probe, ToPair, ToWorker]
 
 encode = msgspec.json.Encoder().encode
 decode_from_worker = msgspec.json.Decoder(FromWorker).decode

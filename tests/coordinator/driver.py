@@ -71,6 +71,12 @@ class World:
         self.conns = 0
         self.nodes = (1, 4)
         self.answers_at_once = True
+        self.unreached: set[tuple[str, str]] = set()
+        """Agents and others to which they cannot connect."""
+        self.silent: set[str] = set()
+        """Agents that do not answer probes."""
+        self.probes: list[tuple[FakeAgent, wire.Probe]] = []
+        """Not answered yet."""
         self.start()
 
     def start(self) -> None:
@@ -125,6 +131,14 @@ class World:
             question = self.questions.pop()
             self.do(ev.Planned(key=question.key, allocation=share(question)))
 
+    def answer_probes(self) -> None:
+        """Have all agents that were asked report whom they do not reach."""
+        while self.probes:
+            agent, order = self.probes.pop(0)
+            if agent.conn is not None and agent.name not in self.silent:
+                missed = {p.agent: "timed out" for p in order.peers if (agent.name, p.agent) in self.unreached}
+                agent.say(wire.Probed(number=order.number, missed=missed))
+
     def names(self, task: str | None = "t") -> list[str]:
         return [event.name for event in self.events if event.task == task]
 
@@ -161,6 +175,7 @@ class World:
             self._carry_out(action)
         if self.answers_at_once:
             self.answer()
+        self.answer_probes()
         for task in self.machine.tasks.values():
             if task.epoch is not None:  # also one that nobody was there to be sent
                 oracle = self.oracles.setdefault(task.id, Oracle())

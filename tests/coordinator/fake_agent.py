@@ -50,6 +50,8 @@ class FakeAgent:
                 self.without_ranks = False
             case wire.Epoch():
                 self.epoch = max(self.epoch, message.number)
+            case wire.Probe():
+                self.world.probes.append((self, message))
             case wire.Fence():
                 self.workers.pop(message.worker, None)
             case wire.Welcome() if not message.founder and (info := self.workers.get(message.worker)) is not None:

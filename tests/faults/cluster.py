@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import psutil
+from faults.network import Network
 
 T = TypeVar("T")
 Note = dict[str, Any]
@@ -154,6 +155,7 @@ class Cluster:
         self._nodes, self._per_node, self._conf = nodes, per_node, conf
         self._mark = uuid.uuid4().hex
         self._beside = beside
+        self.network: Network | None = None
         if beside is None:
             self._temporary = Path(tempfile.mkdtemp(prefix="faults-"))  # short enough for UNIX sockets
             self.port = free_port()
@@ -188,9 +190,12 @@ class Cluster:
     def start(self, node: str, port: int | None = None) -> None:
         """Start an agent; an earlier one with this label must be gone. ``port``: of a proxy before the coordinator."""
         conf = [self._conf, f"node={node},state_dir={self.state_dir}", "" if port is None else "forwarded=true"]
+        network = self.network
+        host = "127.0.0.1" if network is None else network.host
         command = [
+            *([] if network is None else network.prefix(node)),
             *(sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "unicron"),
-            *("--rdzv-endpoint", f"127.0.0.1:{port or self.port}", "--rdzv-id", self.task),
+            *("--rdzv-endpoint", f"{host}:{port or self.port}", "--rdzv-id", self.task),
             *("--rdzv-conf", ",".join(filter(None, conf))),
             *("--nnodes", self._nodes, "--nproc-per-node", str(self._per_node), "--max-restarts", "1000"),
             *(str(self._script), str(self.folder)),

@@ -183,6 +183,16 @@ def test_but_not_for_ever(worker: Worker, phase: Phase, seconds: float) -> None:
     assert worker.overdue and worker.overdue[0].phase == phase and not worker.overdue[0].waiting
 
 
+@pytest.mark.parametrize("phase", ["validation", "checkpoint"])
+def test_a_long_wait_for_others_is_told_less_and_less_often(worker: Worker, phase: Phase) -> None:
+    worker.enter(phase, 0.9, waiting=True)
+    assert not worker.told
+    worker.enter("epoch_end", 0.1)
+    worker.enter(phase, 9.0, waiting=True)
+    waits = [doing.waits for doing in worker.told if not doing.overdue]
+    assert waits == pytest.approx([1.0, 2.0, 4.0, 8.0], abs=3 * TICK_SECONDS)
+
+
 def test_batches_of_a_validation_are_signs_of_life(worker: Worker) -> None:
     for _ in range(10):
         worker.enter("validation", 400)

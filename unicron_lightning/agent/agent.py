@@ -33,6 +33,7 @@ from unicron_lightning.agent.injection import AgentFaults
 from unicron_lightning.agent.inspection import Inspector
 from unicron_lightning.agent.local import LocalHooks, LocalServer
 from unicron_lightning.agent.options import AgentOptions
+from unicron_lightning.agent.probing import Prober
 from unicron_lightning.agent.registration import registration
 from unicron_lightning.agent.roster import ENDING_SECONDS, Roster
 from unicron_lightning.agent.scratch import ScratchFolder
@@ -78,6 +79,7 @@ class Agent:
         self._embedded = EmbeddedCoordinator(options)
         self._supervisor = Supervisor(options.agent, self._on_found, self._on_exit)
         self._inspector = Inspector(self._scratch.path, self._supervisor, self._send)
+        self._prober = Prober(self._send)
         self._exchanges = Exchanges(options.host, options.token.secret, self._send)
         self._local = LocalServer(
             self.socket_path,
@@ -199,6 +201,7 @@ class Agent:
             self._gate.close()
             self._inspector.close()
             await self._exchanges.close()
+            await self._prober.close()
             self._supervisor.close()
             self._deaths.close()
             await self._loop.run_in_executor(None, self._health.close)
@@ -307,7 +310,7 @@ class Agent:
             case wire.Barred():
                 logger.warning("node_barred agent=%s reason=%r", self._options.agent, message.reason)
             case wire.Stop():
-                self._stop(message.reason)
+                self._stop(message.reason, message.seconds)
             case wire.Refused():
                 raise SessionRefused(message.reason)
             case wire.Fence():
@@ -336,6 +339,8 @@ class Agent:
                 self._inspector.begin(message)
             case wire.PairServe() | wire.PairConnect() | wire.PairEnd():
                 self._exchanges.take(message)
+            case wire.Probe():
+                self._prober.begin(message)
 
     def _fence(self, fence: wire.Fence) -> None:
         if not fence.worker.startswith(f"{self._options.agent}/"):
@@ -344,13 +349,14 @@ class Agent:
         self._fenced.add(fence.worker)  # in case it is not found yet
         self._supervisor.kill(fence.worker)
 
-    def _stop(self, reason: str) -> None:
+    def _stop(self, reason: str, seconds: float | None = None) -> None:
         """Have torchelastic stop the workers of this round, if it has any."""
         view = self._shared.now
         if view.grant is not None:
             logger.warning("stop_ordered agent=%s reason=%s", self._options.agent, reason)
             self._shared.update(stop=wire.Stop(reason=reason))
-            self._loop.call_later(self._options.stop_timeout, self._kill_stopping, view.number)
+            allowed = self._options.stop_timeout if seconds is None else seconds
+            self._loop.call_later(allowed, self._kill_stopping, view.number)
 
     def _kill_stopping(self, number: int) -> None:
         """Kill workers that ignore SIGTERM: torchelastic would wait 30 s."""

@@ -55,6 +55,7 @@ class Limits:
     watch: wire.WatchLimits = field(default_factory=wire.WatchLimits)
     mute_time: float = 5.0
     collective_time: float = 10.0
+    probe_time: float = 1.5
     degraded_time: float = 10.0
     straggler_factor: float = 1.25
     reattempt_limit: int = 3

@@ -20,6 +20,7 @@ from unicron_lightning.coordinator import (
     notices,
     orders,
     pairing,
+    partition,
     registration,
     relayout,
     slots,
@@ -195,6 +196,7 @@ class Machine:
             severity.restore(task)
             hangs.restore(task, turn)
             pairing.restore(task)
+            partition.restore(task, turn)
             self._review(turn, task)
         nodes.restore(cluster, turn)
         if self.limits.exit_when_idle:
@@ -291,6 +293,8 @@ class Machine:
                 admission.told(task, turn, agent, message)
             case wire.PairServing() | wire.PairResult():
                 pairing.told(task, turn, agent, message)
+            case wire.Probed():
+                partition.told(task, turn, agent, message)
             case wire.WorkerHello():
                 workers.hello(task, turn, agent, message)
             case wire.Doing():
@@ -371,6 +375,8 @@ class Machine:
                 registration.missing_due(task, turn, agent)
             case "pair" if agent is not None:
                 pairing.due(task, turn, agent)
+            case "probe" | "enter" | "parted":
+                partition.due(task, turn, key.kind)
             case "restore" if task.restoring:
                 registration.restore_due(task, turn)
             case "rebuild" if task.rebuilding:
@@ -396,8 +402,10 @@ class Machine:
         again = True
         while again:
             pairing.review(task, turn)
+            partition.review(task, turn)
             slots.review_slots(task, turn)
             membership.review_members(task, turn)
+            partition.watch(task, turn)
             standby.review_standbys(task, turn)
             registration.review_end(task, turn)
             again = severity.review(task, turn)

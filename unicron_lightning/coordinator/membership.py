@@ -100,7 +100,7 @@ def rebuild_due(task: Task, turn: Turn) -> None:
     task.rebuilding = False
     turn.places_changed = True
     turn.save(task)
-    holders = [worker for worker in task.workers.values() if worker.ready > 0 and _holds_state(worker)]
+    holders = [worker for worker in task.workers.values() if worker.ready > 0 and holds_state(worker)]
     if not holders or task.over is not None:
         return
     holders.sort(key=task.place)
@@ -110,7 +110,7 @@ def rebuild_due(task: Task, turn: Turn) -> None:
     _turn_into_joiners(task, turn, set(task.established))
 
 
-def _holds_state(worker: Worker) -> bool:
+def holds_state(worker: Worker) -> bool:
     """Whether the worker has the task's state: it reported so, or has stepped since it reported that it had none."""
     told = worker.state.get("step")
     return bool(worker.state.get("has_state", True)) or worker.step > (told if isinstance(told, int) else 0)

@@ -61,12 +61,15 @@ def leave_slot(task: Task, agent: Agent) -> None:
     agent.hellos = {}
 
 
-def revoke(task: Task, turn: Turn, agent: Agent, reason: str) -> None:
-    """Take the slot back: the agent stops its workers, which no longer belong to the task, and stands by."""
+def revoke(task: Task, turn: Turn, agent: Agent, reason: str, seconds: float | None = None) -> None:
+    """Take the slot back: the agent stops its workers, which no longer belong to the task, and stands by.
+
+    Workers that do not stop within ``seconds`` are killed (None: within the time that the agent's user chose).
+    """
     leave_slot(task, agent)
     agent.stopping = True
     agent.holder = False
-    turn.send(agent, wire.Stop(reason=reason))
+    turn.send(agent, wire.Stop(reason=reason, seconds=seconds))
     turn.emit(task, "slot_revoked", agent=agent.id, node=agent.node, reason=reason)
 
 

@@ -16,6 +16,7 @@ from unicron_lightning.coordinator.incident import Accounts
 from unicron_lightning.coordinator.layouts import Layouts
 from unicron_lightning.coordinator.measured import Lifetimes, Measured
 from unicron_lightning.coordinator.paired import Paired
+from unicron_lightning.coordinator.parted import Probing
 from unicron_lightning.coordinator.severity.record import Record
 from unicron_lightning.coordinator.watch.record import Watch
 from unicron_lightning.jobs import Job
@@ -66,6 +67,8 @@ class Agent(msgspec.Struct, kw_only=True):
     """Problem of its node that bars it from a slot; "" if there is none."""
     paired: Paired = msgspec.field(default_factory=Paired)
     """Its data exchanges with other agents."""
+    parted: str = ""
+    """Which nodes its node does not reach, such that it gets no slot; "" if it reaches all."""
     cuts: list[float] = []
     """time.time() of its newest connection failures that ended within the grace period."""
     round: int = 0
@@ -100,7 +103,7 @@ class Agent(msgspec.Struct, kw_only=True):
     @property
     def barred(self) -> str:
         """Reason why the agent gets no slot; "" if none is known."""
-        return "; ".join(filter(None, (self.unhealthy, self.paired.reason)))
+        return "; ".join(filter(None, (self.unhealthy, self.paired.reason, self.parted)))
 
     @property
     def place(self) -> str | None:
@@ -185,6 +188,8 @@ class Task(msgspec.Struct, kw_only=True):
     severity: Record = msgspec.field(default_factory=Record)
     """Records of the severity workflow."""
     watch: Watch = msgspec.field(default_factory=Watch)
+    probing: Probing = msgspec.field(default_factory=Probing)
+    """Which nodes do not reach each other."""
     incident: str | None = None
     incidents: int = 0
     restarts: int = 0

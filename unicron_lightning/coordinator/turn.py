@@ -97,7 +97,7 @@ class Turn:
         """Select waiting agents that may have workers: no other agent has any at their places, or will."""
         check = self.limits.pairs.check
         known = (agent for agent in waiting if agent.paired.passed or not check)
-        well = (agent for agent in known if not (agent.unhealthy or self.drains(agent)))
+        well = (agent for agent in known if not (agent.unhealthy or agent.parted or self.drains(agent)))
         ready = [agent for agent in well if is_assigned(self._cluster, agent)]
         nodes = {agent.node for agent in ready if agent.place is not None}
         taken = occupants(self._cluster, nodes) if nodes else {}

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from unicron_lightning import wire
-from unicron_lightning.coordinator import accounting, injection, measuring, relayout, replicas
+from unicron_lightning.coordinator import accounting, injection, measuring, partition, relayout, replicas
 from unicron_lightning.coordinator.membership import bury, expel, needed, open_incident, start_anew, welcome
 from unicron_lightning.coordinator.state import Agent, Checkpoint, Task, Worker, round_of
 from unicron_lightning.coordinator.turn import Turn
@@ -238,6 +238,7 @@ def _comm_error(task: Task, turn: Turn, worker: Worker, message: wire.CommError)
     open_incident(task)
     turn.timer("comm_error", turn.limits.comm_error_grace, task=task.id)
     turn.emit(task, "comm_error", worker=worker.id, epoch=message.epoch, error=message.error)
+    partition.suspect(task, turn)
 
 
 def _event(task: Task, turn: Turn, worker: Worker, message: wire.WorkerEvent) -> None:

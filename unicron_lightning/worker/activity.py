@@ -110,7 +110,8 @@ class Activity:
         self._times: dict[str, float] = {}
         self._micro_batches = 0
         self._waited = 0.0
-        self._waits_since = self.now.since
+        self.waits_since = self.now.since
+        """When the newest wait for other ranks began."""
 
     def enter(self, phase: Phase, micro_batch: int = -1) -> None:
         """Begin a phase, or a new part of the present one."""
@@ -132,9 +133,9 @@ class Activity:
         """Record the start or the end of a wait for other ranks."""
         now, (phase, since, core, steady, waited, micro_batch, _) = self.clock(), self.now
         if waiting:
-            self._waits_since = now
+            self.waits_since = now
         elif waited and phase in CORE:
-            self._waited += now - self._waits_since
+            self._waited += now - self.waits_since
         self.now = Moment(phase, since, core, steady, waiting, micro_batch, self._waited)
 
     def computed(self) -> None:

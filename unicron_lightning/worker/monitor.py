@@ -29,6 +29,10 @@ BUSY: Final = 3.0
 """Factor on the limit for a thread that has mostly been computing: shared caches and memory can slow it down."""
 AGAIN_SECONDS: Final = 1.0
 """Interval at which an overdue state is reported again, for a coordinator that was down."""
+WAIT_SECONDS: Final = 1.0
+"""A worker that has waited in one collective for so long reports it, and again after twice as long: it may not reach
+the others."""
+_LONGEST_WAIT: Final = 32.0
 CROWDED: Final = 2.0
 """Runnable threads per CPU from which on a machine is overloaded."""
 _LATE_SECONDS: Final = 0.05
@@ -60,6 +64,7 @@ class Monitor:
         """The kernel's times of the thread when the step was first seen."""
         self._told: wire.Doing | None = None
         self._told_at = 0.0
+        self._long_wait = WAIT_SECONDS
 
     def limit(self, limits: wire.WatchLimits) -> None:
         """Set the coordinator's limits."""
@@ -125,6 +130,7 @@ class Monitor:
             seconds=round(max(seconds, 0.0), 4),
             limit=limit,
             micro_batch=moment.micro_batch if moment.micro_batch >= 0 else None,
+            waits=round(max(now - self.activity.waits_since, 0.0), 4) if moment.waiting else 0.0,
         )
 
     def _limit(self, moment: Moment) -> float | None:
@@ -150,7 +156,12 @@ class Monitor:
             self._told, self._told_at = doing, now
             return doing
         self._told = None
-        return doing if told is not None else None
+        long = doing.waits >= self._long_wait
+        if long:
+            self._long_wait += min(self._long_wait, _LONGEST_WAIT)
+        elif doing.waits < WAIT_SECONDS:
+            self._long_wait = WAIT_SECONDS
+        return doing if told is not None or long else None
 
     def _scheduled(self) -> tuple[float, float]:
         """Seconds that the training thread has run, and has waited for a CPU, since this step was first seen."""

@@ -170,6 +170,9 @@ class DetectionConfig:
     """Time limit of a silent worker that others wait for and that computes while it holds the interpreter's lock."""
     collective_time: float
     """Time limit of a collective in which all members wait and none is missing; then the epoch is renewed in place."""
+    probe_time: float
+    """Time limit of a connection from one node to another, after which the other is not reached; more than the second
+    after which the kernel repeats a lost packet."""
     degraded_factor: float
     """Factor by which steps are slower than before in a degraded task."""
     straggler_factor: float
@@ -194,6 +197,7 @@ class DetectionConfig:
             start_time=self.start_time,
             mute_time=self.mute_time,
             collective_time=self.collective_time,
+            probe_time=self.probe_time,
         )
         check_above_one("detection", hang_factor=self.hang_factor, degraded_factor=self.degraded_factor)
         check_above_one("detection", straggler_factor=self.straggler_factor)
@@ -292,6 +296,7 @@ class CoordinatorConfig:
             watch=self.detection.watch(),
             mute_time=self.detection.mute_time,
             collective_time=self.detection.collective_time,
+            probe_time=self.detection.probe_time,
             degraded_time=self.detection.degraded_time,
             straggler_factor=self.detection.straggler_factor,
             **vars(self.severity),

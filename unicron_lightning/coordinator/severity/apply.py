@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 
 from unicron_lightning import wire
-from unicron_lightning.coordinator import membership
+from unicron_lightning.coordinator import membership, partition
 from unicron_lightning.coordinator.severity.errors import known
 from unicron_lightning.coordinator.severity.record import Awaited, Failure, Told
 from unicron_lightning.coordinator.severity.rules import Decision, View
@@ -85,6 +85,8 @@ def heard(task: Task, turn: Turn, agent: Agent, message: wire.FromAgent) -> None
 
 def comm_error_due(task: Task, turn: Turn) -> None:
     """Handle a communication error that no death has explained in time."""
+    if partition.delays(task, turn):
+        return
     pending = task.epoch is not None and not task.settled and task.epoch.kind not in wire.PLANNED
     if not concerned(task) or task.comm_error_epoch != task.number or task.epoch is None or pending:
         membership.comm_error_due(task, turn)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from unicron_lightning import wire
-from unicron_lightning.coordinator import membership
+from unicron_lightning.coordinator import membership, partition
 from unicron_lightning.coordinator.severity import apply, reports
 from unicron_lightning.coordinator.severity.errors import SEVERITY
 from unicron_lightning.coordinator.severity.record import Failure
@@ -23,6 +23,8 @@ from unicron_lightning.coordinator.watch.verdict import judge
 FIRST_PAUSE: Final = 0.2
 ANSWER_SECONDS: Final = 0.1
 """Seconds after which the agent of a member that has not answered inspects it."""
+LONG_WAIT: Final = 1.0
+"""A member that has waited so long in one collective may not reach the others. A probe tells, and costs little."""
 PATIENCE: Final = 3.0
 """A silent member that computes may take this multiple of the limit of the members that wait for it."""
 LAST_PAUSE: Final = 2.0
@@ -38,6 +40,8 @@ def doing(task: Task, turn: Turn, agent: Agent, message: wire.Doing) -> None:
     watch = _watch(task)
     if worker.id not in task.established:
         return
+    if message.waiting and message.waits >= LONG_WAIT:
+        partition.suspect(task, turn, weakly=True)
     known = worker.id in watch.said
     watch.said[worker.id] = message
     if message.overdue and not watch.since:
@@ -153,6 +157,8 @@ def _judge(task: Task, turn: Turn, watch: Watch) -> None:
         collective_time=limits.collective_time,
         stall_time=limits.watch.stall_time,
     )
+    if all(member in watch.said and watch.said[member].waiting for member in members):
+        partition.suspect(task, turn)
     if verdict.collective:
         _communicator_hangs(task, turn, watch)
     others = sum(said.waiting for said in watch.said.values())

@@ -1,0 +1,159 @@
+"""Which nodes continue when some cannot reach each other: pure.
+
+Nodes of a task that reach each other form a graph. The task continues on a *clique* of it: a set in which each node
+reaches each other one. Of all such sets that one is chosen that has, in this order,
+
+1. a node whose workers hold the task's state,
+2. the most whole replicas of the model,
+3. the most workers,
+4. the earliest nodes in slot order.
+
+The same reports lead to the same set, whoever computes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+Pair = frozenset[str]
+"""Two nodes, of which at least one cannot connect to the other."""
+
+MOST_GROUPS: Final = 24
+"""So many groups of nodes that are cut from the same others are compared in all combinations: a network that is
+partitioned has two or three. In a network in more pieces groups are left out until none is cut from another.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A node with workers.
+
+    Attributes:
+        node: its label.
+        workers: how many it has.
+        holds_state: whether they have the task's state.
+    """
+
+    node: str
+    workers: int = 1
+    holds_state: bool = True
+
+
+def continuing(
+    candidates: Sequence[Candidate], cut: Collection[Pair], replicas: Sequence[Collection[str]] = ()
+) -> list[str]:
+    """Choose the nodes that continue.
+
+    Args:
+        candidates: in slot order.
+        cut: pairs that cannot reach each other, in either direction.
+        replicas: nodes of each whole replica of the model; empty if each worker holds all of it.
+
+    Returns:
+        Labels in slot order: all of them if nothing is cut, at least one if there is any.
+    """
+    order = {candidate.node: place for place, candidate in enumerate(candidates)}
+    away = neighbours(order, cut)
+    concerned = [node for node in order if away[node]]
+    free = [node for node in order if not away[node]]
+
+    def worth(chosen: Collection[str]) -> tuple[bool, int, int, list[int]]:
+        there = [candidate for candidate in candidates if candidate.node in chosen]
+        whole = sum(all(node in chosen for node in replica) for replica in replicas)
+        return (
+            any(candidate.holds_state for candidate in there),
+            whole,
+            sum(candidate.workers for candidate in there),
+            [-order[candidate.node] for candidate in there],
+        )
+
+    groups = _alike(concerned, away)
+    firsts = [group[0] for group in groups]
+    sets = _maximal(firsts, away) if len(groups) <= MOST_GROUPS else iter([_without_the_worst(groups, away)])
+    best: set[str] = set()
+    for found in sets:
+        chosen = {*free, *(node for group in groups if group[0] in found for node in group)}
+        if not best or worth(chosen) > worth(best):
+            best = chosen
+    return [node for node in order if node in best]
+
+
+def returning(inside: Collection[str], outside: Sequence[str], cut: Collection[Pair]) -> list[str]:
+    """Choose the nodes that are admitted again: each reaches all that are inside, and those chosen before it.
+
+    Args:
+        inside: nodes that continue.
+        outside: nodes that were left out, in the order in which they may return.
+        cut: pairs that cannot reach each other.
+    """
+    chosen: list[str] = []
+    for node in outside:
+        if not any(frozenset((node, other)) in cut for other in (*inside, *chosen)):
+            chosen.append(node)
+    return chosen
+
+
+def neighbours(nodes: Collection[str], cut: Collection[Pair]) -> Mapping[str, set[str]]:
+    """Return for each node those that it cannot reach, or that cannot reach it."""
+    away: dict[str, set[str]] = {node: set() for node in nodes}
+    for one, other in (sorted(pair) for pair in cut if len(pair) == 2):
+        if one in away and other in away:
+            away[one].add(other)
+            away[other].add(one)
+    return away
+
+
+def _alike(nodes: Sequence[str], away: Mapping[str, set[str]]) -> list[list[str]]:
+    """Group nodes that are cut from the same others: a largest set has all of a group, or none."""
+    groups: dict[frozenset[str], list[str]] = {}
+    for node in nodes:
+        groups.setdefault(frozenset(away[node]), []).append(node)
+    return list(groups.values())
+
+
+def _without_the_worst(groups: Sequence[Sequence[str]], away: Mapping[str, set[str]]) -> list[str]:
+    """Leave out the group that is cut from the most, of equals the last, until all that are left reach each other.
+
+    Returns:
+        The first nodes of the groups that stay, and of those that fit beside them.
+    """
+    firsts = [group[0] for group in groups]
+    left = {first: {other for other in away[first] if other in firsts} for first in firsts}
+    sizes = {group[0]: len(group) for group in groups}
+    order = {first: place for place, first in enumerate(firsts)}
+    while any(left.values()):
+        worst = max(left, key=lambda first: (sum(sizes[other] for other in left[first]), order[first]))
+        for other in left.pop(worst):
+            left[other].discard(worst)
+    return [*left, *returning(left, [f for f in firsts if f not in left], _pairs(firsts, away))]
+
+
+def _pairs(nodes: Sequence[str], away: Mapping[str, set[str]]) -> set[Pair]:
+    return {frozenset((node, other)) for node in nodes for other in away[node]}
+
+
+def _maximal(nodes: Sequence[str], away: Mapping[str, set[str]]) -> Iterator[list[str]]:
+    """Yield each mutually reachable set that no further node fits into, in an order that depends on nothing else.
+
+    The algorithm of Bron and Kerbosch.
+    """
+    stack: list[tuple[list[str], list[str], list[str]]] = [([], list(nodes), [])]
+    while stack:
+        chosen, possible, done = stack.pop()
+        if not possible and not done:
+            yield chosen
+            continue
+        if not possible:
+            continue
+        pivot = min((*possible, *done), key=lambda node: sum(other in away[node] for other in possible))
+        branches = [node for node in possible if node in away[pivot] or node == pivot]
+        further = []
+        for node in branches:
+            fitting = [other for other in possible if other != node and other not in away[node]]
+            excluded = [other for other in done if other not in away[node]]
+            further.append(([*chosen, node], fitting, excluded))
+            possible = [other for other in possible if other != node]
+            done = [*done, node]
+        stack.extend(reversed(further))

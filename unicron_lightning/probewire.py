@@ -1,0 +1,38 @@
+"""Messages of probes between nodes: which agents reach which. Part of `wire`.
+
+The coordinator has agents probe each other (`Probe`) when workers wait for each other and none hangs, and while nodes
+are left out that others did not reach. Each agent reports the peers that it did not reach (`Probed`).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from unicron_lightning.fields import Count, Id, Key
+from unicron_lightning.message import Message
+
+
+class Peer(msgspec.Struct, frozen=True, kw_only=True):
+    """Where an agent can be connected to."""
+
+    agent: str
+    host: str
+    port: int
+
+
+class Probe(Message, frozen=True, kw_only=True, tag="probe"):
+    """[to the agent] Connect to each of the peers. Answered by one `Probed`."""
+
+    number: int
+    """Of the probe, in this task."""
+    peers: list[Peer]
+    seconds: float
+    """A peer that takes longer is not reached."""
+
+
+class Probed(Message, frozen=True, kw_only=True, tag="probed"):
+    """[to the coordinator] A probe has ended."""
+
+    number: Count
+    missed: dict[Id, Key]
+    """Peers that were not reached, by agent, with the reasons."""
