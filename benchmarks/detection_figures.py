@@ -46,8 +46,7 @@ def detected(at: float, victim: str, log: Sequence[Event], workers: Sequence[Eve
 
     Returns:
         ``knows_s`` (first event of the incident), ``told_s`` (first notification of another worker), ``all_told_s``
-        (last
-        notification), and ``name``, ``cause`` and ``worker`` of the first event; empty if no event was logged.
+        (last notification), and ``name``, ``cause`` and ``worker`` of the first event; empty if no event was logged.
     """
     of_incident = [e for e in log if e["incident"] is not None and e["at"] > at and e["name"] != "incident_closed"]
     if not of_incident:

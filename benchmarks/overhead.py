@@ -10,9 +10,8 @@ callbacks nor the statistics of steps. The third one runs both ranks on one GPU 
 Both jobs exist at the same time with two workers each, but only one computes. They alternate in short segments
 (unicron, ddp, ddp, unicron, ...), so that other load on the machine affects both alike. A launch's ratio is that of the
 two median step times, with the 95 % interval of a bootstrap over pairs of segments. Pairs of processes differ by
-several
-per cent whichever job they run (heap layout, placement of threads), and keep the difference for their lifetime. The
-figure is therefore the median over several launches, with the lowest and the highest.
+several per cent whichever job they run (heap layout, placement of threads), and keep the difference for their lifetime.
+The figure is therefore the median over several launches, with the lowest and the highest.
 
 glibc returns freed memory to the kernel or not depending on the layout of the heap. For tens of MB of gradients this
 costs or saves milliseconds of page faults per step in either job; ``--malloc keep`` makes both keep freed memory.

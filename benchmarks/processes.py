@@ -31,8 +31,7 @@ def started_at(pid: int) -> float:
     """Start time of a process by this process's clock (``time.time()``), to 10 ms.
 
     psutil's `create_time` adds the process's age to the kernel's boot time, which is off by up to a second after the
-    clock
-    has been set.
+    clock has been set.
     """
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     since_boot = int(fields[19]) / os.sysconf("SC_CLK_TCK")

@@ -3,9 +3,8 @@
     python benchmarks/run.py [--quick] [--torchft-venv FOLDER] [--output bench-output]
 
 A full run takes about a quarter of an hour on two cores; ``--quick`` takes three minutes and only checks that
-everything
-works. The peers are measured in the same run: torchrun always, torchft-nightly if a virtual environment with it is
-given; see docs/benchmarks.md.
+everything works. The peers are measured in the same run: torchrun always, torchft-nightly if a virtual environment with
+it is given; see docs/benchmarks.md.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
     python benchmarks/simulator_speed.py [--policy unicron] [--only SIZE ...] [--cell N]
 
 Each size runs in its own process: 128 workers with six tasks for 56 days; 16,384 with one for Llama 3's 54 days, half
-of
-the faults with repairs; the preset ``experiment=llama3``, 16,384 workers and 1,024 spare ones; 100,000 workers with 256
-tasks for 30 days. Every node is a place of its own, unless ``--cell`` is given. CPU and wall seconds cover the
+of the faults with repairs; the preset ``experiment=llama3``, 16,384 workers and 1,024 spare ones; 100,000 workers with
+256 tasks for 30 days. Every node is a place of its own, unless ``--cell`` is given. CPU and wall seconds cover the
 simulation alone; imports and numba's compiled code are loaded before. Memory is the process's peak, imports included.
 """
 

@@ -37,8 +37,7 @@ class UnicronMonitor(pl.Callback):
         detection_ms, transition_ms, sub_healthy_s      when it is over: the coordinator's account of it
 
     No communication is needed: every worker keeps the same history, and the first one shows and logs it. When that
-    worker
-    is lost the next one continues, from the step on in which the loss happened.
+    worker is lost the next one continues, from the step on in which the loss happened.
 
     Args:
         display: ``live``: a picture that is kept up to date; ``lines``: a line per incident that is recovered from,

@@ -24,8 +24,7 @@ class ThroughputMonitor(pl.Callback):
 
     Lightning's own callback multiplies one rank's work by the world size; here ranks do unequal shares and the world
     changes, so global batches are counted. No communication is needed: every worker counts the same, the first one
-    logs,
-    and joiners continue from the others' count. Logged every ``log_every_n_steps`` under ``train/``:
+    logs, and joiners continue from the others' count. Logged every ``log_every_n_steps`` under ``train/``:
 
         steps_per_sec, micro_batches_per_sec, samples_per_sec, tflops_per_sec, mfu
             over the last ``window_size`` steps, once there are that many; validation is left out

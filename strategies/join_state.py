@@ -38,8 +38,7 @@ _LEFT_OUT = (
 
 WHOLE: Final = "unicron_state"
 """Key of a checkpoint: the rest of the state at a step boundary, encoded. A checkpoint that was written there is
-resumed
-with it, because Lightning would take its counters for those of the end of a step.
+resumed with it, because Lightning would take its counters for those of the end of a step.
 """
 LOGGED: Final = "unicron_logged"
 """Key of a checkpoint: values logged in the epoch so far, encoded; Lightning's own checkpoints leave them out."""

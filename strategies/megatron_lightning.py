@@ -16,8 +16,7 @@ def keep_to_itself(trainer: pl.Trainer) -> None:
     """Disable two broadcasts over all ranks: before every batch, and in the handler of SIGTERM.
 
     Spares are in no group, and ranks of broken replicas would hang. A SIGTERM is recorded, as without a process group,
-    and
-    handled between steps (`UnicronStrategy.boundary`).
+    and handled between steps (`UnicronStrategy.boundary`).
     """
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
     connector: Any = trainer._signal_connector

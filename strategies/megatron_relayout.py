@@ -21,8 +21,7 @@ def part(strategy: UnicronMegatronStrategy, trainer: pl.Trainer, state: dict[str
     """Write the checkpoint and wait; the process is stopped once the coordinator has received the report.
 
     From here on SIGTERM ends the process immediately, whatever handler Lightning has installed. Nothing is lost by it:
-    the
-    state is in this checkpoint, or in that of the other workers, which continue without this one.
+    the state is in this checkpoint, or in that of the other workers, which continue without this one.
 
     Args:
         strategy: at a step boundary, as on all other members.

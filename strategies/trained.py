@@ -13,8 +13,7 @@ class TrainedParameters:
     """The parameters of a model that need gradients.
 
     Modules are walked through again when the optimizers have other parameters, or on request. A change in whether a
-    known
-    parameter needs a gradient is always detected.
+    known parameter needs a gradient is always detected.
     """
 
     def __init__(self) -> None:

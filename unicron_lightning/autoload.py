@@ -95,8 +95,7 @@ class _RegistryFinder:
     """Calls `register_strategy` right after `REGISTRY_MODULE` has been executed; ignores all other modules.
 
     It stays on ``sys.meta_path`` (one string comparison per import): removing it while another thread iterates over the
-    list
-    would make that thread skip a finder.
+    list would make that thread skip a finder.
     """
 
     def find_spec(

@@ -2,9 +2,8 @@
 
 The token is read from a file that the user names, else from the variable ``UNICRON_TOKEN``, else from the user's own
 file. The user's file is created when it is first needed for a coordinator on a loopback address, so that no link is
-ever
-without a token. For other addresses it is used if it exists and never created: tokens created on several hosts would
-differ.
+ever without a token. For other addresses it is used if it exists and never created: tokens created on several hosts
+would differ.
 
 The user's file is ``unicron/token`` below ``$XDG_STATE_HOME`` (default ``~/.local/state``). Folder and file must belong
 to this user and be inaccessible to all others; a symbolic link in place of either is refused.

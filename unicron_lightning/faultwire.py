@@ -30,8 +30,7 @@ class FaultNoted(Message, frozen=True, kw_only=True, tag="fault_noted"):
     """[to the worker] Answer to `FaultDue`: the fault is in the event log.
 
     Effects that the worker cannot cause itself are caused by its agent when it forwards this message, or by the
-    coordinator
-    after sending it.
+    coordinator after sending it.
     """
 
     worker: str

@@ -36,8 +36,7 @@ def make_private(folder: Path) -> Path:
 
     Raises:
         ConfigError: the folder belongs to another user, can be written by others, is a symbolic link or no folder, or
-            lies
-            where others can replace it.
+            lies where others can replace it.
         OSError: the folder cannot be created.
     """
     home = user_path()

@@ -14,8 +14,7 @@ class ErrorReport(Message, frozen=True, kw_only=True, tag="error_report"):
     """An error, reported by a worker about itself, or by an agent about a worker or its node.
 
     It is logged once and handled by the severity of its kind. Its consequences (the exit of the process, broken
-    connections
-    of its peers) are no separate errors.
+    connections of its peers) are no separate errors.
     """
 
     worker: Id | None

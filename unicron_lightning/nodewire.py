@@ -2,8 +2,7 @@
 
 This is the third link of the control plane: one WebSocket per daemon, text frames, one message a frame. It is
 declarative. The coordinator sends a daemon the complete list of torchrun agents to run (`NodeRun`) after each change
-and
-each connection. The daemon starts and stops agents accordingly, and reports the complete list of its agents
+and each connection. The daemon starts and stops agents accordingly, and reports the complete list of its agents
 (`NodeReport`). No lost message matters, and a restarted daemon or coordinator continues from the present state.
 """
 

@@ -16,8 +16,7 @@ compares both, and thus detects a process that forwards to the true coordinator 
 
 A challenge is accepted once, within `CHALLENGE_SECONDS`, by the process that issued it. Unused challenges take no
 memory, because they carry a code of that process. Only used ones are kept, until they expire, and using one requires
-the
-token.
+the token.
 """
 
 from __future__ import annotations

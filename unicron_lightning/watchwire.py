@@ -76,8 +76,7 @@ class Doing(Message, frozen=True, kw_only=True, tag="doing"):
     """Whether ``seconds`` exceeds ``limit``."""
     seconds: Seconds
     """Time in the core phases of this step, or in the present part of another phase, without the time in which the
-    process
-    was not running.
+    process was not running.
     """
     limit: Seconds | None
     """Limit of ``seconds``; None without any data."""

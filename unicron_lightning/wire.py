@@ -114,9 +114,8 @@ class WorkerReady(Message, frozen=True, kw_only=True, tag="worker_ready"):
     """The worker waits: with ``epoch`` 0 to become a member, else it has stopped for that epoch and reports its state.
 
     ``state`` is opaque to the coordinator except for ``step`` (optimizer steps finished, int), ``has_state`` (bool)
-    and, with
-    epoch 0, ``founder`` (bool): the role in which the worker waits. A founder whose role changes sends the message
-    again.
+    and, with epoch 0, ``founder`` (bool): the role in which the worker waits. A founder whose role changes sends the
+    message again.
     """
 
     worker: Id
@@ -317,8 +316,7 @@ class Grant(Message, frozen=True, kw_only=True, tag="grant"):
     """The slot belongs to the task: start workers. ``master`` is the store of group rank 0's agent for plain scripts.
 
     A ``warm`` grant gives no slot: the workers are started, send hello, and wait for their `Welcome`. It is followed by
-    a
-    grant for the same round that gives the slot, by `Stop` or by `TaskOver`.
+    a grant for the same round that gives the slot, by `Stop` or by `TaskOver`.
     """
 
     round: int
@@ -368,8 +366,7 @@ class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
     """[to the worker] Answer to `WorkerHello`. A founder takes part from the start; others join live when ready.
 
     ``resume``: checkpoint path from which a task without surviving workers resumes, None for a new start. ``layout``:
-    an
-    operator's order, which replaces the script's layout.
+    an operator's order, which replaces the script's layout.
     """
 
     worker: str
@@ -386,12 +383,9 @@ class Epoch(Message, frozen=True, kw_only=True, tag="epoch"):
 
     ``init``/``restart``: no worker has state, all members start. ``fail``: stop *now*, abort collectives. ``join``,
     ``leave``: switch at the next step boundary. ``relayout``: do so, write a checkpoint there, and wait to be stopped:
-    the
-    task restarts from it in another layout. In each case answer with `WorkerReady` of this epoch and wait for `Go`. A
-    former
-    member that is not in ``members`` has been expelled. In a ``leave`` it first takes part in the step, then answers
-    too, and
-    waits to be stopped, or for a newer epoch if the change is cancelled.
+    the task restarts from it in another layout. In each case answer with `WorkerReady` of this epoch and wait for `Go`.
+    A former member that is not in ``members`` has been expelled. In a ``leave`` it first takes part in the step, then
+    answers too, and waits to be stopped, or for a newer epoch if the change is cancelled.
     """
 
     number: int

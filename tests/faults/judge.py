@@ -114,10 +114,8 @@ def check_samples(notes: list[Note], expected: list[Note]) -> None:
     """Zero lost, zero repeated: each step used exactly its own samples, each once.
 
     Micro-batches computed by ranks that finished the step count once each. The others must have been finished by a
-    worker
-    that died in the step, after its part had been reduced. If a worker was the first to finish a step, and died before
-    any
-    other had, its result was lost with it, and the others' counts.
+    worker that died in the step, after its part had been reduced. If a worker was the first to finish a step, and died
+    before any other had, its result was lost with it, and the others' counts.
     """
     steps = _that_count(notes)
     lives = last_life(steps)

@@ -16,8 +16,7 @@ class Proxy:
     """Forwards from `port` to another port of this machine, in a thread.
 
     While it is `cut`, sent data stays in the sockets, and new connections are accepted but not served: no end is
-    notified.
-    Once healed, all data is delivered.
+    notified. Once healed, all data is delivered.
     """
 
     def __init__(self, target: int) -> None:

@@ -71,8 +71,7 @@ class Schedule:
 
     Two features are not part of the language. Sentences are independent of each other, so the groups, which strike in
     sequence in a recovered world, are armed here. Strikes are recorded in a folder instead of the coordinator, which in
-    many
-    tests is dead when the next fault is due.
+    many tests is dead when the next fault is due.
     """
 
     def __init__(self, folder: Path, node: str, notes: Notes) -> None:

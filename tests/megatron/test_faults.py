@@ -1,8 +1,8 @@
 """SIGKILL of workers of a Megatron model at every point of a step: each recovery is exact, and the replica returns.
 
 One run takes several faults, each when the previous one has been recovered from and the world is complete again; a
-fifth
-agent's warm worker replaces the dead one. At the end of one of them the task is resized: whole replicas leave and join.
+fifth agent's warm worker replaces the dead one. At the end of one of them the task is resized: whole replicas leave and
+join.
 """
 
 from __future__ import annotations
@@ -52,8 +52,7 @@ SCHEDULES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         [
             die("reduce", 0, 1),
             # Other workers have stepped their shards and must return to the previous version. From now on no replica's
-            # workers
-            # are neighbours in the order of nodes.
+            # workers are neighbours in the order of nodes.
             die("updated", 0, 1),
         ],
     ),

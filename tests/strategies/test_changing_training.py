@@ -56,8 +56,7 @@ def world_of_two(cluster: Cluster) -> tuple[int, int] | None:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """One agent trains alone past all changes, and a second one joins. The first worker, which has seen the changes, is
-    then
-    terminated, and the second one passes them on to its replacement.
+    then terminated, and the second one passes them on to its replacement.
     """
     folder = tmp_path_factory.mktemp("changing")
     with Cluster(folder, str(HERE / "changing_worker.py"), "1:2") as cluster:

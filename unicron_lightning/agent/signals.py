@@ -22,8 +22,7 @@ class SignalWatch:
     """Calls back from its thread when a signal that ends torchrun arrives. Created and closed in the main thread.
 
     Python's wake-up descriptor gets each signal's number before any handler runs. If it is in use elsewhere, or this is
-    not
-    the main thread, nothing is watched.
+    not the main thread, nothing is watched.
     """
 
     def __init__(self, on_ending: Callable[[], None]) -> None:

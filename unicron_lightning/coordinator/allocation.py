@@ -61,8 +61,7 @@ def gather(cluster: Cluster, turn: Turn, agent: Agent, is_new: bool) -> None:
     """Handle an agent's registration: if tasks compete, it counts after a short delay, with others that arrive.
 
     The agents of a node, one per task, register within a second of each other. Planning immediately would move tasks
-    for
-    the first agent, and again for each further one.
+    for the first agent, and again for each further one.
     """
     turn.places_changed = True
     if is_new and agent.place is not None and several_compete(cluster):

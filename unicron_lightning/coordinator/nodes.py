@@ -137,8 +137,7 @@ def review_ended(cluster: Cluster, turn: Turn) -> list[Task]:
     """End and return the jobs whose torchrun agents have all exited by themselves.
 
     Either torchrun failed (its restarts are exhausted, or its options are refused), or it succeeded while the
-    coordinator
-    was away, so that its agent could not report.
+    coordinator was away, so that its agent could not report.
     """
     ended: list[Task] = []
     alone = [job for job in cluster.lasting.jobs.values() if job.name in cluster.tasks]

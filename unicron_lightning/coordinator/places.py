@@ -77,8 +77,7 @@ def usable_places(cluster: Cluster, daemons: DaemonPlaces | None = None) -> Plac
     """Return places that tasks may use now, by name: those of undrained agents that are present or may return.
 
     An agent that has left takes its task's claim with it, and the place if no other task has an agent there. Every job
-    can
-    use the slots of nodes that have a daemon, which starts agents where needed.
+    can use the slots of nodes that have a daemon, which starts agents where needed.
 
     Args:
         cluster: the whole state.
@@ -166,8 +165,7 @@ def _counts(cluster: Cluster, task: Task, agent: Agent) -> bool:
     """Whether the task can use the agent's place.
 
     An agent that has just lost its connection makes no new claim, since its node may be gone, and its neighbours' loss
-    is
-    then detected shortly. A place of its task stays with the task until the agent is declared lost.
+    is then detected shortly. A place of its task stays with the task until the agent is declared lost.
     """
     its_own = cluster.lasting.assigned.get(agent.place or "") == task.id
     there = its_own or task.restoring or (agent.conn is not None and not agent.fresh)

@@ -107,10 +107,8 @@ def leaving(task: Task, turn: Turn) -> set[str]:
     """Return agents that hold a slot and have to leave it.
 
     These are agents on drained nodes, and the newest (`replicas`) of the others beyond `Task.limit`. Such an excess
-    arises
-    when the task shrinks, or when a drained node returns before it has left and another one has its slot already.
-    Agents at
-    places that the plan gives the task stay: the plan itself selects which of them leave.
+    arises when the task shrinks, or when a drained node returns before it has left and another one has its slot
+    already. Agents at places that the plan gives the task stay: the plan itself selects which of them leave.
     """
     assigned, out = turn.lasting.assigned, turn.out_of_use()
     away: set[str] = set()

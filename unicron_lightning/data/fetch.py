@@ -2,9 +2,8 @@
 
 With worker processes, the micro-batches that this rank expects to compute are requested ahead, in order, over as many
 steps as the loader prefetches. When the world changes, the expectation changes: already requested micro-batches that
-are
-still needed are used, others are dropped, and unexpected ones are fetched in the training process at once. The worker
-processes are not restarted for this.
+are still needed are used, others are dropped, and unexpected ones are fetched in the training process at once. The
+worker processes are not restarted for this.
 """
 
 from __future__ import annotations

@@ -39,8 +39,7 @@ class Writer(SaveShardedStrategy):
     """Writes megatron-core's format with torch's writer.
 
     Megatron-core's own writer forks processes and starts a manager that imports the user's script again. Both serve
-    writing
-    in the background and are unsafe in a process with threads, sockets and a GPU.
+    writing in the background and are unsafe in a process with threads, sockets and a GPU.
     """
 
     def __init__(self) -> None:

@@ -42,8 +42,7 @@ def claim_shard(lacking: dict[str, Any], first: int) -> int:
 
     Returns:
         The claimed shard; any missing one if all are claimed (perhaps by workers that have died since), or if the
-        store's
-        agent has died.
+        store's agent has died.
     """
     shards: list[int] = lacking["shards"]
     wanted = [shard for shard in (first, *shards) if shard in shards]

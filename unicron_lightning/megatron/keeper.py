@@ -3,8 +3,7 @@
 A step is committed only after every worker has done its update and has the copies (`Mirror` without overlap). At any
 moment the last committed version is therefore complete in host memory, own and mirrored, and no result of the next one
 has been published. After a failure at any moment, the members of the new epoch return to, or stay at, the newest
-version
-that one of them has committed; gradients of completed calls are kept.
+version that one of them has committed; gradients of completed calls are kept.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 After each optimizer step (`protect`) a thread copies this rank's shard into host memory and sends it to its holders,
 while the training thread continues with the next step's forward and backward passes. `settle` waits for the thread; it
 belongs before the next optimizer step, ahead of a point that all ranks pass together. Every buffer exists twice, so
-that
-one of two successive versions is complete at any moment:
+that one of two successive versions is complete at any moment:
 
     step n's commit          protect(n)   forward, backward of n+1      settle   commit   optimizer step n+1
     ----|--------------------|============ copy, send ==================|--------|--------|----
@@ -20,8 +19,7 @@ gathering of parameters. The version is
 
 With ``every`` above 1 it is older by up to that number of steps. Gradients accumulated so far (``main_grad``) are kept.
 After `restore`, call `protect` for the restored version: until it has settled, a second copy may not exist. If no
-version
-is complete (`ShardsLost`), only a checkpoint remains.
+version is complete (`ShardsLost`), only a checkpoint remains.
 
 **Cost.** Host memory: 24 bytes per element of a shard for its owner's copies, and as much again for each copy on
 others; during a recovery the new layout's beside the old one's. Traffic: 12 bytes per element, step and copy.
@@ -68,8 +66,7 @@ class Redundancy:
         copies: of each shard, on other ranks; 0 for none, in which case a dead worker's shard is lost.
         every: steps between copies.
         overlap: whether training continues while copies are made; otherwise each step waits for them, and no committed
-            step
-            is repeated.
+            step is repeated.
     """
 
     copies: int = 1

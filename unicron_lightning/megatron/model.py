@@ -174,8 +174,7 @@ class ShardModel:
         """Equalise parameters at the start.
 
         The last stage gets the first one's tied embeddings, which construction without peers has left at zero; all
-        replicas get
-        the first one's parameters.
+        replicas get the first one's parameters.
         """
         inner: Any = self.module
         while not hasattr(inner, "setup_embeddings_and_output_layer") and hasattr(inner, "module"):

@@ -6,8 +6,7 @@ groups whose waits check the connections periodically, and end once gloo has clo
 cut. From then on nothing is written into the tensors. With CUDA, groups are aborted by NCCL, and this module is unused.
 
 Torch's reduce-scatter for gloo is a sum of copies, from which each rank takes its part. Its `Work` accepts no time
-limit
-and never reports completion; this module implements it in the same way without these defects.
+limit and never reports completion; this module implements it in the same way without these defects.
 """
 
 from __future__ import annotations

@@ -113,8 +113,7 @@ class ShardedOptimizer:
 
         Args:
             target: float32, [3, elements], in the order of `FIELDS` and `pieces`. If it is pinned host memory, the copy
-                is
-                asynchronous on the current stream.
+                is asynchronous on the current stream.
         """
         position = 0
         for parameter, stretch in self._stretches():
@@ -144,10 +143,8 @@ class ShardedOptimizer:
         """Make new buffers and shards for the present groups of megatron-core's ``parallel_state``.
 
         Gradients (``main_grad``) and the factor that scales them are kept. Parameters keep their values. The
-        optimizer's state
-        is lost and must be restored by `write`. Old and new buffers never coexist: meanwhile gradients are in host
-        memory, and
-        parameters in storage of their own.
+        optimizer's state is lost and must be restored by `write`. Old and new buffers never coexist: meanwhile
+        gradients are in host memory, and parameters in storage of their own.
 
         Args:
             groups: `groups` of all ranks together.

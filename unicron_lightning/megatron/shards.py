@@ -8,8 +8,7 @@ holdings, and every member computes the same results from these reports:
 - `versions`: the complete versions, i.e. those with each element in at least one holding;
 - `missing`: the elements of a version without a holding, because an owner died with all its mirrors;
 - `transfers`: the ranges that members send to each other, so that each member of the new group gets exactly its shard
-  of
-  the new layout.
+  of the new layout.
 
 Shards do not depend on the group's size: a holding made among three ranks serves a group of two, or of four.
 """

@@ -1,9 +1,8 @@
 """Division of a step's micro-batches over replicas: pure, with the same result on every worker.
 
 A step's micro-batches are divided into *shares*, one for each declared replica. A replica runs its own share in one
-call
-of Megatron's schedule, and its part of a missing replica's share in another one, whose gradients are summed separately.
-With two replicas the sums then equal those of the failure-free run, in the same order.
+call of Megatron's schedule, and its part of a missing replica's share in another one, whose gradients are summed
+separately. With two replicas the sums then equal those of the failure-free run, in the same order.
 """
 
 from __future__ import annotations
@@ -46,8 +45,7 @@ def kept_calls(reports: Sequence[CallReport | None]) -> int:
     """Number of a replica's calls that count, from its workers' reports.
 
     A call that some worker has not begun has changed nothing anywhere, since no backward can run without all workers. A
-    call
-    that all have begun and not all completed may have changed some gradients: then nothing counts.
+    call that all have begun and not all completed may have changed some gradients: then nothing counts.
     """
     done = [0 if report is None else len(report.calls) for report in reports]
     began = [0 if report is None else report.began for report in reports]

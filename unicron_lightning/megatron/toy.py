@@ -1,8 +1,7 @@
 """A megatron-core GPT of ten thousand parameters over bytes of English text, for tests, examples and demonstrations.
 
 It has the features of a large one: stages and slices, tied embeddings, sequence parallelism, bf16, dropout. On a
-machine
-without CUDA call `unicron_lightning.megatron.shim.install` first.
+machine without CUDA call `unicron_lightning.megatron.shim.install` first.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Megatron's process groups, made without communication from existing connections.
 
 `torch.distributed` gets a back-end ``unicron``, which returns the connection for a requested set of ranks. Megatron's
-own
-`initialize_model_parallel` thus runs unchanged, and cannot block on a worker that has died. While a model is built, the
-connections are dummies: construction needs ranks and sizes, but no peers.
+own `initialize_model_parallel` thus runs unchanged, and cannot block on a worker that has died. While a model is built,
+the connections are dummies: construction needs ranks and sizes, but no peers.
 """
 
 from __future__ import annotations

@@ -34,8 +34,7 @@ def slots_of(text: str | None, devices: list[str]) -> list[Slot]:
     Args:
         text: None for one slot per accelerator (one in all if there is none); a number of slots, among which the
             accelerators are divided in order; or labels with commas between them. Labels that are a number or a range,
-            as
-            in ``0-3,4-7``, select the accelerators with these indices in ``devices``.
+            as in ``0-3,4-7``, select the accelerators with these indices in ``devices``.
         devices: the accelerators, by their names for CUDA_VISIBLE_DEVICES.
 
     Raises:

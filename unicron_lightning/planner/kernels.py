@@ -5,10 +5,9 @@ Everything is exact in 64-bit integers. With a price p >= 0 per unit, a plan wit
     sum g_i  <=  p N + sum max_k (g_i(k) - p k)  -  sum r_i(k_i),    r_i(k) = max_k' (g_i(k') - p k') - (g_i(k) - p k)
 
 An option whose reduced cost r_i(k) exceeds the distance between the bound and a known plan is in no plan that is as
-good
-(Lagrangian relaxation; Pisinger, "A minimal algorithm for the multiple-choice knapsack problem", European Journal of
-Operational Research 83, 1995, removes options in this way). The price is the least at which the tasks take no more than
-N units.
+good (Lagrangian relaxation; Pisinger, "A minimal algorithm for the multiple-choice knapsack problem", European Journal
+of Operational Research 83, 1995, removes options in this way). The price is the least at which the tasks take no more
+than N units.
 """
 
 from __future__ import annotations
@@ -155,8 +154,7 @@ def find_price(
 
     Returns:
         The price, the bound on the sum of keys, and the sum of keys of the tasks' choice, which is a plan. The price is
-        -1
-        and the rest meaningless if the tasks take more units even at ``most``.
+        -1 and the rest meaningless if the tasks take more units even at ``most``.
     """
     if wanted_units(hull_starts, vertices, units, keys, num_tasks, skip, own, most) > num_units:
         return -1, 0, 0

@@ -251,8 +251,7 @@ class Packing:
 
     def _evict(self, node: int, lacking: int, others: Sequence[int]) -> None:
         """Evict other tasks' groups from a node until ``lacking`` slots are free: large groups that are needed whole
-        first, then
-        the smallest sufficient ones.
+        first, then the smallest sufficient ones.
         """
         for other in others:
             group = self._demands[other].group_size
@@ -272,8 +271,7 @@ def _fewest(room: IntArray, wanted: int, familiar: IntArray) -> list[tuple[int, 
     """Choose bins and amounts that hold ``wanted`` (or as much as fits) in few new bins.
 
     Familiar bins come first, the fullest before others; then the roomiest, which keeps the number of bins low. The
-    amount of
-    the last bin goes to the tightest sufficient one, so that roomy bins stay whole.
+    amount of the last bin goes to the tightest sufficient one, so that roomy bins stay whole.
 
     Args:
         room: of each bin.

@@ -157,8 +157,7 @@ def place(nodes: Sequence[Node], demands: Sequence[Demand], running: Slots) -> P
 
     Raises:
         ValueError: a name is given twice, more slots run on a ready node than it has, or the demands do not fit: more
-            slots
-            than are available, or groups too large for the remaining nodes.
+            slots than are available, or groups too large for the remaining nodes.
     """
     _check(nodes, demands, running)
     ready = sorted((node for node in nodes if node.state is NodeState.READY), key=lambda node: (node.switch, node.name))

@@ -151,8 +151,7 @@ def combine(
 
     Returns:
         The sum of keys, ``NEVER`` if nothing is feasible; the index of the best option with fewest units; and the
-        largest
-        budget of the tasks before it.
+        largest budget of the tasks before it.
     """
     top, option, budget = NEVER, -1, -1
     before_high, after_high = before_low + len(before) - 1, after_low + len(after) - 1

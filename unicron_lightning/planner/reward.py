@@ -43,8 +43,7 @@ class Curve:
     """F(t,x) of a task at every number of workers that a plan may give it, as known when the curve was made.
 
     Make it with `Curve.of`, and again when the performance model has learned more. Plans use curves so that a model
-    that
-    learns in the meantime cannot change half of a plan.
+    that learns in the meantime cannot change half of a plan.
 
     Attributes:
         task: the task.

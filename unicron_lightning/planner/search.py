@@ -5,9 +5,8 @@ prefix and the suffix table of the other columns; each then needs one combinatio
 suffix row instead of a solution of its own.
 
 Only options that can be in a best plan of some variant enter the tables (`unicron_lightning.planner.kernels`). The
-first
-tables use a guess of the distance between bound and optimum. The resulting plans bound this distance; if the guess was
-too small, the tables are made again with the bound. Ties are never removed.
+first tables use a guess of the distance between bound and optimum. The resulting plans bound this distance; if the
+guess was too small, the tables are made again with the bound. Ties are never removed.
 """
 
 from __future__ import annotations

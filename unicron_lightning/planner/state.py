@@ -20,15 +20,13 @@ class ClusterState:
     """n' healthy workers, the tasks that compete for them, and the current allocation.
 
     The order in which tasks are given does not matter. Equal contents have equal fingerprints, and a plan depends on
-    nothing
-    else.
+    nothing else.
 
     Attributes:
         tasks: F(t,x) of each task that is to run.
         num_workers: n', the number of healthy workers.
         running_seconds: D_running(n'), the expected seconds to the next failure with n' workers; a number if
-            independent of
-            n'. Its results must not change while the state is used: a new estimate needs a new state.
+            independent of n'. Its results must not change while the state is used: a new estimate needs a new state.
         allocation: x_i, each task's workers by its last plan; 0 for tasks that are not named.
         lost: number of failed workers since then, by task. A named task is *affected*, even with 0.
         queued: F(t,x) of tasks that are not to run yet. They matter only to the plans made ahead.
@@ -40,8 +38,7 @@ class ClusterState:
 
     Raises:
         ValueError: names are not unique or unknown, a number is out of range, or a curve is for another unit or for
-            fewer
-            workers than needed.
+            fewer workers than needed.
     """
 
     tasks: tuple[Curve, ...]

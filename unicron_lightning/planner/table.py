@@ -1,9 +1,8 @@
 """Plans for all foreseen next events, made ahead.
 
 Foreseen are: the loss of a node by each task that has workers, and of an idle one; a node that joins; the end of each
-task; the launch of each queued task. Cases with the same number of healthy workers differ in one task only, so they
-are variants of one problem and share its prefix and suffix tables (`unicron_lightning.planner.search`). Each plan
-equals
+task; the launch of each queued task. Cases with the same number of healthy workers differ in one task only, so they are
+variants of one problem and share its prefix and suffix tables (`unicron_lightning.planner.search`). Each plan equals
 the one that `unicron_lightning.planner.solver.solve` makes for the state after the event, ties included.
 
 A table is valid only for the state it was made for. The state's fingerprint covers everything that plans depend on

@@ -23,8 +23,7 @@ class PlanTask:
         max_workers: most workers it may have, None for no limit.
         granularity: its number of workers is a multiple of this, e.g. TP x PP, or the workers of a node.
         may_pause: whether the planner may give it no workers in favour of others. Otherwise the task is paused only if
-            the
-            minimums of all such tasks do not fit together.
+            the minimums of all such tasks do not fit together.
 
     Raises:
         ValueError: a value is out of range.

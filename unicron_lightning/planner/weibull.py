@@ -2,8 +2,7 @@
 
 A component of age u fails with cumulative hazard (u / s)^k: shape k < 1 if new components fail most (burn-in), k > 1 if
 old ones do (wear), k = 1 for the constant hazard. A component is assumed to be as good as new after a failure
-(renewal).
-Over the next t seconds, for components of ages a_i now,
+(renewal). Over the next t seconds, for components of ages a_i now,
 
     H(t) = mean over i of ( ((a_i + t)/s)^k - (a_i/s)^k )
 
@@ -41,8 +40,7 @@ class WeibullHazard:
         shape: k, from `SHAPE_MIN` to `SHAPE_MAX`.
         scale_seconds: s, the age that a fraction 1/e outlives.
         ages_seconds: current ages of the running components; None for ages in equilibrium. More than 512 distinct ages
-            are
-            put into 512 groups of about equal number, each at its mean age.
+            are put into 512 groups of about equal number, each at its mean age.
     """
 
     shape: float

@@ -50,8 +50,7 @@ def with_ratio(rows: Sequence[Row], reference: str) -> list[Row]:
     """Add ``ratio`` to rows: accumulated WAF over that of the reference policy in the same situation and seed.
 
     A variant without a reference of its own is compared with the unchanged reference. Without any reference, no ratio
-    is
-    added.
+    is added.
     """
     base = {_situation(row): float(row["waf"]) for row in rows if row["policy"] == reference}
     made: list[Row] = []

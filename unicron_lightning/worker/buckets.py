@@ -3,9 +3,8 @@
 torch DDP reduces in place and can be neither re-bound nor interrupted, so this package has its own reducer. While
 micro-batches accumulate, each parameter's ``.grad`` holds this rank's sum, as in plain training; autograd stores the
 first gradient without a copy. For the reduction the gradients are copied into the bucket's flat buffer ``reduced``,
-which
-is summed over the ranks; each ``.grad`` is a view into it while the optimizer steps. The local sums are unchanged until
-the step is committed: a failed reduction loses no finished micro-batch. The cost is one additional buffer of the
+which is summed over the ranks; each ``.grad`` is a view into it while the optimizer steps. The local sums are unchanged
+until the step is committed: a failed reduction loses no finished micro-batch. The cost is one additional buffer of the
 gradients' size.
 """
 

@@ -57,8 +57,7 @@ class Communicator(Protocol):
 
     Attributes:
         tells_success: whether `Handle.succeeded` is reliable after a failure. If not, only the commit confirms
-            reductions:
-            after a failure all of them are repeated.
+            reductions: after a failure all of them are repeated.
     """
 
     rank: int

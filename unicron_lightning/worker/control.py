@@ -193,8 +193,7 @@ class Control:
         """Report an error of this worker, see `wire.ErrorReport`.
 
         An error that ends the process (``ends``) is reported once, and the first one counts. From then on no message
-        ends the
-        process before it has written its diagnostics; its agent stops it if this takes too long.
+        ends the process before it has written its diagnostics; its agent stops it if this takes too long.
         """
         if self._ending:
             return

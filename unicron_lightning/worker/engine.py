@@ -2,10 +2,9 @@
 
 All members run the same sequence of *operations*: agreements, optimizer steps, evaluations, joins. An operation
 completes on one rank only when every rank has taken part, so at any time the members' **positions** (numbers of
-completed
-operations) differ by at most one. Recovery relies on this: after a failure the members exchange positions and partial
-results. Members that are behind take the last operation's result from members that are ahead, and the operation in
-progress is planned again from everything that its members have finished. Operations of one position share one epoch.
+completed operations) differ by at most one. Recovery relies on this: after a failure the members exchange positions and
+partial results. Members that are behind take the last operation's result from members that are ahead, and the operation
+in progress is planned again from everything that its members have finished. Operations of one position share one epoch.
 """
 
 from __future__ import annotations
@@ -232,8 +231,7 @@ class Engine:
         """At a step boundary: run ``join`` in the newest epoch, if all members have agreed to.
 
         A failure may have driven some members from the agreed epoch meanwhile, and others may already wait for them in
-        ``join``;
-        those members run it in their present epoch.
+        ``join``; those members run it in their present epoch.
         """
         agreed, self.switch_from = self.switch_from, 0
         if not agreed:

@@ -37,8 +37,7 @@ class Injector:
     Args:
         engine: the engine whose points are observed.
         claim: asked before each strike for permission, with the fault's key; performs actions that a worker cannot do
-            to
-            itself. Default: the coordinator, through the agent.
+            to itself. Default: the coordinator, through the agent.
     """
 
     def __init__(self, engine: Engine, claim: Callable[[str, Fault, Point], bool] | None = None) -> None:

@@ -60,10 +60,8 @@ def plan_step(
     """Plan the rest of a step from each rank's report (None: nothing yet).
 
     A bucket that is complete on any rank is sent from the lowest such rank and not reduced again. A dead rank's values
-    for
-    the commit (its loss, its logged values) are in no bucket, so its micro-batches are recomputed even if every bucket
-    is
-    complete.
+    for the commit (its loss, its logged values) are in no bucket, so its micro-batches are recomputed even if every
+    bucket is complete.
 
     Args:
         micro_batches: all of the step.

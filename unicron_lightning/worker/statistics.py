@@ -2,8 +2,7 @@
 
 Pure: no clock, no thread. `StepStatistics.take` receives finished steps. Steps with other activities (validation, a
 checkpoint, a recovery) and the first step of an epoch do not count. Averages exclude outliers, so that a single stall
-of
-the loader changes nothing.
+of the loader changes nothing.
 
 From the paper (section on online statistical monitoring): an iteration over 1.1x the running average is degraded, over
 3x it has failed. Here the first rule compares the median of the last `RECENT` steps with the steps before, which stay

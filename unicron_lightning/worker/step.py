@@ -244,8 +244,7 @@ class GradientStep:
 
         Returns:
             The epoch that all members agree to leave (0: none), each rank's seconds per micro-batch (0: unknown), and
-            the sums
-            of ``totals`` over the ranks.
+            the sums of ``totals`` over the ranks.
         """
         activity = engine.activity
         pending = engine.control is not None and engine.control.newer_than(engine.world.epoch) is not None

@@ -25,8 +25,7 @@ def hang(how: str, seconds: float | None) -> None:
 
     Args:
         how: ``sleep``, ``spin``, or ``gil``: sleep with the interpreter's lock, so that no other thread runs either,
-            except
-            for a moment at a signal.
+            except for a moment at a signal.
         seconds: duration.
     """
     end = math.inf if seconds is None else time.monotonic() + seconds
@@ -49,8 +48,7 @@ def error(kind: str, in_operation: bool) -> Exception:
     Args:
         kind: one of `EXAMPLES`.
         in_operation: whether the error is raised in an operation of the engine. There, collectives raise broken
-            connections
-            as `CommunicatorAborted`, which is handled in place.
+            connections as `CommunicatorAborted`, which is handled in place.
     """
     example = EXAMPLES[kind]
     raised = _class_of(example)(example.text)

@@ -60,8 +60,7 @@ class ClusterConfig:
     """Whether agents without a slot start their workers in advance, up to the strategy's start.
 
     Such workers join within a second of a slot becoming free. Costs a start, and a worker's host memory, on each
-    stand-by
-    node.
+    stand-by node.
     """
 
     def __post_init__(self) -> None:

@@ -70,8 +70,7 @@ class Case:
         """Whether the node causes the repeated failures, and not the script.
 
         A script that cannot get past a step fails on all nodes and stops all workers. So the node is to blame if other
-        workers
-        have finished steps since its failures began, or if no other node has failed.
+        workers have finished steps since its failures began, or if no other node has failed.
         """
         if self.in_a_row < self.limits.cordon_failures:
             return False

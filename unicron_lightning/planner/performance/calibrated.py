@@ -32,8 +32,7 @@ class CalibratedModel:
         prior: any model; where its throughput is 0, the task runs only at counts with measurements.
         online: the measurements.
         prior_error: relative standard error of the prior; None takes the prior's own, which must be above 0 at some
-            count
-            for measurements to have any effect.
+            count for measurements to have any effect.
         common: c, the part of the prior's error that all x share.
         doublings: l, doublings of x after which the rest of the error is independent.
 

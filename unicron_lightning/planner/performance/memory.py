@@ -11,8 +11,7 @@ Activations are those of Korthikanti et al. 2022, "Reducing Activation Recomputa
 
 The first stage keeps p micro-batches of l/p layers, which are l layers for any p; with interleaving 1 + (p-1)/(p v)
 times as much. Counted tensor by tensor, the terms also hold for grouped keys and values and for gated or other widths
-of
-the feed-forward part (an extension; the paper has h and 4 h there). Fused attention keeps no s x s tensor.
+of the feed-forward part (an extension; the paper has h and 4 h there). Fused attention keeps no s x s tensor.
 
 Communication buffers and fragmentation are not counted; `Cluster.reserved_bytes` covers them. If p does not divide l,
 every stage is counted as the largest one.

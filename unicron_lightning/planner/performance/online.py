@@ -1,9 +1,8 @@
 """T(t,x) from measurements of running tasks, with its standard error.
 
 Every measurement is added to the statistics of its number of workers; its weight halves with each
-``half_life_seconds``.
-The curve over the numbers of workers is made non-decreasing (`isotonic`): a task may always leave workers idle, so a
-fall with more workers is noise or avoidable. Times are arguments: nothing here reads a clock.
+``half_life_seconds``. The curve over the numbers of workers is made non-decreasing (`isotonic`): a task may always
+leave workers idle, so a fall with more workers is noise or avoidable. Times are arguments: nothing here reads a clock.
 
 Results where nothing was measured, with their errors:
 

@@ -5,9 +5,8 @@ prediction. `predict` uses the published configuration and, where the micro-batc
 the fastest values that divide and fit.
 
 `OTHER_SOFTWARE` shows runs to which the constants do not carry over: a program that is not Megatron. For these the
-model
-predicts one and a half times the measured throughput; `calibrated` with a few measured steps, or an `Efficiency` of
-one's own, corrects this.
+model predicts one and a half times the measured throughput; `calibrated` with a few measured steps, or an `Efficiency`
+of one's own, corrects this.
 
 NVIDIA's runs on H100 hide most of their tensor-parallel communication, and the model hides none. Their times are
 predicted well because two errors cancel: their products reach less of the peak than the A100's.

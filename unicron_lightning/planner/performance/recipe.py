@@ -63,8 +63,7 @@ class Recipe:
         optimizer_bytes: per parameter: fp32 weights and Adam's two moments.
 
     The default bytes are Megatron-Core's for bf16 with fp32 gradients: 18 per parameter, or 6 + 12/DP with the
-    distributed
-    optimizer (Megatron-Core developer guide, "Distributed Optimizer").
+    distributed optimizer (Megatron-Core developer guide, "Distributed Optimizer").
 
     Raises:
         ValueError: the precision is unknown, or bytes are negative.
@@ -102,8 +101,7 @@ class Recipe:
 
 # Fitted to the seven forward and backward times of one layer of a 22-billion model on 8 A100 (Korthikanti et al. 2022,
 # arXiv 2205.05198, table 4) with a root mean square error of 2 %. Nothing else is fitted. The same constants are used
-# for
-# every accelerator, which the published runs on H100 confirm. Prefer own measurements where they exist.
+# for every accelerator, which the published runs on H100 confirm. Prefer own measurements where they exist.
 FITTED = Efficiency(matmul=0.69, memory=0.8, network=0.8)
 
 # Megatron-LM of 2021 (arXiv 2104.04473), the same with sequence parallelism (arXiv 2205.05198), Megatron-Core of 2024.

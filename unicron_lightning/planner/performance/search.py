@@ -87,8 +87,7 @@ def search(shape: ModelShape, cluster: Cluster, recipe: Recipe, space: SearchSpa
     """Find the best configurations of a task, over all numbers of workers.
 
     Among equally fast ones the order of the search decides: less PP, less TP, less interleaving, less recomputation,
-    larger
-    micro-batches (fewer kernels, which the formulas do not charge for).
+    larger micro-batches (fewer kernels, which the formulas do not charge for).
     """
     parts: list[tuple[Layouts, FloatArray, FloatArray]] = [(Layouts.of(), np.zeros(0), np.zeros(0))]
     for layouts in _candidates(shape, cluster, recipe, space, global_batch_size):

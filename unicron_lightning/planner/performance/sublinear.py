@@ -4,8 +4,7 @@
     u(x)   = min(x, M / ceil(M / x))         M: equal parts of a step's work, distributed over the workers
 
 With M = 6 parts 4 workers need as many rounds as 3: u(4) = 3. A task with a small M thus gets no workers that would
-only
-wait for others, and equal tasks get equal shares, as the exponent is below 1.
+only wait for others, and equal tasks get equal shares, as the exponent is below 1.
 """
 
 from __future__ import annotations

@@ -32,8 +32,7 @@ class TransformerModel:
         recipe: the training method and its efficiency.
         space: the configurations to try.
         may_idle: whether the task may leave some of its x workers idle. Then T never falls with x; otherwise T is 0
-            where
-            no configuration takes exactly x workers.
+            where no configuration takes exactly x workers.
         relative_error: relative standard error of the prediction, the same for all x.
 
     Raises:

@@ -24,8 +24,7 @@ class Oobleck(Shrinking):
     """Oobleck (SOSP '23): precomputed pipeline templates; a task gets a new layout without the lost node.
 
     The iteration is repeated; layers are copied from nodes that hold them. Nodes that return are admitted in the same
-    way.
-    Idealised: a process's death counts as its node's, which the prototype does not detect at all.
+    way. Idealised: a process's death counts as its node's, which the prototype does not detect at all.
     """
 
     name = "oobleck"
@@ -77,8 +76,7 @@ class InProcess(Policy):
     """NVIDIA's in-process restart: all ranks enter the training function again, without the dead, from a checkpoint.
 
     Ranks that died stay away. The job is restarted with all healthy places when more than ``extra["tolerated_loss"]``
-    of
-    the declared ones are missing, too few are left, or a node has returned.
+    of the declared ones are missing, too few are left, or a node has returned.
     """
 
     name = "inprocess"
