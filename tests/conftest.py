@@ -1,8 +1,8 @@
-"""Hygiene for every test: what it starts or changes it must also stop or put back.
+"""Hygiene for every test: it must stop everything that it starts, and restore everything that it changes.
 
 After each test five things are compared with before: environment variables, threads, processes, listening sockets and
-UNIX socket files. What is still different after `GRACE_SECONDS` fails the test, is named, and is cleaned up so that the
-next test starts clean. A test that leaves something on purpose says so:
+UNIX socket files. A difference that remains after `GRACE_SECONDS` fails the test, is named, and is removed, so
+that the next test starts clean. Mark an intentional leak:
 
     @pytest.mark.allow_leak("unix_sockets", reason="a SIGKILLed agent cannot remove its socket")
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     Snapshot = dict[Hashable, str]
 
 GRACE_SECONDS = 3.0
-"""How long a thing may take to go away by itself after the test: a killed process to be reaped, a socket to close."""
+"""Time for a leak to disappear after the test: a killed process to be reaped, a socket to close."""
 
 RUN_VARIABLE = "UNICRON_TEST_RUN"
 """Marks this test run in the environment of every process started from it, so that orphans are found as well."""
@@ -137,7 +137,7 @@ PROBES: dict[str, Callable[[], Snapshot]] = {
 
 
 def leaks(before: dict[str, Snapshot], grace_seconds: float = GRACE_SECONDS) -> dict[str, Snapshot]:
-    """What is there now and was not before, by kind; waits for it to go away first.
+    """Return what exists now and did not before, by kind, after waiting for it to disappear.
 
     Args:
         before: a snapshot of each kind to look at.

@@ -1,4 +1,4 @@
-"""A coordinator for tests of the agent alone: answers the plain way, keeps everything that was said, sends on order."""
+"""Coordinator for tests of the agent alone: sends standard answers, records messages, and sends others on request."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class FakeCoordinator:
             thread.join(60)
 
     def wait_for(self, kind: type[M], match: Callable[[M], bool] = lambda _: True, seconds: float = 60.0) -> M:
-        """Wait until an agent has said such a message; return the first."""
+        """Wait for a message of this type from an agent; return the first."""
 
         def find() -> M | None:
             return next((m for _, m in self.said if isinstance(m, kind) and match(m)), None)
@@ -69,7 +69,7 @@ class FakeCoordinator:
             return found
 
     def count(self, kind: type[wire.Message]) -> int:
-        """How many such messages were said."""
+        """Return the number of messages of this type."""
         with self._condition:
             return sum(isinstance(message, kind) for _, message in self.said)
 

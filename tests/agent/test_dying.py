@@ -37,7 +37,7 @@ else:
 
 
 def supported() -> bool:
-    """Whether the kernel tells of threads."""
+    """Whether the kernel reports the end of threads."""
     if (fd := _open(os.getpid())) is None:
         return False
     os.close(fd)
@@ -52,7 +52,7 @@ def begin() -> subprocess.Popen[str]:
 
 
 async def told_by_threads(strike: Callable[[subprocess.Popen[str]], None]) -> tuple[int, bool]:
-    """The wait status told, and whether the process could not be waited for yet."""
+    """Return the reported wait status, and whether waitpid did not return the process yet."""
     told: asyncio.Future[tuple[int, bool]] = asyncio.get_running_loop().create_future()
     with begin() as process:
         pidfd = os.pidfd_open(process.pid)

@@ -1,4 +1,4 @@
-"""What a worker raises outside a trainer reaches the coordinator before the worker's exit."""
+"""An exception outside a trainer reaches the coordinator before the worker's exit."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ SHORT = Amount(size=1 << 20, seconds=0.3)
 
 
 class Pair:
-    """Two agents, and what each says to the coordinator."""
+    """Two agents, and the messages of each to the coordinator."""
 
     def __init__(self, newcomers_token: str = "secret") -> None:
         self.newcomer_said: asyncio.Queue[Any] = asyncio.Queue()

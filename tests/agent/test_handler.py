@@ -1,4 +1,4 @@
-"""The handler in this process, with a coordinator that does what the test says and children as workers."""
+"""The handler in this process, with a coordinator controlled by the test and child processes as workers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); prin
 
 
 def until_told(word: Path) -> str:
-    """A program's beginning: it goes on when the file is there."""
+    """Beginning of a program that waits for the file."""
     return f"import os, sys, time\nwhile not os.path.exists({str(word)!r}): time.sleep(0.01)\n"
 
 
@@ -125,7 +125,7 @@ def test_life_of_a_round(bench: Bench) -> None:
     assert bench.rendezvous(size=3) == [0, 3]
     assert bench.handler.num_nodes_waiting() == 0
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
-    # Whether the session stood before the round began decides which message tells of the round.
+    # The message that reports the round depends on whether the session existed before the round.
     address = bench.fake.registers[0].store or bench.fake.wait_for(wire.RendezvousBegin).store
     store = dist.TCPStore(address.host, address.port, is_master=False)
     assert store.num_keys() == 0
@@ -298,7 +298,7 @@ def test_what_is_said_while_the_coordinator_is_away(bench: Bench) -> None:
             worker.say(wire.Lookup(worker=name, key="k"))
             first.wait_for(wire.Lookup)
             port = first.port
-    # `worker` has left: reconnect as the same one while nobody listens
+    # `worker` has left: reconnect as the same worker while no server listens
     with LocalWorker(name) as worker:
         worker.say(wire.WorkerReady(worker=name, epoch=0, state={"step": 0}))
         worker.say(wire.WorkerEvent(worker=name, name="first", at=0.0, fields={}))

@@ -1,4 +1,4 @@
-"""An agent that is told to end at a bad moment: it cleans up like any other."""
+"""An agent that receives SIGTERM at a bad moment cleans up."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def test_silent_worker_is_killed_and_started_anew(tmp_path: Path) -> None:
 
 
 def one_error(cluster: Cluster, place: int, *words: str) -> None:
-    """The agent ends with one error that says all the words."""
+    """The agent ends with one error that contains all the words."""
     assert cluster.agents[place].wait(60) == 1
     log = cluster.log(place)
     errors = [line for line in log.splitlines() if "RendezvousFailed: " in line or "ConfigError: " in line]

@@ -1,4 +1,4 @@
-"""What the agent relies on in torchelastic beyond its documented interface. A failure here: upstream has changed."""
+"""Undocumented behaviour of torchelastic that the agent relies on. A failure means that upstream has changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An agent whose workers are started without a slot: what it tells, and when they are let go on."""
+"""An agent whose workers start without a slot: its reports, and the moment at which it releases the workers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ sys.path.remove(str(Path(__file__).parent))
 
 
 class Sparing(FakeCoordinator):
-    """Grants nothing but warm starts, and welcomes nobody, until the test does."""
+    """Grant only warm starts, and welcome no worker until the test does."""
 
     async def _rendezvous(self, agent: str, number: int, store: wire.Address) -> None:
         await self._to(agent, grant(number, store, warm=True))

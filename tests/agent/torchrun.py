@@ -94,7 +94,7 @@ class Cluster:
         return (self.folder / f"agent-{place}.log").read_text()
 
     def events(self, what: str, **fields: Any) -> list[dict[str, Any]]:
-        """What the workers noted, oldest first."""
+        """Notes of the workers, oldest first."""
         path = self.folder / "events.jsonl"
         lines = [json.loads(line) for line in _whole_lines(path)] if path.exists() else []
         return [line for line in lines if line["what"] == what and fields.items() <= line.items()]

@@ -37,7 +37,7 @@ class Net(pl.LightningModule):
 
 @pytest.fixture
 def rows(tmp_path: Path) -> Callable[[], list[dict[str, float]]]:
-    """What was logged so far: the lines of the file, each with what it has values for."""
+    """Return the lines logged so far, each with the columns that have values."""
     path = tmp_path / "csv/version_0/metrics.csv"
 
     def read() -> list[dict[str, float]]:

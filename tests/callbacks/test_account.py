@@ -1,4 +1,4 @@
-"""Where the time of a task is said to go."""
+"""Classification of a task's time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker makes of notices and of its own events."""
+"""A worker's history from notices and its own events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A fake daemon for the fake cluster of `driver`: it runs at once what it is told to run."""
+"""Fake daemon for the fake cluster of `driver`: it starts ordered jobs at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unicron_lightning.nodewire import Launch, NodeHello, NodeReport, NodeTask, 
 
 
 class FakeDaemon:
-    """One node's daemon. ``runs`` is what it would tell."""
+    """One node's daemon. ``runs`` is the set of jobs that it reports."""
 
     def __init__(self, world: World, node: str, *slots: str, pid: int = 1, started_at: float = 1.0) -> None:
         self.world = world
@@ -60,7 +60,7 @@ class FakeDaemon:
         return sorted((launch.job.name, launch.slot) for launch in self.launches)
 
     def obey(self) -> None:
-        """Start and stop what it was told to, and tell."""
+        """Start and stop jobs as ordered, and report."""
         wanted = {(each.job.name, each.slot): each for each in self.launches}
         for key in self.runs.keys() - wanted.keys():
             del self.runs[key]

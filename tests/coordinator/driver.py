@@ -19,7 +19,7 @@ from unicron_lightning.coordinator.question import Question
 
 @dataclass
 class Oracle:
-    """What was promised for one task so far; asserts that nothing sent contradicts it."""
+    """Record of the messages sent for one task; asserts that no later message contradicts them."""
 
     epochs: dict[int, wire.Epoch] = field(default_factory=dict)
     goes: dict[int, wire.Go] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class World:
         self.start()
 
     def start(self) -> None:
-        """(Re)start the coordinator from what is on disk; all connections are gone."""
+        """(Re)start the coordinator from its stored state; all connections are closed."""
         tasks = {task_id: state.decode_task(blob) for task_id, blob in self.disk.items()}
         self.machine = Machine(self.limits, state.Cluster(tasks=tasks, lasting=self._stored()))
         self._origin = self.machine.snapshot()
@@ -177,7 +177,7 @@ class World:
             self.answer()
         self.answer_probes()
         for task in self.machine.tasks.values():
-            if task.epoch is not None:  # also one that nobody was there to be sent
+            if task.epoch is not None:  # also an epoch that no agent was connected to receive
                 oracle = self.oracles.setdefault(task.id, Oracle())
                 oracle.check_epoch(task.epoch, drained=self.lasting is not None)
         for task in self.machine.tasks.values():
@@ -187,7 +187,7 @@ class World:
             self._check_warm(task)
 
     def _check_warm(self, task: state.Task) -> None:
-        """Who is warm has no slot and no worker that counts; nobody is on a drained node, or in a plain task."""
+        """Warm agents have no slot and no counted worker; none is on a drained node, or in a plain task."""
         for agent in task.agents.values():
             assert agent.warm + agent.waiting + (agent.id in task.slots) <= 1, agent
             assert agent.warm or not agent.hellos, agent
@@ -197,7 +197,7 @@ class World:
                 assert task.elastic or task.rebuilding
 
     def _check_lives(self, before: bytes, actions: list[ev.Action]) -> None:
-        """A new life begins only if nobody is left that has the task's state."""
+        """A new life begins only if no worker with the task's state survives."""
         established = {w for task in state.decode_cluster(before).tasks.values() for w in task.established}
         for action in actions:
             if isinstance(action, ev.Send) and isinstance(action.message, wire.Fence):
@@ -294,7 +294,7 @@ def settle(world: World, task: str = "t") -> wire.Go:
 
 
 def running(world: World, count: int, **options: Any) -> list[FakeAgent]:
-    """A task of so many agents in its settled first epoch; min_nodes is their number unless told otherwise."""
+    """Create a task of this many agents in its settled first epoch; min_nodes defaults to their number."""
     world.nodes = options.pop("nodes", (count, 4))
     agents = [world.agent(name, **options).start() for name in "abcdefgh"[:count]]
     for agent in agents:

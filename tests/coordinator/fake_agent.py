@@ -1,4 +1,4 @@
-"""An agent for the tests of the state machine, with its workers: it says what the test has it say."""
+"""Agent with its workers for tests of the state machine: it sends the messages that the test chooses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ M = TypeVar("M", bound=wire.Message)
 
 
 class FakeAgent:
-    """One agent and its workers, as told by the test. It remembers what a real agent would tell when it registers."""
+    """One agent and its workers, controlled by the test, with the state that a real agent reports at registration."""
 
     def __init__(self, world: World, name: str, task: str, nodes: tuple[int, int], size: int) -> None:
         self.world = world
@@ -55,7 +55,7 @@ class FakeAgent:
             case wire.Fence():
                 self.workers.pop(message.worker, None)
             case wire.Welcome() if not message.founder and (info := self.workers.get(message.worker)) is not None:
-                # told that the first epoch was formed without it: it sets up as a joiner, and says so when it is ready
+                # the first epoch was formed without it: it prepares as a joiner, and reports when it is ready
                 if info.ready is not None and info.ready.epoch == 0:
                     self.workers[message.worker] = msgspec.structs.replace(info, ready=None)
 
@@ -106,7 +106,7 @@ class FakeAgent:
         return self
 
     def say(self, message: wire.FromAgent) -> None:
-        """Say something, or keep it until the agent registers again."""
+        """Send a message, or keep it until the agent registers again."""
         if self.conn is None:
             self.outbox.append(message)
             return
@@ -166,7 +166,7 @@ class FakeAgent:
         return self
 
     def worker_goes_on(self, local_rank: int = 0, *, capacity: int = 8) -> None:
-        """The worker says what is due next, e.g. answers the newest epoch if it is a member."""
+        """Have the worker send its next message, e.g. the answer to the newest epoch if it is a member."""
         info = self.workers.get(self.worker(local_rank))
         epochs = self.all(wire.Epoch)
         if info is None or self.without_ranks:  # torchrun has not started it yet

@@ -1,4 +1,4 @@
-"""Stories of a task's errors, told to the severity workflow alone, and one into each row of its table."""
+"""Sequences of a task's errors for the severity workflow alone, with one for each row of its table."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Story:
         return decisions
 
     def settle(self, step: int, without: str = "", *, gone: str = "") -> list[Decision]:
-        """A new epoch in which everybody else is a member; those that were not are new workers."""
+        """Begin an epoch with all other agents as members; those that were not members have new workers."""
         members = {f"{node}#{self.round}": node for node in self.nodes if node not in without}
         kept = {worker: member.node for worker, member in self.record.joined.items()}
         names = {worker: node for worker, node in kept.items() if node not in without}
@@ -60,7 +60,7 @@ class Story:
         return self.see(Error(failure=failure), gone=gone)
 
     def fail_and_return(self, node: str, step: int, kind: str = "exited_abnormally", *, gone: str = "") -> None:
-        """A member fails when ``step`` steps are finished, the others go on, and its successor joins them."""
+        """A member fails after ``step`` finished steps, the others continue, and its successor joins them."""
         self.fail(node, kind, gone=gone)
         self.settle(step, without=node, gone=gone)
         self.settle(step)

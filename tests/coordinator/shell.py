@@ -23,7 +23,7 @@ from unicron_lightning.credentials import Token, token_for
 from unicron_lightning.link import open_socket
 
 NO_STORE = wire.Address(host="127.0.0.1", port=1)
-"""Nobody listens there, and nothing follows from that: it has never been reached."""
+"""No server listens there, which is no evidence of death: the address has never been reached."""
 
 
 class Coordinator:
@@ -64,7 +64,7 @@ class Coordinator:
         self.process.communicate(timeout=20)
 
     def stop(self) -> tuple[int, str]:
-        """End it in order; returns its status and what it said."""
+        """Stop it cleanly; return its status and its output."""
         assert self.process is not None
         if self.process.poll() is None:
             self.process.terminate()
@@ -146,7 +146,7 @@ class SocketAgent:
         await self.say(self.report(epoch))
 
     def back(self, *, ready: int, epoch: int) -> dict[str, Any]:
-        """What a registration says of a worker that lives."""
+        """State of a live worker in a registration."""
         info = wire.WorkerInfo(worker=self.worker, local_rank=0, hello=self.hello(), ready=self.report(ready))
         return {"waiting": False, "granted": True, "local_world": 1, "workers": [info], "epoch": epoch}
 
@@ -155,7 +155,7 @@ class SocketAgent:
 async def connected(
     url: str, *names: str, nodes: tuple[int, int] = (1, 4), token: str | None = None
 ) -> AsyncIterator[list[SocketAgent]]:
-    """Agents with open connections; nothing said yet."""
+    """Agents with open connections that have sent nothing yet."""
     async with aiohttp.ClientSession() as http:
         sockets = [await open_socket(http, f"{url}/v1/agent", known(token)) for _ in names]
         try:

@@ -1,4 +1,4 @@
-"""What incidents cost: phases in seconds, losses in worker-seconds and WAF-seconds, nothing counted twice."""
+"""Cost of incidents: phases in seconds, losses in worker-seconds and WAF-seconds, nothing counted twice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def tell(world: World, agent: FakeAgent, name: str) -> None:
 
 
 def training(count: int, **limits: float) -> tuple[World, list[FakeAgent]]:
-    """A task of so many nodes that would go on with one; all of them have finished a step."""
+    """Create a task of this many nodes with a minimum of one; all of them have finished a step."""
     world = World(join_grace=0.0, **limits)
     world.nodes = (1, 8)
     agents = [world.agent(name).start().launch() for name in "abcdef"[:count]]
@@ -36,7 +36,7 @@ def training(count: int, **limits: float) -> tuple[World, list[FakeAgent]]:
 
 
 def recover(world: World, agent: FakeAgent, seconds: float) -> None:
-    """The others settle and finish a step so long after now."""
+    """Have the others settle and finish a step after this delay."""
     world.advance(seconds)
     settle(world)
     tell(world, agent, "recovered")
@@ -57,7 +57,7 @@ def phases(bill: dict[str, Any], what: str = "seconds") -> list[float]:
 
 
 def die(world: World, agent: FakeAgent, detection: float) -> None:
-    """Its worker dies, and its agent tells so much later."""
+    """Kill its worker; its agent reports it after this delay."""
     died_at = world.now
     world.advance(detection)
     name = agent.worker()

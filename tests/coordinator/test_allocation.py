@@ -13,7 +13,7 @@ GATHERED = 0.6
 
 
 def crowd(world: World, places: int, **tasks: tuple[int, int]) -> dict[str, dict[int, FakeAgent]]:
-    """An agent of every task at every place; a task's agents have their workers up where the plan says so."""
+    """Create an agent of every task at every place; workers run at the places that the plan assigns."""
     agents: dict[str, dict[int, FakeAgent]] = {}
     for task, nodes in tasks.items():
         agents[task] = {
@@ -27,7 +27,7 @@ def crowd(world: World, places: int, **tasks: tuple[int, int]) -> dict[str, dict
 
 
 def settle(world: World, agents: dict[str, dict[int, FakeAgent]]) -> None:
-    """Everything that is due is done: workers start, epochs are entered, agents stop what they are told to stop."""
+    """Complete everything that is due: workers start, enter epochs, and stop on order."""
     for _ in range(40):
         busy = False
         for agent in [agent for each in agents.values() for agent in each.values() if agent.conn is not None]:
@@ -244,7 +244,7 @@ def test_an_overtaken_answer_changes_nothing() -> None:
 
 
 def test_a_plan_overtaken_half_way_is_left_without_harm() -> None:
-    """Task a is leaving a place for b when b goes: it keeps the place, and nobody has computed anything twice."""
+    """Task b ends while task a leaves a place for it: a keeps the place, and no work is repeated."""
     world = World()
     agents = crowd(world, 2, a=(1, 2))
     b = [world.agent(f"b{n}", task="b", nodes=(1, 1), place=f"n{n}/0").start() for n in range(2)]
@@ -287,7 +287,7 @@ def test_a_restarted_coordinator_goes_on_with_the_plan(moment: str) -> None:
 
 
 def test_an_agent_that_comes_back_late_does_not_get_its_place_back() -> None:
-    """It was cut off and given up, and its place is another task's now: its workers are fenced."""
+    """An agent was declared lost after a cut, and its place belongs to another task: its workers are fenced."""
     world = World()
     agents = crowd(world, 2, a=(1, 2))
     late = agents["a"][1]

@@ -59,7 +59,7 @@ def test_a_death_in_time_explains_it() -> None:
 
 @pytest.mark.parametrize(("who", "epoch"), [("a", 2), ("c", 1), ("c", 2)])
 def test_only_members_can_tell_and_only_of_the_epoch_they_are_in(who: str, epoch: int) -> None:
-    """Nobody is in the pending one yet, and the joiner is in none."""
+    """No member is in the pending epoch yet, and the joiner is in none."""
     world, *agents = pending_join()
     breaks(next(agent for agent in agents if agent.name == who), epoch)
     world.advance(10 * GRACE)
@@ -67,7 +67,7 @@ def test_only_members_can_tell_and_only_of_the_epoch_they_are_in(who: str, epoch
 
 
 def test_a_restarted_coordinator_hears_of_it_again() -> None:
-    """Its timers are gone with it; the members wait in the step until they are told."""
+    """Its timers are lost with it; the members wait in the step for its message."""
     world, a, b, c = pending_join()
     breaks(a, 1)
     world.start()

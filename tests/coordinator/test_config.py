@@ -1,4 +1,4 @@
-"""The configuration: what is composed, what is refused, what the document says of it."""
+"""The configuration: composed values, refusals, and agreement with the document."""
 
 from __future__ import annotations
 

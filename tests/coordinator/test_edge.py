@@ -165,7 +165,7 @@ class Broken(Exception):
 
 
 def contained(world: World, event: ev.Input) -> None:
-    """What the shell does with an input that the machine cannot take in; everything before it has been written."""
+    """Handle an input at which the machine raises; everything before it has been written."""
     with pytest.raises(Broken) as caught:
         world.machine.handle(event, world.now)
     touched = world.machine.touched

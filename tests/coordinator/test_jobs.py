@@ -1,4 +1,4 @@
-"""Submitted tasks and nodes' daemons: what is launched where, and how it ends."""
+"""Submitted tasks and nodes' daemons: launches on each node, and the ends of jobs."""
 
 from __future__ import annotations
 

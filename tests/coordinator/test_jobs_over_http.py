@@ -1,4 +1,4 @@
-"""Submitting and cancelling over HTTP: what is taken in, what is refused, in which words."""
+"""Submitting and cancelling over HTTP: accepted and refused requests, with their messages."""
 
 from __future__ import annotations
 

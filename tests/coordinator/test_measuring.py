@@ -15,7 +15,7 @@ def progress(world: World, agent: FakeAgent, step: int, *, at: float | None = No
 
 
 def steps(world: World, agent: FakeAgent, first: int, number: int, seconds: float) -> int:
-    """The agent's worker tells of so many steps, one after the other; returns the next step's number."""
+    """Have the agent's worker report this many steps one after the other; return the next step's number."""
     for step in range(first, first + number):
         progress(world, agent, step)
         world.advance(seconds)
@@ -38,7 +38,7 @@ def test_step_time_is_the_median_of_intervals_after_the_first_step():
     following = steps(world, a, 2, 6, 0.5)
     world.advance(20)  # a validation
     following = steps(world, a, following, 6, 0.5)
-    steps(world, b, following, 5, 9.0)  # another's clock says nothing
+    steps(world, b, following, 5, 9.0)  # another worker's clock is not comparable
     assert measured(world.task()) == {2: 0.5}
     assert world.task().measured.speeds[2].workers == 2
 
@@ -103,7 +103,7 @@ def test_transitions_last_from_their_beginning_to_the_first_step_after():
     world.advance(0.3)
     tell(a, "recovered", world)
     world.advance(1)
-    tell(a, "recovered", world)  # another of its members would say the same
+    tell(a, "recovered", world)  # another of its members would report the same
     b.rendezvous().boot()
     world.advance(3)  # until the members' step boundary
     settle(world)

@@ -14,7 +14,7 @@ LIMITS = PairLimits(check=True, bandwidth=100.0, retry=30.0)
 
 
 class Net:
-    """Agents of one task whose exchanges are good but with or between those that are said to be bad."""
+    """Agents of one task whose exchanges succeed, except with or between those given as bad."""
 
     def __init__(self, nodes: tuple[int, int] = (1, 4)) -> None:
         self.world = World(pairs=LIMITS)
@@ -23,7 +23,7 @@ class Net:
         self.bad: set[str] = set()
         """Nodes, or pairs of them in the order of the alphabet."""
         self.mute: set[str] = set()
-        """Nodes whose agents say nothing of exchanges."""
+        """Nodes whose agents report no exchanges."""
         self.tried: list[str] = []
         self._heard: dict[str, int] = {}
 
@@ -35,7 +35,7 @@ class Net:
         return agent
 
     def settle(self) -> None:
-        """Have all agents do what they were told, until nothing more is."""
+        """Have all agents carry out their orders, until there are no more."""
         while sum(self._answer(agent) for agent in list(self.agents.values())):
             pass
 
@@ -264,7 +264,7 @@ def test_one_exchange_at_a_time_for_each_node() -> None:
         net.start(name)
     assert [len(net.agents[name].all(wire.PairServe)) for name in "abcd"] == [1, 0, 0, 1]
     net.mute = set()
-    for _ in range(60):  # what nobody has answered is given up
+    for _ in range(60):  # an unanswered exchange is abandoned
         net.advance(1)
     assert net.granted() == ["a", "b", "c", "d"]
 

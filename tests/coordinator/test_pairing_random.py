@@ -1,7 +1,7 @@
-"""Random histories with the pairwise check: links that are bad for a while keep nobody out or waiting for ever.
+"""Random histories with the pair check: temporarily bad links exclude or delay no agent for ever.
 
-What the driver and `test_random` check is checked here as well, so at the end everybody is in that there is room for.
-Besides: nobody gets a slot who has not passed.
+The checks of the driver and `test_random` apply here too, so at the end every agent with a free slot is admitted.
+In addition, no agent gets a slot without having passed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LIMITS = PairLimits(check=True, seconds=0.1, retry=1.0)
 
 
 class Gated(World):
-    """Notes who is granted a slot without having passed."""
+    """Records agents that are granted a slot without having passed."""
 
     def do(self, event: ev.Input) -> None:
         seen = len(self.events)
@@ -37,7 +37,7 @@ class Checked(Histories):
     def __init__(self) -> None:
         super().__init__()
         self.bad: set[str] = set()
-        """Names of agents that nobody reaches."""
+        """Names of agents that no partner can reach."""
         self.answered: dict[str, int] = {}
 
     def make_world(self, **limits: Any) -> World:

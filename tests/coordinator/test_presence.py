@@ -1,4 +1,4 @@
-"""Whether a dead agent is told from a broken link, with real sockets."""
+"""A dead agent is distinguished from a broken link, with real sockets."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_refusal_counts_only_where_a_connection_has_succeeded(monkeypatch: pyt
         watched.told(1, address)
         watched.told(2, dead)
         watched.told(3, address)
-        watched.told(3, dead)  # a new round: what was reached before says nothing of it
+        watched.told(3, dead)  # a new round: an earlier connection is no evidence for it
         await done(watched)
         listener.close()
         for conn in (1, 2, 3):

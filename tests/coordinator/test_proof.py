@@ -1,4 +1,4 @@
-"""The mutual proof: what is accepted, once and in time, and that neither end is believed without it."""
+"""The mutual proof: accepted once and in time; neither end is trusted without it."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class Impostor:
             return web.Response(body=await answer.read())
 
     def learned_nothing(self) -> None:
-        """It was asked for challenges, and was told nothing else."""
+        """It received requests for challenges and nothing else."""
         assert self.paths == {"/v1/challenge"}
         assert self.frames == []
         assert SECRET not in repr(self.requests)

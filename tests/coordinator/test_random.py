@@ -146,7 +146,7 @@ class Histories(RuleBasedStateMachine):
             agent.rendezvous()
 
     def worker_goes_on(self, agent: FakeAgent, local_rank: int) -> None:
-        """The worker says what is due next, e.g. answers the newest epoch if it is a member."""
+        """Have the worker send its next message, e.g. the answer to the newest epoch if it is a member."""
         agent.worker_goes_on(local_rank, capacity=self.capacity)
 
     def teardown(self) -> None:
@@ -170,7 +170,7 @@ class Histories(RuleBasedStateMachine):
             self.world.advance(3)
 
     def check_drained(self) -> None:
-        """Nobody is left on a drained node where enough others are."""
+        """No worker stays on a drained node if enough others exist."""
         task, drained = self.world.machine.tasks.get("t"), self.world.machine.drained
         if task is None or task.over is not None or task.finishing or task.epoch is None:
             return

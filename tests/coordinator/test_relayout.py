@@ -26,7 +26,7 @@ SPREAD = wire.Spread(
 
 
 def grid(names: str = "abcd", nodes: tuple[int, int] = (2, 4), **spread: Any) -> World:
-    """A task of agents with one worker each, in two stages, which has told so."""
+    """Create a task of agents with one worker each, which have reported a layout of two stages."""
     world = World()
     start(world, names, nodes)
     tell(world, **spread)
@@ -34,7 +34,7 @@ def grid(names: str = "abcd", nodes: tuple[int, int] = (2, 4), **spread: Any) ->
 
 
 def tell(world: World, **spread: Any) -> None:
-    """The first member tells how the model is spread."""
+    """Have the first member report the layout of the model."""
     first = world.task().members()[0]
     about = msgspec.structs.replace(SPREAD, **spread)
     word = wire.Replicas(worker=first.worker, epoch=world.task().number, replicas=[], spread=about)
@@ -47,13 +47,13 @@ def order(world: World, layout: wire.Layout = SLICES) -> None:
 
 
 def part(world: World, agent: str, step: int = 7) -> None:
-    """A member tells that it waits, with the checkpoint written."""
+    """Have a member report that it waits and that the checkpoint is written."""
     saved = {"worker": agents(world)[agent].worker(), "path": f"/ckpt/{step}", "step": step}
     agents(world)[agent].say(wire.CheckpointSaved(**saved, parting=True))
 
 
 def again(world: World, names: str = "abcd") -> list[wire.Welcome]:
-    """The agents' workers are started anew, and form a settled epoch; what they were welcomed with."""
+    """Restart the agents' workers, which form a settled epoch; return the layouts in their welcomes."""
     stopped = [agents(world)[name].rendezvous() for name in names]
     welcomes = [agent.launch().hello() for agent in stopped]
     for agent in stopped:
@@ -72,7 +72,7 @@ def test_the_members_write_a_checkpoint_and_the_next_life_has_the_layout() -> No
     part(world, "c")
     assert all(agents(world)[name].stopped for name in "abcd")
     assert not any(agents(world)[name].all(wire.Fence) for name in "abcd"), "restarts of torchrun's are not used up"
-    part(world, "a")  # told late
+    part(world, "a")  # reported late
     assert world.event("layout_changes").fields == {"tp": 2, "pp": 1, "before": {"tp": 1, "pp": 2}, "step": 7}
     assert world.names().count("task_restarts") == 1 and world.event("task_restarts").incident is None
     for welcome in again(world):
@@ -157,7 +157,7 @@ def test_a_layout_in_which_no_step_is_finished_is_given_up() -> None:
 
 
 def test_a_layout_in_which_a_worker_fails_twice_is_given_up() -> None:
-    """The others live and wait for it: the task would neither go on nor end."""
+    """The others are alive and wait for it: the task would neither continue nor end."""
     world = moved(step=False)
     for number in range(2):
         assert "layout_given_up" not in world.names(), number
@@ -175,7 +175,7 @@ def test_a_layout_in_which_a_worker_fails_twice_is_given_up() -> None:
 
 
 def fail_and_return(world: World, name: str, step: int) -> None:
-    """A member fails, the others go on from that step, and its successor joins them if it may."""
+    """A member fails, the others continue from that step, and its successor joins them if permitted."""
     settle_all(world, step)
     agents(world)[name].die(cause="exit", code=77)
     settle_all(world, step)

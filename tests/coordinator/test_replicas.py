@@ -19,7 +19,7 @@ from unicron_lightning.planner.solver import solve
 
 
 def grid(names: str, *replicas: str, at_once: int | None = None) -> World:
-    """A task of so many agents with one worker each, two to a replica, which has told of its replicas."""
+    """Create a task of this many agents with one worker each, two to a replica, which has reported its replicas."""
     world = World()
     start(world, names, (2, 6))
     assert len(members(world)) == len(names)
@@ -40,7 +40,7 @@ def start(world: World, names: str, nodes: tuple[int, int], capacity: int = 8) -
 
 
 def tell(world: World, *replicas: str, at_once: int | None = None) -> None:
-    """The first member tells who is in which replica, by letters."""
+    """Have the first member report the members of each replica, by letters."""
     tell_of(world, "t", *map(list, replicas), at_once=at_once)
 
 
@@ -130,7 +130,7 @@ def test_a_drained_node_stays_until_another_replica_is_whole() -> None:
 
 
 def test_who_comes_for_a_drained_node_stays_although_they_are_too_many_until_it_has_left() -> None:
-    """Sent away before the members had told of their replicas it would come again, and be sent away again."""
+    """An agent released before the members reported their replicas would return, and be released again."""
     world = World()
     start(world, "abcd", (4, 4), capacity=4)
     tell(world, "ab", "cd")

@@ -37,7 +37,7 @@ def test_an_exception_is_one_error_whatever_follows_from_it():
     report(b, "illegal_memory_access")
     assert (world.task().epoch.kind, members(world)) == ("fail", ["a/0#1", "c/0#1"])
     c.say(wire.CommError(worker=c.worker(), epoch=world.task().number - 1, error="closed by peer"))
-    report(b, "illegal_memory_access")  # said again after a reconnection
+    report(b, "illegal_memory_access")  # repeated after a reconnection
     exits(b)
     answer(world, a, c, step=8)
     [told] = events(world, "error_reported")

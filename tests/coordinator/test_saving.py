@@ -1,4 +1,4 @@
-"""A store that cannot be written for a while: what was decided is kept and written later, orders are not confirmed."""
+"""A store that is temporarily not writable: decisions are kept and written later, orders are not confirmed."""
 
 from __future__ import annotations
 

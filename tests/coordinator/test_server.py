@@ -55,7 +55,7 @@ async def test_a_death_is_answered_within_5_ms(coordinator):
             await agent.say(wire.WorkerDied(worker=agent.worker, cause="signal", code=9, at=time.time()))
             assert (await agents[0].hear(wire.Epoch)).number == number
             took.append(time.perf_counter() - begin)
-    assert min(took) < 0.005, took  # what a busy machine adds to the others is not the coordinator's
+    assert min(took) < 0.005, took  # the delay of a busy machine in the others is not the coordinator's
 
 
 async def test_a_killed_coordinator_goes_on_with_the_pending_epoch(tmp_path):
@@ -137,7 +137,7 @@ async def test_nonsense_closes_that_connection_only(coordinator, garbage):
         async with aiohttp.ClientSession() as http, await open_socket(http, url, known()) as socket_:
             await (socket_.send_bytes(garbage) if isinstance(garbage, bytes) else socket_.send_str(garbage))
             frame = await socket_.receive(timeout=5)
-            if "register" in str(garbage):  # whoever meant to take part is told why it can't
+            if "register" in str(garbage):  # an agent that wanted to take part receives the reason
                 assert isinstance(wire.decode_to_agent(frame.data), wire.Refused)
                 frame = await socket_.receive(timeout=5)
             assert frame.type is aiohttp.WSMsgType.CLOSE

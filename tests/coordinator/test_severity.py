@@ -1,4 +1,4 @@
-"""The severity workflow's table: every row is reached, does what it says, and is in the guide."""
+"""The severity workflow's table: every row is reached, has its stated effect, and is in the guide."""
 
 from __future__ import annotations
 

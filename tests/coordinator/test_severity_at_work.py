@@ -1,4 +1,4 @@
-"""The severity workflow in the coordinator: what agents and workers get to hear of its decisions."""
+"""The severity workflow in the coordinator: the messages that its decisions send to agents and workers."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def answer(world: World, *agents: FakeAgent, step: int = 0) -> None:
 
 
 def disconnect(world: World, *agents: FakeAgent) -> None:
-    """They tell of a broken connection that no death explains; what comes of it is not answered yet."""
+    """Have them report a broken connection that no death explains; they do not answer the new epoch yet."""
     for agent in agents:
         agent.say(wire.CommError(worker=agent.worker(), epoch=world.task().number, error="reset"))
     world.advance(1)
 
 
 def come_back(agent: FakeAgent) -> FakeAgent:
-    """torchrun starts the agent's workers anew."""
+    """torchrun restarts the agent's workers."""
     return agent.rendezvous().boot()
 
 
@@ -40,7 +40,7 @@ def three(**limits: Any) -> tuple[World, list[FakeAgent]]:
 
 
 def joined(**limits: Any) -> tuple[World, list[FakeAgent]]:
-    """Three members, of which one is enough."""
+    """Three members with a minimum of one."""
     world = World(**limits)
     world.nodes = (1, 4)
     agents = []
@@ -164,7 +164,7 @@ def enter(world: World, agent: FakeAgent) -> None:
 
 
 def fail_after_joining(world: World, agent: FakeAgent, others: list[FakeAgent], step: int) -> None:
-    """Its worker joins, fails in its first step, and the others go on."""
+    """Its worker joins and fails in its first step; the others continue."""
     agent.die(cause="exit", code=1)
     answer(world, *others, step=step)
     if "node_cordoned" not in world.names():

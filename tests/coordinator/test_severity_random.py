@@ -1,7 +1,7 @@
 """Random histories with workers that hang, and limits so low that everything escalates: each recovery still ends.
 
-What the driver and `test_random` check is checked here as well. Besides: no node is cordoned that a task needs for its
-minimum, and a task is given up only without progress.
+The checks of the driver and `test_random` apply here too. In addition, no node that a task needs for its minimum is
+cordoned, and a task is stopped only without progress.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Severe(Histories):
     @precondition(lambda self: self.agents)
     @rule(pick=st.integers(0, 7))
     def a_worker_hangs(self, pick: int) -> None:
-        """It says nothing any more, but lives."""
+        """It is silent but alive."""
         self.hung.add(self.pick(pick).worker())
 
     @rule(steps=st.integers(1, 3))

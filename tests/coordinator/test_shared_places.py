@@ -1,6 +1,6 @@
 """Random histories of several tasks at the same places, under hypothesis.
 
-After every input: no place has workers of two tasks; what the driver checks (replay from JSON, epochs, slots). When
+After every input: no place has workers of two tasks; the driver's checks hold (replay from JSON, epochs, slots). When
 faults have ended: every started recovery ends, and no task is below its minimum unless the places do not suffice.
 """
 

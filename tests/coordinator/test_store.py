@@ -1,4 +1,4 @@
-"""The database: what is corrupt is set aside, what cannot be used is one message."""
+"""The database: a corrupt one is set aside, an unusable one ends in one message."""
 
 from __future__ import annotations
 

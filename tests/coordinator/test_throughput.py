@@ -1,4 +1,4 @@
-"""What the planner is told of tasks: T(t,x) in one unit for all, transitions, failures."""
+"""The planner's input about tasks: T(t,x) in one unit for all, transitions, failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connections without a proof of the token: closed after a while, and never so many that others can't be served."""
+"""Connections without a proof of the token are closed after a time-out, and cannot exhaust the descriptors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Warm stand-bys: workers that are started without a slot count for nothing, and go on at once when there is one."""
+"""Warm stand-bys: workers started without a slot do not count, and continue at once when they get one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unicron_lightning.coordinator.status import task_status
 
 
 def spared(count: int = 1, **limits: float) -> tuple[World, FakeAgent, FakeAgent, list[FakeAgent]]:
-    """Two agents train, as many as may; so many others are warm."""
+    """Two agents train, the maximum; this many others are warm."""
     world = World(warm_standby=True, **limits)
     a, b = running(world, 2, nodes=(1, 2))
     if not world.task().settled:

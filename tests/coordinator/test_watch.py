@@ -1,4 +1,4 @@
-"""Who hangs, found from what members say; one report whatever the number of symptoms; slow tasks and ranks."""
+"""Hung ranks, found by comparing members' reports; one report for any number of symptoms; slow tasks and ranks."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_all_symptoms_one_report(trained: tuple[World, tuple[FakeAgent, ...]]) -
     assert not any(agent.all(wire.Inspect) for agent in agents if agent is not culprit)
     culprit.say(hang_report(order, world.now))
     assert culprit.last(wire.Fence).worker == order.worker
-    all_say(world, agents, culprit, times=2)  # said before the others heard of it
+    all_say(world, agents, culprit, times=2)  # sent before the others received it
     culprit.die()
     world.advance(30)
     (report,) = [event for event in world.events if event.name == "error_reported"]

@@ -1,4 +1,4 @@
-"""What the demo concludes from diaries and events."""
+"""The demo's conclusions from diaries and events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo's second act, which says how long tasks stood still."""
+"""The demo's second act, which reports how long tasks paused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ends of processes mean; evidence of the OOM killer, on made-up folders and, where it is possible, real ones."""
+"""Meanings of processes' ends; evidence of the OOM killer, on artificial folders and, where possible, real ones."""
 
 from __future__ import annotations
 

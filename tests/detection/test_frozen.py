@@ -11,7 +11,7 @@ STILL: Times = ("S", 0.0, 0.0)
 
 
 def looks(*threads: tuple[str, Times], seconds: float = 1.0) -> tuple[Look, Look]:
-    """Two looks: by thread, its state at the first one, and its state and what was added at the second."""
+    """Two samples: by thread, its state in the first one, and its state and increments in the second."""
     before = {number: ThreadTimes(state=state, ran=5.0, waited=7.0) for number, (state, _) in enumerate(threads)}
     after = {
         number: ThreadTimes(state=state, ran=5.0 + ran, waited=7.0 + waited)

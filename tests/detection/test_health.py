@@ -1,4 +1,4 @@
-"""What is wrong with a node, by made-up readings; NVML by a fake library; the gate that keeps workers from it."""
+"""Problems of a node, by artificial readings; NVML by a fake library; the gate that excludes workers."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class NotSupported(NvmlError): ...
 
 
 class Fake:
-    """As much of NVML's binding as is used: one GPU, whose state tests change."""
+    """The used part of NVML's binding: one GPU, whose state tests change."""
 
     NVMLError, NVMLError_NotSupported, NVMLError_InvalidArgument = NvmlError, NotSupported, NotSupported
     NVMLError_LibraryNotFound = type("LibraryNotFound", (NvmlError,), {})

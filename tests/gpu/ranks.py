@@ -179,7 +179,7 @@ def cycles(rank: Rank) -> Measured:
         communicator = rank.connect(f"cycle-{number}")
         assert rank.total(communicator, 1) == rank.world
         communicator.close()
-        assert communicator.released(DEADLINE_SECONDS) or rank.device.type == "cpu"  # gloo does not tell
+        assert communicator.released(DEADLINE_SECONDS) or rank.device.type == "cpu"  # gloo does not report it
         if number in (SETTLED - 1, CYCLES - 1):
             time.sleep(3)  # the owners' threads destroy their groups after the release
             free = torch.cuda.mem_get_info()[0] if rank.device.type == "cuda" else 0

@@ -1,4 +1,4 @@
-"""What an agent strikes, and a connection that is cut without a word and heals without loss."""
+"""Faults injected by an agent, and a connection that is cut silently and heals without loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The callback in a world of one, where nobody is asked."""
+"""The callback in a world of one, which needs no permission."""
 
 from __future__ import annotations
 

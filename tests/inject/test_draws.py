@@ -1,4 +1,4 @@
-"""Who is struck, and when: repeatable, and as often as the rate says."""
+"""Targets and times of random faults: repeatable, and with the given rate."""
 
 from __future__ import annotations
 

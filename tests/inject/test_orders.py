@@ -1,4 +1,4 @@
-"""The coordinator's part: who is struck by an order, what may strike, and that the log has it first."""
+"""The coordinator's part: the target of an order, permission to strike, and the log entry before the strike."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_an_order_for_an_agent_that_is_away_is_refused_instead_of_lost() -> None
 
 
 def due(agent: Any, claim: str, most: int | None = 1, fault: str = "kill", key: str = "0: kill") -> wire.FaultNoted:
-    """The answer to what a worker says is due."""
+    """Return the answer to a worker's due fault."""
     worker = f"{agent.name}/0#1"
     agent.say(wire.FaultDue(worker=worker, claim=claim, key=key, most=most, fault=fault, fields={"rank": 1}))
     noted: wire.FaultNoted = agent.last(wire.FaultNoted)

@@ -247,7 +247,7 @@ def test_a_broken_connection_is_one_to_the_engine(phase: str, kind: type[Excepti
 
 
 class FakeTime:
-    """A clock that goes on only where somebody sleeps."""
+    """A clock that advances only during sleeps."""
 
     def __init__(self) -> None:
         self.now = 0.0

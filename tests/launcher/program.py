@@ -1,4 +1,4 @@
-"""A Hydra program of which a sweep is run; of what its jobs return to Hydra it writes a note."""
+"""A Hydra program for sweeps; it writes a note of the results of its jobs."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class Managed:
         until(f"{name} {state}", lambda: self.jobs().get(name) == state, 60)
 
     def events(self, what: str, **fields: Any) -> list[dict[str, Any]]:
-        """What the workers noted, oldest first."""
+        """Notes of the workers, oldest first."""
         path = self.folder / "events.jsonl"
         lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         return [line for line in lines if line["what"] == what and fields.items() <= line.items()]

@@ -1,4 +1,4 @@
-"""The examples under deploy/ are well-formed, and what they call exists."""
+"""The examples under deploy/ are well-formed, and the commands that they call exist."""
 
 from __future__ import annotations
 

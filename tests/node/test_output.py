@@ -70,7 +70,7 @@ ANSWERS: dict[str, Any] = {
 
 
 def evil(_endpoint: str, method: str, target: str, _access: Any, _body: bytes = b"") -> tuple[int, bytes]:
-    """What a coordinator answers that has been told evil names."""
+    """Answers of a coordinator that has received malicious names."""
     if method == "GET":
         return 200, json.dumps(ANSWERS[target.partition("?")[0]]).encode()
     if target.endswith("/cancel"):

@@ -1,4 +1,4 @@
-"""Plain data into dataclasses: what is right is converted, what is wrong is named."""
+"""Plain data into dataclasses: valid values are converted, invalid ones are named."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def two_tasks() -> list[SimTask]:
 
 
 def costs(**changes: Any) -> Costs:
-    """Of no system in particular."""
+    """Costs of no particular system."""
     change = {"continue": 2.0, "join": 1.0, "leave": 0.5, "start": 30.0, "restart": 100.0, "reattempt": 1.0}
     given = {
         "system": "test",

@@ -65,7 +65,7 @@ def test_unicron_renews_a_broken_connection_in_place():
 
 def test_unicron_loses_a_node_and_takes_it_back():
     result = one("unicron", LOST)
-    # Known at 1008, going on at 1010; back at 2003, ready at 2033, the step under way ends after that.
+    # Detected at 1008, resumed at 1010; back at 2003, ready at 2033, the present step ends after that.
     run = SECONDS - 1003.0 - 7.0
     least = WORKERS * 1003.0 + 20 * run
     assert least < result.accumulated_waf < least + 4 * (SECONDS - 2033.0)

@@ -1,4 +1,4 @@
-"""Figures with their origin: what the shipped file says, overrides, sums of common parts, and refusals."""
+"""Figures with their origin: the shipped file's values, overrides, sums of common parts, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every policy has to keep, whatever it does: the conformance suite."""
+"""Conformance suite: properties that every policy must have."""
 
 from __future__ import annotations
 

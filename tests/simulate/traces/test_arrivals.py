@@ -1,4 +1,4 @@
-"""Each process has the rate that its configuration says, and its own shape; all statistics are of fixed seeds."""
+"""Each process has its configured rate and its own shape; all statistics use fixed seeds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CSV of one's own events: read back what was written, and one error that names the line for what is wrong."""
+"""CSV of custom events: written events are read back, and an invalid line gives one error that names it."""
 
 from __future__ import annotations
 
