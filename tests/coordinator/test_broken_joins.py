@@ -76,3 +76,52 @@ def test_a_restarted_coordinator_hears_of_it_again() -> None:
     breaks(b, 1)
     world.advance(1.2 * GRACE)
     assert (world.task().number, world.task().epoch.kind, members(world)) == (3, "fail", ["a/0#1", "b/0#1"])
+
+
+def test_a_join_that_is_published_meanwhile_does_not_hide_the_error() -> None:
+    """The members of the broken epoch would wait for ever: they do not reach the boundary at which the join begins."""
+    world = World(comm_error_grace=GRACE)
+    a, _ = running(world, 2)
+    breaks(a, 1)
+    c = world.agent("c").start().boot()
+    assert (world.task().number, world.task().epoch.kind) == (2, "join")
+    world.advance(1.2 * GRACE)
+    assert (world.task().number, world.task().epoch.kind, members(world)) == (3, "fail", ["a/0#1", "b/0#1"])
+    settle(world)
+    assert (world.task().epoch.kind, members(world)) == ("join", ["a/0#1", "b/0#1", "c/0#1"])
+    settle(world)
+    world.advance(10 * GRACE)
+    assert world.task().number == 4 and not c.all(wire.Fence)
+
+
+def test_a_member_that_finishes_meanwhile_does_not_hide_the_error() -> None:
+    world, a, b, _ = pending_join()
+    breaks(a, 1)
+    b.exit()
+    assert (world.task().number, members(world)) == (3, ["a/0#1", "c/0#1"])
+    world.advance(1.2 * GRACE)
+    assert (world.task().number, world.task().epoch.kind, members(world)) == (4, "fail", ["a/0#1"])
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_go_that_was_lost_with_its_connection_is_sent_again_before_the_next_join(restarts: bool) -> None:
+    """Without it the worker would wait for the next epoch, while the others wait for it in the one before."""
+    world, a, b, c = pending_join()
+    d = world.agent("d").start().boot()
+    for agent in (a, b):
+        agent.ready(2)
+    assert (world.task().number, world.task().epoch.kind, world.task().settled) == (3, "join", False)
+    missed = c.last(wire.Go)
+    c.inbox.clear()  # the connection broke before it came
+    c.epoch = 2
+    if restarts:
+        world.start()
+    else:
+        c.drop()
+    for agent in (a, b, c, d):
+        if agent.conn is None:
+            agent.register()
+    assert [m for m in c.inbox if isinstance(m, wire.Go | wire.Epoch)] == [missed, world.task().epoch]
+    assert missed.epoch == 2
+    settle(world)
+    assert world.task().go.epoch == 3 and world.task().earlier is None

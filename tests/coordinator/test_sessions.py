@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 from coordinator.driver import World, members, running, settle
 
@@ -383,24 +382,6 @@ def test_a_coordinator_without_its_store_rebuilds_the_task_from_the_agents():
     assert new.all(wire.Grant)
     settle(world)
     assert (world.task().epoch.kind, members(world)) == ("join", ["b/0#1", "a/0#1", "c/0#1"])
-
-
-@pytest.mark.parametrize("stepped", [False, True])
-def test_a_joiner_that_has_stepped_since_its_report_holds_state(stepped: bool):
-    world = World(restart_grace=10)
-    a, b = running(world, 2)
-    world.disk.clear()
-    world.oracles["t"].goes.clear()
-    world.start()
-    name = b.worker()
-    report = wire.WorkerReady(worker=name, epoch=1, state={"step": 0, "has_state": False})
-    b.workers[name] = msgspec.structs.replace(b.workers[name], ready=report)
-    for agent in (a, b):
-        agent.register()
-    if stepped:
-        b.say(wire.Progress(worker=name, step=7, metrics={}))
-    world.advance(11)
-    assert members(world) == (["a/0#1", "b/0#1"] if stepped else ["a/0#1"])
 
 
 def test_an_idle_coordinator_ends_only_if_told_to():

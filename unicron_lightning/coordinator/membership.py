@@ -100,13 +100,22 @@ def rebuild_due(task: Task, turn: Turn) -> None:
     task.rebuilding = False
     turn.places_changed = True
     turn.save(task)
-    holders = [worker for worker in task.workers.values() if worker.ready > 0 and holds_state(worker)]
-    if not holders or task.over is not None:
+    reported = [worker for worker in task.workers.values() if worker.ready > 0 and holds_state(worker)]
+    if task.over is not None:
         return
-    holders.sort(key=task.place)
-    task.established = [worker.id for worker in holders]
+    if not reported:
+        for worker in [worker for worker in task.workers.values() if not worker.founder]:
+            expel(task, turn, worker, "nobody is left whom it could join")
+        return
+    newest = max(worker.ready for worker in reported)
+    for worker in reported:
+        if worker.ready < newest:  # those in the newest epoch may have gone on without it, and have done its work again
+            expel(task, turn, worker, f"it was in epoch {worker.ready}, others are in {newest}")
+    # Joiners in the same epoch stay in it: the others have reported at the boundary, and may have given them the state.
+    members = sorted((worker for worker in task.workers.values() if worker.ready == newest), key=task.place)
+    task.established = [worker.id for worker in members]
     open_incident(task)
-    _publish(task, turn, "fail", [_member(task, worker) for worker in holders])
+    _publish(task, turn, "fail", [_member(task, worker) for worker in members])
     _turn_into_joiners(task, turn, set(task.established))
 
 
@@ -191,7 +200,8 @@ def _settle(task: Task, turn: Turn) -> None:
         _nobody_left(task, turn)  # joiners whose donors died before sending the state
         return
     left = [worker for worker in task.established if worker in task.workers and worker not in states]
-    task.go = wire.Go(epoch=task.number, states=states)
+    task.comm_error_epoch = 0  # the worker that reported one is here
+    task.go, task.earlier = wire.Go(epoch=task.number, states=states), None
     task.established = list(states)
     send_go(task, turn)
     for agent_id in dict.fromkeys(task.workers[worker].agent for worker in left):
@@ -323,9 +333,11 @@ def _publish(task: Task, turn: Turn, kind: wire.EpochKind, members: list[wire.Me
     assert store is not None
     nodes = len({member.agent for member in members})
     task.number += 1
+    task.earlier = (task.go or task.earlier) if kind in wire.PLANNED else None
     task.go = None
     task.join_due = False
-    task.comm_error_epoch = 0
+    # A planned epoch is entered at a step boundary, which the members of a broken one do not reach.
+    task.comm_error_epoch = task.number if kind in wire.PLANNED and task.comm_error_epoch else 0
     if task.join_timer:
         task.join_timer = False
         turn.cancel("join", task=task.id)
@@ -372,7 +384,7 @@ def _new_life(task: Task, turn: Turn) -> None:
     task.life += 1
     task.restarts += 1
     task.epoch = None
-    task.go = None
+    task.go = task.earlier = None
     task.established = []
     task.replicas, task.replicas_of, task.layouts.spread = [], 0, None
     task.records = {}

@@ -390,6 +390,8 @@ def _repeat_epoch(task: Task, turn: Turn, agent: Agent, seen: int) -> None:
     """Send the newest epoch and its go again if the agent's members may have missed them."""
     if task.epoch is None or agent.id not in concerned(task):
         return
+    if task.earlier is not None:  # without it a worker would wait for the next epoch, which the others wait to leave
+        turn.send(agent, task.earlier)
     if seen < task.number:
         turn.send(agent, task.epoch)
     if task.go is not None:

@@ -164,6 +164,8 @@ class Task(msgspec.Struct, kw_only=True):
     """Newest epoch of this life."""
     go: wire.Go | None = None
     """The `wire.Go` of ``epoch``; the epoch is settled once it exists."""
+    earlier: wire.Go | None = None
+    """While a planned ``epoch`` is not settled: the `wire.Go` of the one in which its members train until then."""
     established: list[str] = []
     """Members of the newest settled epoch: those that have the task's state."""
     replicas: list[list[str]] = []

@@ -122,7 +122,7 @@ def ready(task: Task, turn: Turn, worker: Worker, message: wire.WorkerReady) -> 
     if not worker.built:
         worker.built = True
         turn.emit_for(task, None, "worker_ready_to_join", {"worker": worker.id, "epoch": message.epoch})
-    if message.epoch > 0 and message.epoch == task.number and not task.settled:
+    if message.epoch > 0 and (message.epoch == task.number or task.rebuilding) and not task.settled:
         worker.ready = message.epoch
         worker.state = message.state
         step = message.state.get("step")

@@ -1,0 +1,85 @@
+"""A coordinator without its store: who holds the task's state, and what becomes of the others."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from coordinator.driver import FakeAgent, World, members, running, settle
+
+from unicron_lightning import wire
+
+
+def told(agent: FakeAgent, epoch: int, *, has_state: bool) -> None:
+    """Set what the agent's worker reported last."""
+    name = agent.worker()
+    report = wire.WorkerReady(worker=name, epoch=epoch, state={"step": 0, "has_state": has_state})
+    agent.workers[name] = msgspec.structs.replace(agent.workers[name], ready=report)
+    agent.epoch = max(agent.epoch, epoch)
+
+
+def forgotten(world: World) -> None:
+    """Start a coordinator that has nothing but what agents report."""
+    world.lose_disk()
+    world.start()
+
+
+def fences(agent: FakeAgent) -> list[str]:
+    return [fence.reason for fence in agent.all(wire.Fence)]
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_a_joiner_in_the_holders_epoch_stays_in_it(stepped: bool) -> None:
+    """It may have been given the state since it reported that it had none, and have finished micro-batches."""
+    world = World(restart_grace=10)
+    a, b = running(world, 2)
+    forgotten(world)
+    told(b, 1, has_state=False)
+    for agent in (a, b):
+        agent.register()
+    if stepped:
+        b.say(wire.Progress(worker=b.worker(), step=7, metrics={}))
+    world.advance(11)
+    assert (world.task().epoch.kind, members(world)) == ("fail", ["a/0#1", "b/0#1"])
+    assert world.task().established == ["a/0#1", "b/0#1"]
+    assert not fences(b)
+
+
+def test_a_holder_counts_though_joiners_have_seen_a_newer_epoch() -> None:
+    """The members train in epoch 1; a joiner waits for them in epoch 2, which their agents have not received."""
+    world = World(restart_grace=10)
+    a, b = running(world, 2)
+    forgotten(world)
+    told(b, 2, has_state=False)
+    for agent in (b, a):
+        agent.register()
+    world.advance(11)
+    assert (world.task().epoch.kind, members(world)) == ("fail", ["a/0#1"])
+    assert not fences(b), "it joins again"
+    settle(world)
+    assert (world.task().epoch.kind, members(world)) == ("join", ["a/0#1", "b/0#1"])
+
+
+def test_a_worker_of_an_older_epoch_is_fenced() -> None:
+    """The others have gone on without it, and may have computed its micro-batches again."""
+    world = World(restart_grace=10)
+    a, b = running(world, 2)
+    forgotten(world)
+    told(a, 2, has_state=True)
+    for agent in (a, b):
+        agent.register()
+    world.advance(11)
+    assert members(world) == ["a/0#1"]
+    assert fences(b) == ["it was in epoch 1, others are in 2"]
+
+
+def test_workers_that_were_to_join_a_task_of_which_nobody_is_left_start_anew() -> None:
+    world = World(restart_grace=10)
+    a = world.agent("a", nodes=(1, 4)).start().launch()
+    a.hello()
+    forgotten(world)
+    a.register()
+    assert not a.last(wire.Welcome).founder, "another might come that trains"
+    world.advance(11)
+    assert fences(a) == ["nobody is left whom it could join"]
+    b = world.agent("b", nodes=(1, 4)).start().boot()
+    assert members(world) == [b.worker()]
