@@ -12,7 +12,7 @@ strike one after the other at random moments, each after the world has been comp
     hang       a worker's main thread sleeps for ever; its control thread and its agent live
 
 The injecting process records the moment of the fault. *Known* is the first event of the incident in the coordinator's
-log, *told* is the notification that the other workers recorded. All processes share one machine and one clock.
+log, *notified* the time recorded by the other workers. All processes share one machine and one clock.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from unicron_lightning.cli.client import fetch
 FAULTS = ("kill", "exception", "agent", "cut", "hang")
 VICTIM = 2
 WHOLE_STEPS = 12
-"""Steps of a complete world between faults, in which step times are learned anew."""
+"""Steps of a complete world between faults, in which step times are learned again."""
 LEARN_SECONDS = 32.0
 """Time to learn a connection's heartbeats: `detection.most_silence` applies at first and shrinks over 60 heartbeats."""
 START_SECONDS, HEAL_SECONDS, DETECT_SECONDS = 120.0, 90.0, 60.0

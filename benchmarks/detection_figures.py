@@ -21,7 +21,7 @@ class Target:
     def text(self) -> str:
         """The target for a table cell."""
         parts = [f"{self.steps:g} steps" if self.steps else "", f"{in_words(self.knows)}"]
-        told = f", told < {in_words(self.told)}" if self.told else ""
+        told = f", notified < {in_words(self.told)}" if self.told else ""
         return f"< {' + '.join(part for part in parts if part)}{told}"
 
 
@@ -86,7 +86,16 @@ def cell(values: Sequence[float]) -> str:
 
 def table(results: Sequence[Figures]) -> str:
     """Medians and 99th percentiles by system and fault, as Markdown."""
-    titles = ["system", "fault", "runs", "coordinator knows", "first other worker told", "all told", "target", "met"]
+    titles = [
+        "system",
+        "fault",
+        "runs",
+        "coordinator knows",
+        "first other worker notified",
+        "all notified",
+        "target",
+        "met",
+    ]
     lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
     for system, fault in dict.fromkeys((r["system"], r["fault"]) for r in results):
         group = [r for r in results if (r["system"], r["fault"]) == (system, fault)]

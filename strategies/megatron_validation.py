@@ -104,7 +104,7 @@ class _StageValidation:
         if not isinstance(output, Tensor):
             raise ConfigError(
                 f"validation_step returned {output!r}; under unicron_megatron it returns the output of the stage for "
-                "one batch, a tensor, and validation_loss(output, batch) logs what is made of it on the last stage"
+                "one batch, a tensor, and validation_loss(output, batch) logs values computed from it on the last stage"
             )
         self._calls[number] = calls
         judge: Any = getattr(module, "validation_loss", None)

@@ -321,7 +321,7 @@ class UnicronStrategy(CollectingStrategy):
 
     def _part(self, trainer: pl.Trainer) -> None:
         """Write the checkpoint for another layout, for strategies whose model is spread over workers."""
-        raise AssertionError("ordered only where a layout was told")
+        raise AssertionError("a layout can be ordered only for a model that reports one")
 
     def _donate(self, trainer: pl.Trainer) -> bytes:
         """Return this worker's state at a step boundary, for a joiner."""

@@ -209,7 +209,7 @@ class Exchanges:
 
 async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, amount: Amount, way: Way) -> None:
     """Serve an exchange: the other side of `Exchanges._measure`."""
-    way.at("connected, and nothing came")
+    way.at("connected, but received nothing")
     for _ in range(_ROUND_TRIPS):
         writer.write(await reader.readexactly(1))
     await _take(reader, amount, way)

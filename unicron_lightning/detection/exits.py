@@ -14,7 +14,7 @@ STATUSES: Final = {
     1: "an uncaught exception, in Python",
     2: "wrong arguments, or a shell's own error",
     75: "fenced: it was declared dead while it lived",
-    76: "its agent was gone",
+    76: "its agent had exited",
     LEFT_EARLY: "its script left with status 0 in the middle of a run",
     120: "its last output could not be written",
     126: "the command is not executable",

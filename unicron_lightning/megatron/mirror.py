@@ -230,7 +230,7 @@ class Mirror:
             ShardsLost: the version is incomplete here.
         """
         exchange = self._exchange
-        assert exchange is not None, "survey comes first"
+        assert exchange is not None, "call survey first"
         held = [report.holdings for report in self._surveyed]
         if version not in shards.versions(held, self._optimizer.whole):
             raise ShardsLost(f"version {version} of the optimizer's state cannot be restored: {self.lost() or held}")
@@ -272,7 +272,7 @@ class Mirror:
         self._layout += 1
 
     def _begin(self, version: int, send: bool) -> None:
-        assert self._ring is not None and self._running is None, "settle comes between two versions"
+        assert self._ring is not None and self._running is None, "settle must be called between two versions"
         ready = None
         if self._optimizer.device.type == "cuda":
             ready = torch.cuda.Event()

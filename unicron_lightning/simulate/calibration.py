@@ -60,7 +60,7 @@ class Figure:
             if value is not None and not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"{name}={value!r}: expected a finite number, 0 or more")
         if not self.source and self.origin != "given":
-            raise ConfigError(f"value={self.value} ({self.origin}) without source: expected where it comes from")
+            raise ConfigError(f"value={self.value} ({self.origin}) without source: expected a reference to its origin")
         low, high = self.range
         if not low <= self.value <= high:
             raise ConfigError(f"value={self.value}, least={low}, most={high}: expected least <= value <= most")
