@@ -43,7 +43,7 @@ ALLOWED_ENVIRONMENT = {
     "PYTORCH_NVML_BASED_CUDA_CHECK",  # set by Lightning when it first looks for accelerators
 }
 PUT_BACK_ENVIRONMENT = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
-"""Set by Lightning's ``seed_everything``, which a test may well call; put back without failing it."""
+"""Set by Lightning's ``seed_everything``, which a test may call; restored without failing it."""
 ALLOWED_THREADS = (
     "pytest_timeout",  # the watchdog of the test itself
     "pydevd",  # debuggers
@@ -57,7 +57,7 @@ ALLOWED_PROCESSES = (
 
 def pytest_configure(config: pytest.Config) -> None:
     """Mark the run and give it a temporary folder of its own, with a path short enough for UNIX sockets."""
-    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # tmp_path stays where pytest users look
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # tmp_path stays at pytest's usual place
     os.environ[RUN_VARIABLE] = uuid.uuid4().hex
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="unicron-tests-")
     os.environ["XDG_STATE_HOME"] = f"{tempfile.tempdir}/state"  # not the user's: tokens are made there
@@ -105,7 +105,7 @@ def processes() -> Snapshot:
 
 
 def listening_sockets() -> Snapshot:
-    """Sockets on which this very process listens, TCP and UNIX."""
+    """Return sockets on which this process listens, TCP and UNIX."""
     connections = psutil.Process().net_connections(kind="all")
     return {
         (item.fd, item.laddr): f"socket {item.laddr}"
@@ -140,8 +140,8 @@ def leaks(before: dict[str, Snapshot], grace_seconds: float = GRACE_SECONDS) -> 
     """Return what exists now and did not before, by kind, after waiting for it to disappear.
 
     Args:
-        before: a snapshot of each kind to look at.
-        grace_seconds: how long to wait.
+        before: a snapshot of each kind to compare.
+        grace_seconds: time to wait.
     """
     deadline = time.monotonic() + grace_seconds
     while True:
@@ -155,7 +155,7 @@ def leaks(before: dict[str, Snapshot], grace_seconds: float = GRACE_SECONDS) -> 
 
 
 def clean_up(leaked: dict[str, Snapshot]) -> None:
-    """Remove what can be removed, so that one leak fails one test."""
+    """Remove leaked objects as far as possible, so that one leak fails one test."""
     for pid, _ in leaked.get("processes", {}):
         try:
             psutil.Process(pid).kill()
@@ -168,7 +168,7 @@ def clean_up(leaked: dict[str, Snapshot]) -> None:
 
 @pytest.fixture(autouse=True)
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail the test if it leaves something behind."""
+    """Fail the test if it leaks."""
     allowed = {kind for mark in request.node.iter_markers("allow_leak") for kind in mark.args}
     assert allowed <= PROBES.keys(), f"allow_leak knows {sorted(PROBES)}, not {sorted(allowed - PROBES.keys())}"
     variables = dict(os.environ)
@@ -177,7 +177,7 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     for name in PUT_BACK_ENVIRONMENT:
         _put_back(name, variables)
     removed = [name for name in variables if name not in os.environ and name not in ALLOWED_ENVIRONMENT]
-    # Environment does not mend itself: no waiting for it.
+    # Environment variables do not change by themselves: no waiting.
     found = leaks({kind: old for kind, old in before.items() if kind == "environment"}, grace_seconds=0)
     found |= leaks({kind: old for kind, old in before.items() if kind != "environment"})
     clean_up(found)
@@ -189,7 +189,7 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def _put_back(name: str, variables: dict[str, str]) -> None:
-    """Give an environment variable the value that it has in ``variables``, or none."""
+    """Restore an environment variable to its value in ``variables``, or remove it."""
     os.environ.pop(name, None)
     if name in variables:
         os.environ[name] = variables[name]
@@ -197,7 +197,7 @@ def _put_back(name: str, variables: dict[str, str]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_processes_left_at_the_end() -> Iterator[None]:
-    """The same for processes of module and session fixtures, which live longer than a test."""
+    """Check processes of module and session fixtures, which live longer than a test."""
     yield
     found = leaks({"processes": {}})
     clean_up(found)

@@ -1,4 +1,4 @@
-"""The user's own token: made once, closed to others, found by everything that needs it."""
+"""The user's own token: made once, closed to others, found by every process that needs it."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def anchor(heading: str) -> str:
 def test_links_resolve(document: Path) -> None:
     broken = []
     for target in LINK.findall(FENCE.sub("", read(document))):
-        if re.match(r"[a-z]+:", target):  # the network is not asked
+        if re.match(r"[a-z]+:", target):  # the network is not queried
             continue
         name, _, fragment = target.partition("#")
         path = (document.parent / name).resolve() if name else document

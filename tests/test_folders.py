@@ -1,4 +1,4 @@
-"""This user's folder in one that all can write to: what another user has made beforehand is refused."""
+"""This user's folder in one that all can write to: another user's earlier folder or file is refused."""
 
 from __future__ import annotations
 

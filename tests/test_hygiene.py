@@ -1,4 +1,4 @@
-"""The leak fixtures notice what they are for; each case runs a small test file of its own in a second pytest."""
+"""The leak fixtures detect leaks; each case runs a small test file of its own in a second pytest."""
 
 from __future__ import annotations
 

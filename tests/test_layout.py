@@ -1,4 +1,4 @@
-"""Links, packages list and disk agree, and the house rules about size and imports hold."""
+"""Links, packages list and disk agree, and the rules about size and imports hold."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_no_paths_of_this_machine() -> None:
 def test_every_import_of_the_package_is_a_declared_dependency(project: dict) -> None:
     extras = project["project"]["optional-dependencies"]
     wanted = [*project["project"]["dependencies"], *extras["demo"], *extras["megatron"], *extras["simulate"]]
-    # Distributions are named like what they give to import, but for this one.
+    # Distributions are named like the modules they provide, except for this one.
     declared = {_normal(re.match(r"[\w.-]+", item).group()).removesuffix("-core").replace("-", "_") for item in wanted}
     imported = {
         top

@@ -1,4 +1,4 @@
-"""The public names are these, they load lazily, and nothing else is promised."""
+"""The public names are these, they load lazily, and no other names are promised."""
 
 from __future__ import annotations
 

@@ -19,9 +19,9 @@ M = TypeVar("M", bound=wire.Message)
 
 
 class FakeCoordinator:
-    """Grants all agents together as soon as ``agents`` wait; one agent's slot again at once. Thread-safe to ask.
+    """Grants all agents together as soon as ``agents`` wait; one agent's slot again at once. Queries are thread-safe.
 
-    ``answers`` may be switched off to test what happens without them.
+    ``answers`` may be switched off to test behaviour without them.
     """
 
     def __init__(self, agents: int = 1) -> None:
@@ -40,7 +40,7 @@ class FakeCoordinator:
         self._sizes: dict[str, int] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    # ---- asked by the test
+    # ---- used by the test
 
     @contextlib.contextmanager
     def serving(self, port: int = 0) -> Iterator[FakeCoordinator]:
@@ -82,7 +82,7 @@ class FakeCoordinator:
                 asyncio.run_coroutine_threadsafe(socket.send_str(text), self._loop).result(5)
 
     def drop(self) -> None:
-        """Break all connections without a word."""
+        """Break all connections without a closing handshake."""
         assert self._loop is not None
         for socket in list(self._sockets.values()):
             transport = socket._req.transport if socket._req is not None else None

@@ -1,4 +1,4 @@
-"""A plain script as it runs under c10d: makes its process group by ``env://``, knows nothing of Unicron.
+"""A plain script as it runs under c10d: makes its process group by ``env://``, independent of Unicron.
 
 Usage: plain_worker.py FOLDER. Notes its ranks in FOLDER/events.jsonl, then reduces until FOLDER/finish exists.
 """

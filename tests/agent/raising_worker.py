@@ -1,4 +1,4 @@
-"""A script that fails before there is a trainer. With an argument: it has an excepthook of its own."""
+"""A script that fails before a trainer exists. With an argument: it has an excepthook of its own."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Seeded random faults on real agents with workers that recover in process: each must heal."""
+"""Seeded random faults on real agents with workers that recover in process: each must be recovered from."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Chaos:
         self.wait_healed(0)
 
     def worker(self, agent: int) -> int:
-        """Process of one of an agent's workers, all of which run."""
+        """Return the process of one of an agent's workers, all of which run."""
         pid = self.cluster.agents[agent].pid
         found = until("all workers", lambda: w if len(w := workers_of(pid)) == self.per_node else None)
         return self.random.choice(found).pid

@@ -1,4 +1,4 @@
-"""A process's end is known from its threads before it can be waited for, and a thread's end is no process's."""
+"""A process's end is detected by its threads before it can be waited for; a thread's end alone is no process's end."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def test_a_killed_process_is_known_before_its_memory_is_freed():
 
 
 def test_a_killed_process_that_has_not_been_given_a_cpu_yet_is_doomed():
-    """It shares one CPU with us, and gets what we leave of it."""
+    """It shares one CPU with this process, and gets the rest of it."""
     busy = "print(1, flush=True)\nwhile True:\n    pass"
     allowed = os.sched_getaffinity(0)
 

@@ -1,4 +1,4 @@
-"""Two agents' exchange of data over real sockets, without a coordinator; this test passes on what it would."""
+"""Two agents' exchange of data over real sockets; the test forwards messages in place of a coordinator."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def test_without_the_token_or_the_key_nothing_is_sent() -> None:
         word = await pair.serve(LITTLE)
         result = await pair.connect(word, LITTLE)
         assert result.cause == "connected, but not answered: the connection ended"
-        # A stranger does not spoil it: who knows both is served.
+        # A stranger does not spoil it: the peer that knows both secrets is served.
         reader, writer = await asyncio.open_connection(word.host, word.port)
         writer.write(b"x" * 100)
         with contextlib.suppress(ConnectionResetError):
@@ -108,7 +108,7 @@ async def test_a_partner_that_accepts_and_never_answers_costs_only_the_time() ->
 
 
 class Throttle(Proxy):
-    """Passes on at most 64 KiB every 20 ms: 26 Mbit/s."""
+    """Forwards at most 64 KiB every 20 ms: 26 Mbit/s."""
 
     def _forward(self, selector: selectors.BaseSelector, end: socket.socket) -> None:
         time.sleep(0.02)

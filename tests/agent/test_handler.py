@@ -211,7 +211,7 @@ def test_exit_status_is_told(bench: Bench, tmp_path: Path) -> None:
     ("end", "cause", "code"), [("", "exit", 0), ("sys.exit(3)", "exit", 3), ("os.kill(os.getpid(), 9)", "signal", 9)]
 )
 def test_exit_status_that_torchelastic_has_taken(bench: Bench, tmp_path: Path, end: str, cause: str, code: int) -> None:
-    """Its poll may come before the agent has looked, and leaves nothing to be seen of the process."""
+    """Its poll may come before the agent has checked, and leaves no trace of the process."""
     bench.rendezvous()
     word = tmp_path / "end"
     name = bench.spawn(0, until_told(word) + end)
@@ -351,7 +351,7 @@ def test_store_use_is_told_once(bench: Bench) -> None:
     client = dist.TCPStore(store.address.host, store.address.port, is_master=False)
     client.set("key", "value")
     assert bench.fake.wait_for(wire.StoreUsed).round == 1
-    time.sleep(0.6)  # two more looks
+    time.sleep(0.6)  # two more checks
     assert bench.fake.count(wire.StoreUsed) == 1
 
 

@@ -1,4 +1,4 @@
-"""Why a real process does not answer: it is stopped, it holds the interpreter's lock, or it gets no CPU."""
+"""Diagnosis of a real process that does not answer: stopped, holding the interpreter's lock, or without a CPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SLEEPS = "\ntime.sleep(600)"
 
 
 def judged(pid: int, *expected: Frozen | None) -> bool:
-    """Whether the process is judged so within a minute."""
+    """Return whether the process is judged so within a minute."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         before = look(pid)

@@ -1,4 +1,4 @@
-"""The agent sets what NCCL needs, whatever the user has set, and names what it has replaced."""
+"""The agent sets the variables that NCCL needs, whatever the user has set, and names replaced values."""
 
 from __future__ import annotations
 

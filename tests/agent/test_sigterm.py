@@ -61,10 +61,10 @@ def run(script: str, folder: Path) -> int:
 
 
 def test_sigterm_right_after_the_start(tmp_path: Path) -> None:
-    """Between the making of the socket and the wait for a grant."""
+    """Between the creation of the socket and the wait for a grant."""
     assert run(RIGHT_AFTER_THE_START, tmp_path) == 128 + signal.SIGTERM
 
 
 def test_sigterm_while_it_cleans_up(tmp_path: Path) -> None:
-    """By torchelastic's handler, which raises; it does so when all is clean."""
+    """By torchelastic's handler, which raises; it does so after the clean-up."""
     assert run(WHILE_IT_CLEANS_UP, tmp_path) == 77

@@ -55,7 +55,7 @@ def bench(fake: Sparing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 def promote(bench: Bench) -> None:
-    """The slot is the agent's now."""
+    """Give the agent the slot."""
     view = bench.handler._agent.view  # type: ignore[union-attr]
     assert view.store is not None
     bench.fake.send(grant(view.number, view.store, warm=False))

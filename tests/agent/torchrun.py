@@ -1,4 +1,4 @@
-"""Real torchrun processes for tests: start, watch, signal, and put away."""
+"""Real torchrun processes for tests: start, watch, signal, and clean up."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ HERE = Path(__file__).parent
 
 
 def _whole_lines(path: Path) -> list[str]:
-    """Without a last one that is still being written."""
+    """Return all lines but a last one that is still being written."""
     return path.read_text().rpartition("\n")[0].splitlines()
 
 
 def until(what: str, probe: Callable[[], T | None], seconds: float = 60.0) -> T:
-    """Wait until ``probe`` returns something true."""
+    """Wait until ``probe`` returns a true value."""
     deadline = time.monotonic() + seconds
     while not (found := probe()):
         assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
@@ -112,7 +112,7 @@ class Cluster:
         return [agent.wait(60) for agent in self.agents]
 
     def coordinator(self) -> psutil.Process | None:
-        """The embedded coordinator, if it runs."""
+        """Return the embedded coordinator, if it runs."""
         for process in psutil.process_iter(["cmdline"]):
             command = " ".join(process.info["cmdline"] or [])
             if "unicron_lightning.coordinator" in command and f"coordinator.port={self.port}" in command:
@@ -121,13 +121,15 @@ class Cluster:
 
 
 def workers_of(agent: int) -> list[psutil.Process]:
-    """Worker processes of an agent."""
+    """Return the worker processes of an agent."""
     children = psutil.Process(agent).children()
     return [child for child in children if "_worker.py" in " ".join(_command_line(child))]
 
 
 def _command_line(process: psutil.Process) -> list[str]:
-    """A process's command line; empty if it ended meanwhile, e.g. a killed coordinator that is not reaped yet."""
+    """Return a process's command line; empty if it ended meanwhile, e.g. a killed coordinator that is not
+    reaped yet.
+    """
     try:
         return process.cmdline()
     except psutil.Error:

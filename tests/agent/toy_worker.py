@@ -1,6 +1,6 @@
-"""A worker that recovers in process, without torch: speaks the protocol and writes down what it hears.
+"""A worker that recovers in process, without torch: speaks the protocol and notes the messages it receives.
 
-Usage: toy_worker.py FOLDER. It appends one JSON line per event to FOLDER/events.jsonl and ends well once FOLDER/finish
+Usage: toy_worker.py FOLDER. It appends one JSON line per event to FOLDER/events.jsonl and succeeds once FOLDER/finish
 exists (members) or the task is over (others).
 """
 

@@ -17,7 +17,7 @@ SAMPLES, BATCH, MICRO_BATCHES = 40, 2, 4
 
 
 class Net(pl.LightningModule):
-    """One layer; its FLOPs are made up."""
+    """One layer; its FLOPs are invented."""
 
     flops_per_step = 3e9
 
@@ -51,7 +51,9 @@ def rows(tmp_path: Path) -> Callable[[], list[dict[str, float]]]:
 
 @pytest.fixture
 def train(tmp_path: Path) -> Callable[..., pl.Trainer]:
-    """Trains with the callbacks given: five steps per pass over the data, a validation after each."""
+    """Return a function that trains with given callbacks: five steps per pass over the data, a validation after
+    each.
+    """
 
     def run(callbacks: Sequence[pl.Callback], strategy: Any = "unicron", **settings: Any) -> Any:
         logger = CSVLogger(tmp_path, name="csv", version=0)

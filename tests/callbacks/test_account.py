@@ -8,7 +8,7 @@ from unicron_lightning.callbacks.account import TimeAccount
 
 
 def ten_steps(account: TimeAccount, now: float, world: int = 2) -> float:
-    """Steps of 2 s with 0.5 s of other work before each but the first."""
+    """Account for steps of 2 s with 0.5 s of other work before each but the first."""
     for number in range(10):
         now += 0.5 if number else 0.0
         account.step_begins(now, 1)

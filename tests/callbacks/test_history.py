@@ -18,7 +18,7 @@ def notice(name: str, at: float, incident: str | None = None, **fields: Any) -> 
 
 
 def failure(history: History, number: int) -> None:
-    """One incident from the death to the bill."""
+    """Feed one incident from the death to the bill."""
     at, name = 100.0 * number, f"i{number}"
     history.take(notice("worker_died", at, name, worker="n1-abc/0#1", node="n1", cause="signal", code=9))
     history.take(notice("worker_died", at, name, worker="n1-abc/1#1", node="n1", cause="sibling"))
@@ -55,7 +55,7 @@ def test_a_joiner_goes_on_with_the_others_history():
     for number in range(1, 41):
         failure(members, number)
     state = members.state()
-    failure(joiner, 40)  # it was there already when the last one was closed
+    failure(joiner, 40)  # it was present already when the last one was closed
     joiner.load_state(state)
     assert (joiner.count, joiner.recomputed - 2) == (40, 80)
     assert [seen.id for seen in joiner.newest(2)] == ["i39", "i40"]

@@ -30,7 +30,7 @@ class FakeDaemon:
         self.runs: dict[tuple[str, str], NodeTask] = {}
 
     def connect(self) -> FakeDaemon:
-        """A new connection, and its first message."""
+        """Open a connection, and send the first message."""
         self.world.conns += 1
         self.conn = self.world.conns
         self.world.daemons[self.conn] = self
@@ -56,7 +56,7 @@ class FakeDaemon:
 
     @property
     def wanted(self) -> list[tuple[str, str]]:
-        """Job and slot of all that it is to run."""
+        """Return job and slot of every agent that it is ordered to run."""
         return sorted((launch.job.name, launch.slot) for launch in self.launches)
 
     def obey(self) -> None:
@@ -70,7 +70,7 @@ class FakeDaemon:
         self.tell()
 
     def ends(self, job: str, slot: str, code: int) -> None:
-        """A torchrun agent ends by itself."""
+        """End a torchrun agent by itself."""
         old = self.runs[job, slot]
         self.runs[job, slot] = NodeTask(job=old.job, slot=slot, starts=old.starts, code=code)
         self.tell()
@@ -83,7 +83,7 @@ class FakeDaemon:
         self.world.do(ev.NodeSaid(conn=self.conn, message=message))
 
     def drop(self) -> None:
-        """The connection breaks."""
+        """Break the connection."""
         assert self.conn is not None
         conn, self.conn = self.conn, None
         del self.world.daemons[conn]

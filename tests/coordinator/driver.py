@@ -1,6 +1,7 @@
 """A cluster without sockets: fake agents, a fake clock and a fake store around the real `Machine`.
 
-After every input it also checks that the machine is replayable from its JSON and that what it sends obeys the protocol.
+After every input the driver also checks that the machine is replayable from its JSON and that its messages obey the
+protocol.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Oracle:
     epochs: dict[int, wire.Epoch] = field(default_factory=dict)
     goes: dict[int, wire.Go] = field(default_factory=dict)
     blank: bool = False
-    """Epochs before the first one checked are not known."""
+    """Whether epochs before the first checked one are unknown."""
     settled: set[int] = field(default_factory=set)
     dead: set[str] = field(default_factory=set)
     capacity: dict[str, int] = field(default_factory=dict)
@@ -92,21 +93,21 @@ class World:
         self.timers: dict[ev.TimerKey, float] = {}
         self.stopped = False
         self.questions: list[Question] = []
-        """Asked and not answered yet."""
+        """Questions that are not answered yet."""
         for peer in (*self.agents.values(), *self.daemons.values()):
             peer.conn = None
         self.agents, self.daemons = {}, {}
         self.do(ev.Started())
 
     def lose_disk(self) -> None:
-        """Nothing is remembered but by the agents; epoch numbers may come again if no agent that knows them returns."""
+        """Lose all stored state; epoch numbers may be reused if no agent that knows them returns."""
         self.disk.clear()
         self.lasting = None if self.lasting is None else state.encode(state.Lasting())
         for task, old in self.oracles.items():
             self.oracles[task] = Oracle(dead=old.dead, capacity=old.capacity, blank=True)
 
     def check_replay(self) -> None:
-        """All inputs since the coordinator's start, given to another one, lead to the same state."""
+        """Check that all inputs since the coordinator's start lead another machine to the same state."""
         other = Machine(self.limits, state.decode_cluster(self._origin))
         for event, at in self._history:
             other.handle(event, at)
@@ -130,7 +131,7 @@ class World:
         return agent
 
     def answer(self) -> None:
-        """Have the newest question answered."""
+        """Answer the newest question."""
         while self.questions:
             question = self.questions.pop()
             self.do(ev.Planned(key=question.key, allocation=share(question)))
@@ -147,7 +148,7 @@ class World:
         return [event.name for event in self.events if event.task == task]
 
     def event(self, name: str) -> ev.Emit:
-        """The newest event of that name."""
+        """Return the newest event of that name."""
         return next(event for event in reversed(self.events) if event.name == name)
 
     def task(self, name: str = "t") -> state.Task:
@@ -163,7 +164,7 @@ class World:
         self.now = end
 
     def do(self, event: ev.Input) -> None:
-        """One input, its actions carried out, everything checked."""
+        """Process one input, carry out its actions, and check everything."""
         self._observe(event)
         self._history.append((event, self.now))
         before = self.machine.snapshot()
@@ -268,7 +269,7 @@ class World:
 
 
 def share(question: Question) -> dict[str, int]:
-    """A planner for tests: minimums first (of running tasks before others), the rest to the heaviest per place."""
+    """Plan for tests: minimums first (of running tasks before others), the rest to the heaviest per place."""
     result = {task.name: 0 for task in question.tasks}
     left = question.num_places
     for task in sorted(question.tasks, key=lambda task: (not task.runs, -task.weight, task.name)):
@@ -286,7 +287,7 @@ def share(question: Question) -> dict[str, int]:
 
 
 def settle(world: World, task: str = "t") -> wire.Go:
-    """All members of the newest epoch report; returns its go."""
+    """Let all members of the newest epoch report; return its go."""
     epoch = world.task(task).epoch
     assert epoch is not None
     by_name = {agent.name: agent for agent in world.agents.values()}
@@ -308,5 +309,5 @@ def running(world: World, count: int, **options: Any) -> list[FakeAgent]:
 
 
 def members(world: World, task: str = "t") -> list[str]:
-    """Workers of the newest epoch, in rank order."""
+    """Return the workers of the newest epoch, in rank order."""
     return [member.worker for member in world.task(task).members()]

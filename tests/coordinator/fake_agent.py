@@ -113,7 +113,7 @@ class FakeAgent:
         self.world.do(ev.Received(conn=self.conn, message=message))
 
     def drain(self, drained: bool = True) -> FakeAgent:
-        """An operator wants no workers on this agent's node, or allows them again."""
+        """Drain this agent's node, or undrain it, as an operator."""
         self.world.do(ev.Drain(node=self.node, drained=drained))
         return self
 
@@ -130,7 +130,7 @@ class FakeAgent:
         return self.register().rendezvous()
 
     def launch(self) -> FakeAgent:
-        """torchrun starts the workers of the granted round."""
+        """Start the workers of the granted round, as torchrun does."""
         assert self.granted or self.warm
         self.local_world, self.without_ranks = self.size, self.granted
         self.say(wire.LocalWorld(round=self.round, size=self.size))
@@ -158,7 +158,7 @@ class FakeAgent:
             self.say(message)
 
     def warm_up(self) -> FakeAgent:
-        """Launch without a slot, hello: all workers wait to be welcomed."""
+        """Launch without a slot and send hellos: all workers wait to be welcomed."""
         assert self.warm
         self.launch()
         for local_rank in range(self.size):
@@ -185,7 +185,7 @@ class FakeAgent:
             self.ready(epochs[-1].number, local_rank)
 
     def boot(self, *, capacity: int = 8) -> FakeAgent:
-        """Launch, hello, built: all workers can become members."""
+        """Launch, send hellos, build: all workers can become members."""
         self.launch()
         for local_rank in range(self.size):
             self.hello(local_rank, capacity=capacity)
@@ -205,7 +205,7 @@ class FakeAgent:
         self.say(wire.Bye(succeeded=succeeded))
 
     def drop(self) -> None:
-        """The connection breaks."""
+        """Break the connection."""
         assert self.conn is not None
         conn, self.conn = self.conn, None
         del self.world.agents[conn]

@@ -20,7 +20,7 @@ NODES = ("a", "b", "c")
 
 
 class Story:
-    """A task with an agent and a worker on each node, named alike."""
+    """A task with an agent and a worker on each node, with equal names."""
 
     def __init__(self, *, spared: str = "abc", nodes: str = "abc", **limits: float | str) -> None:
         self.limits = Limits(**limits)  # type: ignore[arg-type]
@@ -53,7 +53,7 @@ class Story:
         return self.see(Settled(step=step, members=names), gone=gone)
 
     def fail(self, node: str, kind: str = "exited_abnormally", *, gone: str = "", fault: str = "") -> list[Decision]:
-        """A member on the node fails; its agent starts another."""
+        """Fail a member on the node; its agent starts another."""
         worker = next(worker for worker, member in self.record.joined.items() if member.node == node)
         self.round += 1
         failure = Failure(kind=kind, node=node, agent=node, worker=worker, cause="exit 1", at=self.now, fault=fault)
@@ -68,14 +68,14 @@ class Story:
     def start_fails(
         self, node: str, kind: str = "exited_abnormally", *, training: bool, sent: bool = False, fault: str = ""
     ) -> list[Decision]:
-        """A worker that is no member yet fails."""
+        """Fail a worker that is no member yet."""
         self.round += 1
         about = {"kind": kind, "node": node, "agent": node, "worker": f"{node}?", "cause": "x", "fault": fault}
         failure = Failure(at=self.now, **about)
         return self.see(Error(failure=failure, round=self.round, training=training, sent=sent))
 
     def tell(self, node: str, kind: str) -> list[Decision]:
-        """Something is noticed that ends nothing."""
+        """Report an error that ends nothing."""
         return self.see(Error(failure=Failure(kind=kind, node=node, agent=node, at=self.now)))
 
     def disconnect(self) -> list[Decision]:

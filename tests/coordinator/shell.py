@@ -1,4 +1,4 @@
-"""A real coordinator process, and agents that speak to it over real sockets."""
+"""A real coordinator process, and agents that communicate with it over real sockets."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Coordinator:
         return self.process
 
     def output(self) -> str:
-        """End of the process's output; waits for its end."""
+        """Wait for the process's end; return the end of its output."""
         assert self.process is not None
         return self.process.communicate(timeout=20)[1]
 
@@ -100,7 +100,7 @@ class SocketAgent:
         await self.socket.send_str(wire.encode(message).decode())
 
     async def hear(self, kind: type[Any]) -> Any:
-        """The next message of that kind; others are skipped."""
+        """Return the next message of that kind; skip others."""
         while True:
             frame = await self.socket.receive(timeout=10)
             assert frame.type is aiohttp.WSMsgType.TEXT, frame
@@ -129,7 +129,7 @@ class SocketAgent:
         await self.say(wire.Register(**{**fields, **changes}))
 
     async def boot(self) -> None:
-        """From the grant to a worker that waits to become a member."""
+        """Proceed from the grant to a worker that waits to become a member."""
         await self.hear(wire.Grant)
         await self.say(wire.LocalWorld(round=1, size=1))
         await self.say(self.hello())
@@ -178,12 +178,12 @@ async def train(agents: list[SocketAgent]) -> None:
 
 
 def known(token: str | None = None) -> Token:
-    """A token; default: that of the user who runs the tests."""
+    """Return a token; default: that of the user who runs the tests."""
     return token_for("127.0.0.1", None) if token is None else Token(secret=token, origin="a test")
 
 
 async def ask(url: str, method: str, target: str, body: bytes = b"", token: str | None = None) -> tuple[int, Any]:
-    """Status and decoded answer of a proven request."""
+    """Return status and decoded answer of a proven request."""
     endpoint = url.removeprefix("http://")
     status, answer = await asyncio.to_thread(request, endpoint, method, target, Access(token=known(token)), body)
     return status, json.loads(answer)

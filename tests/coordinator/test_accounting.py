@@ -13,7 +13,7 @@ from unicron_lightning.coordinator import events as ev
 
 
 def tell(world: World, agent: FakeAgent, name: str) -> None:
-    """The agent's worker has finished the first step of the newest epoch."""
+    """Report the first finished step of the newest epoch by the agent's worker."""
     fields = {"epoch": world.task().number, "step": 9, "world": 1}
     agent.say(wire.WorkerEvent(worker=agent.worker(), name=name, at=world.now, fields=fields))
 

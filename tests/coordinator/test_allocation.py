@@ -1,4 +1,4 @@
-"""Several tasks share places: who gets which, and the way from one plan to the next."""
+"""Several tasks share places: the assignment, and the way from one plan to the next."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
 
 GATHERED = 0.6
-"""Seconds after which agents that have come count."""
+"""Seconds after which registered agents count."""
 
 
 def crowd(world: World, places: int, **tasks: tuple[int, int]) -> dict[str, dict[int, FakeAgent]]:
@@ -51,14 +51,14 @@ def settle(world: World, agents: dict[str, dict[int, FakeAgent]]) -> None:
 
 
 def members(world: World, task: str) -> list[str]:
-    """Nodes whose workers train a task, which must be in an epoch that everyone entered."""
+    """Return the nodes whose workers train a task, which must be in an epoch that all have entered."""
     state = world.task(task)
     assert state.settled
     return sorted(member.node for member in state.members())
 
 
 def exclusive(world: World) -> None:
-    """No accelerators are used by two tasks."""
+    """Check that no accelerators are used by two tasks."""
     holders: dict[str, str] = {}
     for task in world.machine.tasks.values():
         for agent in task.agents.values():
@@ -151,7 +151,7 @@ def test_a_task_that_lost_all_it_had_does_not_drive_out_one_that_runs(plain: boo
 
 
 def test_a_task_that_is_resized_leaves_the_places_that_the_plan_takes_from_it() -> None:
-    """And not those of its newest agents first: it would leave twice."""
+    """Places of its newest agents do not go first: it would have to leave twice."""
     world = World()
     agents = crowd(world, 5, a=(1, 3), b=(1, 2))
     first = members(world, "a")[0]
@@ -321,7 +321,7 @@ def test_with_its_store_lost_the_coordinator_takes_over_the_plan_that_the_agents
     world.start()
     for agent in [*agents["b"].values(), *agents["a"].values()]:
         agent.register()
-        world.advance(0.3)  # one may be granted what another still uses: the lock on the machine is for that
+        world.advance(0.3)  # a grant may precede the end of the place's use: the machine's lock prevents a conflict
     settle(world, agents)
     exclusive(world)
     assert {task: members(world, task) for task in "ab"} == before
@@ -330,7 +330,7 @@ def test_with_its_store_lost_the_coordinator_takes_over_the_plan_that_the_agents
 
 
 def test_of_two_agents_of_a_task_at_a_place_the_one_that_is_there_gets_it() -> None:
-    """After a restart of the coordinator the other's end is not known yet."""
+    """After a restart of the coordinator the other agent's end is not known yet."""
     world = World()
     world.agent("old", task="a", nodes=(2, 3), place="n0/0").start()
     world.start()

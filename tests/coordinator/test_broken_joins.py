@@ -1,5 +1,6 @@
-"""Sockets break between live workers while a join is pending: the step boundary at which it was to be entered will not
-come, so the members need an epoch of their own first."""
+"""Sockets break between live workers while a join is pending: the step boundary at which the join would be entered will
+not come, so the members need an epoch of their own first.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ GRACE = 0.5
 
 
 def pending_join() -> tuple[World, FakeAgent, FakeAgent, FakeAgent]:
-    """Two members in the middle of a step of epoch 1, and a joiner that waits for them in epoch 2."""
+    """Create two members in the middle of a step of epoch 1, and a joiner that waits for them in epoch 2."""
     world = World(comm_error_grace=GRACE)
     a, b = running(world, 2)
     c = world.agent("c").start().boot()

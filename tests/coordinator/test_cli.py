@@ -1,4 +1,4 @@
-"""The command `unicron` and the coordinator's configuration, as a user meets them."""
+"""The command `unicron` and the coordinator's configuration, as users run them."""
 
 from __future__ import annotations
 

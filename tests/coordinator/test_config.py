@@ -136,7 +136,7 @@ def test_tasks_are_chosen_from_files(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "small.yaml").write_text("# @package tasks.small\ncommand: [a.py]\n")
     (folder / "plain.yaml").write_text("command: [b.py]\nmax_nodes: 3\nprofile: {1: 2.5}\n")
-    search = f"hydra.searchpath=[file://{tmp_path}]"  # what --config-dir does
+    search = f"hydra.searchpath=[file://{tmp_path}]"  # the effect of --config-dir
     config = configured(search, "tasks=[small]", "+tasks@tasks.big=plain", "tasks.big.weight=2")
     small, big = config.jobs()
     assert (small.name, small.command, small.max_nodes) == ("small", ["a.py"], 1)
@@ -196,7 +196,7 @@ def test_the_document_names_every_choice() -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
     choices = [(path.parent.name, path.stem) for path in (ROOT / "conf").glob("*/*.yaml")]
     assert choices
-    others = ("tasks", "examples", "simulate")  # of commands of their own
+    others = ("tasks", "examples", "simulate")  # groups of other commands
     assert [pair for pair in choices if pair[0] not in others and f"`{'='.join(pair)}`" not in text] == []
 
 

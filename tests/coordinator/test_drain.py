@@ -1,4 +1,4 @@
-"""Nodes drained and tasks resized: workers leave at a step boundary, and nothing is lost if that cannot be done."""
+"""Drained nodes and resized tasks: workers leave at a step boundary, and nothing is lost if that is impossible."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from unicron_lightning.coordinator import events as ev
 
 
 def three(**limits: float) -> tuple[World, list[FakeAgent]]:
-    """All three in epoch 2; one node would do."""
+    """Create three members in epoch 2; one node would suffice."""
     world = World(**limits)
     world.nodes = (1, 3)
     agents = [world.agent(name).start().launch() for name in "abc"]
@@ -140,7 +140,7 @@ def test_a_plain_script_is_restarted_without_the_drained_node():
     world = World()
     world.nodes = (1, 3)
     agents = [world.agent(name).start() for name in "abc"]
-    for agent in agents:  # b and c came after the first grant: once the script is known to be a plain one all restart
+    for agent in agents:  # b and c came after the first grant: once the script is known to be plain, all restart
         agent.launch()
     agents[0].say(wire.StoreUsed(round=1))
     for agent in agents:

@@ -1,4 +1,4 @@
-"""Messages that make no sense: each ends with its connection, and the tasks of others are not affected."""
+"""Malformed messages: each ends with its connection, and other tasks are not affected."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ async def test_bad_messages_end_their_connection_and_no_other(coordinator):
 
 
 class Broken(Exception):
-    """Raised by a machine that is broken on purpose."""
+    """Raised by a machine that is broken for the test."""
 
 
 def contained(world: World, event: ev.Input) -> None:
@@ -179,7 +179,7 @@ def contained(world: World, event: ev.Input) -> None:
 
 
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Records of the key "poison" cannot be handled."""
+    """Break records with the key "poison"."""
     from unicron_lightning.coordinator import workers
 
     whole = workers.record

@@ -92,7 +92,7 @@ def test_members_are_no_more_than_the_task_can_use_and_that_is_no_reason_to_hold
     assert not agents[0].last(wire.Epoch).hold
     settle(world)
     assert world.task().number == 1
-    agents[2].ready(0)  # it has heard that it is no founder and has set itself up
+    agents[2].ready(0)  # it knows that it is no founder and has set itself up
     assert world.task().number == 1
     agents[0].die()
     settle(world)

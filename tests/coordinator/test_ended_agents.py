@@ -1,4 +1,4 @@
-"""Agents whose process is seen to be gone while a restarted coordinator waits for them."""
+"""Agents whose process has ended while a restarted coordinator waits for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that are meant for another host, stores of other machines, endless numbers, and a clock that is set."""
+"""Requests meant for another host, stores of other machines, unbounded numbers, and a clock that is set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Incidents as a user asks for them, of a real coordinator and after its restart."""
+"""Incidents as a user queries them, of a real coordinator and after its restart."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def stepped(agent: SocketAgent, name: str, epoch: int) -> None:
 
 
 async def open_incident(coordinator: Coordinator, phase: str) -> dict:
-    """The only incident, once it is in a phase."""
+    """Return the only incident, once it is in a phase."""
     while True:
         (bill,) = (await get(f"{coordinator.url}/v1/incidents"))["incidents"]
         if bill["outcome"] is None and bill["phases"][phase]["seconds"] > 0:
@@ -39,7 +39,7 @@ async def open_incident(coordinator: Coordinator, phase: str) -> dict:
 async def test_incidents_are_asked_for_while_they_are_open_and_after(tmp_path: Path):
     with Coordinator(tmp_path / "state") as coordinator:
         async with connected(coordinator.url, "a", "b", nodes=(1, 2)) as (a, b):
-            # One node would do: b is there from the beginning, or joins.
+            # One node would suffice: b is present from the beginning, or joins.
             await b.register(min_nodes=1)
             await b.boot()
             assert (await b.hear(wire.Epoch)).number == 1

@@ -17,7 +17,7 @@ from unicron_lightning.nodewire import NodeTask
 AWAY = 0.3
 """Seconds after which a daemon is lost."""
 RESTART = 10.1
-"""The same after a restart of the coordinator."""
+"""Seconds after which a daemon is lost after a restart of the coordinator."""
 
 
 def submit(world: World, name: str, **fields: Any) -> None:
@@ -32,7 +32,7 @@ def status(world: World, name: str) -> str | None:
 
 
 def runs(world: World, daemon: FakeDaemon, name: str, slot: str, nodes: tuple[int, int] = (1, 1)) -> FakeAgent:
-    """The daemon starts a job's torchrun, and it starts its worker if it may."""
+    """Let the daemon start a job's torchrun, which starts its worker if it may."""
     daemon.obey()
     agent = world.agent(f"{name}-{daemon.node}-{slot}", task=name, nodes=nodes, place=f"{daemon.node}/{slot}").start()
     world.advance(1.0)

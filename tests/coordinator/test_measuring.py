@@ -1,4 +1,4 @@
-"""Step times, transitions and lifetimes as they are measured while tasks run."""
+"""Step times, transitions and lifetimes as measured while tasks run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pairwise check: who exchanges data with whom, and what follows; the agents' exchanges are made up."""
+"""The pairwise check: choice of partners, and consequences; the agents' exchanges are simulated."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Net:
         self.world.nodes = nodes
         self.agents: dict[str, FakeAgent] = {}
         self.bad: set[str] = set()
-        """Nodes, or pairs of them in the order of the alphabet."""
+        """Bad nodes, or bad pairs of them in alphabetical order."""
         self.mute: set[str] = set()
         """Nodes whose agents report no exchanges."""
         self.tried: list[str] = []

@@ -8,7 +8,7 @@ from unicron_lightning import wire
 
 
 def plain(world: World, count: int, nodes: tuple[int, int] = (1, 4)):
-    """Agents with their (plain) workers started, and evidence that the script is plain."""
+    """Create agents with (plain) workers started, and evidence that the script is plain."""
     world.nodes = (count, nodes[1])
     agents = [world.agent(name).start() for name in "abcdefgh"[:count]]
     for agent in agents:

@@ -1,4 +1,4 @@
-"""The planner behind the machine's questions: answers, and answers made before they are asked."""
+"""The planner behind the machine's questions: answers, and answers computed in advance."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def situation(num_places: int, *tasks: Competitor, key: str = "k") -> Question:
 
 
 class Asked:
-    """A planner in its thread, asked one thing after the other."""
+    """A planner in its thread, asked one question after the other."""
 
     def __init__(self) -> None:
         self.planning = Planning()

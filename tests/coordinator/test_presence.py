@@ -19,7 +19,7 @@ def listening() -> tuple[socket.socket, wire.Address]:
 
 
 async def done(watched: Presence) -> None:
-    """All looks are over."""
+    """Wait until all checks are over."""
     await asyncio.wait_for(asyncio.gather(*watched._tasks), 20)
 
 

@@ -1,4 +1,4 @@
-"""The mutual proof over real sockets: who pretends to be the coordinator, or a client, gets nothing."""
+"""The mutual proof over real sockets: an impostor of the coordinator, or of a client, learns nothing."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ TOKEN = Token(secret=SECRET, origin="a test")
 
 
 class Impostor:
-    """Listens where a coordinator should, takes all requests and WebSockets, and keeps what it is sent.
+    """Listens in place of a coordinator, accepts all requests and WebSockets, and keeps the data it receives.
 
     Args:
-        coordinator: port of one that it asks for challenges; None: it makes them up.
+        coordinator: port of a coordinator that it asks for challenges; None: it invents them.
     """
 
     def __init__(self, coordinator: int | None = None) -> None:

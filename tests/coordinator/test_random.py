@@ -1,4 +1,4 @@
-"""Random histories: whatever happens in whatever order, the invariants hold, and when it stops the task heals.
+"""Random histories: the invariants hold for any order of events, and when faults stop the task recovers.
 
 The invariants are checked by the driver after every input: replay from JSON, one membership per epoch number, `Go` for
 exactly the members, no dead or fenced member, joins only after a settled epoch, capacity, slots.
@@ -63,7 +63,7 @@ class Histories(RuleBasedStateMachine):
     def make_world(self, **limits):
         return World(**limits)
 
-    # ---- what goes well
+    # ---- regular events
 
     @precondition(lambda self: len(self.agents) < 6)
     @rule()
@@ -96,7 +96,7 @@ class Histories(RuleBasedStateMachine):
     def time_passes(self, seconds):
         self.world.advance(seconds)
 
-    # ---- what goes wrong
+    # ---- faults
 
     @precondition(lambda self: self.agents)
     @rule(fault=st.sampled_from(FAULTS), pick=st.integers(0, 7), local_rank=st.integers(0, 1))
@@ -124,7 +124,7 @@ class Histories(RuleBasedStateMachine):
                 if task.epoch is not None and task.over is None and not task.finishing:
                     self.world.do(ev.Relayout(task="t", layout=wire.Layout(tensor=1, pipeline=1)))
             case "leave" if agent.conn is not None and len(agent.workers) < agent.size:
-                # Success means that torchrun saw all its workers end well.
+                # A success requires that torchrun saw all its workers succeed.
                 self.agents.remove(agent)
                 agent.bye(succeeded=agent.granted and not agent.workers and worker in self.world.task().finished)
             case "worker_fails" | "worker_finishes" if worker in agent.workers:
@@ -138,7 +138,7 @@ class Histories(RuleBasedStateMachine):
         return self.agents[number % len(self.agents)]
 
     def go_on(self, agent: FakeAgent) -> None:
-        """torchrun does the next thing that is due on this node."""
+        """Take torchrun's next step that is due on this node."""
         started = agent.granted or agent.warm
         if started and agent.local_world is None and agent.conn is not None:
             agent.launch()
@@ -150,7 +150,7 @@ class Histories(RuleBasedStateMachine):
         agent.worker_goes_on(local_rank, capacity=self.capacity)
 
     def teardown(self) -> None:
-        """From here on nothing fails any more: the task must heal."""
+        """Stop all faults: from here on the task must recover."""
         self.heal()
         self.check_drained()
         for node in list(self.world.machine.drained):

@@ -1,4 +1,4 @@
-"""TP and PP of a task under way: one order, one checkpoint, one new life, whatever dies in between."""
+"""TP and PP of a running task: one order, one checkpoint, one new life, whatever dies in between."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def fail_and_return(world: World, name: str, step: int) -> None:
 
 
 def settle_all(world: World, step: int) -> None:
-    """One epoch after the other, until no other follows."""
+    """Settle one epoch after the other, until no other follows."""
     while (epoch := world.task().epoch) is not None and not world.task().settled:
         for member in epoch.members:
             agents(world)[member.agent].ready(epoch.number, step=step)
@@ -286,7 +286,7 @@ def test_nodes_have_to_be_enough_for_a_replica() -> None:
 
 
 def moved(*, step: bool) -> World:
-    """A task that has just changed its layout, and has finished a step or not."""
+    """Create a task that has just changed its layout, and has finished a step or not."""
     world = grid()
     order(world)
     settle(world)

@@ -1,4 +1,4 @@
-"""Tasks whose model is spread over several workers: whatever is taken from them, a whole replica stays."""
+"""Tasks whose model is spread over several workers: whatever they lose, a whole replica stays."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def grid(names: str, *replicas: str, at_once: int | None = None) -> World:
 
 
 def start(world: World, names: str, nodes: tuple[int, int], capacity: int = 8) -> None:
-    """So many agents, in a settled epoch as far as the task takes them."""
+    """Start a number of agents, in a settled epoch as far as the task admits them."""
     world.nodes = nodes
     started = [world.agent(name).start() for name in names]
     for agent in started:
@@ -45,7 +45,7 @@ def tell(world: World, *replicas: str, at_once: int | None = None) -> None:
 
 
 def tell_of(world: World, task: str, *replicas: list[str], at_once: int | None = None) -> None:
-    """The same of a task by name."""
+    """Report the replicas of a task by name."""
     first = world.task(task).members()[0]
     named = [[agents(world)[name].worker() for name in replica] for replica in replicas]
     word = wire.Replicas(worker=first.worker, epoch=world.task(task).number, replicas=named, at_once=at_once)
@@ -57,7 +57,7 @@ def agents(world: World) -> dict[str, FakeAgent]:
 
 
 def staying(world: World) -> str:
-    """Agents of the newest epoch, if it is a ``leave``."""
+    """Return the agents of the newest epoch, if it is a ``leave``."""
     assert world.task().epoch.kind == "leave"
     return "".join(member.agent for member in world.task().members())
 
@@ -187,7 +187,7 @@ def test_the_planner_gives_multiples() -> None:
 
 
 def test_a_task_whose_minimum_is_no_multiple_is_not_paused_for_that() -> None:
-    """With the last node that makes a second replica goes the only multiple; three are enough, by its user's word."""
+    """The last node of a second replica takes the only multiple with it; three nodes are enough for the user."""
     world = World()
     agents = {}
     for name in "ab":

@@ -1,4 +1,4 @@
-"""Errors that are reported: logged once, with where and why, and answered by their severity."""
+"""Reported errors: logged once, with place and cause, and handled by their severity."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_what_is_only_told_disturbs_nobody(kind):
 @pytest.mark.parametrize("recovers", [False, True])
 def test_parameters_that_differ_stop_the_task_with_one_error(recovers: bool):
     world, (a, b, c) = joined()
-    if recovers:  # the incident that is open must not hide the report
+    if recovers:  # the open incident must not hide the report
         a.die()
     for agent in (b, c):
         report(agent, "parameters_differ", ends=False)

@@ -30,7 +30,7 @@ FULL = "database or disk is full"
 
 
 class Disk:
-    """A store's writes, which fail while it is full."""
+    """A store's writes, which fail while the disk is full."""
 
     def __init__(self, store: Store) -> None:
         self.full = False

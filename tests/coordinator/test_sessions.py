@@ -1,4 +1,4 @@
-"""Agents and coordinators that go and come back; refusals; the end of an idle coordinator."""
+"""Agents and coordinators that leave and return; refusals; the end of an idle coordinator."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ def progress(agent: FakeAgent, step: int) -> None:
 
 
 def answer(world: World, *agents: FakeAgent, step: int = 0) -> None:
-    """These agents' workers report for the newest epoch; none is further than ``step``."""
+    """Report for the newest epoch by these agents' workers; none is further than ``step``."""
     number = world.task().number
     for agent in agents:
         agent.ready(number, step=step)
@@ -297,7 +297,7 @@ def test_a_task_that_fails_at_one_step_for_good_is_stopped_with_its_diagnosis():
 
 
 def settle_all(world: World, *agents: FakeAgent) -> None:
-    """All epochs that come one after the other, until all are members; no step is finished."""
+    """Settle consecutive epochs, until all are members; no step is finished."""
     for _ in range(4):
         if not world.task().settled:
             names = members(world)
@@ -344,7 +344,7 @@ def test_a_plain_script_is_none_of_its_business():
 
 
 def test_the_chaos_of_a_benchmark_cordons_nothing_and_stops_nothing():
-    """200 kills in twelve minutes over four nodes, each soon after the last one has healed."""
+    """200 kills in twelve minutes over four nodes, each soon after the previous recovery."""
     world = World()
     world.nodes = (1, 4)
     agents = [world.agent(name).start().boot() for name in "abcd"]

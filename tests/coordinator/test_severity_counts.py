@@ -1,4 +1,4 @@
-"""The severity workflow by itself: what counts, what ends a count, and what must not set anything off."""
+"""The severity workflow by itself: failures that count, events that end a count, and events without effect."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_worker_that_lasts_ends_its_nodes_series() -> None:
 
 
 def test_a_sibling_that_trains_on_does_not_excuse_the_accelerator_beside_it() -> None:
-    """Two agents share node b: one fails whenever it has joined, the other was there before and stays."""
+    """Two agents share node b: one fails whenever it has joined, the other one was present before and stays."""
     story = Story()
     story.see(Settled(step=0, members={"a": "a", "b0": "b", "b1": "b"}))
     step = 0
@@ -246,7 +246,7 @@ ERRORS = st.one_of(
 
 
 def strike(story: Story, what: str, node: str) -> list[Decision]:
-    """One error, and all that follows up to the next settled epoch."""
+    """Cause one error, with all consequences up to the next settled epoch."""
     there = {member.node for member in story.record.joined.values()}
     match what:
         case "fail" | "lose" if node in there:

@@ -1,4 +1,4 @@
-"""An exception that a retry raises again ends the task; what may pass is retried."""
+"""An exception that a retry raises again ends the task; a transient one is retried."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_report_without_a_traceback_is_none(details: dict[str, Any]):
 
 
 def live(story: Story, faults: list[str], step: int = 7) -> None:
-    """A life that ends by these faults, one of each node."""
+    """Live a life that ends by these faults, one of each node."""
     story.see(Progress(step=step))
     for node, fault in zip(NODES, faults, strict=True):
         story.fail(node, "other_software_error", fault=fault)

@@ -28,7 +28,7 @@ LOW = {
 
 
 class Watched(World):
-    """Notes what became of escalations, and checks each as it happens."""
+    """Records the effects of escalations, and checks each as it happens."""
 
     def __init__(self, **limits: Any) -> None:
         self.finished_steps = False
@@ -81,7 +81,7 @@ class Severe(Histories):
             super().worker_goes_on(agent, local_rank)
 
     def hangs_in_recovery(self, worker: str) -> bool:
-        """Not in its start, and not in training: a member that never gets to a step boundary is a hung task."""
+        """Not in its start, and not in training: a member that never reaches a step boundary is a hung task."""
         task = self.world.machine.tasks.get("t")
         if task is None or task.epoch is None or worker not in task.workers or not task.workers[worker].built:
             return False

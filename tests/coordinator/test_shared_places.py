@@ -39,7 +39,7 @@ class SharedPlaces(RuleBasedStateMachine):
         for number in range(places):
             self.start_node(number)
 
-    # ---- what goes well
+    # ---- regular events
 
     def start_node(self, number: int) -> None:
         for task, nodes in self.limits.items():
@@ -83,7 +83,7 @@ class SharedPlaces(RuleBasedStateMachine):
     def come_back(self) -> None:
         next(agent for agent in self.agents if agent.conn is None).register()
 
-    # ---- what goes wrong
+    # ---- faults
 
     @rule(number=st.integers(0, 4))
     def node_dies(self, number: int) -> None:
@@ -121,7 +121,7 @@ class SharedPlaces(RuleBasedStateMachine):
             fits = state.min_nodes <= nodes <= state.max_nodes
             self.world.do(ev.Resize(task=task, nodes=nodes if fits else None))
 
-    # ---- what must hold
+    # ---- invariants
 
     @invariant()
     def no_place_is_granted_twice(self) -> None:
@@ -157,7 +157,9 @@ class SharedPlaces(RuleBasedStateMachine):
                 assert not fits or len(task.slots) >= task.min_nodes, f"{task.id} is below its minimum without need"
 
     def check_ended(self, task: Task) -> None:
-        """No recovery hangs: the newest epoch is settled, or there is none because the task has no place."""
+        """Check that no recovery hangs: the newest epoch is settled, or does not exist because the task has no
+        place.
+        """
         if task.epoch is not None:
             assert task.settled, f"epoch {task.number} of {task.id} hangs"
         else:
@@ -165,7 +167,7 @@ class SharedPlaces(RuleBasedStateMachine):
 
 
 def go_on(agent: FakeAgent) -> None:
-    """torchrun does the next thing that is due."""
+    """Take torchrun's next step that is due."""
     if agent.granted and agent.local_world is None and agent.conn is not None and not agent.stopped:
         agent.launch()
     elif agent.granted and (len(agent.workers) < agent.size or agent.stopped):

@@ -269,7 +269,7 @@ def test_the_status_tells_who_is_warm():
     assert "agent stands by, warm" in output.getvalue()
 
 
-# ---- coordinators and connections that come and go
+# ---- restarted coordinators and broken connections
 
 
 def test_a_restarted_coordinator_knows_who_is_warm():

@@ -66,7 +66,7 @@ def test_who_does_not_answer_has_no_thread_left_that_runs() -> None:
 
 
 def all_say(world: World, agents: tuple[FakeAgent, ...], culprit: FakeAgent | None, times: int = 1) -> None:
-    """Symptoms of all: the others wait for the culprit."""
+    """Report the symptoms of all: the others wait for the culprit."""
     for _ in range(times):
         for agent in agents:
             about = {"waiting": agent is not culprit, "phase": "reduce" if agent is not culprit else "compute"}

@@ -32,7 +32,7 @@ class Noisy(Dataset[Any]):
 
 
 class World:
-    """The parts of strategy and engine that a loader asks."""
+    """The parts of strategy and engine that a loader uses."""
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
@@ -51,7 +51,7 @@ class World:
 
 
 def run(world: World, loader: TrainingLoader) -> Iterator[tuple[GlobalBatch, list[Any]]]:
-    """An epoch as the training loop runs it."""
+    """Run an epoch as the training loop does."""
     for batch in loader:
         yield batch, [batch.fetch(m) for m in world.share(batch.micro_batches)]
         world.step += 1
@@ -96,7 +96,7 @@ def test_two_epochs_are_the_same_with_and_without_workers(workers: int, persiste
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_share_that_changes_midway(workers: int) -> None:
-    """Rank 1 of 3 computes what rank 2 leaves behind, then is rank 0 of 1."""
+    """Rank 1 of 3 computes the rest of rank 2's micro-batches, then is rank 0 of 1."""
     reference, world = expected(96), World(rank=1, size=3)
     loader = world.loader(
         DataLoader(Noisy(96), batch_size=3, shuffle=True, num_workers=workers, prefetch_factor=4 if workers else None)

@@ -1,4 +1,4 @@
-"""The order of samples: ddp's where it divides, everything once where it does not."""
+"""The order of samples: ddp's where it divides, every sample once where it does not."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def order_of(loader: DataLoader[Any], devices: int = 1, accumulation: int = 1, s
 
 
 def epoch_of(order: DataOrder, epoch: int) -> list[list[list[int]]]:
-    """Samples by step and micro-batch."""
+    """Return samples by step and micro-batch."""
     return [[order.indices(epoch, step, m) for m in order.micro_batches(step)] for step in range(order.num_steps)]
 
 
@@ -52,7 +52,7 @@ def flat(steps: list[list[list[int]]]) -> list[int]:
 @pytest.mark.parametrize("devices", [1, 2, 3])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_the_same_split_as_ddp(shuffle: bool, devices: int, accumulation: int) -> None:
-    """Micro-batch ``a * W + r`` of a step is what ddp gives device r in accumulation round a."""
+    """Micro-batch ``a * W + r`` of a step equals ddp's batch of device r in accumulation round a."""
     data, size = Numbers(4 * devices * accumulation * 5), 4
     order = order_of(DataLoader(data, batch_size=size, shuffle=shuffle), devices, accumulation, seed=7)
     for epoch in (0, 1, 5):
@@ -88,7 +88,7 @@ def test_drop_last_leaves_out_incomplete_rounds(size: int) -> None:
 
 
 def test_no_order_of_its_own() -> None:
-    """A loader without ``shuffle`` is shuffled where that is asked for; one with a sampler is not."""
+    """A loader without ``shuffle`` is shuffled on request; one with a sampler is not."""
     shape = StepShape(devices=2, accumulation=1)
     plain = DataLoader(Numbers(20), batch_size=2)
     for loader in (plain, DataLoader(Numbers(20), batch_size=2, shuffle=True)):

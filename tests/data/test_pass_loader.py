@@ -44,12 +44,14 @@ def test_limits_are_batches_of_each_device() -> None:
     assert samples(passes(most=1)) == [[0, 1, 2, 3]]
     assert len(passes(most=3)) == 2
     assert samples(passes(most=3)) == [[*range(8)], [8, 9, 10, 11]]
-    assert len(passes(limit=1)) == 3  # asked only when the pass begins
+    assert len(passes(limit=1)) == 3  # read only when the pass begins
     assert samples(passes(limit=1)) == [[0, 1, 2, 3]]
 
 
 def test_what_was_passed_over_may_be_wanted_later() -> None:
-    """After a failure others run what this worker had requested; after the next one it may have to do so itself."""
+    """After a failure other ranks run the batches that this worker had requested; after the next one it may run
+    them.
+    """
     loader = passes(every=1, num_workers=1, prefetch_factor=4)
     try:
         batch = next(iter(loader))

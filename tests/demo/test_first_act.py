@@ -1,4 +1,4 @@
-"""The demo's first act. It takes its time: nothing in it has a limit."""
+"""The demo's first act, without time limits."""
 
 from __future__ import annotations
 

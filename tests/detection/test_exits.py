@@ -63,7 +63,7 @@ def test_the_kernel_s_log_names_processes() -> None:
 
 
 def made_up(root: Path, version: int) -> Path:
-    """A machine with one memory cgroup; returns the file with its counter."""
+    """Create a machine with one memory cgroup; return the file with its counter."""
     (root / "proc/4711").mkdir(parents=True)
     (root / "proc/vmstat").write_text("pgfault 9\noom_kill 7\n")
     if version == 2:
@@ -117,7 +117,7 @@ def test_what_cannot_be_read_is_no_evidence(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_group() -> Iterator[Path]:
-    """A real memory cgroup with little memory; skips where none can be made."""
+    """Create a real memory cgroup with little memory; skip where that is impossible."""
     own = group_of(Path("/proc/self/cgroup").read_text())
     mount = Path("/sys/fs/cgroup/memory") if "memory" in own else Path("/sys/fs/cgroup")
     limit = "memory.limit_in_bytes" if "memory" in own else "memory.max"

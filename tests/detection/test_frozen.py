@@ -30,8 +30,8 @@ def looks(*threads: tuple[str, Times], seconds: float = 1.0) -> tuple[Look, Look
         ((("S", STILL), ("S", ("S", 0.02, 0.01))), "holds"),  # the second thread wakes and waits for the lock
         ((("R", ("R", 0.95, 0.05)), ("S", ("S", 0.02, 0.01))), "computes"),
         ((("S", STILL), ("R", ("R", 0.95, 0.05))), "computes"),
-        ((("R", ("R", 0.2, 0.8)), ("S", STILL)), None),  # others keep it from the CPU
-        ((("R", ("R", 0.0, 0.0)), ("S", STILL)), None),  # the wait lasts, and is not counted yet
+        ((("R", ("R", 0.2, 0.8)), ("S", STILL)), None),  # other processes keep it from the CPU
+        ((("R", ("R", 0.0, 0.0)), ("S", STILL)), None),  # the wait continues, and is not counted yet
         ((("S", STILL), ("R", ("S", 0.2, 0.6))), None),
         ((("D", ("D", 0.0, 0.0)), ("S", STILL)), None),
         ((("S", STILL), ("D", ("D", 0.0, 0.0))), None),

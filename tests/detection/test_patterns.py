@@ -1,4 +1,4 @@
-"""Real messages and their kinds; the table is data, and users' own rows go first."""
+"""Real messages and their kinds; the table is data, and users' own rows take precedence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The threshold of silence follows what a connection is like."""
+"""The threshold of silence follows the regularity of a connection."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_one_that_is_not_known_yet_has_more_time_but_less_than_five_seconds() ->
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_busy_machine_raises_no_alarm(seed: int) -> None:
-    """Beats late by up to a second, and now and then a stall of up to 2.8 s."""
+    """Beats late by up to a second, and occasional stalls of up to 2.8 s."""
     chance = random.Random(seed)
     gaps = [0.5 + chance.random() for _ in range(30)]
     for _ in range(40):

@@ -15,7 +15,7 @@ from unicron_lightning.agent.injection import AgentFaults
 
 
 class Agent:
-    """Notes what its faults do."""
+    """Records the effects of its faults."""
 
     def __init__(self) -> None:
         self.done: list[tuple[Any, ...]] = []
@@ -76,7 +76,7 @@ async def test_a_stopped_worker_goes_on_when_it_is_over() -> None:
 
 
 async def connection() -> tuple[asyncio.StreamReader, asyncio.StreamWriter, socket.socket]:
-    """The end to be cut, and a plain socket at the other end."""
+    """Return the end to be cut, and a plain socket at the other end."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         reader, writer = await asyncio.open_connection(*listener.getsockname())
         other, _ = listener.accept()

@@ -123,7 +123,7 @@ def test_a_wrong_text_is_quoted_with_what_was_expected(words: str, expected: str
 
 
 def valid(given: dict[str, Any]) -> Fault | None:
-    """A fault of these fields, None if they do not go together."""
+    """Return a fault of these fields, None if they do not go together."""
     try:
         return Fault(**given)
     except ConfigError:

@@ -1,4 +1,4 @@
-"""When a worker's faults are due, and what the injector makes of it; no processes."""
+"""Due times of a worker's faults, and the injector's actions; no processes."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_rate_waits_for_the_place_and_begins_when_it_may() -> None:
 
 
 class FakeControl:
-    """Answers what the coordinator would."""
+    """Answers like the coordinator."""
 
     worker = "a-1/0#1"
 
@@ -128,7 +128,7 @@ def engine_of(control: FakeControl | None, size: int = 1) -> Engine:
 
 
 def step(engine: Engine, number: int, seconds: float = 0.0, model: Any = None, sleep: Any = time.sleep) -> None:
-    """The points of a step of two micro-batches."""
+    """Pass the points of a step of two micro-batches."""
     engine.step = number
     for place in range(2):
         engine.fault("forward", number, place, model)
@@ -162,7 +162,7 @@ def test_it_raises_at_the_point_once_and_as_it_was_noted() -> None:
     (asked,) = control.asked
     assert (asked.key, asked.most, asked.fault) == ("k", 1, "raise ecc_error step=1 micro_batch=1")
     assert asked.fields == {"rank": 0, "step": 1, "phase": "micro_batch", "index": 1}
-    step(engine, 1)  # the step is done again: it has struck
+    step(engine, 1)  # the step is repeated: the fault has struck
     assert control.asked == [asked]
 
 

@@ -29,7 +29,7 @@ def main(config: DictConfig) -> Any:
 
 
 def report_returns(path: Path) -> None:
-    """Have the launcher note what it returns to Hydra."""
+    """Have the launcher note its return values for Hydra."""
     from unicron_lightning.launcher import launch as module
 
     launch = module.launch

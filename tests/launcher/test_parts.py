@@ -168,7 +168,7 @@ def test_what_hydra_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
 
 
 class FakeCoordinator:
-    """Answers like one; each look at the jobs takes the next of ``looks``: states by number, or an error."""
+    """Answers like a coordinator; each query of the jobs takes the next of ``looks``: states by number, or an error."""
 
     def __init__(self, *looks: dict[int, str] | BaseException, refuse: int = -1) -> None:
         self.looks = list(looks)

@@ -20,7 +20,7 @@ TESTS = Path(__file__).parents[1]
 
 
 class Managed:
-    """Everything is in ``folder``; put away at the end, the daemons in order."""
+    """Everything is in ``folder``; cleaned up at the end, the daemons in order."""
 
     def __init__(self, folder: Path, *overrides: str) -> None:
         self.folder = folder
@@ -65,17 +65,17 @@ class Managed:
         return self.daemons[node]
 
     def unicron(self, *words: str, status: int = 0) -> str:
-        """Run a command; returns what it prints."""
+        """Run a command; return its output."""
         return unicron(*words, "--endpoint", self.endpoint, status=status, environment=self.environment)
 
     def submit(self, name: str, script: str, **fields: Any) -> None:
-        """Submit a job that runs one of the workers for tests."""
+        """Submit a job that runs one of the test workers."""
         file = self.folder / f"{name}.yaml"
         file.write_text(json.dumps({"command": [str(TESTS / script), str(self.folder)], **fields}))
         assert self.unicron("submit", str(file)) in (f"{name}: queued\n", f"{name}: running\n")
 
     def jobs(self) -> dict[str, str]:
-        """State of all jobs."""
+        """Return the state of all jobs."""
         return {job["name"]: job["state"] for job in json.loads(self.unicron("jobs", "--json"))}
 
     def wait_job(self, name: str, state: str) -> None:
@@ -89,7 +89,7 @@ class Managed:
         return [line for line in lines if line["what"] == what and fields.items() <= line.items()]
 
     def wait_events(self, count: int, what: str, **fields: Any) -> list[dict[str, Any]]:
-        """Wait until workers have noted something so often."""
+        """Wait until workers have noted an event a number of times."""
         return until(
             f"{count} x {what} {fields}",
             lambda: found if len(found := self.events(what, **fields)) >= count else None,
@@ -97,17 +97,17 @@ class Managed:
         )
 
     def connected(self) -> list[str]:
-        """Nodes whose daemon has a connection."""
+        """Return the nodes whose daemon has a connection."""
         nodes = json.loads(self.unicron("status", "--json"))["nodes"]
         return sorted(label for label, node in nodes.items() if node["connected"])
 
     def below(self, node: str) -> list[psutil.Process]:
-        """All that a daemon has started, directly or not."""
+        """Return all processes that a daemon has started, directly or not."""
         return list(psutil.Process(self.daemons[node].pid).children(recursive=True))
 
 
 def unicron(*words: str, status: int = 0, environment: dict[str, str] | None = None) -> str:
-    """Run a command; returns what it prints, of errors if it is to fail."""
+    """Run a command; return its output, or its errors if it must fail."""
     command = [sys.executable, "-c", MAIN, *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == status, done.stderr
@@ -120,5 +120,5 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def gone(processes: list[psutil.Process]) -> bool:
-    """Whether all of them have ended."""
+    """Return whether all of them have ended."""
     return all(not each.is_running() or each.status() == psutil.STATUS_ZOMBIE for each in processes)

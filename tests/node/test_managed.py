@@ -1,4 +1,6 @@
-"""Submitted tasks on real daemons: they run, log, end, are cancelled, and get through deaths of what runs them."""
+"""Submitted tasks on real daemons: they run, log, end, are cancelled, and survive deaths of the processes that run
+them.
+"""
 
 from __future__ import annotations
 

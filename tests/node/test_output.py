@@ -1,4 +1,4 @@
-"""Names and errors that mean to deceive a terminal are shown, not obeyed, by every command."""
+"""Names and errors that are meant to deceive a terminal are shown, not obeyed, by every command."""
 
 from __future__ import annotations
 

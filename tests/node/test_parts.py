@@ -1,4 +1,4 @@
-"""The daemon's parts without processes: slots, what to do when, logs, command lines, job files."""
+"""The daemon's parts without processes: slots, due steps, logs, command lines, job files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a file's words to the planner's values: nodes, failure rates, performance models, what runs where."""
+"""From a file's contents to the planner's values: nodes, failure rates, performance models, running workers."""
 
 from __future__ import annotations
 

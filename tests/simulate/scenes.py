@@ -16,13 +16,13 @@ SOFTWARE = ("exited_abnormally", "task_hang", "cuda_error", "connection_failed")
 
 
 def task(name: str, **changes: Any) -> SimTask:
-    """1 FLOP/s per worker, a step of 240 FLOP, at least one node of `CLUSTER`."""
+    """Create a task with 1 FLOP/s per worker, a step of 240 FLOP, and at least one node of `CLUSTER`."""
     given = {"performance": SublinearModel(rate=1.0, exponent=1.0), "flops_per_step": 240.0, "min_workers": 4}
     return SimTask(name=name, **{**given, **changes})
 
 
 def two_tasks() -> list[SimTask]:
-    """Four nodes for the first, two for the second."""
+    """Create two tasks: four nodes for the first, two for the second."""
     return [task("a", weight=2.0, max_workers=16), task("b", max_workers=8)]
 
 
@@ -39,7 +39,7 @@ def costs(**changes: Any) -> Costs:
 
 
 def random_trace(seed: int, cluster: Cluster = CLUSTER, *, seconds: float = 40_000.0, faults: int = 25) -> Trace:
-    """Faults of all kinds; some at the same moment, some while the last one is recovered from."""
+    """Create faults of all kinds; some at the same moment, some during the recovery from the previous one."""
     chance = random.Random(seed)
     moments = [chance.uniform(0, seconds) for _ in range(faults)]
     moments += [at + chance.choice([0.0, 0.0, 1.0, 30.0]) for at in chance.sample(moments, faults // 3)]

@@ -16,7 +16,7 @@ from unicron_lightning.simulate.unicron.shell import Shell
 
 SECONDS = 5000.0
 WORKERS = CLUSTER.num_workers
-"""All are the task's: 24 of 1 FLOP/s each; a step takes 10 s, with a node less 12 s."""
+"""All are the task's: 24 of 1 FLOP/s each; a step takes 10 s, with one node less 12 s."""
 DIES = Fault(at=1003.0, kind="exited_abnormally", node=2, worker=0)
 LOST = Fault(at=1003.0, kind="lost_connection", node=2, repair=1000.0)
 BROKEN = Fault(at=1003.0, kind="connection_failed", node=2, worker=0)
@@ -43,8 +43,8 @@ def test_a_restart_waits_for_the_repair_if_there_is_no_spare_node():
 
 def test_unicron_loses_the_dead_workers_part_of_the_step():
     result = one("unicron", DIES)
-    # Of 0.3 steps a sixth is done again, in 0.6 s; the worker is ready 30.1 s after its death is known, at 1036.1; the
-    # step under way ends at 1041.0, and the join takes a second.
+    # Of 0.3 steps a sixth is repeated, in 0.6 s; the worker is ready 30.1 s after its death is known, at 1036.1; the
+    # step in progress ends at 1041.0, and the join takes a second.
     done = WORKERS * 1003.0 + 20 * (1041.0 - 1008.6) + WORKERS * (SECONDS - 1042.0)
     assert result.accumulated_waf == pytest.approx(done, rel=1e-9)
     (incident,) = result.incidents

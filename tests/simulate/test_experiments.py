@@ -1,4 +1,6 @@
-"""Experiments: figures moved to their ends do what that means, and the document comes out with its pictures."""
+"""Experiments: figures moved to their limits have the intended effect, and the document is written with its
+pictures.
+"""
 
 from __future__ import annotations
 

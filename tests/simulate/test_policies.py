@@ -20,7 +20,7 @@ def policy(request: pytest.FixtureRequest) -> str:
 
 
 def check_accounts(result: Result, cluster: Cluster) -> None:
-    """Every worker's every microsecond is accounted for, and so is every FLOP of the ideal."""
+    """Check that every microsecond of every worker is accounted for, and every FLOP of the ideal."""
     assert sum(result.worker_micros.values()) == round(result.seconds * MICRO) * cluster.num_workers
     assert min(result.worker_micros.values()) >= 0
     done = result.accumulated_waf

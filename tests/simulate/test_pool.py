@@ -29,7 +29,7 @@ def alive(pid: int) -> bool:
 
 
 def used(pid: int) -> float:
-    """Its CPU time in clock ticks."""
+    """Return its CPU time in clock ticks."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return float(fields[11]) + float(fields[12])
 

@@ -1,4 +1,4 @@
-"""Traces: nodes, kinds and repairs; the same seed is the same bytes; the presets are what they claim."""
+"""Traces: nodes, kinds and repairs; the same seed gives the same bytes; the presets match their descriptions."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ def test_a_and_b_are_what_they_say() -> None:
     a, b = preset("a"), preset("b")
     of_a = [generate(read_trace(a), PAPER, seed).faults for seed in range(30)]
     of_b = [generate(read_trace(b), PAPER, seed).faults for seed in range(30)]
-    # 33.1 of processes, 12.1 of nodes less what strikes nodes that are down for four days.
+    # 33.1 of processes, 12.1 of nodes less failures of nodes that are down for four days.
     assert statistics.fmean(map(len, of_a)) == pytest.approx(44, abs=3)
     repairs = [fault.repair / DAY for faults in of_a for fault in faults if fault.repair]
     assert 1 <= min(repairs) < 1.3
     assert 6.7 < max(repairs) <= 7
-    # 20 times as many per day, less those that would strike the nodes that are down, which come to be a half.
+    # 20 times as many per day, less failures of nodes that are down, which amount to a half.
     processes = [sum(not fault.repair for fault in faults) for faults in of_b]
     assert 0.5 < statistics.fmean(processes) / (33.1 * 20 / 8) < 0.7
     assert (a["days"], b["days"]) == (56, 7)

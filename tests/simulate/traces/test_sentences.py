@@ -25,7 +25,7 @@ def test_what_where_and_when() -> None:
         "kill agent node=0",
         "hang node=2 after=1s times=3",
         "kill node=0 after=11d",  # after the end
-        "drop network node=0 after=9d",  # for ever
+        "drop network node=0 after=9d",  # without end
     )
     assert [(fault.at, fault.kind, fault.node, fault.repair) for fault in found] == [
         (0.0, "lost_connection", 0, 0.0),
