@@ -5,7 +5,8 @@
     ├── PortInUse                           another program listens on the coordinator's address
     ├── SessionRefused                      the coordinator refuses this agent
     ├── CoordinatorUnavailable              no coordinator answers at the endpoint
-    │   └── CoordinatorUnproven             the process at the endpoint does not know the token
+    │   └── CoordinatorUnproven             the process there does not know the token, or has another certificate
+    │       └── TlsExpected (tls)           the port speaks TLS, the client did not
     ├── StoreUnusable (coordinator.database)  the coordinator's folder or database cannot be used
     ├── AgentUnavailable                    the worker has no agent, or lost it
     ├── RendezvousFailed (agent.handler)    reports to torchrun that this agent cannot take part
@@ -51,7 +52,9 @@ class CoordinatorUnavailable(UnicronError):
 
 
 class CoordinatorUnproven(CoordinatorUnavailable):
-    """The process at the endpoint cannot prove that it knows the token; nothing usable was sent to it."""
+    """The process at the endpoint cannot prove that it knows the token, or has another certificate; nothing usable was
+    sent to it.
+    """
 
 
 class AgentUnavailable(UnicronError):

@@ -1,4 +1,4 @@
-"""Opens WebSockets to a coordinator after mutual proof of the token, as described in `proof`.
+"""Opens WebSockets to a coordinator after mutual proof of the token, as in `proof`; `tls` decides on encryption.
 
 The host name of the coordinator is resolved here, so that the address of each connection is known.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
+from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any, Final
 from urllib.parse import SplitResult, urlsplit
 
@@ -19,6 +21,7 @@ from unicron_lightning.errors import CoordinatorUnproven
 from unicron_lightning.proof import (
     ANSWER_HEADER,
     MOST_CHALLENGE_BYTES,
+    Meeting,
     answer_proof,
     authorization,
     check_coordinator,
@@ -26,29 +29,49 @@ from unicron_lightning.proof import (
     same,
     unproven,
 )
+from unicron_lightning.tls import (
+    PLAIN,
+    Certificate,
+    TlsExpected,
+    Trust,
+    client_context,
+    encrypted,
+    explained,
+    hung_up,
+    ssl_error_in,
+    tls_expected,
+)
 
 _ATTEMPT_SECONDS: Final = 5.0
 
 
 async def open_socket(
-    http: aiohttp.ClientSession, url: str, token: Token, *, forwarded: bool = False, **options: Any
+    http: aiohttp.ClientSession,
+    url: str,
+    token: Token,
+    *,
+    forwarded: bool = False,
+    trust: Trust = PLAIN,
+    **options: Any,
 ) -> aiohttp.ClientWebSocketResponse[Any]:
     """Open a WebSocket after mutual proof.
 
     Args:
         http: makes the connections.
-        url: ``http://HOST:PORT/PATH``.
+        url: ``http://HOST:PORT/PATH``, or https; ``trust`` decides which of them it is.
         token: the shared secret.
         forwarded: whether a proxy at this address forwards to the coordinator.
+        trust: whether the link is encrypted, and which certificate is accepted.
         options: of `aiohttp.ClientSession.ws_connect`.
 
     Raises:
-        CoordinatorUnproven: the process at the endpoint does not know the token.
+        CoordinatorUnproven: the process at the endpoint does not know the token, or has another certificate.
         aiohttp.ClientError: no process answers, or it is no coordinator.
         asyncio.TimeoutError: no answer in time.
     """
+    opener = _Opener(http=http, url=urlsplit(url), token=token, forwarded=forwarded, options=options)
     # `wait_for` could lose the caller's cancellation before Python 3.12.
-    opening = asyncio.create_task(_open_any(http, urlsplit(url), token, forwarded, options))
+    opening = asyncio.create_task(opener.open(trust))
     try:
         await asyncio.wait({opening}, timeout=_ATTEMPT_SECONDS)
     finally:
@@ -59,43 +82,74 @@ async def open_socket(
     return opening.result()
 
 
-async def _open_any(
-    http: aiohttp.ClientSession, url: SplitResult, token: Token, forwarded: bool, options: dict[str, Any]
-) -> aiohttp.ClientWebSocketResponse[Any]:
-    assert url.hostname is not None
-    assert url.port is not None
-    failed: Exception | None = None
-    for host in await _addresses(url.hostname, url.port):
-        try:
-            return await _open(http, url, host, token, forwarded, options)
-        except (aiohttp.ClientError, OSError, CoordinatorUnproven) as error:
-            if not isinstance(failed, CoordinatorUnproven):
+@dataclass(frozen=True, kw_only=True)
+class _Opener:
+    """One call of `open_socket`."""
+
+    http: aiohttp.ClientSession
+    url: SplitResult
+    token: Token
+    forwarded: bool
+    options: dict[str, Any]
+
+    async def open(self, trust: Trust) -> aiohttp.ClientWebSocketResponse[Any]:
+        """Open it at one of the host's addresses; encrypted if a port that need not be asks for that."""
+        assert self.url.hostname is not None
+        assert self.url.port is not None
+        failed: Exception | None = None
+        for host in await _addresses(self.url.hostname, self.url.port):
+            try:
+                return await self._open_at(host, trust)
+            except TlsExpected as error:
+                if trust.may_encrypt:
+                    return await self.open(encrypted(trust))
                 failed = error
-    assert failed is not None
-    raise failed
+            except (aiohttp.ClientError, OSError, CoordinatorUnproven) as error:
+                if not isinstance(failed, CoordinatorUnproven):
+                    failed = error
+        assert failed is not None
+        raise failed
 
+    async def _open_at(self, host: str, trust: Trust) -> aiohttp.ClientWebSocketResponse[Any]:
+        certificate = Certificate(trust)
+        secure: dict[str, Any] = {}
+        if trust.encrypted:
+            secure = {"ssl": client_context(trust, certificate), "server_hostname": self.url.hostname}
+        there = f"{trust.scheme}://{f'[{host}]' if ':' in host else host}:{self.url.port}"
+        try:
+            client = new_nonce()
+            body = await self._challenge(f"{there}/v1/challenge?nonce={client}", trust, secure)
+            end = certificate.name if trust.encrypted else address_of((host, self.url.port))
+            meeting = check_coordinator(self.url.netloc, self.token, client, body, end, forwarded=self.forwarded)
+            return await self._upgrade(there + self.url.path, meeting, secure)
+        except (aiohttp.ClientError, OSError) as error:
+            cause = ssl_error_in(error) if trust.encrypted else None
+            if cause is None:
+                raise
+            raise explained(self.url.netloc, cause, trust) from None
 
-async def _open(
-    http: aiohttp.ClientSession,
-    url: SplitResult,
-    host: str,
-    token: Token,
-    forwarded: bool,
-    options: dict[str, Any],
-) -> aiohttp.ClientWebSocketResponse[Any]:
-    endpoint = url.netloc
-    there = f"http://{f'[{host}]' if ':' in host else host}:{url.port}"
-    client = new_nonce()
-    async with http.get(f"{there}/v1/challenge?nonce={client}", allow_redirects=False) as answer:
-        body = await answer.content.read(MOST_CHALLENGE_BYTES) if answer.status == 200 else b""
-    meeting = check_coordinator(endpoint, token, client, body, address_of((host, url.port)), forwarded=forwarded)
-    shown = authorization(token.secret, meeting, "GET", url.path)
-    opened = await http.ws_connect(there + url.path, headers={"Authorization": shown}, **options)
-    response = opened._response  # aiohttp offers no other access to the answer's headers
-    if not same(response.headers.get(ANSWER_HEADER, ""), answer_proof(token.secret, meeting, 101, b"")):
-        response.close()
-        raise unproven(endpoint, token)
-    return opened
+    async def _challenge(self, url: str, trust: Trust, secure: dict[str, Any]) -> bytes:
+        try:
+            asking = await self.http.get(url, allow_redirects=False, **secure)
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+            if trust.encrypted and not isinstance(error, aiohttp.ClientConnectorError):
+                raise hung_up(self.url.netloc, trust) from error
+            raise
+        async with asking as answer:
+            if answer.status == HTTPStatus.UPGRADE_REQUIRED and not trust.encrypted:
+                raise tls_expected(self.url.netloc, trust)
+            return await answer.content.read(MOST_CHALLENGE_BYTES) if answer.status == HTTPStatus.OK else b""
+
+    async def _upgrade(
+        self, url: str, meeting: Meeting, secure: dict[str, Any]
+    ) -> aiohttp.ClientWebSocketResponse[Any]:
+        headers = {"Authorization": authorization(self.token.secret, meeting, "GET", self.url.path)}
+        opened = await self.http.ws_connect(url, headers=headers, **secure, **self.options)
+        response = opened._response  # aiohttp offers no other access to the answer's headers
+        if not same(response.headers.get(ANSWER_HEADER, ""), answer_proof(self.token.secret, meeting, 101, b"")):
+            response.close()
+            raise unproven(self.url.netloc, self.token)
+        return opened
 
 
 async def _addresses(host: str, port: int) -> list[str]:

@@ -12,7 +12,9 @@ its own, since another process may have taken the port in between. A WebSocket i
 covers the persistent connection.
 
 `address` is the address of the coordinator's end of the connection. A client that knows the address it has connected to
-compares both, and thus detects a process that forwards to the true coordinator from another address.
+compares both, and thus detects a process that forwards to the true coordinator from another address. On an
+encrypted link it is the SHA-256 of the coordinator's certificate instead (`tls.name_of`) and is always compared, which
+detects a process that ends the encryption itself.
 
 A challenge is accepted once, within `CHALLENGE_SECONDS`, by the process that issued it. Unused challenges take no
 memory, because they carry a code of that process. Only used ones are kept, until they expire, and using one requires
@@ -120,8 +122,8 @@ def check_coordinator(
         token: the shared secret.
         client: the nonce that was sent.
         answer: body of the answer.
-        dialled: `address_of` the other end of the connection.
-        forwarded: whether the coordinator may have another address.
+        dialled: `address_of` the other end of the connection, or `tls.name_of` its certificate.
+        forwarded: whether the coordinator of a plain link may have another address.
 
     Raises:
         CoordinatorUnproven: the process is no coordinator with this token, or the coordinator has another address.
@@ -134,6 +136,11 @@ def check_coordinator(
         proven = False
     if not proven:
         raise unproven(endpoint, token)
+    if dialled.startswith("tls:") and meeting.address != dialled:
+        raise CoordinatorUnproven(
+            f"what answers at {endpoint} is not the coordinator, whose certificate is another: it ends the encryption "
+            "itself and forwards"
+        )
     if not forwarded and meeting.address != dialled:
         raise CoordinatorUnproven(
             f"what answers at {endpoint} forwards to a coordinator at {meeting.address.partition('@')[0]}: "

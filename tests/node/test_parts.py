@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import os
 from importlib import resources
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from unicron_lightning.cli.certs import write_certificates
 from unicron_lightning.cli.job_file import read_job
 from unicron_lightning.cli.node import Tail
 from unicron_lightning.cli.top import Speeds
@@ -187,6 +189,28 @@ def test_how_torchrun_is_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert f"token_file={file}" in " ".join(torchrun_command(one, made, tmp_path / "other"))
 
 
+def test_torchrun_trusts_what_the_daemon_trusts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("UNICRON_TOKEN", "secret")
+    write_certificates(tmp_path / "tls", [], ["me"], datetime.timedelta(days=1))
+    monkeypatch.chdir(tmp_path)
+    one = launch()
+    for given, words in (
+        ({}, set()),
+        ({"plaintext": True, "forwarded": True}, {"plaintext=true", "forwarded=true"}),
+        ({"tls": "auto"}, {"tls=auto"}),
+        ({"tls": "sha256:" + "AB" * 32}, {"tls=sha256:" + "AB" * 32}),
+        (
+            {"tls": "tls/ca.pem", "tls_client": "tls/client-me.pem"},
+            {f"tls={tmp_path}/tls/ca.pem", f"tls_client={tmp_path}/tls/client-me.pem"},
+        ),
+    ):
+        made = options(**given)
+        command = torchrun_command(one, made, tmp_path)
+        conf = set(command[command.index("--rdzv-conf") + 1].split(","))
+        assert {each for each in conf if each.startswith(("tls", "plaintext", "forwarded"))} == words
+        assert made.trust.encrypted == ("plaintext" not in given)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -195,6 +219,7 @@ def test_how_torchrun_is_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         ({"node": "a,b"}, "--node a,b: expected letters"),
         ({"log_megabytes": 0.0}, "--log-size 0.0"),
         ({"stop_seconds": 0.0}, "--stop-seconds 0.0"),
+        ({"tls": "sha256:12"}, "--tls sha256:12: expected auto"),
         ({"token_file": "/no/such"}, "--token-file /no/such"),
     ],
 )

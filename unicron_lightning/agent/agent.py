@@ -106,6 +106,7 @@ class Agent:
                 not_answering=self._not_answering,
             ),
             forwarded=options.forwarded,
+            trust=options.trust,
         )
         self._faults = AgentFaults(self._supervisor.kill, self._local.send, self._session.cut)
         self._thread = threading.Thread(target=self._run, name="unicron-agent", daemon=True)

@@ -29,9 +29,11 @@ import psutil  # type: ignore[import-untyped]
 
 from unicron_lightning import environ
 from unicron_lightning.agent.options import AgentOptions, bind_address
+from unicron_lightning.credentials import is_loopback
 from unicron_lightning.errors import CoordinatorUnavailable
 from unicron_lightning.folders import make_private
 from unicron_lightning.private import open_private
+from unicron_lightning.tls import AUTO, COORDINATOR_FILE, Trust
 
 logger = logging.getLogger(__name__)
 
@@ -180,6 +182,7 @@ def _spawn(options: AgentOptions, log: Path) -> subprocess.Popen[bytes]:
         "coordinator.exit_when_idle=true",
         f"coordinator.allow_injection={str(options.allow_injection).lower()}",
         f"health.pair_check={str(options.pair_check).lower()}",
+        *_encryption(options.trust, options.coordinator_host),
     ]
     with open(log, "ab", opener=open_private) as output:
         return subprocess.Popen(
@@ -190,6 +193,34 @@ def _spawn(options: AgentOptions, log: Path) -> subprocess.Popen[bytes]:
             stderr=output,
             start_new_session=True,
         )
+
+
+def _encryption(trust: Trust, host: str) -> list[str]:
+    """The coordinator's options, such that this agent's trust accepts it.
+
+    Raises:
+        CoordinatorUnavailable: it would need a certificate that is not there.
+    """
+    if not trust.encrypted:
+        return [] if is_loopback(host) else ["coordinator.plaintext=true"]
+    certificate = AUTO
+    if trust.fingerprint is not None:
+        raise CoordinatorUnavailable(
+            f"{trust.option}sha256:... names the certificate of a coordinator that you start: expected "
+            f"{trust.option}auto, or an own `unicron coordinator` with it"
+        )
+    if trust.ca is not None:
+        path = trust.ca.with_name(COORDINATOR_FILE)
+        if not path.is_file():
+            raise CoordinatorUnavailable(
+                f"{trust.option}{trust.ca}: the embedded coordinator needs a certificate of this CA in {path} "
+                f"(unicron certs {path.parent} --host {host}); or use {trust.option}auto, which needs no files"
+            )
+        certificate = str(path)
+    words = [f"coordinator.tls={certificate}"]
+    if trust.client is not None and trust.ca is not None:
+        words.append(f"coordinator.tls_client_ca={trust.ca}")
+    return words
 
 
 def _tail(log: Path, size: int = 2000) -> str:

@@ -20,6 +20,7 @@ from unicron_lightning import environ
 from unicron_lightning.credentials import Token, is_loopback, token_for
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.folders import user_path
+from unicron_lightning.tls import PLAIN, Trust, trust_for
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous.api import RendezvousParameters
@@ -33,6 +34,9 @@ CONF_KEYS: Final = {
     "node": "label of the node (default: host name); agents of one machine may share it",
     "token_file": "file with the shared secret (default: UNICRON_TOKEN, else the file made for the user)",
     "forwarded": "whether a process such as a tunnel forwards from the endpoint to the coordinator (default false)",
+    "tls": "certificate that is accepted: a CA's file, sha256:FINGERPRINT, or auto (default: auto beyond loopback)",
+    "tls_client": "file with this agent's certificate and its key, for a coordinator that asks for one",
+    "plaintext": "whether the link may be plain beyond loopback (default false)",
     "slot": "label of the accelerators on the node that this agent's workers use, if other tasks' agents use them too",
     "weight": "weight of the task's work relative to other tasks (default 1)",
     "worker_timeout": "seconds without a heartbeat after which a worker is killed (default: the coordinator's, 10)",
@@ -71,6 +75,8 @@ class AgentOptions:
     """This agent's address for sockets of other nodes' workers."""
     forwarded: bool = False
     """Whether a process, e.g. a tunnel, forwards from the endpoint to the coordinator."""
+    trust: Trust = PLAIN
+    """Whether the link is encrypted, and which certificate is accepted."""
     allow_injection: bool = False
     """Whether a coordinator that this agent starts allows fault injection."""
     pair_check: bool = False
@@ -90,7 +96,7 @@ class AgentOptions:
     @property
     def url(self) -> str:
         """URL of the agent's session."""
-        return f"http://{self.endpoint}/v1/agent"
+        return f"{self.trust.scheme}://{self.endpoint}/v1/agent"
 
 
 def from_parameters(parameters: RendezvousParameters) -> AgentOptions:
@@ -120,6 +126,13 @@ def from_parameters(parameters: RendezvousParameters) -> AgentOptions:
         token=token,
         host=DEFAULT_HOST if loopback else own_address(parameters.local_addr, host, port),
         forwarded=_flag(conf, "forwarded", default=False),
+        trust=trust_for(
+            host,
+            tls=conf.get("tls"),
+            client=conf.get("tls_client"),
+            plaintext=_flag(conf, "plaintext", default=False),
+            option="--rdzv-conf tls=",
+        ),
         allow_injection=_flag(conf, "allow_injection", default=False),
         pair_check=_flag(conf, "pair_check", default=False),
         worker_timeout=_seconds(conf, "worker_timeout", 10.0) if "worker_timeout" in conf else None,

@@ -28,6 +28,7 @@ from unicron_lightning.credentials import Token
 from unicron_lightning.detection.silence import SilenceLimits
 from unicron_lightning.errors import CoordinatorUnavailable, CoordinatorUnproven
 from unicron_lightning.link import open_socket
+from unicron_lightning.tls import PLAIN, Trust
 
 logger = logging.getLogger(__name__)
 
@@ -62,13 +63,21 @@ class CoordinatorSession:
         connect_timeout: seconds that the first connection may take.
         hooks: callbacks of the owner.
         forwarded: whether a process forwards from ``url`` to the coordinator.
+        trust: whether the link is encrypted, and which certificate is accepted.
     """
 
     def __init__(
-        self, url: str, token: Token, connect_timeout: float, hooks: SessionHooks, *, forwarded: bool = False
+        self,
+        url: str,
+        token: Token,
+        connect_timeout: float,
+        hooks: SessionHooks,
+        *,
+        forwarded: bool = False,
+        trust: Trust = PLAIN,
     ) -> None:
         self._url = url
-        self._token, self._forwarded = token, forwarded
+        self._token, self._forwarded, self._trust = token, forwarded, trust
         self._unproven_told = False
         self._connect_timeout = connect_timeout
         self._hooks = hooks
@@ -148,7 +157,9 @@ class CoordinatorSession:
     async def _one_connection(self, http: aiohttp.ClientSession) -> None:
         closing = aiohttp.ClientWSTimeout(ws_close=_CLOSE_SECONDS)
         options: dict[str, Any] = {"timeout": closing, "heartbeat": _PING_SECONDS, "max_msg_size": _MESSAGE_BYTES}
-        socket = await open_socket(http, self._url, self._token, forwarded=self._forwarded, **options)
+        socket = await open_socket(
+            http, self._url, self._token, forwarded=self._forwarded, trust=self._trust, **options
+        )
         async with socket:
             self._transport = _transport_of(socket)
             self._outbox.opened()
@@ -225,7 +236,9 @@ class CoordinatorSession:
 def _transport_of(socket: aiohttp.ClientWebSocketResponse[Any]) -> asyncio.Transport | None:
     """Return aiohttp's private transport; used for `CoordinatorSession.cut` only."""
     connection = getattr(getattr(socket, "_response", None), "connection", None)
-    return getattr(connection, "transport", None)
+    transport = getattr(connection, "transport", None)
+    # An encrypted one is a layer around that of the socket.
+    return getattr(getattr(transport, "_ssl_protocol", None), "_transport", transport)
 
 
 def _pulse(socket: aiohttp.ClientWebSocketResponse[Any], word: wire.Registered) -> Pulse | None:

@@ -15,6 +15,7 @@
     unicron jobs [--json]                      show tasks that wait, run, or have ended
     unicron top [--once]                       watch tasks and nodes
     unicron logs TASK [--rank R] [--follow]    show a task's output on this node
+    unicron certs DIR [--host HOST]            make a CA, and certificates that it signs
     unicron plan FILE [--what-if EVENT NAME]   compute the best allocation of workers to tasks, without a coordinator
 
 Exit status: 0 done; 1 the coordinator could not run; 2 wrong usage or configuration, or no coordinator answers.
@@ -26,7 +27,7 @@ import argparse
 import os
 import sys
 
-from unicron_lightning.cli import incidents, inject, inspection, jobs, node, orders, top
+from unicron_lightning.cli import certs, incidents, inject, inspection, jobs, node, orders, top
 from unicron_lightning.cli.output import visible
 from unicron_lightning.errors import UnicronError
 from unicron_lightning.planning.command import add_parser as add_plan_parser
@@ -62,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="unicron", description="Fault-tolerant training.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     commands.add_parser("coordinator", help="run a coordinator, configured by key=value (see --help behind it)")
-    for group in (inspection, incidents, top, orders, inject, jobs, node):
+    for group in (inspection, incidents, top, orders, inject, jobs, node, certs):
         group.add_parsers(commands)
     add_plan_parser(commands)
     return parser

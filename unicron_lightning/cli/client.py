@@ -7,7 +7,7 @@ import contextlib
 import http.client
 import json
 import urllib.parse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -26,6 +26,19 @@ from unicron_lightning.proof import (
     same,
     unproven,
 )
+from unicron_lightning.tls import (
+    PLAIN,
+    Certificate,
+    TlsExpected,
+    Trust,
+    client_context,
+    encrypted,
+    explained,
+    hung_up,
+    ssl_error_in,
+    tls_expected,
+    trust_for,
+)
 
 DEFAULT_ENDPOINT: Final = "127.0.0.1:29461"
 _TIMEOUT_SECONDS: Final = 5.0
@@ -38,6 +51,14 @@ def connecting() -> argparse.ArgumentParser:
     parser.add_argument("--endpoint", default=DEFAULT_ENDPOINT, metavar="HOST:PORT", help="default: %(default)s")
     parser.add_argument("--token-file", metavar="PATH", help="default: UNICRON_TOKEN, else the file made for you")
     parser.add_argument("--forwarded", action="store_true", help="a tunnel or service forwards from the endpoint to it")
+    certificate = (
+        "a CA's file (unicron certs), sha256:FINGERPRINT, or auto: the token proves it; default: auto beyond loopback"
+    )
+    parser.add_argument("--tls", metavar="CERTIFICATE", help=f"which certificate is accepted: {certificate}")
+    parser.add_argument(
+        "--tls-client", metavar="PATH", help="this client's certificate with its key, if it asks for one"
+    )
+    parser.add_argument("--plaintext", action="store_true", help="not encrypted, beyond loopback either")
     return parser
 
 
@@ -48,10 +69,12 @@ class Access:
     Attributes:
         token: the shared secret.
         forwarded: whether a process forwards from the endpoint to the coordinator.
+        trust: whether the link is encrypted, and which certificate is accepted.
     """
 
     token: Token
     forwarded: bool = False
+    trust: Trust = PLAIN
 
 
 def access_of(options: argparse.Namespace) -> Access:
@@ -60,11 +83,16 @@ def access_of(options: argparse.Namespace) -> Access:
     Raises:
         ConfigError: there is no token, or a file can't be used.
     """
-    return Access(token=_token_at(options.endpoint, options.token_file), forwarded=options.forwarded)
+    host = _host_of(options.endpoint)
+    return Access(
+        token=token_for(host, options.token_file, option="--token-file "),
+        forwarded=options.forwarded,
+        trust=trust_for(host, tls=options.tls, client=options.tls_client, plaintext=options.plaintext, option="--tls "),
+    )
 
 
-def _token_at(endpoint: str, token_file: str | None) -> Token:
-    return token_for(endpoint.rpartition(":")[0] or endpoint, token_file, option="--token-file ")
+def _host_of(endpoint: str) -> str:
+    return endpoint.rpartition(":")[0] or endpoint
 
 
 def quoted(name: str) -> str:
@@ -92,7 +120,9 @@ def fetch(
         CoordinatorUnavailable: no coordinator answers there, or it cannot prove that it knows the token.
         UnicronError: the coordinator refuses the order; the reason is its own.
     """
-    access = access or Access(token=_token_at(endpoint, None))
+    if access is None:
+        host = _host_of(endpoint)
+        access = Access(token=token_for(host, None, option="--token-file "), trust=trust_for(host, option="--tls "))
     target = path + (f"?{urllib.parse.urlencode(query)}" if query else "")
     status, answer = request(endpoint, method, target, access, b"" if body is None else json.dumps(body).encode())
     if status != HTTPStatus.OK:
@@ -114,17 +144,28 @@ def request(endpoint: str, method: str, target: str, access: Access, body: bytes
         CoordinatorUnproven: the process that answers does not know the token.
     """
     try:
-        parts = urllib.parse.urlsplit(f"//{endpoint}")
-        # No proxy: an endpoint is a host of the cluster.
-        connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=_TIMEOUT_SECONDS)
+        return _request(endpoint, method, target, access, body)
+    except TlsExpected:
+        if not access.trust.may_encrypt:
+            raise
+    return _request(endpoint, method, target, replace(access, trust=encrypted(access.trust)), body)
+
+
+def _request(endpoint: str, method: str, target: str, access: Access, body: bytes) -> tuple[int, bytes]:
+    try:
+        connection, certificate = _connection(endpoint, access.trust)
         with contextlib.closing(connection):
             connection.connect()
-            meeting = _meet(connection, endpoint, access)
+            connection.auto_open = 0  # the certificate of this connection is known
+            meeting = _meet(connection, endpoint, access, certificate)
             headers = {"Authorization": authorization(access.token.secret, meeting, method, target, body)}
             connection.request(method, target, body=body or None, headers=headers)
             answer = connection.getresponse()
             content = answer.read()
     except (OSError, http.client.HTTPException, ValueError) as error:
+        cause = ssl_error_in(error) if access.trust.encrypted else None
+        if cause is not None:
+            raise explained(endpoint, cause, access.trust) from None
         raise CoordinatorUnavailable(f"no coordinator answers at {endpoint}: {error}") from None
     expected = answer_proof(access.token.secret, meeting, answer.status, content)
     if not same(answer.headers.get(ANSWER_HEADER, ""), expected):
@@ -132,11 +173,28 @@ def request(endpoint: str, method: str, target: str, access: Access, body: bytes
     return answer.status, content
 
 
-def _meet(connection: http.client.HTTPConnection, endpoint: str, access: Access) -> Meeting:
+def _connection(endpoint: str, trust: Trust) -> tuple[http.client.HTTPConnection, Certificate]:
+    parts = urllib.parse.urlsplit(f"//{endpoint}")
+    host, certificate = parts.hostname or "", Certificate(trust)
+    # No proxy: an endpoint is a host of the cluster.
+    if not trust.encrypted:
+        return http.client.HTTPConnection(host, parts.port, timeout=_TIMEOUT_SECONDS), certificate
+    context = client_context(trust, certificate)
+    return http.client.HTTPSConnection(host, parts.port, timeout=_TIMEOUT_SECONDS, context=context), certificate
+
+
+def _meet(connection: http.client.HTTPConnection, endpoint: str, access: Access, certificate: Certificate) -> Meeting:
     client = new_nonce()
     connection.request("GET", f"/v1/challenge?nonce={client}")
-    dialled = address_of(connection.sock.getpeername())
-    answer = connection.getresponse()
+    dialled = certificate.name if access.trust.encrypted else address_of(connection.sock.getpeername())
+    try:
+        answer = connection.getresponse()
+    except ConnectionResetError as error:  # or http.client.RemoteDisconnected, which is one too
+        if access.trust.encrypted:
+            raise hung_up(endpoint, access.trust) from error
+        raise
+    if answer.status == HTTPStatus.UPGRADE_REQUIRED and not access.trust.encrypted:
+        raise tls_expected(endpoint, access.trust)
     content = answer.read(MOST_CHALLENGE_BYTES) if answer.status == HTTPStatus.OK else b""
     meeting = check_coordinator(endpoint, access.token, client, content, dialled, forwarded=access.forwarded)
     answer.read()

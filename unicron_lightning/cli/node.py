@@ -58,6 +58,10 @@ def _agent(options: argparse.Namespace) -> int:
         token_file=options.token_file,
         local_addr=options.local_addr,
         stop_seconds=options.stop_seconds,
+        forwarded=options.forwarded,
+        tls=options.tls,
+        tls_client=options.tls_client,
+        plaintext=options.plaintext,
     )
     return serve(made)
 

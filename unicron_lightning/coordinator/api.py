@@ -21,7 +21,6 @@ from unicron_lightning.coordinator.guard import Guard
 from unicron_lightning.coordinator.machine import Machine
 from unicron_lightning.coordinator.status import cluster_status, task_status
 from unicron_lightning.coordinator.store import LoggedEvent, Store
-from unicron_lightning.credentials import Token
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.faults.arrivals import draw
 from unicron_lightning.faults.language import parse, text
@@ -84,13 +83,12 @@ class Api:
 
     Args:
         shell: the server that owns the routes.
-        token: the token that requests must prove.
-        only_host: as for `Guard`.
+        guard: admits requests.
     """
 
-    def __init__(self, shell: Shell, token: Token, only_host: str | None = None) -> None:
+    def __init__(self, shell: Shell, guard: Guard) -> None:
         self._shell = shell
-        self.guard = Guard(token, only_host)
+        self.guard = guard
 
     def app(self) -> web.Application:
         """Build an application with all routes; routes added later need the proof as well."""

@@ -21,6 +21,7 @@ from unicron_lightning.proof import (
     is_nonce,
     parse_authorization,
 )
+from unicron_lightning.tls import name_of
 
 _OPEN: Final = ("/healthz", "/v1/challenge")
 _MEETING: Final = web.RequestKey("unicron-meeting", Meeting)
@@ -32,9 +33,11 @@ class Guard:
     Args:
         token: the shared secret.
         only_host: ``coordinator.host`` if it is a loopback address: requests must name a loopback host; None: any host.
+        certificate: fingerprint of the certificate of encrypted links; None: links are plain.
     """
 
-    def __init__(self, token: Token, only_host: str | None = None) -> None:
+    def __init__(self, token: Token, only_host: str | None = None, certificate: str | None = None) -> None:
+        self._certificate = certificate
         self._only_host = only_host
         self._secret = token.secret
         self._challenges = Challenges(secrets.token_bytes(32))
@@ -67,7 +70,7 @@ class Guard:
         if not is_nonce(client):
             return web.json_response({"error": "nonce: expected 64 hexadecimal digits"}, status=400)
         server = self._challenges.issue(client, time.monotonic())
-        meeting = Meeting(client=client, server=server, address=_address(request))
+        meeting = Meeting(client=client, server=server, address=self._address(request))
         proof = coordinator_proof(self._secret, meeting)
         return web.json_response({"nonce": server, "address": meeting.address, "proof": proof})
 
@@ -76,7 +79,7 @@ class Guard:
         if claim is None:
             return False
         body = await request.read() if request.can_read_body else b""
-        address, target = _address(request), request.raw_path
+        address, target = self._address(request), request.raw_path
         if not self._challenges.accept(
             self._secret, claim, address, method=request.method, target=target, body=body, now=time.monotonic()
         ):
@@ -92,7 +95,8 @@ class Guard:
             content = body if isinstance(body, bytes | bytearray) else b""
             response.headers[ANSWER_HEADER] = answer_proof(self._secret, meeting, response.status, bytes(content))
 
-
-def _address(request: web.Request) -> str:
-    assert request.transport is not None
-    return address_of(request.transport.get_extra_info("sockname"))
+    def _address(self, request: web.Request) -> str:
+        if self._certificate is not None:
+            return name_of(self._certificate)
+        assert request.transport is not None
+        return address_of(request.transport.get_extra_info("sockname"))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import errno
 import itertools
 import json
 import logging
@@ -36,7 +35,10 @@ from unicron_lightning.coordinator.batch import Batch
 from unicron_lightning.coordinator.clock import SteadyClock
 from unicron_lightning.coordinator.config import CoordinatorConfig, default_state_dir, prepare_state_dir
 from unicron_lightning.coordinator.database import StoreUnusable
+from unicron_lightning.coordinator.encryption import encryption_of
+from unicron_lightning.coordinator.guard import Guard
 from unicron_lightning.coordinator.hosts import misplaced
+from unicron_lightning.coordinator.listening import TlsDoor, bind, resolve
 from unicron_lightning.coordinator.liveness import ANSWER, Liveness
 from unicron_lightning.coordinator.machine import Machine
 from unicron_lightning.coordinator.planning import Knowledge, Planning
@@ -74,12 +76,14 @@ class Server:
 
     def __init__(self, config: CoordinatorConfig, token: Token) -> None:
         self._config = config
-        self._token = token
         host, port = config.coordinator.host, config.coordinator.port
-        address = _resolve(host, port)
-        self._only_host = host if is_loopback(address[4][0]) else None
+        address = resolve(host, port)
+        loopback = is_loopback(str(address[4][0]))
+        self._encryption = encryption_of(config.coordinator, loopback=loopback)
+        certificate = None if self._encryption is None else self._encryption.fingerprint
+        self._guard = Guard(token, host if loopback else None, certificate)
         # The port decides which of several coordinators runs: bind before touching the state.
-        self._socket = _bind(address)
+        self._socket = bind(address)
         try:
             self.port: int = self._socket.getsockname()[1]
             self.state_dir = (
@@ -101,6 +105,7 @@ class Server:
         self._conn_ids = itertools.count(1)
         self._planning = Planning()
         self._timers: dict[ev.TimerKey, asyncio.TimerHandle] = {}
+        self._door: TlsDoor | None = None
         self._look: asyncio.TimerHandle | None = None
         self._ahead: asyncio.TimerHandle | None = None
         self._batch = Batch()
@@ -122,16 +127,15 @@ class Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
-        api = Api(self, self._token, self._only_host)
-        app = api.app()
+        app = Api(self, self._guard).app()
         app.router.add_get("/v1/agent", self._serve_agent)
         app.router.add_get("/v1/node", self._serve_node)
         runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
         await runner.setup()
-        unproven = UnprovenConnections(runner, api.guard.proven)
+        unproven = UnprovenConnections(runner, self._guard.proven)
         try:
             unproven.start()
-            await web.SockSite(runner, self._socket).start()
+            await self._open(runner)
             self._announce()
             self._note_set_aside()
             self._liveness.start()
@@ -151,12 +155,22 @@ class Server:
                     timer.cancel()
             for session in list(self._sessions.values()):
                 await session.close(WSCloseCode.GOING_AWAY, "the coordinator stops")
+            if self._door is not None:
+                await self._door.close()
             await runner.cleanup()
             await self._presence.close()
             await loop.run_in_executor(None, self._planning.close)
             self.store.close()
             logger.info("coordinator_ended port=%d", self.port)
         return not self._failed
+
+    async def _open(self, runner: web.AppRunner) -> None:
+        if self._encryption is None:
+            await web.SockSite(runner, self._socket).start()
+            return
+        assert runner.server is not None
+        self._door = TlsDoor(self._socket, self._encryption.context, runner.server)
+        self._door.start()
 
     # ---- the one path from input to effect -------------------------------------------------------------------------
 
@@ -403,6 +417,8 @@ class Server:
             raise StoreUnusable(f"can't write {path}: {error.strerror or error}") from error
         host = self._config.coordinator.host
         logger.info("coordinator_listens host=%s port=%d state_dir=%s", host, self.port, self.state_dir)
+        if self._encryption is not None:
+            logger.info("links_encrypted certificate=sha256:%s", self._encryption.fingerprint)
 
     def _note_set_aside(self) -> None:
         if self.store.corrupt is not None:
@@ -445,7 +461,7 @@ def serve(config: CoordinatorConfig) -> int:
 
 def _token(config: CoordinatorConfig) -> Token:
     host = config.coordinator.host
-    loopback = is_loopback(str(_resolve(host, config.coordinator.port)[4][0]))
+    loopback = is_loopback(str(resolve(host, config.coordinator.port)[4][0]))
     token = find_token(config.coordinator.token_file, make=loopback)
     if token is None:
         raise ConfigError(
@@ -459,28 +475,6 @@ def _call(loop: asyncio.AbstractEventLoop, function: Callable[[ev.Planned], None
     """Call a function in the loop from another thread; do nothing if the loop has ended meanwhile."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(function, answer)
-
-
-def _resolve(host: str, port: int) -> Any:
-    try:
-        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    except socket.gaierror as error:
-        raise ConfigError(f"coordinator.host={host}: {error.strerror}") from error
-
-
-def _bind(address: Any) -> socket.socket:
-    family, kind, protocol, _, endpoint = address
-    listener = socket.socket(family, kind, protocol)
-    try:
-        # Lets a restarted coordinator reuse its port while old connections are in TIME_WAIT.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(endpoint)
-        listener.listen(1024)
-    except OSError as error:
-        listener.close()
-        reason = f"can't listen on {endpoint[0]}:{endpoint[1]}: {error.strerror}"
-        raise (PortInUse(reason) if error.errno == errno.EADDRINUSE else ConfigError(reason)) from error
-    return listener
 
 
 def _exists(pid: int) -> bool:

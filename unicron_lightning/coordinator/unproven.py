@@ -35,6 +35,15 @@ def raise_descriptor_limit() -> int:
     return hard
 
 
+def most_unproven(limit: int) -> int:
+    """Return how many connections without a proof may stay.
+
+    Args:
+        limit: of the descriptors that this process may open.
+    """
+    return max(16, limit // 4)
+
+
 def excess(ages: dict[Any, float], now: float, most: int) -> list[Any]:
     """Select connections without a proof that have to be closed.
 
@@ -84,7 +93,7 @@ class UnprovenConnections:
         self._seen = {each: self._seen.get(each, now) for each in there}
         # The limit can be changed from outside while this process runs.
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        for handler in excess(self._seen, now, max(16, soft // 4)):
+        for handler in excess(self._seen, now, most_unproven(soft)):
             handler.force_close()
             del self._seen[handler]
         self._timer = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._look)

@@ -18,6 +18,12 @@ class LauncherConfig:
     """File with the coordinator's token; None: the variable UNICRON_TOKEN, else the file made for the user."""
     forwarded: bool = False
     """Whether a process, e.g. a tunnel, forwards from the endpoint to the coordinator."""
+    tls: str | None = None
+    """Certificate that is accepted: a CA's file, ``sha256:FINGERPRINT``, or auto; None: auto beyond loopback."""
+    tls_client: str | None = None
+    """File with this client's certificate and its key, for a coordinator that asks for one."""
+    plaintext: bool = False
+    """Whether the link may be plain beyond loopback."""
     weight: float = 1.0
     """Weight of each job's work relative to other tasks."""
     min_nodes: int = 1

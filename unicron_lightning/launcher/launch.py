@@ -23,6 +23,7 @@ from unicron_lightning.launcher.config import LauncherConfig
 from unicron_lightning.launcher.job import Script, job_name, job_of, this_script
 from unicron_lightning.launcher.local import local_cluster, nothing_listens
 from unicron_lightning.launcher.sweep import Ended, Sweep, asking
+from unicron_lightning.tls import trust_for
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +112,14 @@ def _cluster(options: LauncherConfig, sweep_dir: Path) -> Iterator[tuple[str, Ac
     else:
         host = options.endpoint.rpartition(":")[0] or options.endpoint
         token = token_for(host, options.token_file, option="hydra.launcher.token_file=")
-        yield options.endpoint, Access(token=token, forwarded=options.forwarded)
+        trust = trust_for(
+            host,
+            tls=options.tls,
+            client=options.tls_client,
+            plaintext=options.plaintext,
+            option="hydra.launcher.tls=",
+        )
+        yield options.endpoint, Access(token=token, forwarded=options.forwarded, trust=trust)
 
 
 def _composed(context: HydraContext, config: DictConfig, overrides: Sequence[str], number: int) -> DictConfig:

@@ -42,6 +42,7 @@ def torchrun_command(launch: Launch, options: NodeOptions, scratch: Path) -> lis
     conf["token_file"] = str(options.token_file or scratch / _TOKEN_FILE)
     if options.forwarded:
         conf["forwarded"] = "true"
+    conf.update(options.tls)
     return [
         *(sys.executable, "-m", "unicron_lightning.node.launch"),
         *("--rdzv-backend", "unicron", "--rdzv-endpoint", options.endpoint, "--rdzv-id", job.name),

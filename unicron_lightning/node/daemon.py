@@ -45,7 +45,9 @@ class Daemon:
         self._ending = asyncio.Event()
         self._changed = asyncio.Event()
         self._told: list[NodeTask] = []
-        self._link = NodeLink(options.url, options.token, self._hello, self._run, forwarded=options.forwarded)
+        self._link = NodeLink(
+            options.url, options.token, self._hello, self._run, forwarded=options.forwarded, trust=options.trust
+        )
 
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT, then stop all agents; a second signal kills them.

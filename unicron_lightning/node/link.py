@@ -19,6 +19,7 @@ from unicron_lightning import nodewire, wire
 from unicron_lightning.credentials import Token
 from unicron_lightning.errors import CoordinatorUnproven, SessionRefused
 from unicron_lightning.link import open_socket
+from unicron_lightning.tls import PLAIN, Trust
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class NodeLink:
         hello: builds the first message of a connection.
         received: called with each message of the coordinator.
         forwarded: whether a process forwards from ``url`` to the coordinator.
+        trust: whether the link is encrypted, and which certificate is accepted.
     """
 
     def __init__(
@@ -48,9 +50,10 @@ class NodeLink:
         received: Callable[[nodewire.NodeRun], None],
         *,
         forwarded: bool = False,
+        trust: Trust = PLAIN,
     ) -> None:
         self._url = url
-        self._token, self._forwarded = token, forwarded
+        self._token, self._forwarded, self._trust = token, forwarded, trust
         self._hello = hello
         self._received = received
         self._unsent: asyncio.Queue[nodewire.NodeReport] = asyncio.Queue()
@@ -85,7 +88,9 @@ class NodeLink:
 
     async def _one_connection(self, http: aiohttp.ClientSession) -> None:
         options: dict[str, Any] = {"heartbeat": _PING_SECONDS, "max_msg_size": _MESSAGE_BYTES}
-        socket = await open_socket(http, self._url, self._token, forwarded=self._forwarded, **options)
+        socket = await open_socket(
+            http, self._url, self._token, forwarded=self._forwarded, trust=self._trust, **options
+        )
         async with socket:
             self._unsent = asyncio.Queue()
             self._stands, self._away_told = True, False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -13,6 +14,7 @@ from unicron_lightning.credentials import Token, is_loopback, token_for
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.folders import user_path
 from unicron_lightning.node.slots import Slot, slots_of, visible_devices
+from unicron_lightning.tls import Trust, trust_for
 
 _NODE: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _MEGABYTE: Final = 1 << 20
@@ -32,6 +34,8 @@ class NodeOptions:
         token: the shared secret.
         token_file: the user's file with the token; None: the torchrun agents get it in a file of the daemon's.
         forwarded: whether a process forwards from the endpoint to the coordinator.
+        trust: whether the link is encrypted, and which certificate is accepted.
+        tls: the same as the user gave it, for the torchrun agents; paths are absolute. Keys of ``--rdzv-conf``.
         local_addr: this machine's address for other nodes' workers; None: detected.
         stop_seconds: time for torchrun to stop before all its processes are killed.
     """
@@ -45,13 +49,15 @@ class NodeOptions:
     token: Token
     token_file: Path | None
     forwarded: bool
+    trust: Trust
+    tls: Mapping[str, str]
     local_addr: str | None
     stop_seconds: float
 
     @property
     def url(self) -> str:
         """URL of the daemon's session."""
-        return f"http://{self.endpoint}/v1/node"
+        return f"{self.trust.scheme}://{self.endpoint}/v1/node"
 
 
 def make_options(
@@ -66,6 +72,9 @@ def make_options(
     local_addr: str | None,
     stop_seconds: float,
     forwarded: bool = False,
+    tls: str | None = None,
+    tls_client: str | None = None,
+    plaintext: bool = False,
 ) -> NodeOptions:
     """Check the options.
 
@@ -80,8 +89,10 @@ def make_options(
         given = f"--log-size {log_megabytes} --log-files {log_files} --stop-seconds {stop_seconds}"
         raise ConfigError(f"{given}: expected sizes and times > 0, and a number of files >= 0")
     token = token_for(host, token_file, option="--token-file ")
-    if token_file is not None and ("," in token_file or "=" in token_file):
-        raise ConfigError(f"--token-file {token_file}: expected a path without ',' and '='")
+    trust = trust_for(host, tls=tls, client=tls_client, plaintext=plaintext, option="--tls ")
+    for option, path in (("--token-file", token_file), ("--tls", tls), ("--tls-client", tls_client)):
+        if path is not None and ("," in path or "=" in path):
+            raise ConfigError(f"{option} {path}: expected a path without ',' and '='")
     return NodeOptions(
         endpoint=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
         node=label,
@@ -92,9 +103,22 @@ def make_options(
         token=token,
         token_file=Path(token_file).absolute() if token_file else None,
         forwarded=forwarded,
+        trust=trust,
+        tls=_for_torchrun(trust, tls, plaintext=plaintext),
         local_addr=None if is_loopback(host) else local_addr,
         stop_seconds=stop_seconds,
     )
+
+
+def _for_torchrun(trust: Trust, tls: str | None, *, plaintext: bool) -> dict[str, str]:
+    conf: dict[str, str] = {}
+    if tls is not None:
+        conf["tls"] = tls if trust.ca is None else str(trust.ca)
+    if trust.client is not None:
+        conf["tls_client"] = str(trust.client)
+    if plaintext:
+        conf["plaintext"] = "true"
+    return conf
 
 
 def default_logs() -> Path:

@@ -15,6 +15,7 @@ from unicron_lightning.detection.patterns import Pattern
 from unicron_lightning.detection.silence import SilenceLimits
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.jobs import Job, problem
+from unicron_lightning.tls import AUTO
 from unicron_lightning.wire import WatchLimits
 
 
@@ -30,6 +31,14 @@ class ProcessConfig:
     """File with the token that agents and `unicron status` must prove; the variable UNICRON_TOKEN has the same
     effect.
     """
+    tls: str | None = None
+    """Certificate with its key (PEM), or ``auto`` for one of its own; None: ``auto`` beyond loopback, plain on it."""
+    tls_key: str | None = None
+    """File of the key, if it is not in that of the certificate."""
+    tls_client_ca: str | None = None
+    """File of the CA of clients' certificates; None: clients need none."""
+    plaintext: bool = False
+    """Whether links are plain beyond loopback too."""
     exit_when_idle: bool = False
     """Exit when no task is left to coordinate: for a coordinator that was started by an agent."""
     idle_linger: float = 3.0
@@ -46,6 +55,8 @@ class ProcessConfig:
             raise ConfigError(f"coordinator.port={self.port}: expected 0..65535")
         if not self.host:
             raise ConfigError("coordinator.host is empty: expected an address or a host name")
+        if self.tls_key is not None and self.tls in (None, AUTO):
+            raise ConfigError(f"coordinator.tls_key={self.tls_key}: expected the certificate in coordinator.tls too")
         check_positive("coordinator", max_message_bytes=self.max_message_bytes)
         check_not_negative("coordinator", idle_linger=self.idle_linger, startup_linger=self.startup_linger)
 

@@ -1,0 +1,279 @@
+"""Encryption of the links to a coordinator: which certificate a client accepts, and how it says that one is not.
+
+Every client has a `Trust`. Without options it follows from the endpoint: on a loopback address the link is plain,
+unless the port asks for TLS; anywhere else it is TLS. The certificate is accepted for one of these reasons:
+
+- ``auto``: the coordinator proves the token, and its proof names its certificate (`proof`). No file has to be copied.
+- a CA: the certificate is signed by it, is valid now, and has the endpoint's name.
+- a fingerprint: the certificate has this SHA-256.
+
+With a CA or a fingerprint the proof of the token is required as well. TLS is 1.3 or newer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+import ssl
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from unicron_lightning.credentials import is_loopback
+from unicron_lightning.errors import ConfigError, CoordinatorUnproven
+
+logger = logging.getLogger(__name__)
+
+AUTO: Final = "auto"
+CA_FILE: Final = "ca.pem"
+COORDINATOR_FILE: Final = "coordinator.pem"
+"""In the folder of `unicron certs`: the CA's certificate; the coordinator's, with its key."""
+_FINGERPRINT: Final = re.compile(r"sha256:([0-9a-f]{64})")
+_EXPECTED: Final = "expected auto, the path of a CA's certificate, or sha256: and 64 hexadecimal digits"
+_EXPIRED: Final = 10
+_NOT_YET: Final = 9
+_NAMES: Final = (62, 64)
+"""OpenSSL's codes of a name and of an address that the certificate does not have."""
+_NOT_TLS: Final = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trust:
+    """What a client demands of the link to its coordinator.
+
+    Attributes:
+        encrypted: whether the link is TLS.
+        may_encrypt: whether a plain link becomes TLS if the port asks for it.
+        ca: file of the CA that must have signed the coordinator's certificate.
+        fingerprint: SHA-256 that the certificate must have, 64 hexadecimal digits.
+        client: file with this client's own certificate and key, for a coordinator that asks for one.
+        option: how the user names the option ``tls``, for messages.
+    """
+
+    encrypted: bool
+    may_encrypt: bool = False
+    ca: Path | None = None
+    fingerprint: str | None = None
+    client: Path | None = None
+    option: str = "tls="
+
+    @property
+    def scheme(self) -> str:
+        """Of URLs."""
+        return "https" if self.encrypted else "http"
+
+
+PLAIN: Final = Trust(encrypted=False, may_encrypt=True)
+"""The trust of a client of a loopback address without options."""
+
+
+def encrypted(trust: Trust) -> Trust:
+    """Return the trust with which a link that need not be encrypted is, as the port asks for it."""
+    return replace(trust, encrypted=True, may_encrypt=False)
+
+
+class TlsExpected(CoordinatorUnproven):
+    """The port speaks TLS, the client did not."""
+
+
+class WrongCertificate(ssl.SSLError):
+    """The other end's certificate is not the one that was expected."""
+
+
+def trust_for(
+    host: str, *, tls: str | None = None, client: str | None = None, plaintext: bool = False, option: str = "tls="
+) -> Trust:
+    """Decide how a client speaks to a coordinator at ``host``.
+
+    Args:
+        host: as the user wrote it.
+        tls: ``auto``, a CA's file, or a fingerprint; None: by the host.
+        client: file with the client's certificate and key.
+        plaintext: whether a link beyond this machine may be plain.
+        option: how the user gives ``tls``, for messages, e.g. ``--tls ``.
+
+    Raises:
+        ConfigError: a value is wrong, contradicts another, or a file can't be used.
+    """
+    if plaintext and (tls is not None or client is not None):
+        raise ConfigError(f"{option}{tls or client} and plaintext: expected one of them, not both")
+    if plaintext:
+        if not is_loopback(host):
+            logger.warning("link_not_encrypted host=%s: all but the token can be read and changed on the way", host)
+        return Trust(encrypted=False, option=option)
+    if tls is None and client is None and is_loopback(host):
+        return Trust(encrypted=False, may_encrypt=True, option=option)
+    trust = _named(tls, Path(client).expanduser().absolute() if client else None, option)
+    client_context(trust)  # its files are read here, so that the user is told of a wrong one at once
+    return trust
+
+
+def _named(tls: str | None, client: Path | None, option: str) -> Trust:
+    if tls is None or tls == AUTO:
+        return Trust(encrypted=True, client=client, option=option)
+    if tls.startswith("sha256:"):
+        found = _FINGERPRINT.fullmatch("sha256:" + tls.removeprefix("sha256:").replace(":", "").lower())
+        if found is None:
+            raise ConfigError(f"{option}{tls}: {_EXPECTED}")
+        return Trust(encrypted=True, fingerprint=found[1], client=client, option=option)
+    path = Path(tls).expanduser().absolute()
+    if not path.is_file():
+        raise ConfigError(f"{option}{tls}: no such file; {_EXPECTED}")
+    return Trust(encrypted=True, ca=path, client=client, option=option)
+
+
+def fingerprint_of(certificate: bytes) -> str:
+    """Return the SHA-256 of a certificate in DER, as 64 hexadecimal digits."""
+    return hashlib.sha256(certificate).hexdigest()
+
+
+def name_of(fingerprint: str) -> str:
+    """Return what the proof of the token says in the place of an address on a TLS link."""
+    return f"tls:{fingerprint}"
+
+
+class Certificate:
+    """The certificate of the coordinator's end, the same on all connections of one attempt.
+
+    Args:
+        trust: what it must be.
+    """
+
+    def __init__(self, trust: Trust) -> None:
+        self._pinned = trust.fingerprint
+        self.seen: str | None = None
+
+    @property
+    def name(self) -> str:
+        """As in the proof."""
+        assert self.seen is not None, "no connection was made"
+        return name_of(self.seen)
+
+    def check(self, shown: bytes | None) -> None:
+        """Compare what a connection has shown, before anything is sent over it.
+
+        Raises:
+            WrongCertificate: it is another.
+        """
+        found = fingerprint_of(shown or b"")
+        if self._pinned is not None and found != self._pinned:
+            raise WrongCertificate(f"its certificate is sha256:{found}, expected sha256:{self._pinned}")
+        if self.seen is not None and found != self.seen:
+            raise WrongCertificate("its certificate has changed between two connections")
+        self.seen = found
+
+
+def client_context(trust: Trust, certificate: Certificate | None = None) -> ssl.SSLContext:
+    """Return the context of a client's connections.
+
+    Args:
+        trust: what the client demands.
+        certificate: checks each connection at the end of its handshake.
+
+    Raises:
+        ConfigError: a file of ``trust`` can't be used.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    if trust.ca is not None:
+        _load(context.load_verify_locations, trust.ca, f"{trust.option}{trust.ca}", "a CA's certificate (PEM)")
+    else:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE  # the fingerprint or the proof of the token decides
+    if trust.client is not None:
+        wanted = "a certificate and its key in one file (PEM)"
+        _load(context.load_cert_chain, trust.client, f"{_client_option(trust)}{trust.client}", wanted)
+    if certificate is not None:
+        context.sslobject_class, context.sslsocket_class = _checked(certificate)
+    return context
+
+
+def _checked(certificate: Certificate) -> tuple[type[ssl.SSLObject], type[ssl.SSLSocket]]:
+    class CheckedObject(ssl.SSLObject):
+        def do_handshake(self) -> None:
+            super().do_handshake()
+            certificate.check(self.getpeercert(binary_form=True))
+
+    class CheckedSocket(ssl.SSLSocket):
+        def do_handshake(self, block: bool = False) -> None:
+            super().do_handshake(block)
+            certificate.check(self.getpeercert(binary_form=True))
+
+    return CheckedObject, CheckedSocket
+
+
+def _load(load: object, path: Path, given: str, expected: str) -> None:
+    assert callable(load)
+    try:
+        load(path)
+    except ssl.SSLError:
+        raise ConfigError(f"{given}: expected {expected}") from None
+    except OSError as error:
+        raise ConfigError(f"{given}: {error.strerror or error}") from None
+
+
+def ssl_error_in(error: BaseException | None) -> ssl.SSLError | None:
+    """Return the error of TLS that a library's error stands for, if it does."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        seen.append(error)
+        # aiohttp's own errors are such errors too, but know no reason.
+        inner = getattr(error, "os_error", None) or getattr(error, "certificate_error", None)
+        if inner is None and isinstance(error, ssl.SSLError):
+            return error
+        error = inner if isinstance(inner, BaseException) else error.__cause__ or error.__context__
+    return None
+
+
+def explained(endpoint: str, error: ssl.SSLError, trust: Trust) -> CoordinatorUnproven:
+    """Return the error, in one line, of a TLS connection that was not made."""
+    if isinstance(error, WrongCertificate):
+        said = str(error.args[0])
+    elif isinstance(error, ssl.SSLCertVerificationError):
+        said = _unverified(endpoint, error, trust)
+    else:
+        said = _not_agreed(str(error.reason or error))
+    return CoordinatorUnproven(f"what answers at {endpoint}: {said}")
+
+
+def tls_expected(endpoint: str, trust: Trust) -> TlsExpected:
+    """Return the error of a plain request to a port that speaks TLS."""
+    return TlsExpected(f"what answers at {endpoint}: it speaks TLS; expected {trust.option}auto, and not plaintext")
+
+
+def hung_up(endpoint: str, trust: Trust) -> CoordinatorUnproven:
+    """Return the error of a TLS connection that ended before the first answer.
+
+    So ends that of a client whose certificate the coordinator does not accept: it says no more.
+    """
+    if trust.client is None:
+        said = (
+            f"a certificate of its clients is expected in {_client_option(trust)}PATH (unicron certs DIR --client NAME)"
+        )
+    else:
+        said = f"{trust.client} is not accepted: expected a certificate of the CA in its coordinator.tls_client_ca"
+    return CoordinatorUnproven(f"what answers at {endpoint}: it ends the connection without an answer; perhaps {said}")
+
+
+def _not_agreed(reason: str) -> str:
+    if any(each in reason for each in _NOT_TLS):
+        return (
+            "it does not speak TLS: expected a coordinator that does (coordinator.tls=auto, default beyond loopback) "
+            "or the option plaintext, for a link that can be read and changed on the way"
+        )
+    return f"no TLS connection could be made: {reason}"
+
+
+def _unverified(endpoint: str, error: ssl.SSLCertVerificationError, trust: Trust) -> str:
+    if error.verify_code == _EXPIRED:
+        return "its certificate has expired: make a new one (unicron certs) and restart the coordinator"
+    if error.verify_code == _NOT_YET:
+        return "its certificate is not valid yet: compare the clocks of both machines"
+    if error.verify_code in _NAMES:
+        return f"its certificate is not for {endpoint.rpartition(':')[0]}: make one with --host (unicron certs)"
+    return f"its certificate is not signed by the CA in {trust.ca} ({error.verify_message})"
+
+
+def _client_option(trust: Trust) -> str:
+    return trust.option.replace("tls", "tls-client" if trust.option.endswith(" ") else "tls_client")
