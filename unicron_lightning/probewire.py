@@ -13,7 +13,7 @@ from unicron_lightning.message import Message
 
 
 class Peer(msgspec.Struct, frozen=True, kw_only=True):
-    """Where an agent can be connected to."""
+    """Address on which an agent accepts connections."""
 
     agent: str
     host: str
@@ -24,10 +24,10 @@ class Probe(Message, frozen=True, kw_only=True, tag="probe"):
     """[to the agent] Connect to each of the peers. Answered by one `Probed`."""
 
     number: int
-    """Of the probe, in this task."""
+    """Number of the probe in this task."""
     peers: list[Peer]
     seconds: float
-    """A peer that takes longer is not reached."""
+    """Time limit for each peer."""
 
 
 class Probed(Message, frozen=True, kw_only=True, tag="probed"):

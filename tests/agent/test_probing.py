@@ -1,4 +1,4 @@
-"""Whom an agent reaches: real sockets on the loopback."""
+"""Peers that an agent reaches: real sockets on the loopback device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unicron_lightning.agent.probing import Prober
 
 @pytest.fixture
 def full() -> Iterator[int]:
-    """A port whose queue of connections is full: the kernel answers no more, as if packets were lost."""
+    """A port whose queue of connections is full: the kernel no longer answers, as if packets were lost."""
     with socket.create_server(("127.0.0.1", 0), backlog=0) as listener:
         port = listener.getsockname()[1]
         waiting = []
@@ -42,7 +42,7 @@ async def probe(seconds: float, **ports: int) -> dict[str, str]:
 
 async def test_who_listens_is_reached_and_who_does_not_answer_is_not(full: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))  # and does not listen
+        bound.bind(("127.0.0.1", 0))  # bound without listening
         there, refuses = listener.getsockname()[1], bound.getsockname()[1]
         missed = await probe(0.5, there=there, refuses=refuses, silent=full)
     assert missed == {"refuses": "Connection refused", "silent": "Connection timed out after 0.5 s"}

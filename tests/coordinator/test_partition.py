@@ -10,12 +10,12 @@ from unicron_lightning.coordinator.partition import wait_of
 
 
 def cut(world: World, *pairs: str) -> None:
-    """Of each pair the first agent cannot connect to the second."""
+    """Cut pairs of agents: the first of each cannot connect to the second."""
     world.unreached = {(pair[0], pair[1]) for pair in pairs}
 
 
 def stall(world: World, agents: list[FakeAgent]) -> None:
-    """All members wait in a collective for longer than usual."""
+    """Let all members wait in a collective for longer than usual."""
     number = world.task().number
     for agent in agents:
         about = {"worker": agent.worker(), "epoch": number, "step": 7, "phase": "reduce"}
@@ -27,7 +27,7 @@ def names(world: World) -> list[str]:
 
 
 def trained(world: World, count: int) -> list[FakeAgent]:
-    """So many members of a settled epoch; one is enough to train."""
+    """``count`` members of a settled epoch; one is enough to train."""
     agents = running(world, count, nodes=(1, 4))
     while world.task().go is None:
         settle(world)
@@ -36,7 +36,7 @@ def trained(world: World, count: int) -> list[FakeAgent]:
 
 
 def start_again(agent: FakeAgent) -> None:
-    """torchrun has stopped the workers and starts them warm."""
+    """Start warm workers after torchrun has stopped the agent's workers."""
     agent.rendezvous().warm_up()
 
 
@@ -176,11 +176,11 @@ def test_who_is_left_out_again_and_again_waits_longer() -> None:
 
 
 PAUSE = 3.0
-"""Longer than after a probe that showed nothing."""
+"""Time longer than the pause after a probe without a cut."""
 
 
 def when(world: World, name: str, since: float) -> float:
-    """Seconds from ``since`` to the newest event of that name, by its own account."""
+    """Seconds from ``since`` to the newest event of that name, by the event's own time."""
     return float(world.event(name).fields["seconds"])
 
 

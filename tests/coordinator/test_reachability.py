@@ -1,4 +1,4 @@
-"""Which nodes continue when some cannot reach each other: judged against all sets, on random graphs."""
+"""Choice of the nodes that continue when some cannot reach each other: compared with all sets, on random graphs."""
 
 from __future__ import annotations
 

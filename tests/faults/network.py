@@ -1,8 +1,7 @@
 """Nodes with network namespaces of their own, joined by a bridge, so that a link can be cut in one direction or both.
 
-A cut is silent, as by a switch that stops forwarding: the sender's table of neighbours gets a hardware address that
-nobody has. Nothing is refused and no connection is closed. Packets never leave the machine: the bridge
-has no other port.
+A cut is silent, as by a switch that stops forwarding: the sender's table of neighbours gets an unused hardware address.
+Nothing is refused and no connection is closed. Packets never leave the machine: the bridge has no other port.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Network:
             assert holder.stdin is not None and holder.stdout is not None
             holder.stdin.write(b"there\n")
             holder.stdin.flush()
-            holder.stdout.readline()  # it is in its namespace
+            holder.stdout.readline()  # printed inside its namespace
         self._run(_SWITCH, "link set lo up")
         self._run(_SWITCH, "link add bridge type bridge")
         self._run(_SWITCH, f"addr add {self.host}/24 dev bridge")
@@ -64,21 +63,21 @@ class Network:
         return f"{_SUBNET}.{self._places[node]}"
 
     def prefix(self, node: str) -> list[str]:
-        """Return the start of a command that is to run on the node."""
+        """Return the first words of a command to be run on the node."""
         return ["nsenter", "--target", str(self._holders[node].pid), "--net"]
 
     def at_switch(self) -> list[str]:
-        """Return the start of a command that is to run where all nodes reach it."""
+        """Return the first words of a command to be run where all nodes reach it."""
         return self.prefix(_SWITCH)
 
     def cut(self, sender: str, receiver: str, *, both: bool = False) -> None:
-        """Drop what one node sends to another, without a word."""
+        """Silently drop all packets from one node to another."""
         self._run(sender, f"neigh replace {self.address(receiver)} lladdr {_NOBODY} dev eth0 nud permanent")
         if both:
             self.cut(receiver, sender)
 
     def heal(self, sender: str, receiver: str, *, both: bool = False) -> None:
-        """Deliver it again."""
+        """Deliver packets again."""
         self._run(sender, f"neigh del {self.address(receiver)} dev eth0")
         if both:
             self.heal(receiver, sender)
@@ -88,7 +87,7 @@ class Network:
 
 
 def why_not() -> str | None:
-    """Return why this machine lets the tests have no such network; None if it does."""
+    """Return the reason why this machine does not support such a network; None if it does."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if missing := [name for name in ("unshare", "nsenter", "ip") if shutil.which(name) is None]:

@@ -52,7 +52,7 @@ def test_training_continues_without_one_side_and_takes_it_back(
     with apart(tmp_path, *nodes) as (cluster, network):
         pids = {line["node"]: line["pid"] for line in cluster.wait_world(len(nodes))}
         network.cut("n0", "n1", both=both)
-        # The cut stays until training continues: only without one of the two can it.
+        # Training continues during the cut, which is possible only without one of the two nodes.
         world = cluster.wait_world(len(nodes) - 1, after=time.time())
         (left_out,) = cluster.events("nodes_left_out")
         (out,) = left_out["nodes"]

@@ -1,7 +1,7 @@
-"""Connects to peers, at the coordinator's order, to see whether this node reaches theirs.
+"""Connects to peers, ordered by the coordinator, to check whether this node reaches their nodes.
 
-A peer is reached when the TCP connection stands: packets have gone both ways. Its kernel answers, whatever the process
-does that listens there. Nothing is sent, and the connection is closed at once.
+A peer is reached when the TCP connection is established: packets have gone both ways. Its kernel answers, whatever the
+listening process does. Nothing is sent, and the connection is closed at once.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _MOST_CHARACTERS: Final = 200
 
 
 class Prober:
-    """Of one agent; lives in its event loop.
+    """The prober of one agent; lives in its event loop.
 
     Args:
-        send: to the coordinator.
+        send: sends messages to the coordinator.
     """
 
     def __init__(self, send: Callable[[wire.Message], None]) -> None:
@@ -31,13 +31,13 @@ class Prober:
         self._task: asyncio.Task[None] | None = None
 
     def begin(self, order: wire.Probe) -> None:
-        """Probe, instead of the probe before if that has not ended."""
+        """Start a probe; cancel an unfinished one."""
         if self._task is not None:
             self._task.cancel()
         self._task = asyncio.get_running_loop().create_task(self._probe(order))
 
     async def close(self) -> None:
-        """End what is in progress."""
+        """Cancel a probe in progress."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -50,7 +50,7 @@ class Prober:
 
 
 async def _reach(peer: wire.Peer, seconds: float, room: asyncio.Semaphore) -> str:
-    """Return why a peer is not reached; "" if it is."""
+    """Return the reason why a peer is not reached; "" if it is."""
     loop = asyncio.get_running_loop()
     async with room:
         try:

@@ -1,4 +1,4 @@
-"""What is known of nodes that do not reach each other; a part of `state.Task`. Rules are in `partition`."""
+"""State of nodes that do not reach each other; a part of `state.Task`. The rules are in `partition`."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ import msgspec
 
 
 class Parted(msgspec.Struct, kw_only=True):
-    """Of one node of a task that was left out, now or lately."""
+    """State of one node of a task that is excluded, or was recently."""
 
     reason: str = ""
-    """Why it is left out; "" if it is not any more."""
+    """Reason of the exclusion; "" if the node is not excluded."""
     times: list[float] = []
-    """time.time() of each time that it was left out lately."""
+    """time.time() of each recent exclusion."""
     reached_since: float = 0.0
-    """Since when it and the others have reached each other; 0: they do not."""
+    """Time since which the node and the others have reached each other; 0 if they do not."""
 
 
 class Probing(msgspec.Struct, kw_only=True):
-    """Of one task: the probe in progress, and the nodes that were left out."""
+    """State of one task: the probe in progress, and excluded nodes."""
 
     number: int = 0
-    """Of the newest probe."""
+    """Number of the newest probe."""
     asked: list[str] = []
-    """Agents of which an answer is awaited; empty if no probe is in progress."""
+    """Agents whose answer is pending; empty if no probe is in progress."""
     missed: dict[str, list[str]] = {}
-    """By agent that has answered: agents that it did not reach."""
+    """Agents not reached, by agent that has answered."""
     rests_until: float = 0.0
-    """Until then no suspicion leads to another probe."""
+    """Time until which no suspicion leads to another probe."""
     weak_rests_until: float = 0.0
-    """The same for a weak suspicion: that somebody waits, maybe for a slow rank."""
+    """Time until which no weak suspicion (a wait, perhaps for a slow rank) leads to another probe."""
     clean: int = 0
-    """Probes since a cut was found last."""
+    """Number of probes since the last one that found a cut."""
     entering: int = 0
     """Epoch whose members are watched while they connect."""
     looks: int = 0
-    """How often they have been."""
+    """Number of checks of that epoch's members."""
     nodes: dict[str, Parted] = {}
     """By label."""

@@ -1,16 +1,18 @@
-"""Nodes that do not reach each other although the coordinator reaches all of them.
+"""Handles nodes that do not reach each other although the coordinator reaches all of them.
 
 Rules:
 
-* There is a suspicion when all members wait in a collective for longer than usual, when one has waited for a second,
-  when a collective has failed, and when a settled epoch is not entered for a while. Then the members' agents probe each
-  other (`wire.Probe`). A wait alone, which may be for a slow rank, leads to fewer and fewer probes.
-* If some do not reach each other, the task continues on the set of nodes that `reachability.continuing` chooses. The
-  slots of the others are revoked: their workers stop, and are started anew to wait, warm.
-* Only agents that have answered are judged. One that does not answer may be dead: its connection will show it.
-* While nodes are left out they and the others are probed again and again. A node returns when it and all others reach
-  each other: at once the first time, and after a time that doubles each time that it is left out again.
-* Nobody is left out when no other node is left, and each epoch is the coordinator's: there are never two worlds.
+* A suspicion arises when all members wait in a collective for longer than usual, when one has waited for a second, when
+  a collective has failed, and when a settled epoch is not entered for a while. The members' agents then probe each
+  other
+  (`wire.Probe`). Suspicions by a wait alone, which may be for a slow rank, lead to fewer and fewer probes.
+* If some nodes do not reach each other, the task continues on the set of nodes that `reachability.continuing` chooses.
+  The slots of the other nodes are revoked: their workers stop, and are restarted as warm workers.
+* Only agents that have answered are judged. An agent that does not answer may be dead, which its connection will show.
+* Excluded nodes and the others probe each other periodically. A node returns when it and all others reach each other:
+  at
+  once after its first exclusion, and after a delay that doubles with each further one.
+* No node is excluded when no other node is left. Every epoch is the coordinator's, so two worlds never coexist.
 """
 
 from __future__ import annotations
@@ -27,29 +29,29 @@ from unicron_lightning.coordinator.state import Agent, Task
 from unicron_lightning.coordinator.turn import Turn
 
 ANSWER_SECONDS: Final = 1.5
-"""An agent's answer is awaited for so much longer than its probe may take."""
+"""Time to wait for an agent's answer after the probe's own time limit."""
 PAUSE_SECONDS: Final = 2.0
-"""Between a probe in which all reached each other and the next suspicion."""
+"""Least time between a probe and the next one."""
 LONGEST_PAUSE: Final = 60.0
-"""The same after many such probes where somebody only waits."""
+"""Longest time between probes for suspicions by a wait alone; it doubles with each probe without a cut."""
 ENTER_SECONDS: Final = 2.0
-"""Members that have not entered a settled epoch by then are suspected, and again after as long."""
+"""Time after which members that have not entered a settled epoch are suspected, and interval of further suspicions."""
 FIRST_LOOKS: Final = 5
-"""So often where it is not known whether workers report that they have entered an epoch."""
+"""Number of these checks if it is unknown whether workers report that they have entered an epoch."""
 RETRY_SECONDS: Final = 1.0
 LATER_RETRY_SECONDS: Final = 5.0
-"""Between probes of nodes that were left out more than a minute ago."""
+"""Interval of probes of nodes that were excluded more than a minute ago."""
 STOP_SECONDS: Final = 1.0
-"""Workers of a node that is left out wait for others and do not heed signals: they are killed after this time."""
+"""Time after which workers of an excluded node are killed: while they wait for others, they do not handle signals."""
 LONGEST_WAIT: Final = 60.0
 WINDOW_SECONDS: Final = 600.0
-"""What was longer ago does not make a node wait."""
+"""Age beyond which an exclusion does not delay a node's return."""
 _MINUTE: Final = 60.0
 _MOST_NAMED: Final = 8
 
 
 def suspect(task: Task, turn: Turn, *, weakly: bool = False) -> None:
-    """Members may not reach each other: have their agents probe, unless that was done just now."""
+    """Suspect that members do not reach each other: let their agents probe, unless a probe has just ended."""
     probing = task.probing
     rests_until = probing.weak_rests_until if weakly else probing.rests_until
     if probing.asked or turn.now < rests_until or task.finishing or task.over is not None:
@@ -59,14 +61,14 @@ def suspect(task: Task, turn: Turn, *, weakly: bool = False) -> None:
 
 
 def delays(task: Task, turn: Turn) -> bool:
-    """Whether a failed collective is not answered yet, as a probe will tell more in a moment."""
+    """Whether to delay the answer to a failed collective because a probe will give more information soon."""
     if task.probing.asked:
         turn.timer("comm_error", turn.limits.comm_error_grace, task=task.id)
     return bool(task.probing.asked)
 
 
 def told(task: Task, turn: Turn, agent: Agent, message: wire.Probed) -> None:
-    """An agent reports which peers it did not reach."""
+    """Process an agent's report of the peers that it did not reach."""
     probing = task.probing
     if message.number == probing.number and agent.id in probing.asked and agent.id not in probing.missed:
         probing.missed[agent.id] = [peer for peer in message.missed if peer in task.agents]
@@ -75,7 +77,7 @@ def told(task: Task, turn: Turn, agent: Agent, message: wire.Probed) -> None:
 
 
 def due(task: Task, turn: Turn, kind: str) -> None:
-    """A time is up: of a probe (``probe``), of the members of an epoch (``enter``), of those left out (``parted``)."""
+    """Process a timer: of a probe (``probe``), of an epoch's members (``enter``), or of excluded nodes (``parted``)."""
     if kind == "probe":
         _conclude(task, turn)
     elif kind == "enter":
@@ -85,14 +87,14 @@ def due(task: Task, turn: Turn, kind: str) -> None:
 
 
 def restore(task: Task, turn: Turn) -> None:
-    """The coordinator begins anew, without timers."""
+    """Start again after a restart of the coordinator, without timers."""
     task.probing.asked, task.probing.missed, task.probing.entering = [], {}, 0
     if _left_out(task):
         turn.timer("parted", RETRY_SECONDS, task=task.id)
 
 
 def watch(task: Task, turn: Turn) -> None:
-    """Have a look at the newest epoch some time after it was settled: all members must have entered it. Idempotent."""
+    """Check some time after the newest epoch has settled that all members have entered it. Idempotent."""
     probing = task.probing
     if task.settled and probing.entering != task.number and len({member.node for member in task.members()}) > 1:
         probing.entering, probing.looks = task.number, 0
@@ -100,7 +102,7 @@ def watch(task: Task, turn: Turn) -> None:
 
 
 def review(task: Task, turn: Turn) -> None:
-    """Bar all agents of nodes that are left out, and nobody when no other node is left. Idempotent."""
+    """Bar all agents of excluded nodes, but readmit them when no other node is left. Idempotent."""
     probing = task.probing
     if not probing.nodes:
         return
@@ -108,7 +110,7 @@ def review(task: Task, turn: Turn) -> None:
         parted = probing.nodes.get(agent.node)
         agent.parted = "" if parted is None else parted.reason
     if _left_out(task) and not _inside(task):
-        for node in _left_out(task):  # nobody is left to reach
+        for node in _left_out(task):  # no node is left to reach
             _admit(task, turn, node)
 
 
@@ -116,7 +118,7 @@ def review(task: Task, turn: Turn) -> None:
 
 
 def _begin(task: Task, turn: Turn, agents: Iterable[Agent], peers: Mapping[str, list[Agent]]) -> None:
-    """Send an order to each agent that is there and has peers to probe."""
+    """Send an order to each connected agent that has peers to probe."""
     probing = task.probing
     asked = [agent for agent in agents if agent.conn is not None and peers.get(agent.id)]
     if not asked:
@@ -138,7 +140,7 @@ def _elsewhere(agent: Agent, agents: Iterable[Agent]) -> Iterable[Agent]:
 
 
 def _probe_again(task: Task, turn: Turn) -> None:
-    """Probe between nodes that are left out and the others."""
+    """Probe between excluded nodes and the others."""
     outside = [agent for agent in task.agents.values() if agent.parted and agent.conn is not None and agent.store]
     inside = [task.agents[agent] for agent in _inside(task)]
     if not task.probing.asked and outside and inside:
@@ -166,7 +168,7 @@ def _look_at_entries(task: Task, turn: Turn) -> None:
 
 
 def _conclude(task: Task, turn: Turn) -> None:
-    """All have answered, or their time is up."""
+    """Evaluate a probe after all answers, or its time limit."""
     probing = task.probing
     if not probing.asked:
         return
@@ -190,11 +192,11 @@ def _conclude(task: Task, turn: Turn) -> None:
         _take_back(task, turn, cut, set(answered.values()), silent)
 
 
-# ---- decisions carried out -------------------------------------------------------------------------------------------
+# ---- effects of decisions -------------------------------------------------------------------------------------------
 
 
 def _part(task: Task, turn: Turn, cut: set[Pair]) -> None:
-    """Continue without those that the others do not reach."""
+    """Continue without nodes that the others do not reach."""
     concerned = [task.agents[agent] for agent in membership.concerned(task) if agent in task.agents]
     concerned.sort(key=lambda agent: task.slots.index(agent.id) if agent.id in task.slots else len(task.slots))
     nodes = list(dict.fromkeys(agent.node for agent in concerned))
@@ -234,7 +236,7 @@ def _report(task: Task, turn: Turn, cause: str, pairs: list[list[str]]) -> None:
 
 
 def _take_back(task: Task, turn: Turn, cut: set[Pair], answered: set[str], silent: set[str]) -> None:
-    """Admit the nodes that reach all others again, and have for long enough."""
+    """Readmit excluded nodes that have reached all others for long enough."""
     inside = {task.agents[agent].node for agent in _inside(task)}
     waiting = [node for node in _left_out(task) if node in answered and node not in silent]
     unknown = {frozenset((node, other)) for node in waiting for other in inside & silent}
@@ -250,7 +252,9 @@ def _take_back(task: Task, turn: Turn, cut: set[Pair], answered: set[str], silen
 
 
 def wait_of(times: int) -> float:
-    """Return the seconds for which a node must reach the others before it returns, left out so many times lately."""
+    """Return the seconds for which a node must reach the others before it returns, after ``times`` recent
+    exclusions.
+    """
     return 0.0 if times <= 1 else min(LONGEST_WAIT, 2.0 ** min(times - 1, 10))
 
 
@@ -265,7 +269,7 @@ def _admit(task: Task, turn: Turn, node: str) -> None:
     turn.emit_for(task, None, "node_taken_back", {"node": node, "seconds": seconds})
 
 
-# ---- what is so ------------------------------------------------------------------------------------------------------
+# ---- queries ---------------------------------------------------------------------------------------------------------
 
 
 def _left_out(task: Task) -> list[str]:
@@ -273,7 +277,7 @@ def _left_out(task: Task) -> list[str]:
 
 
 def _inside(task: Task) -> list[str]:
-    """Agents that hold a slot."""
+    """Agents of nodes that are not excluded, and that hold a slot."""
     return [agent for agent in task.slots if not task.agents[agent].parted]
 
 

@@ -1,14 +1,14 @@
-"""Which nodes continue when some cannot reach each other: pure.
+"""Choice of the nodes that continue when some cannot reach each other: pure.
 
-Nodes of a task that reach each other form a graph. The task continues on a *clique* of it: a set in which each node
-reaches each other one. Of all such sets that one is chosen that has, in this order,
+The nodes of a task that reach each other form a graph. The task continues on a *clique* of it: a set in which each node
+reaches every other one. Among all such sets the chosen one has, in descending priority,
 
 1. a node whose workers hold the task's state,
-2. the most whole replicas of the model,
+2. the most complete replicas of the model,
 3. the most workers,
 4. the earliest nodes in slot order.
 
-The same reports lead to the same set, whoever computes it.
+Equal reports lead to equal sets.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from dataclasses import dataclass
 from typing import Final
 
 Pair = frozenset[str]
-"""Two nodes, of which at least one cannot connect to the other."""
+"""Two nodes, at least one of which cannot connect to the other."""
 
 MOST_GROUPS: Final = 24
-"""So many groups of nodes that are cut from the same others are compared in all combinations: a network that is
-partitioned has two or three. In a network in more pieces groups are left out until none is cut from another.
+"""Largest number of groups that are compared in all combinations.
+
+A group consists of nodes that are cut from the same others; a partitioned network has two or three groups. With more
+groups, groups are removed until none is cut from another.
 """
 
 
@@ -32,7 +34,7 @@ class Candidate:
 
     Attributes:
         node: its label.
-        workers: how many it has.
+        workers: number of its workers.
         holds_state: whether they have the task's state.
     """
 
@@ -49,10 +51,10 @@ def continuing(
     Args:
         candidates: in slot order.
         cut: pairs that cannot reach each other, in either direction.
-        replicas: nodes of each whole replica of the model; empty if each worker holds all of it.
+        replicas: nodes of each complete replica of the model; empty if each worker holds the whole model.
 
     Returns:
-        Labels in slot order: all of them if nothing is cut, at least one if there is any.
+        Labels in slot order: all of them if nothing is cut, and at least one unless there are no candidates.
     """
     order = {candidate.node: place for place, candidate in enumerate(candidates)}
     away = neighbours(order, cut)
@@ -81,11 +83,11 @@ def continuing(
 
 
 def returning(inside: Collection[str], outside: Sequence[str], cut: Collection[Pair]) -> list[str]:
-    """Choose the nodes that are admitted again: each reaches all that are inside, and those chosen before it.
+    """Choose the nodes to readmit: each reaches all nodes inside, and those chosen before it.
 
     Args:
         inside: nodes that continue.
-        outside: nodes that were left out, in the order in which they may return.
+        outside: excluded nodes, in the order in which they may return.
         cut: pairs that cannot reach each other.
     """
     chosen: list[str] = []
@@ -96,7 +98,7 @@ def returning(inside: Collection[str], outside: Sequence[str], cut: Collection[P
 
 
 def neighbours(nodes: Collection[str], cut: Collection[Pair]) -> Mapping[str, set[str]]:
-    """Return for each node those that it cannot reach, or that cannot reach it."""
+    """Return for each node the nodes that it cannot reach, or that cannot reach it."""
     away: dict[str, set[str]] = {node: set() for node in nodes}
     for one, other in (sorted(pair) for pair in cut if len(pair) == 2):
         if one in away and other in away:
@@ -106,7 +108,7 @@ def neighbours(nodes: Collection[str], cut: Collection[Pair]) -> Mapping[str, se
 
 
 def _alike(nodes: Sequence[str], away: Mapping[str, set[str]]) -> list[list[str]]:
-    """Group nodes that are cut from the same others: a largest set has all of a group, or none."""
+    """Group nodes that are cut from the same others: a maximal set contains all of a group, or none."""
     groups: dict[frozenset[str], list[str]] = {}
     for node in nodes:
         groups.setdefault(frozenset(away[node]), []).append(node)
@@ -114,10 +116,11 @@ def _alike(nodes: Sequence[str], away: Mapping[str, set[str]]) -> list[list[str]
 
 
 def _without_the_worst(groups: Sequence[Sequence[str]], away: Mapping[str, set[str]]) -> list[str]:
-    """Leave out the group that is cut from the most, of equals the last, until all that are left reach each other.
+    """Remove the group that is cut from the most nodes, among equals the last, until the remaining ones reach each
+    other.
 
     Returns:
-        The first nodes of the groups that stay, and of those that fit beside them.
+        The first nodes of the remaining groups, and of further groups that fit beside them.
     """
     firsts = [group[0] for group in groups]
     left = {first: {other for other in away[first] if other in firsts} for first in firsts}
@@ -135,9 +138,9 @@ def _pairs(nodes: Sequence[str], away: Mapping[str, set[str]]) -> set[Pair]:
 
 
 def _maximal(nodes: Sequence[str], away: Mapping[str, set[str]]) -> Iterator[list[str]]:
-    """Yield each mutually reachable set that no further node fits into, in an order that depends on nothing else.
+    """Yield each mutually reachable set that no further node fits into, in a deterministic order.
 
-    The algorithm of Bron and Kerbosch.
+    Uses the algorithm of Bron and Kerbosch.
     """
     stack: list[tuple[list[str], list[str], list[str]]] = [([], list(nodes), [])]
     while stack:
