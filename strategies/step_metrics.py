@@ -41,7 +41,7 @@ class StepMetrics:
         self._collections = [child for _, child in modules if isinstance(child, MetricCollection)]
 
     def begin(self, anew: bool = False) -> None:
-        """Start a step; ``anew``: search the metrics again."""
+        """Start a step; optionally search the metrics again."""
         if anew:
             self.find()
         self.recorded: dict[int, dict[str, State]] = {}

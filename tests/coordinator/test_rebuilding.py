@@ -80,6 +80,6 @@ def test_workers_that_were_to_join_a_task_of_which_nobody_is_left_start_anew() -
     a.register()
     assert not a.last(wire.Welcome).founder, "another might come that trains"
     world.advance(11)
-    assert fences(a) == ["nobody is left whom it could join"]
+    assert fences(a) == ["no member is left that it could join"]
     b = world.agent("b", nodes=(1, 4)).start().boot()
     assert members(world) == [b.worker()]

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 _LOOKS_PER_BEAT: Final = 4
 _LATE_SECONDS: Final = 0.1
 ANSWER: Final = frame_of(wire.encode(wire.Beat()))
-"""Answer to a beat: tells the agent that the coordinator receives its messages."""
+"""Answer to a beat: confirms to the agent that the coordinator receives its messages."""
 
 
 class Liveness:

@@ -105,11 +105,11 @@ def rebuild_due(task: Task, turn: Turn) -> None:
         return
     if not reported:
         for worker in [worker for worker in task.workers.values() if not worker.founder]:
-            expel(task, turn, worker, "nobody is left whom it could join")
+            expel(task, turn, worker, "no member is left that it could join")
         return
     newest = max(worker.ready for worker in reported)
     for worker in reported:
-        if worker.ready < newest:  # those in the newest epoch may have gone on without it, and have done its work again
+        if worker.ready < newest:  # members of the newest epoch may have recomputed its work
             expel(task, turn, worker, f"it was in epoch {worker.ready}, others are in {newest}")
     # Joiners in the same epoch stay in it: the others have reported at the boundary, and may have given them the state.
     members = sorted((worker for worker in task.workers.values() if worker.ready == newest), key=task.place)

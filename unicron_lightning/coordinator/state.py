@@ -68,7 +68,7 @@ class Agent(msgspec.Struct, kw_only=True):
     paired: Paired = msgspec.field(default_factory=Paired)
     """Its data exchanges with other agents."""
     parted: str = ""
-    """Which nodes its node does not reach, such that it gets no slot; "" if it reaches all."""
+    """Nodes that its node does not reach, which bars it from a slot; "" if it reaches all."""
     cuts: list[float] = []
     """time.time() of its newest connection failures that ended within the grace period."""
     round: int = 0
@@ -165,7 +165,7 @@ class Task(msgspec.Struct, kw_only=True):
     go: wire.Go | None = None
     """The `wire.Go` of ``epoch``; the epoch is settled once it exists."""
     earlier: wire.Go | None = None
-    """While a planned ``epoch`` is not settled: the `wire.Go` of the one in which its members train until then."""
+    """`wire.Go` of the epoch in which members train until a planned ``epoch`` is settled; None otherwise."""
     established: list[str] = []
     """Members of the newest settled epoch: those that have the task's state."""
     replicas: list[list[str]] = []
@@ -191,7 +191,7 @@ class Task(msgspec.Struct, kw_only=True):
     """Records of the severity workflow."""
     watch: Watch = msgspec.field(default_factory=Watch)
     probing: Probing = msgspec.field(default_factory=Probing)
-    """Which nodes do not reach each other."""
+    """Probes between nodes, and nodes that were left out."""
     incident: str | None = None
     incidents: int = 0
     restarts: int = 0

@@ -111,7 +111,7 @@ class Activity:
         self._micro_batches = 0
         self._waited = 0.0
         self.waits_since = self.now.since
-        """When the newest wait for other ranks began."""
+        """Time at which the newest wait for other ranks began."""
 
     def enter(self, phase: Phase, micro_batch: int = -1) -> None:
         """Begin a phase, or a new part of the present one."""

@@ -30,8 +30,7 @@ BUSY: Final = 3.0
 AGAIN_SECONDS: Final = 1.0
 """Interval at which an overdue state is reported again, for a coordinator that was down."""
 WAIT_SECONDS: Final = 1.0
-"""A worker that has waited in one collective for so long reports it, and again after twice as long: it may not reach
-the others."""
+"""Seconds in one collective after which a worker reports its wait, since it may not reach the others; then doubled."""
 _LONGEST_WAIT: Final = 32.0
 CROWDED: Final = 2.0
 """Runnable threads per CPU from which on a machine is overloaded."""

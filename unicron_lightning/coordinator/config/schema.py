@@ -181,8 +181,9 @@ class DetectionConfig:
     collective_time: float
     """Time limit of a collective in which all members wait and none is missing; then the epoch is renewed in place."""
     probe_time: float
-    """Time limit of a connection from one node to another, after which the other is not reached; more than the second
-    after which the kernel repeats a lost packet."""
+    """Time limit of a connection from one node to another, after which the other is not reached; longer than the second
+    after which the kernel repeats a lost packet.
+    """
     degraded_factor: float
     """Factor by which steps are slower than before in a degraded task."""
     straggler_factor: float

@@ -115,7 +115,7 @@ TOLD_ONLY: Final = ("link_flapping", "link_degraded", "nan_loss", "node_degraded
 """Kinds that end nothing: they are only logged."""
 
 STOPPING: Final = ("parameters_differ",)
-"""Kinds that end the task, whatever else is going on."""
+"""Kinds that end the task, whatever its state is."""
 
 
 def known(kind: str) -> str:

@@ -47,7 +47,7 @@ class Case:
     now: float
     error: Failure | None = None
     alone: bool = False
-    """Nobody trains on without the worker: it is a member, or there is no member yet."""
+    """No worker trains on without this one: it is a member, or there is no member yet."""
 
     @property
     def node(self) -> str:

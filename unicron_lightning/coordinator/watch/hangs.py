@@ -24,7 +24,7 @@ FIRST_PAUSE: Final = 0.2
 ANSWER_SECONDS: Final = 0.1
 """Seconds after which the agent of a member that has not answered inspects it."""
 LONG_WAIT: Final = 1.0
-"""A member that has waited so long in one collective may not reach the others. A probe tells, and costs little."""
+"""Seconds in one collective after which a member may not reach the others. A probe clarifies it at a low cost."""
 PATIENCE: Final = 3.0
 """A silent member that computes may take this multiple of the limit of the members that wait for it."""
 LAST_PAUSE: Final = 2.0
