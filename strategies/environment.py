@@ -3,11 +3,37 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
+import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from typing_extensions import override
+
+from unicron_lightning.errors import ConfigError
+
+
+def own_device(devices: Sequence[torch.device], local_rank: int, local_world: int) -> torch.device:
+    """Choose this worker's device.
+
+    Args:
+        devices: of the node, as Lightning has chosen them; none for the CPU.
+        local_rank: place among the agent's workers.
+        local_world: number of the agent's workers.
+
+    Raises:
+        ConfigError: several workers would share an accelerator, which NCCL refuses.
+    """
+    if not devices:
+        return torch.device("cpu")
+    if devices[0].type != "cpu" and local_world > len(devices):
+        raise ConfigError(
+            f"torchrun started {local_world} workers on this node (--nproc-per-node), but "
+            f"Trainer(devices={len(devices)}) has {len(devices)} of type {devices[0].type!r}: expected at most one "
+            "worker per device"
+        )
+    return devices[local_rank % len(devices)]
 
 
 class UnicronEnvironment(ClusterEnvironment):
@@ -17,6 +43,7 @@ class UnicronEnvironment(ClusterEnvironment):
         super().__init__()
         self._world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self._local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self._local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self._node_rank = int(os.environ.get("GROUP_RANK", "0"))
         self.set_global_rank(int(os.environ.get("RANK", "0")))
 
@@ -62,6 +89,11 @@ class UnicronEnvironment(ClusterEnvironment):
     @override
     def local_rank(self) -> int:
         return self._local_rank
+
+    @property
+    def local_world(self) -> int:
+        """Number of the agent's workers."""
+        return self._local_world
 
     @override
     def node_rank(self) -> int:

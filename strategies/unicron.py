@@ -33,7 +33,7 @@ from unicron_lightning.strategies.collecting import CollectingStrategy
 from unicron_lightning.strategies.collectives import Collectives
 from unicron_lightning.strategies.describing import describe_data, describe_model
 from unicron_lightning.strategies.divergence import Divergence, OnDivergence
-from unicron_lightning.strategies.environment import UnicronEnvironment
+from unicron_lightning.strategies.environment import UnicronEnvironment, own_device
 from unicron_lightning.strategies.evaluation import Passes
 from unicron_lightning.strategies.global_batch import declare
 from unicron_lightning.strategies.loading import Loaders
@@ -169,8 +169,7 @@ class UnicronStrategy(CollectingStrategy):
     @property
     @override
     def root_device(self) -> torch.device:
-        devices = self.parallel_devices or [torch.device("cpu")]
-        return devices[self.local_rank % len(devices)]
+        return own_device(self.parallel_devices or [], self.local_rank, self._environment.local_world)
 
     @property
     def num_processes(self) -> int:

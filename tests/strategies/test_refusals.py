@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies.collectives import CollectiveInStep
+from unicron_lightning.strategies.environment import own_device
 from unicron_lightning.strategies.unicron import UnicronStrategy
 
 
@@ -28,6 +29,15 @@ class Small(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_several_workers_of_a_gpu_are_refused() -> None:
+    gpus = [torch.device("cuda", 0), torch.device("cuda", 1)]
+    assert own_device(gpus, 1, 2) == gpus[1]
+    assert own_device([], 3, 4) == torch.device("cpu")
+    assert own_device([torch.device("cpu")], 3, 4) == torch.device("cpu")
+    with pytest.raises(ConfigError, match=r"started 4 workers on this node .* Trainer\(devices=2\)"):
+        own_device(gpus, 0, 4)
 
 
 def data(number: int = 8) -> DataLoader[Any]:

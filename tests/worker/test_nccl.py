@@ -199,6 +199,17 @@ def test_an_error_of_the_accelerator_is_no_abort(pair: Pair) -> None:
     assert not is_sticky(REMOTE_ERROR)
 
 
+def test_ranks_that_share_a_gpu_are_refused() -> None:
+    def make(store: Any, rank: int, world: int) -> Any:
+        raise RuntimeError(
+            "NCCL error in: NCCLUtils.cpp:94, invalid usage\nLast error:\n"
+            "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 3000"
+        )
+
+    with pytest.raises(ConfigError, match=r"rank 1 and rank 0 both on CUDA device 3000: expected one worker per GPU"):
+        NcclCommunicator(None, 0, 2, CPU, Host(), make)  # type: ignore[arg-type]
+
+
 def test_groups_are_aborted_all_at_once() -> None:
     networks = [Network(2, abort_seconds=1.0) for _ in range(4)]
     groups = [network.group(0) for network in networks]

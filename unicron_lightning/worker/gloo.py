@@ -8,18 +8,16 @@ has ended, at the latest after the operation time-out.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import os
-import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Final, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
 
+from unicron_lightning.worker import sockets
 from unicron_lightning.worker.communicator import Gate, Handle
 
 OPERATION_TIMEOUT: Final = timedelta(seconds=300)
@@ -52,34 +50,30 @@ class GlooGroup:
     def __init__(
         self, store: dist.Store, rank: int, world: int, host: str, timeout: timedelta = OPERATION_TIMEOUT
     ) -> None:
-        before = _inet_sockets()
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-        options._timeout = timeout
-        options._threads = 2
-        self.backend: dist.ProcessGroupGloo | None = dist.ProcessGroupGloo(store, rank, world, options)
-        self._sockets, self._descriptors = _connected(_inet_sockets() - before, store, rank, world)
+        self.backend: dist.ProcessGroupGloo | None = None
+        with sockets.descriptors_for(f"connections to {world - 1} peers"):
+            before = sockets.all_sockets()
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+            options._timeout = timeout
+            options._threads = 2
+            self.backend = dist.ProcessGroupGloo(store, rank, world, options)
+            self._connections = _connections(sockets.all_sockets() - before, store, rank, world)
         self.was_cut = False
 
     def cut(self) -> None:
         """Shut the connections down, so that waits in them fail, here and at the peers. Callable from any thread."""
         self.was_cut = True
-        for connection in self._sockets:
-            with contextlib.suppress(OSError):  # the peer has closed it already
-                connection.shutdown(socket.SHUT_RDWR)
+        for connection in self._connections:
+            connection.shut_down()
 
     def disconnected(self) -> bool:
-        """Whether gloo has closed all its connections, as it does soon after a cut, and no longer writes to any
-        tensor.
-        """
-        return not any(self._open())
+        """Whether gloo has closed all its connections, as it does soon after a cut, and writes to no tensor."""
+        return not any(connection.is_open() for connection in self._connections)
 
     def broken(self) -> bool:
         """Whether gloo has closed any of its connections, because of a cut here or at the other end."""
-        return not all(self._open())
-
-    def _open(self) -> Iterator[bool]:
-        return (_target(descriptor) == target for descriptor, target in self._descriptors)
+        return not all(connection.is_open() for connection in self._connections)
 
     def close(self, handles: Sequence[Ending] = ()) -> None:
         """Cut, and release the group when ``handles`` have ended."""
@@ -87,8 +81,6 @@ class GlooGroup:
         if backend is None:
             return
         self.cut()  # again, for connections that a cut in another thread has not reached yet
-        for connection in self._sockets:
-            connection.close()
         # The destructor joins gloo's threads, which may be stuck, so it must never run on the training thread.
         _GRAVEYARD.bury(backend, list(handles))
 
@@ -165,59 +157,16 @@ class GlooCommunicator:
         return handle
 
 
-def _inet_sockets() -> set[tuple[int, str]]:
-    """File descriptors of this process's sockets with their inodes, since a closed descriptor may be reused."""
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        target = _target(int(name))
-        if target.startswith("socket:["):
-            found.add((int(name), target))
-    return found
-
-
-def _target(descriptor: int) -> str:
-    """Target of a file descriptor of this process; empty if it is closed."""
-    try:
-        return os.readlink(f"/proc/self/fd/{descriptor}")
-    except OSError:
-        return ""
-
-
-def _connected(
-    new: set[tuple[int, str]], store: dist.Store, rank: int, world: int
-) -> tuple[list[socket.socket], list[tuple[int, str]]]:
-    """Duplicates of the group's own connections among the new sockets, and the original descriptors.
+def _connections(new: set[sockets.Found], store: dist.Store, rank: int, world: int) -> list[sockets.Found]:
+    """Pick the group's own connections from the new sockets.
 
     Another thread may have opened sockets meanwhile, so the group's are identified by ports: one end of each of gloo's
     connections is a port on which a member listens. The listening ports are exchanged through the store.
     """
-    candidates, listening = [], []
-    for descriptor, target in sorted(new):
-        try:
-            duplicate = socket.socket(fileno=os.dup(descriptor))
-        except OSError:
-            continue
-        if duplicate.family not in (socket.AF_INET, socket.AF_INET6):
-            duplicate.close()
-        elif duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            listening.append(duplicate.getsockname()[1])
-            duplicate.close()
-        else:
-            candidates.append((duplicate, (descriptor, target)))
-    store.set(f"ports/{rank}", ",".join(map(str, listening)))
-    ports = {int(p) for r in range(world) for p in store.get(f"ports/{r}").decode().split(",") if p}
-    own, descriptors = [], []
-    for duplicate, original in candidates:
-        try:
-            ends = {duplicate.getsockname()[1], duplicate.getpeername()[1]}
-        except OSError:
-            ends = set()
-        if ends & ports:
-            own.append(duplicate)
-            descriptors.append(original)
-        else:
-            duplicate.close()
-    return own, descriptors
+    found = sockets.ports(new)
+    store.set(f"ports/{rank}", ",".join(map(str, found.listening)))
+    members = {int(p) for r in range(world) for p in store.get(f"ports/{r}").decode().split(",") if p}
+    return [connection for connection, ends in found.ends.items() if ends & members]
 
 
 class _Graveyard:

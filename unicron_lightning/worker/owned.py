@@ -15,11 +15,14 @@ from typing import Any, Final, Protocol
 
 from torch import Tensor
 
+from unicron_lightning.errors import ConfigError
 from unicron_lightning.worker.communicator import Gate, Handle
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS: Final = 0.0002
+SHARED_DEVICE: Final = "Duplicate GPU detected"
+"""NCCL's message when two ranks of a host use the same GPU; no later attempt can succeed."""
 ENQUEUE_SECONDS: Final = 1.0
 """Time that the owner gives a collective being enqueued before it aborts the group."""
 
@@ -78,7 +81,7 @@ class OwnedGroup:
         self, make: Callable[[], Any], first: Callable[[Any], Work], failed: Callable[[str], None], name: str
     ) -> None:
         self.gate = Gate()
-        self.fatal: RuntimeError | None = None
+        self.fatal: Exception | None = None
         self._make = make
         self._first = first
         self._failed = failed
@@ -156,8 +159,11 @@ class OwnedGroup:
 
     def _fail(self, error: Exception) -> None:
         reason = (str(error) or repr(error)).splitlines()[0][:200]
-        if isinstance(error, RuntimeError) and is_sticky(reason) and self.gate.reason is None:
-            self.fatal = error
+        if self.gate.reason is None:
+            if SHARED_DEVICE in str(error):
+                self.fatal = ConfigError(f"{_text(error)}: expected one worker per GPU")
+            elif isinstance(error, RuntimeError) and is_sticky(reason):
+                self.fatal = error
         self.gate.shut(reason)
         self._failed(reason)
 
@@ -216,6 +222,11 @@ class OwnedGroup:
             if entered:
                 self._enqueuing.release()
             self._released.set()
+
+
+def _text(error: Exception) -> str:
+    """Return the line of NCCL's message that names the ranks which share a device."""
+    return next(line.strip() for line in str(error).splitlines() if SHARED_DEVICE in line)[:200]
 
 
 def is_sticky(reason: str) -> bool:
