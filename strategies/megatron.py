@@ -277,7 +277,7 @@ class UnicronMegatronStrategy(UnicronStrategy):
         if channels is None:
             leave_world()
         else:
-            model.adopt(enter_world(channels, self.root_device))
+            model.adopt(enter_world(channels, self.root_device, self.engine.check))
             fabric.watch()
         self.engine.check()
         transfer(fabric, model)

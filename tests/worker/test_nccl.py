@@ -19,7 +19,7 @@ from unicron_lightning.errors import ConfigError
 from unicron_lightning.worker import connect, connecting
 from unicron_lightning.worker.communicator import CommunicatorAborted
 from unicron_lightning.worker.nccl import NcclCommunicator, refusal
-from unicron_lightning.worker.owned import abort_apart, is_sticky
+from unicron_lightning.worker.owned import abort_apart, connect_apart, is_sticky
 
 CPU = torch.device("cpu")
 SOON = 0.5
@@ -225,6 +225,46 @@ def test_groups_are_aborted_all_at_once() -> None:
     for thread in threading.enumerate():
         if thread.name.startswith("unicron-abort"):
             thread.join(20)
+
+
+def _connect(groups: list[Any], check: Callable[[], None]) -> None:
+    connect_apart(groups, lambda group: group.allreduce([torch.ones(1)]), check)
+
+
+def test_lazy_groups_are_connected_in_a_helper_thread() -> None:
+    networks = [Network(2) for _ in range(3)]
+    groups = [[network.group(rank) for network in networks] for rank in range(2)]
+    starters: set[str] = set()
+    for group in groups[0]:
+        group.on_enqueue = lambda: starters.add(threading.current_thread().name)
+    other = threading.Thread(target=_connect, args=(groups[1], lambda: None))
+    other.start()
+    _connect(groups[0], lambda: None)
+    other.join(20)
+    assert all(len(network.sums) == 1 for network in networks)
+    assert starters == {"unicron-connect-groups"}
+
+
+def test_lazy_groups_with_an_absent_peer_do_not_block_the_caller() -> None:
+    network, began = Network(2), time.monotonic()
+    group = network.group(0)
+    group.ready.clear()  # the library holds its mutex until all ranks have come
+
+    def check() -> None:
+        if time.monotonic() > began + 0.2:
+            raise CommunicatorAborted("the epoch has ended")
+
+    with pytest.raises(CommunicatorAborted, match="the epoch has ended"):
+        _connect([group], check)
+    assert time.monotonic() - began < 0.2 + SOON
+    group.ready.set()
+
+
+def test_a_lost_peer_ends_the_connection_of_lazy_groups() -> None:
+    group = Network(2).group(0)
+    group.error = REMOTE_ERROR
+    with pytest.raises(CommunicatorAborted, match="a remote process exiting"):
+        _connect([group], lambda: None)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from unicron_lightning.megatron.channels import Channels, Grid
 from unicron_lightning.megatron.layout import Shape
 from unicron_lightning.megatron.peers import ProcessGroup
 from unicron_lightning.worker.gloo import OPERATION_TIMEOUT
+from unicron_lightning.worker.owned import connect_apart
 
 BACKEND: Final = "unicron"
 ROLES: Final = (
@@ -52,11 +53,19 @@ def build_world(shape: Shape, shard: int, device: torch.device) -> None:
     _initialize(grid, dist.HashStore(), provide, "fake" if device.type == "cuda" else BACKEND)
 
 
-def enter_world(channels: Channels, device: torch.device) -> Groups:
-    """Enter the groups of an epoch's grid.
+def enter_world(channels: Channels, device: torch.device, check: Callable[[], None]) -> Groups:
+    """Enter the groups of an epoch's grid, and connect those of NCCL.
+
+    Args:
+        channels: of the epoch.
+        device: of the model.
+        check: raises if the epoch has ended; called while NCCL connects.
 
     Returns:
         Megatron's groups by role.
+
+    Raises:
+        CommunicatorAborted: a group of NCCL could not be connected.
     """
     grid = channels.grid
     alone = dist.HashStore()
@@ -70,17 +79,31 @@ def enter_world(channels: Channels, device: torch.device) -> Groups:
     backend = f"cpu:{BACKEND},cuda:nccl" if device.type == "cuda" else BACKEND
     _initialize(grid, channels.store, provide, backend)
     if device.type == "cuda":
-        _accelerate(channels, device)
+        connect_apart(_accelerate(channels, device), lambda group: _first(group, device), check)
     return current_groups()
 
 
-def _accelerate(channels: Channels, device: torch.device) -> None:
-    """Register the NCCL groups that are to be aborted with the channels."""
+def _accelerate(channels: Channels, device: torch.device) -> list[Any]:
+    """Register the NCCL groups that are to be aborted with the channels.
+
+    Returns:
+        Those with peers, in the order in which all ranks have made them.
+    """
     channels.inner_accelerated, channels.outer_accelerated = [], []
+    with_peers = []
     for group in dist.distributed_c10d._world.pg_map:
         inside = channels.shards(tuple(dist.get_process_group_ranks(group))) is not None
         accelerated = channels.inner_accelerated if inside else channels.outer_accelerated
         accelerated.append(group._get_backend(device))
+        if group.size() > 1:
+            with_peers.append(accelerated[-1])
+    return with_peers
+
+
+def _first(group: Any, device: torch.device) -> Any:
+    """Start a group's first collective, with which NCCL connects it."""
+    torch.cuda.set_device(device)  # of the helper thread
+    return group.allreduce([torch.ones(1, device=device)])
 
 
 def leave_world() -> None:

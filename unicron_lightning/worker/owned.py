@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
 from torch import Tensor
 
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.worker.communicator import Gate, Handle
+from unicron_lightning.worker.communicator import CommunicatorAborted, Gate, Handle
 
 logger = logging.getLogger(__name__)
 
@@ -233,6 +233,50 @@ def is_sticky(reason: str) -> bool:
     """Whether an error message reports an accelerator error, after which the process cannot use the accelerator."""
     lowered = reason.lower()
     return "cuda error" in lowered or "unhandledcudaerror" in lowered or "unhandled cuda error" in lowered
+
+
+def connect_apart(
+    groups: Sequence[Any], first: Callable[[Any], Work], check: Callable[[], None], seconds: float = 0.02
+) -> None:
+    """Connect groups that the library builds lazily, one after the other in a helper thread.
+
+    The calling thread never blocks in the library. All ranks must give their groups in one common order.
+
+    Args:
+        groups: of this rank.
+        first: starts the collective that connects a group, on the helper thread.
+        check: called while waiting; raises if the groups are no longer wanted, and they must then be aborted.
+        seconds: between two calls of ``check``.
+
+    Raises:
+        CommunicatorAborted: a group could not be connected.
+        Exception: any exception of ``check``.
+    """
+    ended, abandoned = threading.Event(), threading.Event()
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            for group in groups:
+                work = first(group)
+                while not work.is_completed() and not abandoned.wait(POLL_SECONDS):
+                    pass
+                if abandoned.is_set():
+                    return
+                work.wait()
+        except (RuntimeError, OSError) as error:
+            errors.append(error)
+        finally:
+            ended.set()
+
+    threading.Thread(target=run, name="unicron-connect-groups", daemon=True).start()
+    try:
+        while not ended.wait(seconds):
+            check()
+    finally:
+        abandoned.set()
+    if errors:
+        raise CommunicatorAborted((str(errors[0]) or repr(errors[0])).splitlines()[0][:200])
 
 
 def abort_apart(groups: list[Any]) -> None:
