@@ -6,6 +6,7 @@
 #   make gpu         the acceptance kit of docs/gpu.md, on a machine with a GPU: make gpu [WHEELS=folder] [ITEMS=K1,K2]
 #   make bench       the figures in the README, measured here
 #   make experiments what failures would cost: docs/simulator-results.md, simulated
+#   make docs        the documents as a site, with an API reference: build/site
 #   make lint types docs-check wheel-check
 #   make import-cost what `import torch` costs more with this package installed
 PYTHON ?= python3
@@ -27,7 +28,7 @@ READY := $(VENV)/.ready
 # -qq: what an index on this machine warns of is no concern of this project; errors are shown.
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: help setup demo test gpu chaos bench experiments import-cost lint types docs-check wheel-check clean
+.PHONY: help setup demo test docs gpu chaos bench experiments import-cost lint types docs-check wheel-check clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -81,6 +82,15 @@ types: $(READY)
 
 docs-check: $(READY)
 	@$(BIN)/python -m pytest tests/test_docs.py $(PYTEST_ARGS)
+
+# A site needs all its pages below one folder; links between documents and to sources stay as they are.
+docs: $(READY)
+	@$(BIN)/python -c 'import mkdocs, mkdocstrings, material' 2> /dev/null || $(PIP) -c constraints.txt --no-build-isolation -e '.[docs]'
+	@rm -rf build/site-source && mkdir -p build/site-source
+	@cp -r --dereference *.md docs unicron_lightning deploy conf benchmarks examples tests build/site-source/
+	@find build/site-source -name __pycache__ -prune -exec rm -r {} +
+	@$(BIN)/python -m mkdocs build --strict --quiet
+	@echo "build/site/docs/index.html"
 
 wheel-check: $(READY)
 	@PYTHON=$(BIN)/python .ci/wheel-check

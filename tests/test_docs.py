@@ -151,3 +151,11 @@ def test_every_error_stands_in_the_drawn_tree() -> None:
     while more := {name for name, bases in parents.items() if bases & family} - family:
         family |= more
     assert sorted(name for name in family if not re.search(rf"\b{name}\b", errors.__doc__)) == []
+
+
+def test_messages_of_troubleshooting_exist() -> None:
+    sources = "".join(path.read_text() for path in ROOT.glob("unicron_lightning/**/*.py"))
+    sources += "".join(path.read_text() for path in ROOT.glob("strategies/*.py"))
+    messages = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
+    assert len(messages) > 20
+    assert [message for message in messages if message not in sources] == []

@@ -11,6 +11,7 @@
     ├── AgentUnavailable                    the worker has no agent, or lost it
     ├── RendezvousFailed (agent.handler)    reports to torchrun that this agent cannot take part
     ├── NotPlainData (worker.codec)         state to be sent contains something other than plain data
+    ├── OutOfDescriptors (worker.sockets)   the process may open no more files
     ├── ProgramsDiffer (worker.engine)      the members' scripts have taken different paths
     ├── WorkersDiffer (worker.agreement)    this worker trains something else than the others
     ├── ParametersDiffer (worker.agreement) this worker's parameters differ from those of most others
