@@ -66,6 +66,13 @@ def test_documents_are_plain_english(document: Path) -> None:
     assert len(found) <= allowed, f"CONTRIBUTING.md, Prose: at most {allowed} in this document, not {found}"
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_rows_of_a_table_have_as_many_cells(document: Path) -> None:
+    tables = re.findall(r"(?:^\|.*\n)+", re.sub(r"`[^`\n]*`", "code", FENCE.sub("", read(document))), re.MULTILINE)
+    uneven = [table for table in tables if len({row.count("|") for row in table.splitlines()}) > 1]
+    assert uneven == []
+
+
 @pytest.mark.parametrize("folder", PROSE_FOLDERS)
 def test_docstrings_and_comments_are_plain_english(folder: str) -> None:
     texts = {path: prose_of_python(read(path)) for path in (ROOT / folder).rglob("*.py") if not path.is_symlink()}
