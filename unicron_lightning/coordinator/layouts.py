@@ -1,4 +1,4 @@
-"""How a task's model is spread over workers; a part of `state.Task`. The rules are in `relayout`."""
+"""The spread of a task's model over workers; a part of `state.Task`. The rules are in `relayout`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which workers train together: epochs, and the reactions to workers that die, join or finish.
+"""Membership: epochs, which select the workers that train together, and reactions to workers that die, join or finish.
 
 `review_members` compares the newest epoch with the live workers and takes the next step that is due, if any:
 

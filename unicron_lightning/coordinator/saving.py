@@ -37,7 +37,7 @@ class Saving:
         self._timer: asyncio.TimerHandle | None = None
         self._seconds = FIRST_RETRY_SECONDS
         self.error: str | None = None
-        """Why the last write failed; None if all is written."""
+        """Reason why the last write failed; None if all is written."""
 
     def write(self, batch: Batch) -> None:
         """Write a batch; while an older one is unwritten, keep it for the next try."""

@@ -192,7 +192,7 @@ class Server:
 
     @property
     def store_error(self) -> str | None:
-        """Why some state is not written; None if all is."""
+        """Reason why some state is not written; None if all is."""
         return self._saving.error
 
     def _take(self, event: ev.Input) -> None:

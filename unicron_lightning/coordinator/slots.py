@@ -1,4 +1,4 @@
-"""Which agents run: grants, stand-by, group ranks, and the common restart of plain scripts.
+"""Slots of running agents: grants, stand-by, group ranks, and the common restart of plain scripts.
 
 Rules:
 
