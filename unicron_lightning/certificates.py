@@ -1,4 +1,4 @@
-"""Makes certificates: a CA with those that it signs, and the one that a coordinator makes for itself.
+"""Makes certificates: a CA, the certificates that it signs, and a coordinator's own.
 
 Keys are ECDSA on P-256. Files are PEM; those with a key have mode 0600.
 """
@@ -24,7 +24,7 @@ from unicron_lightning.errors import ConfigError
 
 _HOST = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
 _BACKDATED = datetime.timedelta(hours=1)
-"""Clocks of other machines may be behind."""
+"""Allowance for clocks of other machines that are behind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,13 +71,13 @@ def issue(
 
     Args:
         name: its common name.
-        lifetime: until it expires.
-        ca: signs it; None: it signs itself.
-        hosts: names and addresses at which a coordinator is reached.
-        client: whether it is for a client; else for a coordinator.
+        lifetime: time until it expires.
+        ca: signs it; None: it is self-signed.
+        hosts: names and addresses of a coordinator.
+        client: whether it is for a client; otherwise it is for a coordinator.
 
     Raises:
-        ConfigError: a host is no name and no address.
+        ConfigError: a host is neither a name nor an address.
     """
     key = ec.generate_private_key(ec.SECP256R1())
     purpose = ExtendedKeyUsageOID.CLIENT_AUTH if client else ExtendedKeyUsageOID.SERVER_AUTH
@@ -95,10 +95,10 @@ def issue(
 
 
 def load_ca(certificate: Path, key: Path) -> Issued:
-    """Read a CA that `make_ca` made.
+    """Read a CA made by `make_ca`.
 
     Raises:
-        ConfigError: a file can't be read, or is none of a CA.
+        ConfigError: a file cannot be read, or is not a CA's.
     """
     try:
         loaded = x509.load_pem_x509_certificate(certificate.read_bytes())
@@ -112,16 +112,16 @@ def load_ca(certificate: Path, key: Path) -> Issued:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write a file that only its owner may read; whoever reads it sees all of the old or all of the new.
+    """Write a file that only its owner may read; readers see either the old or the new content.
 
     Raises:
-        ConfigError: it can't be written.
+        ConfigError: the file cannot be written.
     """
     _write(path, content, 0o600)
 
 
 def write_public(path: Path, content: bytes) -> None:
-    """Write a file that all may read, in the same way."""
+    """Write a file that all may read, atomically as well."""
     _write(path, content, 0o644)
 
 

@@ -1,10 +1,10 @@
-"""Encryption of the links to a coordinator: which certificate a client accepts, and how it says that one is not.
+"""Encryption of the links to a coordinator: the certificate that a client accepts, and the errors for others.
 
 Every client has a `Trust`. Without options it follows from the endpoint: on a loopback address the link is plain,
-unless the port asks for TLS; anywhere else it is TLS. The certificate is accepted for one of these reasons:
+unless the port requires TLS; on any other address it is TLS. The certificate is accepted for one of these reasons:
 
 - ``auto``: the coordinator proves the token, and its proof names its certificate (`proof`). No file has to be copied.
-- a CA: the certificate is signed by it, is valid now, and has the endpoint's name.
+- a CA: the certificate is signed by it, is valid now, and contains the endpoint's name.
 - a fingerprint: the certificate has this SHA-256.
 
 With a CA or a fingerprint the proof of the token is required as well. TLS is 1.3 or newer.
@@ -28,27 +28,29 @@ logger = logging.getLogger(__name__)
 AUTO: Final = "auto"
 CA_FILE: Final = "ca.pem"
 COORDINATOR_FILE: Final = "coordinator.pem"
-"""In the folder of `unicron certs`: the CA's certificate; the coordinator's, with its key."""
+"""File in the folder of `unicron certs`: the coordinator's certificate with its key. `CA_FILE` is the CA's
+certificate.
+"""
 _FINGERPRINT: Final = re.compile(r"sha256:([0-9a-f]{64})")
 _EXPECTED: Final = "expected auto, the path of a CA's certificate, or sha256: and 64 hexadecimal digits"
 _EXPIRED: Final = 10
 _NOT_YET: Final = 9
 _NAMES: Final = (62, 64)
-"""OpenSSL's codes of a name and of an address that the certificate does not have."""
+"""OpenSSL's error codes for a name and for an address that the certificate does not contain."""
 _NOT_TLS: Final = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trust:
-    """What a client demands of the link to its coordinator.
+    """A client's requirements on the link to its coordinator.
 
     Attributes:
         encrypted: whether the link is TLS.
-        may_encrypt: whether a plain link becomes TLS if the port asks for it.
+        may_encrypt: whether a plain link becomes TLS if the port requires it.
         ca: file of the CA that must have signed the coordinator's certificate.
         fingerprint: SHA-256 that the certificate must have, 64 hexadecimal digits.
-        client: file with this client's own certificate and key, for a coordinator that asks for one.
-        option: how the user names the option ``tls``, for messages.
+        client: file with this client's own certificate and key, for a coordinator that requires one.
+        option: name of the user's option ``tls``, for messages.
     """
 
     encrypted: bool
@@ -60,7 +62,7 @@ class Trust:
 
     @property
     def scheme(self) -> str:
-        """Of URLs."""
+        """Scheme of URLs."""
         return "https" if self.encrypted else "http"
 
 
@@ -69,7 +71,7 @@ PLAIN: Final = Trust(encrypted=False, may_encrypt=True)
 
 
 def encrypted(trust: Trust) -> Trust:
-    """Return the trust with which a link that need not be encrypted is, as the port asks for it."""
+    """Return the trust for TLS on a link that may be plain, after the port has required it."""
     return replace(trust, encrypted=True, may_encrypt=False)
 
 
@@ -78,23 +80,23 @@ class TlsExpected(CoordinatorUnproven):
 
 
 class WrongCertificate(ssl.SSLError):
-    """The other end's certificate is not the one that was expected."""
+    """The other end's certificate differs from the expected one."""
 
 
 def trust_for(
     host: str, *, tls: str | None = None, client: str | None = None, plaintext: bool = False, option: str = "tls="
 ) -> Trust:
-    """Decide how a client speaks to a coordinator at ``host``.
+    """Determine a client's trust in a coordinator at ``host``.
 
     Args:
         host: as the user wrote it.
         tls: ``auto``, a CA's file, or a fingerprint; None: by the host.
         client: file with the client's certificate and key.
         plaintext: whether a link beyond this machine may be plain.
-        option: how the user gives ``tls``, for messages, e.g. ``--tls ``.
+        option: form of the user's option for ``tls``, for messages, e.g. ``--tls ``.
 
     Raises:
-        ConfigError: a value is wrong, contradicts another, or a file can't be used.
+        ConfigError: a value is wrong, contradicts another, or a file cannot be used.
     """
     if plaintext and (tls is not None or client is not None):
         raise ConfigError(f"{option}{tls or client} and plaintext: expected one of them, not both")
@@ -105,7 +107,7 @@ def trust_for(
     if tls is None and client is None and is_loopback(host):
         return Trust(encrypted=False, may_encrypt=True, option=option)
     trust = _named(tls, Path(client).expanduser().absolute() if client else None, option)
-    client_context(trust)  # its files are read here, so that the user is told of a wrong one at once
+    client_context(trust)  # reads the files, so that an invalid one is reported at once
     return trust
 
 
@@ -129,7 +131,7 @@ def fingerprint_of(certificate: bytes) -> str:
 
 
 def name_of(fingerprint: str) -> str:
-    """Return what the proof of the token says in the place of an address on a TLS link."""
+    """Return the text in the proof of the token that replaces an address on a TLS link."""
     return f"tls:{fingerprint}"
 
 
@@ -137,7 +139,7 @@ class Certificate:
     """The certificate of the coordinator's end, the same on all connections of one attempt.
 
     Args:
-        trust: what it must be.
+        trust: requirements on the certificate.
     """
 
     def __init__(self, trust: Trust) -> None:
@@ -146,15 +148,15 @@ class Certificate:
 
     @property
     def name(self) -> str:
-        """As in the proof."""
+        """The certificate's name in the proof."""
         assert self.seen is not None, "no connection was made"
         return name_of(self.seen)
 
     def check(self, shown: bytes | None) -> None:
-        """Compare what a connection has shown, before anything is sent over it.
+        """Compare the certificate of a connection, before anything is sent over it.
 
         Raises:
-            WrongCertificate: it is another.
+            WrongCertificate: the certificate differs.
         """
         found = fingerprint_of(shown or b"")
         if self._pinned is not None and found != self._pinned:
@@ -168,11 +170,11 @@ def client_context(trust: Trust, certificate: Certificate | None = None) -> ssl.
     """Return the context of a client's connections.
 
     Args:
-        trust: what the client demands.
+        trust: the client's requirements.
         certificate: checks each connection at the end of its handshake.
 
     Raises:
-        ConfigError: a file of ``trust`` can't be used.
+        ConfigError: a file of ``trust`` cannot be used.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -214,11 +216,11 @@ def _load(load: object, path: Path, given: str, expected: str) -> None:
 
 
 def ssl_error_in(error: BaseException | None) -> ssl.SSLError | None:
-    """Return the error of TLS that a library's error stands for, if it does."""
+    """Return the TLS error that caused a library's error, if any."""
     seen: list[BaseException] = []
     while error is not None and error not in seen:
         seen.append(error)
-        # aiohttp's own errors are such errors too, but know no reason.
+        # aiohttp's own errors are also of this class, but have no reason.
         inner = getattr(error, "os_error", None) or getattr(error, "certificate_error", None)
         if inner is None and isinstance(error, ssl.SSLError):
             return error
@@ -227,7 +229,7 @@ def ssl_error_in(error: BaseException | None) -> ssl.SSLError | None:
 
 
 def explained(endpoint: str, error: ssl.SSLError, trust: Trust) -> CoordinatorUnproven:
-    """Return the error, in one line, of a TLS connection that was not made."""
+    """Return the one-line error of a failed TLS connection."""
     if isinstance(error, WrongCertificate):
         said = str(error.args[0])
     elif isinstance(error, ssl.SSLCertVerificationError):
@@ -245,7 +247,7 @@ def tls_expected(endpoint: str, trust: Trust) -> TlsExpected:
 def hung_up(endpoint: str, trust: Trust) -> CoordinatorUnproven:
     """Return the error of a TLS connection that ended before the first answer.
 
-    So ends that of a client whose certificate the coordinator does not accept: it says no more.
+    A coordinator closes the connection of a client whose certificate it does not accept in this way, without a reason.
     """
     if trust.client is None:
         said = (

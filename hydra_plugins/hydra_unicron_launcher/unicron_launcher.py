@@ -1,4 +1,4 @@
-"""What Hydra finds: the launcher's class and its configuration.
+"""Entry of Hydra's plugin search: the launcher's class and its configuration.
 
 Every Hydra program on the machine imports this, so it imports nothing but Hydra and the schema; the rest is
 `unicron_lightning.launcher`.

@@ -63,16 +63,16 @@ def write_certificates(
     """Write the files into a folder.
 
     Args:
-        folder: made with mode 0700 if it is not there.
-        hosts: at which the coordinator is reached; empty: this machine's names and loopback addresses.
+        folder: created with mode 0700 if it does not exist.
+        hosts: names and addresses of the coordinator; empty: this machine's names and loopback addresses.
         clients: names of clients that get a certificate.
-        lifetime: of all but the CA's.
+        lifetime: of all certificates but the CA's.
 
     Returns:
-        Each file that was written, with a description.
+        Each written file, with a description.
 
     Raises:
-        ConfigError: a file can't be read or written, or a host is none.
+        ConfigError: a file cannot be read or written, or a host is invalid.
     """
     from unicron_lightning.certificates import issue, load_ca, make_ca, write_private, write_public
 

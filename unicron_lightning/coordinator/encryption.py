@@ -1,7 +1,8 @@
-"""Whether the coordinator's links are encrypted, and with which certificate.
+"""Choice of encryption and certificate for the coordinator's links.
 
-Beyond loopback they are, unless ``coordinator.plaintext`` is set. Without a certificate of the user's the coordinator
-makes one at each start: its proof of the token names the certificate (`proof`), so nobody has to copy it.
+Beyond loopback links are encrypted, unless ``coordinator.plaintext`` is set. Without a certificate of the user the
+coordinator makes one at each start. Its proof of the token names the certificate (`proof`), so no file has to be
+copied.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from unicron_lightning.tls import AUTO, fingerprint_of
 logger = logging.getLogger(__name__)
 
 _OWN_LIFETIME: Final = datetime.timedelta(days=3650)
-"""Of a certificate that the coordinator makes: longer than a process lives; clients do not compare its dates."""
+"""Lifetime of a certificate that the coordinator makes: longer than a process lives; clients do not check its dates."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Encryption:
-    """How connections are encrypted.
+    """Encryption of connections.
 
     Attributes:
         context: of the server's side.
@@ -38,11 +39,11 @@ class Encryption:
 
 
 def certificate_wanted(config: ProcessConfig, *, loopback: bool) -> str | None:
-    """Decide: ``auto``, the path of a certificate, or None for plain links.
+    """Return ``auto``, the path of a certificate, or None for plain links.
 
     Args:
         config: the options.
-        loopback: whether the address to listen at is one that only this machine can reach.
+        loopback: whether only this machine can reach the listening address.
 
     Raises:
         ConfigError: options contradict each other.
@@ -61,10 +62,10 @@ def certificate_wanted(config: ProcessConfig, *, loopback: bool) -> str | None:
 
 
 def encryption_of(config: ProcessConfig, *, loopback: bool) -> Encryption | None:
-    """Return how connections are encrypted; None: they are not, with a warning beyond loopback.
+    """Return the encryption of connections; None if they are plain, with a warning beyond loopback.
 
     Raises:
-        ConfigError: options contradict each other, or a file can't be used.
+        ConfigError: options contradict each other, or a file cannot be used.
     """
     wanted = certificate_wanted(config, loopback=loopback)
     if wanted is None:

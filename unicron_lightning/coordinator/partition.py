@@ -4,14 +4,12 @@ Rules:
 
 * A suspicion arises when all members wait in a collective for longer than usual, when one has waited for a second, when
   a collective has failed, and when a settled epoch is not entered for a while. The members' agents then probe each
-  other
-  (`wire.Probe`). Suspicions by a wait alone, which may be for a slow rank, lead to fewer and fewer probes.
+  other (`wire.Probe`). Suspicions by a wait alone, which may be for a slow rank, lead to fewer and fewer probes.
 * If some nodes do not reach each other, the task continues on the set of nodes that `reachability.continuing` chooses.
   The slots of the other nodes are revoked: their workers stop, and are restarted as warm workers.
 * Only agents that have answered are judged. An agent that does not answer may be dead, which its connection will show.
 * Excluded nodes and the others probe each other periodically. A node returns when it and all others reach each other:
-  at
-  once after its first exclusion, and after a delay that doubles with each further one.
+  at once after its first exclusion, and after a delay that doubles with each further one.
 * No node is excluded when no other node is left. Every epoch is the coordinator's, so two worlds never coexist.
 """
 
