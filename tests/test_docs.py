@@ -90,6 +90,12 @@ def test_idioms_are_found_in_prose_and_not_in_code() -> None:
     assert rate(2, 1000) == 20.0
 
 
+def test_entries_of_the_changelog_stand_once() -> None:
+    begins = [line[:34] for line in read(ROOT / "CHANGELOG.md").splitlines() if line.startswith("- ")]
+    repeated = sorted({begin for begin in begins if begins.count(begin) > 1})
+    assert repeated == [], "a merge has brought back entries that were rewritten: keep the later ones"
+
+
 def test_decisions_are_numbered_without_gaps() -> None:
     names = sorted(path.name for path in (ROOT / "docs" / "decisions").glob("*.md"))
     assert [int(name[:4]) for name in names] == list(range(1, len(names) + 1))

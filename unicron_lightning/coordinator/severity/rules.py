@@ -176,7 +176,7 @@ RULES: Final = (
     Rule(
         name="a value is wrong",
         on="SEV2",
-        when="the kind is `config_error`, of a member or before anybody trains, and no layout is on trial",
+        when="the kind is `config_error`, of a member or before any worker trains, and no layout is on trial",
         holds=lambda case: case.wrong_value,
         action="stop",
         then="the task ends, with its diagnosis: no retry can change a setting",
@@ -248,7 +248,7 @@ RULES: Final = (
     Rule(
         name="the program fails",
         on="judged",
-        when="two lives, or two rounds of one agent before anybody trained, ended by the same exception of the "
+        when="two lives, or two rounds of one agent before any worker trained, ended by the same exception of the "
         "program: type, place and step",
         holds=lambda case: case.record.repeated is not None and not case.view.trial,
         action="stop",
