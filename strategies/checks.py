@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler
 from torch.optim import LBFGS, Optimizer
 
 from unicron_lightning.errors import ConfigError
@@ -24,6 +24,12 @@ def check_trainer(trainer: pl.Trainer) -> None:
             raise ConfigError(
                 f"GradientAccumulationScheduler(scheduling={callback.scheduling}) changes the global batch; the "
                 "unicron strategy keeps it constant: set Trainer(accumulate_grad_batches=...)"
+            )
+        if isinstance(callback, BatchSizeFinder):
+            raise ConfigError(
+                f"{type(callback).__name__} changes the batch size while it trains, and each rank would find its own; "
+                "the unicron strategy keeps the global batch constant (Lightning refuses it under ddp, too): find the "
+                "batch size in a run on one device, without torchrun and with the default strategy"
             )
     if trainer._accelerator_connector._layer_sync is not None:
         raise ConfigError(

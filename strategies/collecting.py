@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import lightning.pytorch as pl
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.data import has_len_all_ranks
 from torch import Tensor
@@ -12,6 +13,7 @@ from typing_extensions import override
 
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies.collectives import Collectives
+from unicron_lightning.strategies.loggers import is_log_dir
 
 
 class CollectingStrategy(ParallelStrategy):
@@ -26,6 +28,7 @@ class CollectingStrategy(ParallelStrategy):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._collectives: Collectives | None = None
+        self._trainer: pl.Trainer | None = None
 
     @property
     def _gather(self) -> Collectives:
@@ -40,7 +43,11 @@ class CollectingStrategy(ParallelStrategy):
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return obj if self._collectives is None else self._collectives.broadcast(obj, src)
+        if self._collectives is None:
+            return obj
+        if self._trainer is not None and self._gather.inside is not None and is_log_dir(self._trainer, obj):
+            return obj  # ``trainer.log_dir`` in a step: the loggers' versions are shared
+        return self._collectives.broadcast(obj, src)
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.loops import _EvaluationLoop
 
 from unicron_lightning.data.loader import EvaluationLoader
-from unicron_lightning.strategies.recording import LogCall, RecordingResults
+from unicron_lightning.strategies.recording import LogCall, RecordingResults, merge_calls
 from unicron_lightning.strategies.torch_metrics import (
     merge_metric_states,
     metric_states,
@@ -37,6 +37,7 @@ class _Pass:
         self.finished: set[int] = set()
         self.calls: dict[int, list[LogCall]] = {}
         self.before = before
+        self.seen = loop._seen_batches_per_dataloader[index or 0]
 
 
 class Passes:
@@ -127,7 +128,7 @@ class Passes:
         for part in parts:
             for number, batch_calls in part["calls"].items():
                 calls.setdefault(number, batch_calls)
-        self._replay(results, calls, current.index)
+        self._replay(results, calls, current)
 
     @property
     def _results(self) -> RecordingResults:
@@ -154,18 +155,27 @@ class Passes:
             results.record_into(None)
             self._trainer._logger_connector.epoch_end_reached()
 
-    def _replay(self, results: RecordingResults, calls: dict[int, list[Any]], index: int | None) -> None:
-        trainer, seen = self._trainer, set()
-        device = trainer.strategy.root_device
-        before, results.dataloader_idx = results.dataloader_idx, index
-        for number in sorted(calls):
-            for call in map(LogCall.from_plain, calls[number]):
-                if call.value is not None:
-                    results.replay(call, trainer.lightning_module, device)
-                elif call.options not in seen:  # a metric object covers the whole pass: logged once
-                    seen.add(call.options)
-                    results.replay(call, trainer.lightning_module, device)
+    def _replay(self, results: RecordingResults, calls: dict[int, list[Any]], current: _Pass) -> None:
+        """Logs the batches' values, a round over the declared devices at a time: under ddp that is a step."""
+        trainer, device = self._trainer, self._trainer.strategy.root_device
+        module, devices = trainer.lightning_module, current.loader.devices
+        before, results.dataloader_idx = results.dataloader_idx, current.index
+        objects: dict[Any, LogCall] = {}
+        for step, first in enumerate(range(0, current.loader.num_batches, devices), current.seen):
+            numbers = range(first, first + devices)
+            logged = [LogCall.from_plain(call) for number in numbers for call in calls.get(number, [])]
+            for call in merge_calls([call for call in logged if call.value is not None]):
+                results.replay(call, module, device)
+            if any(call.options[4] for call in logged if call.value is not None):
+                trainer._logger_connector.log_metrics(results.metrics(True)["log"], step=step)
+            objects |= {call.options: call for call in logged if call.value is None}
+        for call in objects.values():  # a metric object holds the whole pass: logged once
+            results.replay(call, module, device)
         results.dataloader_idx = before
+        # Lightning has counted this rank's batches; under ddp these are as many.
+        current.loop._seen_batches_per_dataloader[current.index or 0] = current.seen + -(
+            -current.loader.num_batches // devices
+        )
 
 
 def _encode(current: _Pass, module: torch.nn.Module) -> bytes:

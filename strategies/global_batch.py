@@ -41,7 +41,7 @@ def declare(trainer: pl.Trainer, num_micro_batches: int | None, shards: int = 1)
                 f"expected a multiple of {devices}"
             )
     trainer.accumulate_grad_batches = 1
-    if isinstance(trainer.val_check_interval, int):
+    if isinstance(getattr(trainer, "val_check_interval", None), int):  # a duration is kept elsewhere
         trainer.val_check_interval = -(-trainer.val_check_interval // rounds)
     return StepShape(devices=devices, accumulation=rounds)
 

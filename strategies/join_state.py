@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch.loops import _FitLoop
 
 from unicron_lightning.data.seeding import random_states, restore_random_states
+from unicron_lightning.strategies.loggers import adopt_versions, versions
 from unicron_lightning.strategies.recording import RecordingResults
 from unicron_lightning.strategies.step_metrics import StepMetrics
 from unicron_lightning.strategies.sums import Layout
@@ -103,12 +104,30 @@ def loop_state(trainer: pl.Trainer, layout: Layout, seed: int, fit: int) -> dict
         "first_loop_iter": connector._first_loop_iter,
         "current_fx": connector._current_fx,
         "metrics": [connector._callback_metrics, connector._logged_metrics, connector._progress_bar_metrics],
+        "epoch_metrics": results.at_epoch_start,
+        "versions": versions(trainer.loggers),
         "should_stop": trainer.should_stop,
         "layout": layout.state(),
         "random": random_states(),
         "seed": seed,
         "fit": fit,
     }
+
+
+def note_epoch(trainer: pl.Trainer) -> None:
+    """Keep the metrics that hooks have seen at the start of an epoch, at its first step: a joiner's hooks see them."""
+    epoch_loop, connector = trainer.fit_loop.epoch_loop, trainer._logger_connector
+    if epoch_loop.batch_progress.current.ready == 0:
+        results = epoch_loop._results
+        assert isinstance(results, RecordingResults)
+        metrics = connector._callback_metrics, connector._logged_metrics, connector._progress_bar_metrics
+        results.at_epoch_start = [dict(each) for each in metrics]
+
+
+def share_versions(trainer: pl.Trainer, engine: Engine) -> None:
+    """Give all ranks' loggers the versions of rank 0's."""
+    operation = Agreement("log_versions", lambda rank: codec.encode(versions(trainer.loggers) if rank == 0 else []))
+    adopt_versions(trainer.loggers, codec.decode(unpack_parts(engine.run(operation))[0]))
 
 
 def warm_up() -> None:
@@ -157,7 +176,12 @@ def receive(trainer: pl.Trainer, state: dict[str, Any]) -> None:
         _regroup(trainer, state["requires_grad"], state["groups"])
     connector.restore_precision_plugin_state()
     connector.restore_optimizers_and_schedulers()
-    connector._loaded_checkpoint = {}  # Lightning's later restore_training_state has nothing left to do
+    connector._loaded_checkpoint = {}  # Lightning's later restore_training_state finds nothing left to do
+    shown = trainer._logger_connector
+    shown._callback_metrics, shown._logged_metrics, shown._progress_bar_metrics = map(
+        dict, state.get("epoch_metrics", ({}, {}, {}))
+    )
+    adopt_versions(trainer.loggers, state.get("versions", ()))
     set_counters(trainer.fit_loop, state["counters"])
     epoch: Any = trainer.fit_loop.epoch_progress.current
     epoch.ready = epoch.started = epoch.completed = epoch.processed
@@ -175,6 +199,7 @@ def arrive(trainer: pl.Trainer, state: dict[str, Any], layout: Layout, device: t
     results = fit_loop.epoch_loop._results
     assert isinstance(results, RecordingResults)
     results.load_state(state["results"], device, trainer.lightning_module)
+    results.at_epoch_start = state.get("epoch_metrics", results.at_epoch_start)
     StepMetrics(trainer.lightning_module).load_states(state["metric_states"])
     connector = trainer._logger_connector
     connector._first_loop_iter, connector._current_fx = state["first_loop_iter"], state["current_fx"]
@@ -194,6 +219,7 @@ def counters(fit_loop: _FitLoop) -> dict[str, Any]:
         "optimizer": epoch_loop.automatic_optimization.optim_progress.state_dict(),
         "validation": epoch_loop.val_loop.batch_progress.state_dict(),
         "stepped": epoch_loop._batches_that_stepped,
+        "validated": dict(epoch_loop.val_loop._seen_batches_per_dataloader),
     }
 
 
@@ -206,6 +232,7 @@ def set_counters(fit_loop: _FitLoop, saved: dict[str, Any]) -> None:
     epoch_loop.automatic_optimization.optim_progress.load_state_dict(saved["optimizer"])
     epoch_loop.val_loop.batch_progress.load_state_dict(saved["validation"])
     epoch_loop._batches_that_stepped = saved["stepped"]
+    epoch_loop.val_loop._seen_batches_per_dataloader.update(saved.get("validated", {}))
 
 
 def _group_names(trainer: pl.Trainer) -> list[list[list[str]]]:

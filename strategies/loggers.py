@@ -1,39 +1,119 @@
-"""Continuation of loggers when another process becomes rank 0, the only one that logs."""
+"""Loggers when another process becomes rank 0, the only rank that logs.
+
+Loggers that number their runs (Lightning's `CSVLogger` and `TensorBoardLogger`) get rank 0's version on all ranks, so
+that whichever rank logs next continues in the same folder. The other ranks keep the newest rows: rank 0 may die
+before it has written a row of a step that the survivors have finished.
+"""
 
 from __future__ import annotations
 
 import csv
 import logging
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, Final
 
-from lightning.pytorch.loggers import CSVLogger, Logger
+import lightning.pytorch as pl
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 logger = logging.getLogger(__name__)
 
+_KEPT: Final = 32
+"""Rows: more than are logged between two collectives."""
+Row = tuple[dict[str, Any], int | None]
+
+
+class _Following:
+    """``log_metrics`` of a logger, which keeps the newest rows on ranks that do not log.
+
+    Args:
+        own: of which the method is replaced.
+    """
+
+    def __init__(self, own: Logger) -> None:
+        self.rows: deque[Row] = deque(maxlen=_KEPT)
+        self._log = own.log_metrics
+
+    def __call__(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
+            self.rows.clear()
+        else:
+            self.rows.append((dict(metrics), step))
+        self._log(metrics=dict(metrics), step=step)
+
+
+def follow(loggers: Sequence[Logger]) -> None:
+    """Have each numbered logger keep the rows that rank 0 might not write."""
+    for each in _numbered(loggers):
+        if not isinstance(each.log_metrics, _Following):
+            each.log_metrics = _Following(each)  # type: ignore[method-assign]
+
+
+def versions(loggers: Sequence[Logger]) -> list[int | str | None]:
+    """Return the versions of the numbered loggers, in order."""
+    return [each.version for each in _numbered(loggers)]
+
+
+def adopt_versions(loggers: Sequence[Logger], known: Sequence[int | str | None]) -> None:
+    """Set what `versions` gave on rank 0."""
+    for each, version in zip(_numbered(loggers), known, strict=False):
+        each._version = version
+
+
+def is_log_dir(trainer: pl.Trainer, value: object) -> bool:
+    """Return whether ``value`` is that of ``trainer.log_dir``: the same on all ranks once versions are shared."""
+    first = trainer.loggers[0] if trainer.loggers else None
+    if first is None:
+        return value == trainer.default_root_dir
+    return value == (first.log_dir if isinstance(first, CSVLogger | TensorBoardLogger) else first.save_dir)
+
 
 def take_over(loggers: Sequence[Logger]) -> None:
-    """Continue the loggers of the rank 0 that died. Data that it had not written to disk is lost.
+    """Continue the loggers of the rank 0 that died; write the rows that it has not written.
 
-    Lightning's `CSVLogger` starts by deleting an existing file; here the file is kept and appended to. Other loggers
-    start a run, or a file of a run, of their own.
+    Lightning's `CSVLogger` starts by deleting the file that it finds; here it is kept and appended to. A
+    `TensorBoardLogger` adds a file to the run's folder; its newest row may be there twice, with the same values. Other
+    loggers start a run of their own.
     """
-    for each in loggers:
+    for each in _numbered(loggers):
+        following = each.log_metrics
+        rows = list(following.rows) if isinstance(following, _Following) else []
         if isinstance(each, CSVLogger):
-            _continue_csv(each)
+            written = _continue_csv(each)
+            rows = [row for row in rows if not any(_is_written(row, other) for other in written)]
+        else:
+            rows = [row for row in rows if row[1] == rows[-1][1]]
+        for metrics, step in rows:
+            each.log_metrics(metrics, step)
+        if rows:
+            each.save()
 
 
-def _continue_csv(own: CSVLogger) -> None:
+def _numbered(loggers: Sequence[Logger]) -> list[CSVLogger | TensorBoardLogger]:
+    return [each for each in loggers if isinstance(each, CSVLogger | TensorBoardLogger)]
+
+
+def _is_written(row: Row, written: Mapping[str, str]) -> bool:
+    metrics, step = row
+    return str(step) == written.get("step") and all(written.get(name) for name in metrics)
+
+
+def _continue_csv(own: CSVLogger) -> list[dict[str, str]]:
+    """Keep the file that is there; return its rows."""
     path = Path(own.log_dir) / "metrics.csv"
     kept = path.with_suffix(".kept")
     if not path.is_file():
-        return
+        return []
     path.rename(kept)
     experiment = own.experiment  # created here, as this is rank 0 now
     with kept.open(newline="") as file:
-        header = next(csv.reader(file), [])
+        reader = csv.DictReader(file)
+        header, rows = list(reader.fieldnames or []), list(reader)
     if path.exists():  # created earlier, with values written since
         logger.warning("csv_not_continued path=%s kept=%s", path, kept)
-        return
+        return rows
     kept.rename(path)
     experiment.metrics_keys = list(dict.fromkeys([*header, *experiment.metrics_keys]))
+    return rows

@@ -342,6 +342,7 @@ class UnicronMegatronStrategy(UnicronStrategy):
 
     @override
     def on_validation_end(self) -> None:
+        super().on_validation_end()
         self._loaders.end_passes()
 
     # ---- checkpoints, end

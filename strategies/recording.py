@@ -70,7 +70,10 @@ class RecordingResults(_ResultCollection):
         training: as upstream.
         reduce: the strategy's reduction, for hooks that log with ``sync_dist=True``.
         on_epoch_metrics: called before epoch-level metrics are read: the place to finish an evaluation pass.
-        is_local: returns whether values logged now stay on this rank, whatever ``sync_dist`` is.
+        is_local: tells whether what is logged now stays on this rank, whatever ``sync_dist`` says.
+
+    Attributes:
+        at_epoch_start: the trainer's metrics (of callbacks, logged, of the progress bar) when the present epoch began.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class RecordingResults(_ResultCollection):
         self._on_epoch_metrics = on_epoch_metrics
         self._is_local = is_local
         self._was_local = False
+        self.at_epoch_start: list[dict[str, Any]] = [{}, {}, {}]
 
     @contextmanager
     def recording(self, batch: Any) -> Iterator[list[LogCall]]:

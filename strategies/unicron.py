@@ -9,8 +9,6 @@ Failures are recovered inside `UnicronStrategy.training_step` and the other oper
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,14 +20,13 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from typing_extensions import override
 
-from unicron_lightning import wire
 from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.data.order import StepShape
 from unicron_lightning.data.seeding import preserved
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies import join_state
+from unicron_lightning.strategies.checkpointing import CheckpointingStrategy
 from unicron_lightning.strategies.checks import check_module, check_optimizers, check_trainer
-from unicron_lightning.strategies.collecting import CollectingStrategy
 from unicron_lightning.strategies.collectives import Collectives
 from unicron_lightning.strategies.describing import describe_data, describe_model
 from unicron_lightning.strategies.divergence import Divergence, OnDivergence
@@ -37,7 +34,7 @@ from unicron_lightning.strategies.environment import UnicronEnvironment, own_dev
 from unicron_lightning.strategies.evaluation import Passes
 from unicron_lightning.strategies.global_batch import declare
 from unicron_lightning.strategies.loading import Loaders
-from unicron_lightning.strategies.loggers import take_over
+from unicron_lightning.strategies.loggers import follow, take_over
 from unicron_lightning.strategies.micro_batch import MicroBatches
 from unicron_lightning.strategies.module_buffers import ModuleBuffers
 from unicron_lightning.strategies.recording import RecordingResults
@@ -45,6 +42,7 @@ from unicron_lightning.strategies.reporting import StepReports, balance_of, repo
 from unicron_lightning.strategies.session import Session
 from unicron_lightning.strategies.step_metrics import StepMetrics
 from unicron_lightning.strategies.sums import Layout, NormStatistics, StepSums
+from unicron_lightning.strategies.timed import TimedValidation
 from unicron_lightning.strategies.trained import TrainedParameters
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.agreement import check_agreement
@@ -52,14 +50,14 @@ from unicron_lightning.worker.balance import Balance, deal
 from unicron_lightning.worker.buckets import GradientBuckets
 from unicron_lightning.worker.engine import Engine, World
 from unicron_lightning.worker.ledger import share
-from unicron_lightning.worker.operations import Agreement, Join, LeaderAction, unpack_parts
+from unicron_lightning.worker.operations import Agreement, Join, unpack_parts
 from unicron_lightning.worker.statistics import Summary
 from unicron_lightning.worker.step import GradientStep
 
 _MIB = 1 << 20
 
 
-class UnicronStrategy(CollectingStrategy):
+class UnicronStrategy(CheckpointingStrategy):
     """Data parallelism through failures, for any `LightningModule` with automatic optimization.
 
     Args:
@@ -118,9 +116,7 @@ class UnicronStrategy(CollectingStrategy):
         self._compares = compare and self._replicated
         self._divergence = Divergence(digest_every if self._replicated else 0, on_divergence)
         self._balance: Balance | None = None
-        self._shape: StepShape | None = None
         self._session: Session | None = None
-        self._trainer: pl.Trainer | None = None
         self._passes: Passes | None = None
         self._trained = TrainedParameters()
         self._gradients: GradientBuckets | None = None
@@ -129,7 +125,6 @@ class UnicronStrategy(CollectingStrategy):
         self._buffers: ModuleBuffers | None = None
         self._layout = Layout()
         self._arrival: dict[str, Any] | None = None
-        self._logged: bytes | None = None
         self._parts = False
         self._used: list[bool] = []
         self._last_batch: GlobalBatch | None = None
@@ -150,6 +145,7 @@ class UnicronStrategy(CollectingStrategy):
     # ---- identity
 
     @property
+    @override
     def engine(self) -> Engine:
         """This worker's engine, which exists from the first ``fit``, ``validate`` or ``test`` on."""
         assert self._session is not None, "no run has begun"
@@ -228,7 +224,9 @@ class UnicronStrategy(CollectingStrategy):
         if (control := self.engine.control) is not None:
             control.flops_per_step = told_flops(module)
         self._gather.interrupted = lambda: trainer.state.status == TrainerStatus.INTERRUPTED
+        follow(trainer.loggers)
         self._passes = Passes(trainer, self.engine)
+        self._timed = TimedValidation(trainer, lambda due: bool(self.broadcast(due)))
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.fit_loop.epoch_loop.val_loop):
             loop._results = RecordingResults(
                 False, self.reduce, self._passes.epoch_metrics, lambda: trainer.sanity_checking
@@ -254,6 +252,7 @@ class UnicronStrategy(CollectingStrategy):
             if self._compares:
                 self._agree("model", self._described)
             join_state.share_initial(module, self.engine)
+            join_state.share_versions(trainer, self.engine)
 
     def _join(self, trainer: pl.Trainer) -> dict[str, Any]:
         """Join the task; work that needs no state is done before the members have to wait for this worker."""
@@ -297,6 +296,7 @@ class UnicronStrategy(CollectingStrategy):
         engine = self.engine
         engine.activity.enter("boundary")
         self._gather.starting = False
+        join_state.note_epoch(trainer)
         if self._arrival is not None:
             state, self._arrival = self._arrival, None
             join_state.arrive(trainer, state, self._layout, self.root_device)
@@ -415,6 +415,7 @@ class UnicronStrategy(CollectingStrategy):
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step, which is the closure, and the optimizer's own work."""
         output = super().optimizer_step(*args, **kwargs)
+        self._timed.stepped()
         self.engine.activity.enter("hooks")
         return output
 
@@ -424,41 +425,15 @@ class UnicronStrategy(CollectingStrategy):
         return super().validation_step(*args, **kwargs)
 
     @override
+    def on_validation_end(self) -> None:
+        self._timed.validated()
+
+    @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         self.passes.start_step()
         return super().test_step(*args, **kwargs)
 
-    # ---- checkpoints, end
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        super().load_model_state_dict(checkpoint, strict)
-        self._logged = checkpoint.get(join_state.LOGGED)
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a checkpoint by one worker, and by another if that one dies meanwhile."""
-
-        def write() -> None:
-            self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-
-        engine = self.engine
-        if self._trainer is not None and "optimizer_states" in checkpoint:
-            checkpoint[join_state.LOGGED] = join_state.logged(self._trainer)
-        with engine.activity.during("checkpoint"):
-            if self._gather.interrupted():
-                if self.is_global_zero:
-                    write()
-                return
-            engine.run(LeaderAction("save_checkpoint", write))
-        self._tell_checkpoint(checkpoint, str(Path(str(filepath)).absolute()))
-
-    def _tell_checkpoint(self, checkpoint: dict[str, Any], path: str) -> None:
-        """Report the checkpoint, from which the task resumes if no worker survives."""
-        engine = self.engine
-        if engine.control is not None and "optimizer_states" in checkpoint:  # from all: the first may die now
-            step = int(checkpoint["global_step"])
-            engine.control.send(wire.CheckpointSaved(worker=engine.control.worker, path=path, step=step))
+    # ---- the end
 
     @override
     def model_to_device(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,13 @@ class Regression(pl.LightningModule):
     """Logs every kind of value; the keyword arguments select further features."""
 
     def __init__(
-        self, optimizer: str = "sgd", scheduler: str = "", branch: str = "", tied: bool = False, metrics: bool = False
+        self,
+        optimizer: str = "sgd",
+        scheduler: str = "",
+        branch: str = "",
+        tied: bool = False,
+        metrics: bool = False,
+        val_steps: bool = False,
     ) -> None:
         super().__init__()
         self.optimizer, self.scheduler, self.branch = optimizer, scheduler, branch
@@ -51,6 +58,7 @@ class Regression(pl.LightningModule):
         self.error = nn.ModuleList(torchmetrics.MeanSquaredError() for _ in range(2))
         self.concordance = torchmetrics.SpearmanCorrCoef()
         self.metrics = metrics
+        self.val_steps = val_steps
         self.train_error, self.by_hand = torchmetrics.MeanSquaredError(), torchmetrics.SpearmanCorrCoef()
         self.history: list[tuple[Any, ...]] = []
 
@@ -78,6 +86,7 @@ class Regression(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
         loss = (self(x) - y).square().mean()
+        assert self.trainer.log_dir == self.log_dir
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True, prog_bar=True)
         for name in ("sum", "min", "max"):
             self.log(f"x_{name}", x.sum(), on_step=False, on_epoch=True, sync_dist=True, reduce_fx=name)
@@ -92,6 +101,9 @@ class Regression(pl.LightningModule):
         if self.branch == "freeze" and self.trainer.global_step == 3:
             self.net[0].requires_grad_(False)
 
+    def on_train_epoch_start(self) -> None:
+        self.log_dir = self.trainer.log_dir
+
     def on_train_epoch_end(self) -> None:
         if self.metrics:
             self.log("by_hand", self.by_hand.compute())
@@ -105,6 +117,9 @@ class Regression(pl.LightningModule):
         x, y = batch
         out = self(x)
         self.log(f"{prefix}_loss", (out - y).square().mean(), sync_dist=True)
+        if self.val_steps:
+            self.log(f"{prefix}_both", out.mean(), sync_dist=True, on_step=True, on_epoch=True)
+            self.log(f"{prefix}_step_only", y.sum(), sync_dist=True, reduce_fx="sum", on_step=True, on_epoch=False)
         self.log(f"{prefix}_max", x.max(), sync_dist=True, reduce_fx="max")
         self.log(f"{prefix}_sum", x.sum(), sync_dist=True, reduce_fx=torch.sum)
         self.mean[loader](out.mean(), weight=len(x))
@@ -242,6 +257,7 @@ CASES: dict[str, Callable[[], Job]] = {
     "limits_float": lambda: job(limit_train_batches=0.5, limit_val_batches=0.5),
     "val_interval": lambda: job(val_check_interval=4),
     "val_interval_float": lambda: job(val_check_interval=0.5),
+    "val_time": lambda: job(val_check_interval=timedelta(microseconds=1)),
     "val_every_2": lambda: job(check_val_every_n_epoch=2, max_epochs=4),
     "max_steps": lambda: job(max_steps=17, max_epochs=-1),
     "several_val": lambda: job(val=2),
@@ -254,8 +270,13 @@ CASES: dict[str, Callable[[], Job]] = {
             ModelCheckpoint("every", "{epoch}-{step}", every_n_train_steps=5, save_top_k=-1),
         ]
     ),
+    "saved_accumulate": lambda: job(
+        accumulate_grad_batches=2,
+        callbacks=[ModelCheckpoint("every", "{epoch}-{step}", every_n_train_steps=4, save_top_k=-1)],
+    ),
     "train_metrics_accumulate": lambda: job({"metrics": True}, accumulate_grad_batches=3),
     "hook_logging": lambda: job(callbacks=[HookLogging()]),
+    "val_steps": lambda: job({"val_steps": True}, val=2, logger=CSVLogger("."), log_every_n_steps=2),
     "loggers": lambda: job(
         {"scheduler": "step"}, callbacks=[LearningRateMonitor("step")], logger=CSVLogger("."), log_every_n_steps=2
     ),
@@ -268,8 +289,8 @@ def loaders(made: Job) -> tuple[Any, Any]:
     return train, val[0] if len(val) == 1 else val
 
 
-def train(name: str, strategy: Any, folder: Path, **changes: Any) -> dict[str, Any]:
-    """Train a case; return the compared results."""
+def train(name: str, strategy: Any, folder: Path, ckpt: Path | None = None, **changes: Any) -> dict[str, Any]:
+    """Trains a case, from a checkpoint if one is given; returns what is compared."""
     folder.mkdir(parents=True, exist_ok=True)
     made = CASES[name]()
     module = Regression(**made["module"])
@@ -288,7 +309,7 @@ def train(name: str, strategy: Any, folder: Path, **changes: Any) -> dict[str, A
     if settings["logger"]:
         settings["logger"] = CSVLogger(folder, name="csv", version=0)
     trainer = pl.Trainer(strategy=strategy, **settings | changes)
-    trainer.fit(module, *loaders(made))
+    trainer.fit(module, *loaders(made), ckpt_path=ckpt, weights_only=False)
     result = {
         "state": module.state_dict(),
         "history": module.history,

@@ -468,3 +468,23 @@ def test_an_uneven_number_of_micro_batches(tmp_path: Path) -> None:
         second, loader(shuffle=False)
     )
     assert same(first, second) and len(first.losses) == 4
+
+
+@pytest.mark.parametrize("step", [2, 4, 8])
+def test_a_checkpoint_of_another_strategy_counts_batches(tmp_path: Path, step: int) -> None:
+    """Within an epoch and at its end, with accumulation: it is resumed at its place."""
+
+    class Plain(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
+    shape: dict[str, Any] = {"devices": 1, "accumulate_grad_batches": 3, "use_distributed_sampler": False}
+    full, again = Plain(), Plain()
+    whole = trainer(tmp_path, strategy="auto", callbacks=[saving], enable_checkpointing=True, **shape)
+    whole.fit(full, loader(shuffle=False))
+    resumed = trainer(tmp_path, **shape)
+    resumed.fit(again, loader(shuffle=False), ckpt_path=tmp_path / f"step={step}.ckpt", weights_only=False)
+    assert (resumed.global_step, len(again.losses)) == (whole.global_step, 12 - step)
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(full.parameters(), again.parameters(), strict=True))

@@ -27,6 +27,9 @@ from torchrun import free_port  # noqa: E402 - test helper of the agent
 
 sys.path.remove(str(HERE.parent / "agent"))
 
+from unicron_lightning.errors import ConfigError  # noqa: E402
+from unicron_lightning.strategies.checkpointing import count_steps  # noqa: E402
+
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Metric `SpearmanCorrcoef` will save:UserWarning"),
     pytest.mark.filterwarnings("ignore:You are using `torch.load` with `weights_only=False`:UserWarning"),
@@ -74,6 +77,8 @@ WORLD_OF_TWO = (
     "checkpoints",
     "bf16",
     "peeking",
+    "val_steps",
+    "val_time",
 )
 
 
@@ -143,6 +148,26 @@ def test_a_world_of_two_is_like_ddp(name: str, ddp: Path, two: Path) -> None:
     for rank in range(2):
         mine, theirs = load(two, name, rank), load(ddp, name)
         compare(name, mine, theirs | {"seen": load(ddp, name, rank)["seen"]})
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")
+@pytest.mark.parametrize("saved", ["epoch=0-step=4", "epoch=1-step=8", "epoch=1-step=12"])
+def test_a_checkpoint_of_ddp_is_resumed(saved: str, ddp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within an epoch, and at its end, with accumulation: ddp counts batches per device."""
+    monkeypatch.chdir(tmp_path)
+    theirs = load(ddp, "saved_accumulate")
+    path = ddp / "saved_accumulate/every" / f"{saved}.ckpt"
+    mine = jobs.train("saved_accumulate", "unicron", tmp_path, path, callbacks=[])
+    assert mine["counters"] == theirs["counters"]
+    for key, value in theirs["state"].items():
+        assert torch.allclose(mine["state"][key], value, rtol=1e-6, atol=1e-6), key
+
+
+def test_a_checkpoint_within_an_accumulation_is_refused() -> None:
+    counts = {"ready": 15, "started": 15, "processed": 15, "completed": 14}
+    loops = {"epoch_loop.batch_progress": {"total": dict(counts), "current": {k: v - 12 for k, v in counts.items()}}}
+    with pytest.raises(ConfigError, match=r"after batch 3 of an epoch with accumulate_grad_batches=2, in the middle"):
+        count_steps({"loops": {"fit_loop": loops}}, 2)
 
 
 def test_the_hooks_see_what_ddp_users_see(ddp: Path) -> None:

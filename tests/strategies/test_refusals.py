@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -164,6 +164,11 @@ def test_bucket_size(value: float) -> None:
 
 def test_num_micro_batches() -> None:
     assert fit(Small(), strategy=UnicronStrategy(num_micro_batches=4), devices=2).global_step == 1
+
+
+def test_a_search_for_the_batch_size() -> None:
+    with pytest.raises(ConfigError, match=r"BatchSizeFinder changes the batch size .*constant .*default strategy"):
+        fit(Small(), callbacks=[BatchSizeFinder()])
 
 
 def test_the_world_that_torchrun_was_told_of(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -252,7 +252,7 @@ class EvaluationLoader(InPlace):
         super().__init__(loader)
         self.num_batches = 0
         self.epoch = 0
-        self._devices = devices
+        self.devices = devices
         self._order = DataOrder(loader, StepShape(devices=1, accumulation=1), seed)
         self._begin = begin
         self._start = start
@@ -260,11 +260,11 @@ class EvaluationLoader(InPlace):
         self._fetcher = Fetcher(loader, self._order, seed, self._ahead)
 
     def __len__(self) -> int:
-        return math.ceil(self._order.num_micro_batches / self._devices)
+        return math.ceil(self._order.num_micro_batches / self.devices)
 
     def limit(self, per_device: int) -> None:
         """Set the pass's batches from Lightning's limit for each device of the declared world."""
-        self.num_batches = min(self._order.num_micro_batches, per_device * self._devices)
+        self.num_batches = min(self._order.num_micro_batches, per_device * self.devices)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch for shuffled evaluation data."""

@@ -1,0 +1,85 @@
+"""A training that logs to a CSV file, whose first rank is killed twice before it writes a step's row.
+
+Under torchrun agents: ``logging_worker.py FOLDER``. It ends once the second one has been replaced.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+PACE_SECONDS = 0.03
+KILLS = 2
+
+
+class Line(pl.LightningModule):
+    """A hook at the start of each epoch but the first needs a value of the last one."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        self.layer = nn.Linear(2, 1)
+        self.complete = 0
+
+    def kills(self) -> int:
+        return sum((self.folder / f"killed-{number}").exists() for number in range(KILLS))
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch > 0:
+            seen = {"epoch": self.current_epoch, "loss": float(self.trainer.callback_metrics["loss_epoch"])}
+            with (self.folder / "seen.jsonl").open("a") as file:
+                file.write(json.dumps(seen) + "\n")
+
+    def training_step(self, batch: Any) -> Any:
+        time.sleep(PACE_SECONDS)
+        assert self.trainer.log_dir is not None
+        loss = self.layer(batch[0]).square().mean()
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.complete = self.complete + 1 if self.trainer.world_size == 2 else 0
+        if self.trainer.is_global_zero and self.complete > 5 and (number := self.kills()) < KILLS:
+            (self.folder / f"killed-{number}").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_train_epoch_end(self) -> None:
+        enough = self.trainer.world_size == 2 and self.kills() == KILLS
+        self.trainer.should_stop = bool(self.trainer.strategy.broadcast(enough, 0))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    pl.seed_everything(1, verbose=False)
+    trainer = pl.Trainer(
+        strategy="unicron",
+        accelerator="cpu",
+        max_epochs=-1,
+        logger=CSVLogger(folder / "logs"),
+        log_every_n_steps=1,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Line(folder), DataLoader(TensorDataset(torch.randn(32, 2)), batch_size=4))
+    assert trainer.num_nodes == 2
+    (folder / f"end-{trainer.global_rank}").write_text(str(trainer.global_step))
+
+
+if __name__ == "__main__":
+    main()
