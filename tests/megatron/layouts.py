@@ -54,3 +54,15 @@ def load(
     norms = [training.step(number, MICRO_BATCHES) for number in (2, 3, 4)]
     dist.destroy_process_group()
     return {"norms": norms, "rest": rest, "refused": refused}
+
+
+def load_refused(rank: int, world: int, folder: Path, *, path: str) -> str:
+    """Load a checkpoint that was changed; return the error."""
+    training = _training(rank, world, folder, 1, 1, False, 99, False)
+    try:
+        checkpoint.load(path, [training.ddp], training.optimizer)
+    except ConfigError as error:
+        return str(error)
+    finally:
+        dist.destroy_process_group()
+    return "loaded"

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import io
+import os
+import pickle
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
+
+from unicron_lightning.errors import ConfigError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,3 +46,37 @@ def test_bf16_without_zero1_is_taken_up_in_another_layout(worlds: Worlds, tmp_pa
     path = str(tmp_path / "checkpoint")
     norms = worlds.run("layouts:save", 2, tmp_path / "save", path=path, tp=2, pp=1, zero1=False, bf16=True)[0]
     check(worlds, tmp_path / "pp2", path, norms, 2, rel=1e-3, tp=1, pp=2, zero1=False, bf16=True)
+
+
+class Trap:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def test_nothing_in_a_changed_index_is_run(worlds: Worlds, tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    worlds.run("layouts:save", 1, tmp_path / "save", path=str(path), tp=1, pp=1, zero1=False)
+    trap = Trap(tmp_path / "run")
+    (path / ".metadata").write_bytes(pickle.dumps(trap))
+    (refused,) = worlds.run("layouts:load_refused", 1, tmp_path / "load", path=str(path))
+    assert not trap.path.exists()
+    assert "checkpoint/.metadata is no index of a checkpoint: posix.mkdir is not allowed in it" in refused
+
+
+def test_nothing_in_changed_objects_is_run(worlds: Worlds, tmp_path: Path) -> None:
+    """Also where the index is whole: what it names beside the tensors is loaded as plain data."""
+    unpickling = pytest.importorskip("unicron_lightning.megatron.unpickling")
+    trap = Trap(tmp_path / "run")
+    changed = io.BytesIO()
+    torch.save(trap, changed)
+    changed.seek(0)
+    planner = unpickling._Planner()
+    item = SimpleNamespace(dest_index=SimpleNamespace(fqn="model.extra"))
+    with pytest.raises(ConfigError, match=r"model\.extra of the checkpoint is no plain data"):
+        planner.load_bytes(item, changed)
+    assert not trap.path.exists()

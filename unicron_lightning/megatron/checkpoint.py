@@ -6,7 +6,7 @@ with files of each rank and, written last, ``metadata.json``. Megatron's own too
 
 A checkpoint is written beside its final path and renamed when complete, so a checkpoint at its path is always complete.
 All functions but `rest` are collectives of all ranks of `torch.distributed`'s default group. The format's own exchanges
-and its index are pickles (docs/decisions/0011). For megatron-core 0.16.
+and its index are pickles (docs/decisions/0011); the index is loaded by `unpickling`. For megatron-core 0.16.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch.distributed import checkpoint as dcp
 from typing_extensions import override
 
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.megatron.unpickling import INDEX, load_index, restricted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -98,12 +99,15 @@ def load(path: str | Path, chunks: Sequence[Any], optimizer: Any) -> dict[str, A
         The argument ``rest`` of `save`.
 
     Raises:
-        ConfigError: no checkpoint exists at ``path``.
+        ConfigError: no checkpoint exists at ``path``, or its index names something that no index needs.
     """
     _check(path)
+    with (Path(path) / INDEX).open("rb") as file:  # in each rank: the library would report it as another error
+        load_index(file, file.name)
     for part in _parts(optimizer):
         _prepare(part)
-    loaded = dist_checkpointing.load(_sharded(chunks, optimizer, is_loading=True), str(path))
+    with restricted():
+        loaded = dist_checkpointing.load(_sharded(chunks, optimizer, is_loading=True), str(path))
     for index, chunk in enumerate(chunks):
         chunk.module.load_state_dict(loaded[_key(index, chunks)])
     with _steps_apart(optimizer):
