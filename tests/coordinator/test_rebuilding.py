@@ -7,12 +7,16 @@ import pytest
 from coordinator.driver import FakeAgent, World, members, running, settle
 
 from unicron_lightning import wire
+from unicron_lightning.coordinator import membership
+from unicron_lightning.worker import engine
 
 
-def told(agent: FakeAgent, epoch: int, *, has_state: bool) -> None:
+def told(agent: FakeAgent, epoch: int, *, has_state: bool, operation: str = "join") -> None:
     """Set what the agent's worker reported last."""
     name = agent.worker()
-    report = wire.WorkerReady(worker=name, epoch=epoch, state={"step": 0, "has_state": has_state})
+    report = wire.WorkerReady(
+        worker=name, epoch=epoch, state={"step": 0, "has_state": has_state, "operation": operation}
+    )
     agent.workers[name] = msgspec.structs.replace(agent.workers[name], ready=report)
     agent.epoch = max(agent.epoch, epoch)
 
@@ -27,21 +31,25 @@ def fences(agent: FakeAgent) -> list[str]:
     return [fence.reason for fence in agent.all(wire.Fence)]
 
 
-@pytest.mark.parametrize("stepped", [False, True])
-def test_a_joiner_in_the_holders_epoch_stays_in_it(stepped: bool) -> None:
+@pytest.mark.parametrize(
+    ("operation", "stepped", "stays"),
+    [("join", False, True), ("join", True, True), ("step", True, True), ("agree on model", False, False)],
+)
+def test_a_joiner_in_the_holders_epoch_stays_in_it(operation: str, stepped: bool, stays: bool) -> None:
     """It may have been given the state since it reported that it had none, and have finished micro-batches."""
     world = World(restart_grace=10)
     a, b = running(world, 2)
     forgotten(world)
+    told(a, 1, has_state=True, operation=operation)
     told(b, 1, has_state=False)
     for agent in (a, b):
         agent.register()
     if stepped:
         b.say(wire.Progress(worker=b.worker(), step=7, metrics={}))
     world.advance(11)
-    assert (world.task().epoch.kind, members(world)) == ("fail", ["a/0#1", "b/0#1"])
-    assert world.task().established == ["a/0#1", "b/0#1"]
-    assert not fences(b)
+    assert (world.task().epoch.kind, members(world)) == ("fail", ["a/0#1", "b/0#1"] if stays else ["a/0#1"])
+    assert world.task().established == members(world)
+    assert not fences(b), "it joins if it has not stayed"
 
 
 def test_a_holder_counts_though_joiners_have_seen_a_newer_epoch() -> None:
@@ -83,3 +91,7 @@ def test_workers_that_were_to_join_a_task_of_which_nobody_is_left_start_anew() -
     assert fences(a) == ["no member is left that it could join"]
     b = world.agent("b", nodes=(1, 4)).start().boot()
     assert members(world) == [b.worker()]
+
+
+def test_coordinator_and_workers_mean_the_same_operation() -> None:
+    assert membership._JOIN == engine.JOIN

@@ -26,6 +26,9 @@ from unicron_lightning.coordinator.slots import leaving, revoke
 from unicron_lightning.coordinator.state import Agent, Task, Worker
 from unicron_lightning.coordinator.turn import Turn
 
+_JOIN = "join"
+"""Name of the operation in which members hand over the state, as in `worker.engine`."""
+
 
 def review_members(task: Task, turn: Turn) -> None:
     """Take the step that is due now. Idempotent; called once after each input."""
@@ -111,8 +114,11 @@ def rebuild_due(task: Task, turn: Turn) -> None:
     for worker in reported:
         if worker.ready < newest:  # members of the newest epoch may have recomputed its work
             expel(task, turn, worker, f"it was in epoch {worker.ready}, others are in {newest}")
-    # Joiners in the same epoch stay in it: the others have reported at the boundary, and may have given them the state.
-    members = sorted((worker for worker in task.workers.values() if worker.ready == newest), key=task.place)
+    holders = [worker for worker in reported if worker.ready == newest]
+    # Joiners stay in an epoch that the others have entered to hand over the state: they may have received it since.
+    joining = all(worker.state.get("operation") == _JOIN for worker in holders)
+    there = (worker for worker in task.workers.values() if worker.ready == newest and (joining or worker in holders))
+    members = sorted(there, key=task.place)
     task.established = [worker.id for worker in members]
     open_incident(task)
     _publish(task, turn, "fail", [_member(task, worker) for worker in members])
