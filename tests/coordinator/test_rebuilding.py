@@ -80,6 +80,25 @@ def test_a_worker_of_an_older_epoch_is_fenced() -> None:
     assert fences(b) == ["it was in epoch 1, others are in 2"]
 
 
+def test_a_worker_that_reports_too_late_is_fenced() -> None:
+    """It was in a long micro-batch, which the others have computed again."""
+    world = World(restart_grace=10)
+    a, b = running(world, 2)
+    report = b.workers[b.worker()].ready
+    forgotten(world)
+    b.workers[b.worker()] = msgspec.structs.replace(b.workers[b.worker()], ready=None)
+    for agent in (a, b):
+        agent.register()
+    world.advance(11)
+    assert members(world) == ["a/0#1"] and not fences(b)
+    assert report is not None
+    state = {**report.state, "has_state": True}
+    b.say(wire.WorkerReady(worker=b.worker(), epoch=2, state=state))
+    assert fences(b) == ["it reported for epoch 2 after the others had resumed without it"]
+    settle(world)
+    assert members(world) == ["a/0#1"]
+
+
 def test_workers_that_were_to_join_a_task_of_which_nobody_is_left_start_anew() -> None:
     world = World(restart_grace=10)
     a = world.agent("a", nodes=(1, 4)).start().launch()

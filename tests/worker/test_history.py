@@ -42,7 +42,7 @@ def test_random_histories(first: int, patient: bool) -> None:
 
 LOST_GO = (5172, 5501, 5542)
 """A connection or the coordinator was lost between a go and the next join: a member was given up after 300 s."""
-LOST_STORE = (20190, 20311, 1259, 1615, 1958, 106476)
+LOST_STORE = (20190, 20311, 1259, 1615, 1958, 106476, 110498)
 """The coordinator was lost with its store. Joiners that had just received the state had finished micro-batches, or a
 holder was taken for a newcomer.
 """

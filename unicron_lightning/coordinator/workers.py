@@ -119,6 +119,11 @@ def ready(task: Task, turn: Turn, worker: Worker, message: wire.WorkerReady) -> 
         task.number = max(task.number, message.epoch)
     if message.epoch == 0 and message.state.get("founder", False) and not worker.founder:
         return  # sent before it learned that the first epoch was formed without it; repeated once it is built
+    late = message.epoch > 0 and not worker.built and not task.rebuilding and worker.id not in needed(task)
+    if late and message.state.get("has_state", False):
+        # A coordinator without its store has resumed with the others: it must not join with a state of its own.
+        expel(task, turn, worker, f"it reported for epoch {message.epoch} after the others had resumed without it")
+        return
     if not worker.built:
         worker.built = True
         turn.emit_for(task, None, "worker_ready_to_join", {"worker": worker.id, "epoch": message.epoch})
