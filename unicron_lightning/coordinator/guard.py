@@ -8,6 +8,7 @@ import weakref
 from typing import Any, Final
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from unicron_lightning.address import address_of
 from unicron_lightning.coordinator.hosts import misdirected
@@ -78,7 +79,10 @@ class Guard:
         claim = parse_authorization(request.headers.get("Authorization", ""))
         if claim is None:
             return False
-        body = await request.read() if request.can_read_body else b""
+        try:
+            body = await request.read() if request.can_read_body else b""
+        except (ConnectionError, HttpProcessingError, web.RequestPayloadError):
+            return False  # The client left, or its body is malformed.
         address, target = self._address(request), request.raw_path
         if not self._challenges.accept(
             self._secret, claim, address, method=request.method, target=target, body=body, now=time.monotonic()

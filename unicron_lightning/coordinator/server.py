@@ -41,6 +41,7 @@ from unicron_lightning.coordinator.hosts import misplaced
 from unicron_lightning.coordinator.listening import TlsDoor, bind, resolve
 from unicron_lightning.coordinator.liveness import ANSWER, Liveness
 from unicron_lightning.coordinator.machine import Machine
+from unicron_lightning.coordinator.malformed import request_logger
 from unicron_lightning.coordinator.planning import Knowledge, Planning
 from unicron_lightning.coordinator.presence import Presence
 from unicron_lightning.coordinator.question import Question
@@ -130,7 +131,9 @@ class Server:
         app = Api(self, self._guard).app()
         app.router.add_get("/v1/agent", self._serve_agent)
         app.router.add_get("/v1/node", self._serve_node)
-        runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
+        runner = web.AppRunner(
+            app, logger=request_logger(), access_log=None, handle_signals=False, shutdown_timeout=1.0
+        )
         await runner.setup()
         unproven = UnprovenConnections(runner, self._guard.proven)
         try:
