@@ -22,7 +22,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from fuzz_attacks import ATTACKS, Target
+from fuzz_attacks import ATTACKS, GONE, Target
 from fuzz_bystander import Bystander
 from processes import Processes, free_port
 
@@ -64,14 +64,14 @@ class Run:
                 await self._attack(bystander, seconds)
         except Fallen as error:
             self.failure = str(error)
-        except Exception as error:
+        except (*GONE, ValueError, KeyError) as error:
             self.failure = await self._explain(error)
         finally:
             # The daemon first: without the coordinator it would only wait.
             await asyncio.to_thread(self._processes.stop)
 
     async def _explain(self, error: Exception) -> str:
-        """Why the tool could not continue: a process that has died, if one has."""
+        """Return why the tool could not continue: a process that has died, if one has."""
         await asyncio.sleep(1.0)
         try:
             self.check_processes()
