@@ -12,8 +12,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.strategies import default_group
 from unicron_lightning.strategies.collectives import Collectives
+from unicron_lightning.strategies.environment import UnicronEnvironment
 from unicron_lightning.strategies.loggers import is_log_dir
+from unicron_lightning.strategies.session import Session
 
 
 class CollectingStrategy(ParallelStrategy):
@@ -24,11 +27,28 @@ class CollectingStrategy(ParallelStrategy):
     """
 
     is_distributed = True
+    _replicated = True
+    """Whether all workers hold the same model, so that they can be compared, and are torch's default group."""
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+        self._environment = UnicronEnvironment()
+        super().__init__(cluster_environment=self._environment, **kwargs)
         self._collectives: Collectives | None = None
         self._trainer: pl.Trainer | None = None
+
+    def _begin_collectives(self, session: Session, trainer: pl.Trainer, *, records: bool) -> None:
+        """Exchange values from now on; scripts may do so by `torch.distributed` too."""
+        if self._collectives is None:
+            self._collectives = Collectives(session)
+            self._collectives.records = records
+        if self._replicated:
+            default_group.register(self._environment.place, self._collectives)
+            default_group.keep_lightning_out(trainer)
+
+    def _end_collectives(self, session: Session) -> None:
+        """End a run; the default group of a world of this process alone ends with it."""
+        if session.control is None:
+            default_group.unregister()
 
     @property
     def _gather(self) -> Collectives:

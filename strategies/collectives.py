@@ -39,6 +39,7 @@ class Collectives:
         starting: whether the program is before its first training step, where results are recorded or looked up.
         inside: the name of the running step, in which collectives are refused.
         records: whether results are recorded and looked up at all; not for a script's second trainer.
+        live: whether the last result came from the members present.
         interrupted: returns whether this worker's run is ending by an error of its own. The other workers do not know,
             so each collective is answered with the own value.
         scope: distinguishes parts of the start, some of which joiners skip.
@@ -51,6 +52,7 @@ class Collectives:
         self.records = True
         self.inside: str | None = None
         self.scope = ""
+        self.live = True
         self.interrupted: Callable[[], bool] = lambda: False
 
     @contextmanager
@@ -62,19 +64,22 @@ class Collectives:
         finally:
             self.inside = None
 
-    def gather(self, name: str, payload: Callable[[int], bytes]) -> list[bytes]:
+    def gather(self, name: str, payload: Callable[[int], bytes], number: int | None = None) -> list[bytes]:
         """Gather each rank's payload in rank order; ``payload`` is called with this worker's rank.
+
+        Args:
+            name: for errors; all ranks must use the same.
+            payload: called with this worker's rank.
+            number: of parts that a result without the members present is cut or filled to (with the own part).
 
         Raises:
             CollectiveInStep: in a place where ranks cannot communicate.
         """
-        if self.inside is not None:
-            raise CollectiveInStep(
-                f"{name}() was called inside {self.inside}; under the unicron strategy ranks run different numbers of "
-                "micro-batches, so collectives belong in epoch-level hooks (self.log(sync_dist=True) works anywhere)"
-            )
+        self._check_place(name)
+        self.live = False
         if self.interrupted():
-            return [payload(0)]
+            return [payload(0)] * (number or 1)
+        self.live = not self._session.is_joiner or not self.starting or not self.records
         if not self.starting or not self.records:
             return unpack_parts(self._session.engine.run(Agreement(name, payload)))
         key = f"{self.scope}/{name}/{self._counts[self.scope + name]}"
@@ -83,13 +88,28 @@ class Collectives:
         if self._session.is_joiner:
             assert control is not None
             value = control.lookup(key)
-            return [payload(0)] if value is None else unpack_parts(base64.b64decode(value))
+            parts = [] if value is None else unpack_parts(base64.b64decode(value))
+            wanted = max(1, len(parts)) if number is None else number
+            return [*parts[:wanted], *[payload(0)] * (wanted - len(parts))]
         result = self._session.engine.run(Agreement(name, payload))
         if len(result) > RECORD_BYTES:
             logger.warning("start_result_not_recorded name=%s bytes=%d", name, len(result))
         elif control is not None and self._session.engine.world.rank == 0:
             control.send(wire.Record(key=key, value=base64.b64encode(result).decode()))
         return unpack_parts(result)
+
+    def _check_place(self, name: str) -> None:
+        running = self._session.engine.running
+        if self.inside is not None:
+            raise CollectiveInStep(
+                f"{name}() was called inside {self.inside}; under the unicron strategy ranks run different numbers of "
+                "micro-batches, so collectives belong in epoch-level hooks (self.log(sync_dist=True) works anywhere)"
+            )
+        if running is not None:
+            raise CollectiveInStep(
+                f"{name}() was called while the members are in the operation {running!r}, which other ranks run "
+                "without this call; collectives belong in hooks that all ranks run, between steps"
+            )
 
     def barrier(self) -> None:
         """Return when all members have called it."""

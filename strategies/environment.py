@@ -86,6 +86,10 @@ class UnicronEnvironment(ClusterEnvironment):
         rank_zero_only.rank = rank  # type: ignore[attr-defined]
         fabric_rank_zero_only.rank = rank  # type: ignore[attr-defined]
 
+    def place(self) -> tuple[int, int]:
+        """This worker's global rank, and the size of the world."""
+        return self._global_rank, self._world_size
+
     @override
     def local_rank(self) -> int:
         return self._local_rank

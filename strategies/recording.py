@@ -146,6 +146,16 @@ class RecordingResults(_ResultCollection):
                 self._get_cache(metric, on_step)
         return super().metrics(on_step)
 
+    @staticmethod
+    @override
+    def _get_cache(result_metric: _ResultMetric, on_step: bool) -> Tensor | None:
+        """As upstream, without the advice to reduce over the ranks: what steps log is reduced already."""
+        if not on_step and result_metric.meta.on_epoch and result_metric._computed is None:
+            should = result_metric.meta.sync.should
+            result_metric.compute()
+            result_metric.meta.sync.should = should
+        return _ResultCollection._get_cache(result_metric, on_step)
+
     def state(self) -> list[Any]:
         """Return accumulated results, as plain data for a joiner; of metric objects only that they were logged."""
         return [

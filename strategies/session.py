@@ -15,6 +15,7 @@ import torch
 from unicron_lightning import environ, wire
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.stacks import StackFile
+from unicron_lightning.strategies import default_group
 from unicron_lightning.worker.activity import Activity
 from unicron_lightning.worker.connect import connector
 from unicron_lightning.worker.control import Control
@@ -116,6 +117,7 @@ class Session:
         atexit.unregister(self.close)
         if self.engine.world.size > 1:
             time.sleep(_LINGER_SECONDS)
+        default_group.unregister()
         self.engine.close()
         if not wait_buried(_BURIED_SECONDS):
             leave_buried()

@@ -1,7 +1,8 @@
 """State of torchmetrics objects over the ranks of an evaluation pass.
 
-torchmetrics synchronises over torch's default group, which this strategy does not create (a dead rank would block it).
-The states are sent with the pass's results instead and are merged by torchmetrics' own reductions.
+torchmetrics synchronises over torch's default group, in `compute`, where a dead rank's state would be missing;
+`own_metrics` keeps it from that. The states are sent with the pass's results instead, and torchmetrics' own reductions
+merge them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat
 
+from unicron_lightning.strategies.default_group import own_metrics
 from unicron_lightning.strategies.step_metrics import GLOBAL
 
 _OWN = "_unicron_own_state"
@@ -21,6 +23,7 @@ _OWN = "_unicron_own_state"
 
 
 def _metrics(module: nn.Module) -> list[tuple[str, Metric]]:
+    own_metrics(module)
     return [(name, child) for name, child in module.named_modules() if isinstance(child, Metric)]
 
 

@@ -24,13 +24,12 @@ from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.data.order import StepShape
 from unicron_lightning.data.seeding import preserved
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.strategies import join_state
+from unicron_lightning.strategies import default_group, join_state
 from unicron_lightning.strategies.checkpointing import CheckpointingStrategy
 from unicron_lightning.strategies.checks import check_module, check_optimizers, check_trainer
-from unicron_lightning.strategies.collectives import Collectives
 from unicron_lightning.strategies.describing import describe_data, describe_model
 from unicron_lightning.strategies.divergence import Divergence, OnDivergence
-from unicron_lightning.strategies.environment import UnicronEnvironment, own_device
+from unicron_lightning.strategies.environment import own_device
 from unicron_lightning.strategies.evaluation import Passes
 from unicron_lightning.strategies.global_batch import declare
 from unicron_lightning.strategies.loading import Loaders
@@ -78,8 +77,6 @@ class UnicronStrategy(CheckpointingStrategy):
     """
 
     strategy_name = "unicron"
-    _replicated = True
-    """Whether all workers hold the same model, so that they can be compared."""
     _shuffles = True
     """Whether training data is shuffled as under ddp."""
 
@@ -98,11 +95,9 @@ class UnicronStrategy(CheckpointingStrategy):
         digest_every: int = 100,
         on_divergence: OnDivergence = "heal",
     ) -> None:
-        self._environment = UnicronEnvironment()
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
-            cluster_environment=self._environment,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
@@ -181,6 +176,7 @@ class UnicronStrategy(CheckpointingStrategy):
         was_first = self.global_rank == 0
         self._environment.set_world_size(world.size)
         self._environment.set_global_rank(world.rank)
+        default_group.follow()
         if world.rank == 0 and not was_first and self._trainer is not None:
             take_over(self._trainer.loggers)
 
@@ -196,11 +192,10 @@ class UnicronStrategy(CheckpointingStrategy):
             self._shape = self._declare(trainer)
         self._runs += 1
         self._broken_off = False
-        begins = self._session is None
+        begins, is_new = self._session is None, False
         if self._session is None:  # before the device is touched: a warm worker waits in there until it has a slot
             self._session, is_new = self._open_session(self._shape)
-            self._collectives = Collectives(self._session)
-            self._collectives.records = is_new
+        self._begin_collectives(self._session, trainer, records=is_new)
         self._session.runs(active=True)
         self.engine.activity.enter("start")
         super().setup_environment()
@@ -456,6 +451,7 @@ class UnicronStrategy(CheckpointingStrategy):
             if not self._broken_off:
                 self._session.runs(active=False)
             self.engine.activity.enter("over")
+            self._end_collectives(self._session)
         if self._gradients is not None:
             self._gradients.close()
             self._gradients = None

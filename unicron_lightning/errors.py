@@ -16,6 +16,8 @@
     ├── WorkersDiffer (worker.agreement)    this worker trains something else than the others
     ├── ParametersDiffer (worker.agreement) this worker's parameters differ from those of most others
     ├── CollectiveInStep (strategies.collectives)  a collective where ranks run different numbers of batches
+    ├── CollectiveRefused (strategies.process_group)  the default process group does not have a collective
+    ├── MembersChanged (strategies.process_group)  members changed during a collective with one part per member
     ├── SweepJobFailed (launcher.launch)    a job of a Hydra sweep failed
     ├── ShardsLost (megatron.mirror)        optimizer shards were lost with all their copies
     ├── StateLost (megatron.layout)         no replica can be formed that has the newest state of every shard

@@ -14,6 +14,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 import torchmetrics
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
@@ -234,6 +235,37 @@ class Peeking(pl.Callback):
             self._look(trainer.val_dataloaders)
 
 
+class TorchDistributed(pl.Callback):
+    """Exchanges values by `torch.distributed` itself, between steps."""
+
+    def _exchange(self, module: Any, name: str) -> None:
+        assert dist.is_initialized()
+        rank, world = dist.get_rank(), dist.get_world_size()
+        assert (rank, world) == (module.global_rank, module.trainer.world_size)
+        mean = torch.tensor(float(rank) if world > 1 else (DEVICES - 1) / 2)
+        dist.all_reduce(mean)
+        gathered: list[Any] = [None] * world
+        dist.all_gather_object(gathered, {"rank": rank})
+        assert gathered == [{"rank": other} for other in range(world)]
+        shared = [f"from {rank}"]
+        dist.broadcast_object_list(shared, src=world - 1)
+        assert shared == [f"from {world - 1}"]
+        parts = [torch.zeros(2) for _ in range(world)]
+        dist.all_gather(parts, torch.full((2,), float(rank)))
+        assert [int(part[0]) for part in parts] == list(range(world))
+        dist.barrier()
+        module.log(name, mean / world)
+
+    def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
+        self._exchange(module, "dist_start")
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
+        self._exchange(module, "dist_epoch")
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
+        self._exchange(module, "dist_val")
+
+
 CASES: dict[str, Callable[[], Job]] = {
     "sgd": job,
     "sgd_accumulate": lambda: job(accumulate_grad_batches=3),
@@ -277,6 +309,7 @@ CASES: dict[str, Callable[[], Job]] = {
     "train_metrics_accumulate": lambda: job({"metrics": True}, accumulate_grad_batches=3),
     "hook_logging": lambda: job(callbacks=[HookLogging()]),
     "val_steps": lambda: job({"val_steps": True}, val=2, logger=CSVLogger("."), log_every_n_steps=2),
+    "torch_distributed": lambda: job({"metrics": True}, callbacks=[TorchDistributed()]),
     "loggers": lambda: job(
         {"scheduler": "step"}, callbacks=[LearningRateMonitor("step")], logger=CSVLogger("."), log_every_n_steps=2
     ),

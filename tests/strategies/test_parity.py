@@ -72,6 +72,7 @@ WORLD_OF_TWO = (
     "several_val",
     "loggers",
     "hook_logging",
+    "torch_distributed",
     "train_metrics_accumulate",
     "early_stopping",
     "checkpoints",

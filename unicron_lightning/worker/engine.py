@@ -129,6 +129,7 @@ class Engine:
         fabric: builds further connections beside the communicator, if any.
 
     Attributes:
+        running: the name of the operation in progress.
         switch_from: the epoch that all members have agreed to leave at the next step boundary; 0 if none.
     """
 
@@ -146,6 +147,7 @@ class Engine:
         self.has_state = not is_joiner
         self.step = 0
         self.switch_from = 0
+        self.running: str | None = None
         self.fault: Callable[..., None] = lambda *point: None
         self._connect = connect
         self._on_world = on_world
@@ -207,6 +209,13 @@ class Engine:
 
     def run(self, operation: Operation) -> bytes:
         """Complete an operation, through any number of failures, and return its result."""
+        outer, self.running = self.running, operation.name
+        try:
+            return self._complete(operation)
+        finally:
+            self.running = outer
+
+    def _complete(self, operation: Operation) -> bytes:
         failed = self._communicator is None
         while True:
             try:
