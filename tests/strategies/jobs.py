@@ -102,7 +102,7 @@ class Regression(pl.LightningModule):
         if self.branch == "freeze" and self.trainer.global_step == 3:
             self.net[0].requires_grad_(False)
 
-    def on_train_epoch_start(self) -> None:
+    def on_train_start(self) -> None:
         self.log_dir = self.trainer.log_dir
 
     def on_train_epoch_end(self) -> None:
