@@ -14,6 +14,7 @@ from typing import Final
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator.session import frame_of
+from unicron_lightning.coordinator.timers import LATE_SECONDS
 from unicron_lightning.detection.silence import Lateness, Silence, SilenceLimits, ended
 
 logger = logging.getLogger(__name__)
@@ -30,10 +31,12 @@ class Liveness:
     Args:
         limits: limits of silence.
         cut: ends a connection, given its number.
+        stalled: called when the loop runs again after it could not.
     """
 
-    def __init__(self, limits: SilenceLimits, cut: Callable[[int], None]) -> None:
+    def __init__(self, limits: SilenceLimits, cut: Callable[[int], None], stalled: Callable[[], None]) -> None:
         self._limits = limits
+        self._stalled = stalled
         self._cut = cut
         self._peers: dict[int, Silence] = {}
         self._given_up: dict[int, float] = {}
@@ -74,6 +77,8 @@ class Liveness:
         now = time.monotonic()
         assert self._lateness is not None
         late = self._lateness.fired(now)
+        if late > LATE_SECONDS:
+            self._stalled()
         if late > _LATE_SECONDS:
             # Every agent looks late to a loop that could not run; their messages may still be unread.
             for peer in self._peers.values():

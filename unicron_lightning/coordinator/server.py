@@ -49,6 +49,7 @@ from unicron_lightning.coordinator.saving import Saving
 from unicron_lightning.coordinator.session import Session
 from unicron_lightning.coordinator.startup import inputs_at_start
 from unicron_lightning.coordinator.store import Store
+from unicron_lightning.coordinator.timers import Timers
 from unicron_lightning.coordinator.unplanned import keep
 from unicron_lightning.coordinator.unproven import UnprovenConnections
 from unicron_lightning.credentials import Token, find_token, is_loopback, user_file
@@ -101,11 +102,13 @@ class Server:
         except sqlite3.Error as error:
             raise StoreUnusable(f"can't read {self.state_dir}: {error}") from error
         self._sessions: dict[int, Session] = {}
-        self._liveness = Liveness(config.detection.silence(), lambda conn: self._sessions[conn].abort())
+        self._timers = Timers(lambda key: self.apply(ev.TimerFired(key=key)))
+        self._liveness = Liveness(
+            config.detection.silence(), lambda conn: self._sessions[conn].abort(), self._timers.stalled
+        )
         self._presence = Presence()
         self._conn_ids = itertools.count(1)
         self._planning = Planning()
-        self._timers: dict[ev.TimerKey, asyncio.TimerHandle] = {}
         self._door: TlsDoor | None = None
         self._look: asyncio.TimerHandle | None = None
         self._ahead: asyncio.TimerHandle | None = None
@@ -153,7 +156,8 @@ class Server:
             self._liveness.close()
             unproven.close()
             self._saving.close(last_try=not self._failed)
-            for timer in (*self._timers.values(), self._look, self._ahead):
+            self._timers.close()
+            for timer in (self._look, self._ahead):
                 if timer is not None:
                     timer.cancel()
             for session in list(self._sessions.values()):
@@ -220,10 +224,9 @@ class Server:
             actions = self._contain(event, error, now)
         for action in actions:
             if isinstance(action, ev.SetTimer):
-                self._cancel(action.key)
-                self._timers[action.key] = asyncio.get_running_loop().call_later(action.seconds, self._fire, action.key)
+                self._timers.set(action.key, action.seconds)
             elif isinstance(action, ev.CancelTimer):
-                self._cancel(action.key)
+                self._timers.cancel(action.key)
         self._batch.add(time.time(), actions)
 
     def _contain(self, event: ev.Input, error: Exception, now: float) -> list[ev.Action]:
@@ -233,8 +236,7 @@ class Server:
         touched = set(self.machine.touched)
         conns = {conn for conn, (task, _) in self.machine.cluster.conns.items() if task in touched}
         self._batch.withhold(touched, conns)
-        for key in [key for key in self._timers if key.task in touched]:
-            self._cancel(key)
+        self._timers.cancel_tasks(touched)
         try:
             return self.machine.contain(event, error, self.store.task, now)
         except Exception:
@@ -293,20 +295,10 @@ class Server:
             self._planning.plan_ahead(question, Knowledge.of(self.machine.cluster, self._config.planner))
         self._ahead = asyncio.get_running_loop().call_later(_AHEAD_SECONDS, self._plan_ahead)
 
-    def _fire(self, key: ev.TimerKey) -> None:
-        self._timers.pop(key, None)
-        self.apply(ev.TimerFired(key=key))
-
-    def _cancel(self, key: ev.TimerKey) -> None:
-        timer = self._timers.pop(key, None)
-        if timer is not None:
-            timer.cancel()
-
     def _gone(self, place: tuple[str, str] | None) -> None:
         """Skip the grace period of an agent whose connection has ended and whose process is known to be dead."""
-        for key in [key for key in self._timers if key.kind == "lost" and (key.task, key.agent) == place]:
-            self._cancel(key)
-            self._fire(key)
+        if place is not None:
+            self._timers.expire_now("lost", *place)
 
     # ---- connections -----------------------------------------------------------------------------------------
 

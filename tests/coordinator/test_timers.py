@@ -1,0 +1,70 @@
+"""Timers: set, replaced, cancelled; grace periods are prolonged after the loop could not run."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from unicron_lightning.coordinator import timers
+from unicron_lightning.coordinator.events import TimerKey
+from unicron_lightning.coordinator.timers import Timers
+
+LOST, PLAN = TimerKey("lost", "task", "agent"), TimerKey("plan", "task")
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timers, "LATE_SECONDS", 0.2)
+    monkeypatch.setattr(timers, "ALLOWANCE_SECONDS", 1.0)
+
+
+async def test_timers_expire_once_and_are_replaced() -> None:
+    fired: list[TimerKey] = []
+    running = Timers(fired.append)
+    running.set(LOST, 60)
+    running.set(LOST, 0.01)
+    running.set(PLAN, 0.01)
+    running.cancel(PLAN)
+    await asyncio.sleep(0.1)
+    assert fired == [LOST]
+    running.close()
+
+
+async def test_a_grace_period_that_ended_during_a_stall_is_prolonged() -> None:
+    fired: list[TimerKey] = []
+    running = Timers(fired.append)
+    running.set(LOST, 0.05)
+    running.set(PLAN, 0.05)
+    time.sleep(0.5)  # noqa: ASYNC251 - the loop stands still
+    await asyncio.sleep(0.1)
+    assert fired == [PLAN]
+    running.cancel(LOST)  # the agent has registered
+    await asyncio.sleep(1.2)
+    assert fired == [PLAN]
+    running.close()
+
+
+async def test_a_grace_period_that_begins_after_a_stall_is_prolonged_and_ends() -> None:
+    fired: list[TimerKey] = []
+    running = Timers(fired.append)
+    running.stalled()
+    running.set(LOST, 0.05)
+    await asyncio.sleep(0.3)
+    assert fired == []
+    await asyncio.sleep(1.0)
+    assert fired == [LOST]
+    running.close()
+
+
+async def test_an_agent_known_to_be_dead_gets_no_allowance() -> None:
+    fired: list[TimerKey] = []
+    running = Timers(fired.append)
+    running.stalled()
+    running.set(LOST, 0.05)
+    running.expire_now("lost", "task", "another")
+    assert fired == []
+    running.expire_now("lost", "task", "agent")
+    assert fired == [LOST]
+    running.close()
