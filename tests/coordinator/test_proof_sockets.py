@@ -117,7 +117,7 @@ def session(url: str, *, forwarded: bool = False) -> CoordinatorSession:
     hooks = SessionHooks(
         register=register, received=lambda _: None, nothing_listens=nothing, not_answering=lambda: None
     )
-    return CoordinatorSession(f"{url}/v1/agent", TOKEN, 0.3, hooks, forwarded=forwarded)
+    return CoordinatorSession(f"{url}/v1/agent", TOKEN, 2.0, hooks, forwarded=forwarded)
 
 
 async def test_an_agent_tells_an_impostor_nothing_and_tries_on(caplog: pytest.LogCaptureFixture) -> None:
