@@ -50,6 +50,7 @@ from unicron_lightning.strategies.megatron_validation import pass_loader, run_va
 from unicron_lightning.strategies.recording import RecordingResults
 from unicron_lightning.strategies.reporting import told_flops
 from unicron_lightning.strategies.session import Session
+from unicron_lightning.strategies.timed import TimedValidation
 from unicron_lightning.strategies.unicron import UnicronStrategy
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.engine import World
@@ -191,6 +192,7 @@ class UnicronMegatronStrategy(UnicronStrategy):
         self._gather.interrupted = lambda: trainer.state.status == TrainerStatus.INTERRUPTED
         trainer.fit_loop.epoch_loop._results = RecordingResults(True, self.reduce)
         trainer.fit_loop.epoch_loop.val_loop._results = RecordingResults(False, self.reduce)
+        self._timed = TimedValidation(trainer, lambda due: bool(self.broadcast(due)))
         keep_to_itself(trainer)
         ParallelStrategy.setup(self, trainer)
         session.fits += 1
