@@ -104,3 +104,5 @@ class Inspect(Message, frozen=True, kw_only=True, tag="inspect"):
     """Whether a silent worker has been silent for so long that computing with the interpreter's lock counts as
     a hang.
     """
+    gentle: bool = False
+    """Whether a silent worker may sleep with the interpreter's lock: only a stopped process counts as a hang."""

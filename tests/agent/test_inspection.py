@@ -9,9 +9,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from unicron_lightning import wire
+from unicron_lightning.agent import inspection
 from unicron_lightning.agent.inspection import look
 from unicron_lightning.detection.frozen import Frozen, frozen
 
@@ -81,6 +85,38 @@ async def test_a_process_that_others_keep_from_the_cpu_is_slow_only():
         for process in processes:
             process.kill()
             await process.wait()
+
+
+@pytest.mark.parametrize(("stops", "gentle", "hangs"), [(True, True, True), (False, True, False), (False, False, True)])
+async def test_gently_only_a_stopped_process_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops: bool, gentle: bool, hangs: bool
+) -> None:
+    """A checkpoint may be written by a call that sleeps with the interpreter's lock."""
+
+    async def stacks(*about: object) -> str:
+        return "File train.py"
+
+    monkeypatch.setattr(inspection, "capture", stacks)
+    code = THREADED + (SLEEPS if stops else HOLDS)
+    with subprocess.Popen([sys.executable, "-c", code], stdout=-1) as process:  # noqa: ASYNC220
+        supervisor = SimpleNamespace(find=lambda worker: SimpleNamespace(pid=process.pid, pidfd=-1))
+        sent: list[wire.Message] = []
+        inspector = inspection.Inspector(tmp_path, supervisor, sent.append)  # type: ignore[arg-type]
+        about: dict[str, Any] = {"worker": "w", "cause": "silent", "phase": "checkpoint", "step": 7, "details": {}}
+        try:
+            assert process.stdout is not None and process.stdout.readline() == b"1\n"
+            if stops:
+                process.send_signal(signal.SIGSTOP)
+            await asyncio.sleep(0.3)
+            deadline = time.monotonic() + (60 if hangs else 2)
+            while not sent and time.monotonic() < deadline:
+                inspector.asked(["w"])
+                inspector.begin(wire.Inspect(**about, silent=True, gentle=gentle))
+                await asyncio.sleep(0.4)
+            assert bool(sent) is hangs
+        finally:
+            inspector.close()
+            process.kill()
 
 
 def test_of_a_process_that_is_gone_nothing_is_said() -> None:

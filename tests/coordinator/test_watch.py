@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unicron_lightning import wire
+from unicron_lightning.coordinator.watch import hangs
 from unicron_lightning.coordinator.watch.slowness import behind
 from unicron_lightning.coordinator.watch.verdict import NOTHING, Verdict, judge
+from unicron_lightning.worker import activity
 
 TIMES: dict[str, Any] = {"mute_time": 5.0, "collective_time": 10.0, "stall_time": 600.0}
 PLACES = ("data", "compute", "reduce", "commit", "optimizer", "hooks", "validation", "checkpoint")
@@ -136,6 +138,37 @@ def test_who_does_not_answer_is_only_restarted_if_its_process_runs(
     assert world.event("error_reported").fields["worker"] == orders[-1].worker
 
 
+@pytest.mark.parametrize(
+    ("phase", "gentle"), [("validation", [False]), ("checkpoint", [True, False]), ("epoch_end", [True, False])]
+)
+def test_between_steps_only_a_silent_process_that_is_frozen_hangs(
+    phase: str, gentle: list[bool], trained: tuple[World, tuple[FakeAgent, ...]]
+) -> None:
+    world, agents = trained
+    for _ in range(12):
+        for agent in agents[:2]:
+            agent.say(does(agent.worker(), phase, epoch=world.task().number))
+        world.advance(1)
+    orders = agents[2].all(wire.Inspect)
+    assert {order.phase for order in orders} == {phase} and all(order.silent for order in orders)
+    assert not any(order.patient for order in orders), "a checkpoint or a batch may compute for long"
+    assert list(dict.fromkeys(order.gentle for order in orders)) == gentle
+    agents[2].say(does(agents[2].worker(), phase, epoch=world.task().number, overdue=False))
+    world.advance(60)
+    assert "error_reported" not in world.names() and world.task().number == 1, "all in a collective: it may be large"
+
+
+def test_who_writes_a_checkpoint_and_answers_is_waited_for(trained: tuple[World, tuple[FakeAgent, ...]]) -> None:
+    world, agents = trained
+    for _ in range(60):
+        for agent in reversed(agents):  # the one that writes answers the question that follows from the others' words
+            waiting = agent is not agents[0]
+            agent.say(does(agent.worker(), "checkpoint", epoch=1, waiting=waiting, overdue=waiting))
+        world.advance(1)
+    assert not any(agent.all(wire.Inspect) for agent in agents)
+    assert "error_reported" not in world.names() and world.task().number == 1
+
+
 def test_a_worker_that_goes_on_is_forgiven(trained: tuple[World, tuple[FakeAgent, ...]]) -> None:
     world, agents = trained
     number = world.task().number
@@ -188,6 +221,10 @@ def test_a_slow_task_and_a_slow_rank_are_shown_after_a_while(trained: tuple[Worl
     tell(1.0, 1.0, 2)
     assert world.names().count("straggler") == world.names().count("straggler_over") == 1
     assert world.names().count("task_degraded") == world.names().count("task_normal") == 1
+
+
+def test_both_ends_mean_the_same_phases_between_steps() -> None:
+    assert set(hangs.BETWEEN) == activity.BETWEEN
 
 
 def test_behind_its_peers() -> None:

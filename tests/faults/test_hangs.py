@@ -57,6 +57,26 @@ def test_frozen_processes_are_told_from_slow_ones_long_before_they_time_out(
         check_exact(tmp_path, reference, workers=3)
 
 
+def test_frozen_processes_are_found_in_validations_and_checkpoints(tmp_path: Path, reference: Reference) -> None:
+    """A checkpoint that is merely slow raises no alarm."""
+    schedule = [
+        group("stop rank=1 point=validation_step", settled=12),
+        group("stop rank=0 point=checkpoint_write", settled=12),
+        group("hang rank=0 point=checkpoint_write for=4s", settled=12),
+    ]
+    with Cluster(tmp_path, schedule=schedule, conf="worker_timeout=60", settings={"keep": -1}) as cluster:
+        cluster.finish()
+        (*frozen, slow), reports = cluster.notes("fault"), cluster.events("error_reported")
+        assert [report["kind"] for report in reports] == ["task_hang"] * 2, reports
+        assert slow["kind"] == "hang"
+        for line, report, phase in zip(frozen, reports, ("validation", "checkpoint"), strict=True):
+            print(f"stopped; reported after {report['happened_at'] - line['at']:.2f} s: {report['cause']}")
+            assert (report["rank"], report["phase"], "is stopped" in report["cause"]) == (line["rank"], phase, True)
+            assert report["happened_at"] - line["at"] < 20, "a third of the time-out, on any machine"
+        assert [death["cause"] for death in cluster.events("worker_died")] == ["reported"] * 2
+        check_exact(tmp_path, reference, workers=3)
+
+
 def test_a_slow_rank_is_shown_and_gets_fewer_micro_batches(tmp_path: Path, reference: Reference) -> None:
     schedule = [group("kill rank=0 micro_batch=0", settled=40)]
     settings = {"lag": {"n1": 0.08}, "pace": 0.02, "rebalance": True}

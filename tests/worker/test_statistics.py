@@ -183,7 +183,7 @@ def test_but_not_for_ever(worker: Worker, phase: Phase, seconds: float) -> None:
     assert worker.overdue and worker.overdue[0].phase == phase and not worker.overdue[0].waiting
 
 
-@pytest.mark.parametrize("phase", ["validation", "checkpoint"])
+@pytest.mark.parametrize("phase", ["hooks", "boundary"])
 def test_a_long_wait_for_others_is_told_less_and_less_often(worker: Worker, phase: Phase) -> None:
     worker.enter(phase, 0.9, waiting=True)
     assert not worker.told
@@ -191,6 +191,36 @@ def test_a_long_wait_for_others_is_told_less_and_less_often(worker: Worker, phas
     worker.enter(phase, 9.0, waiting=True)
     waits = [doing.waits for doing in worker.told if not doing.overdue]
     assert waits == pytest.approx([1.0, 2.0, 4.0, 8.0], abs=3 * TICK_SECONDS)
+
+
+def test_a_wait_in_a_validation_is_overdue_after_three_times_its_usual_batch(worker: Worker) -> None:
+    worker.train(50)
+    for seconds, limit in ((1.0, 3.25), (0.1, 0.55)):
+        worker.activity.evaluated.clear()
+        for number in range(20):
+            worker.activity.enter("validation", number)
+            worker.spend(seconds)
+        worker.activity.enter("validation", 20)
+        worker.activity.waits(True)
+        told = len(worker.overdue)
+        worker.spend(limit - 2 * TICK_SECONDS)
+        assert len(worker.overdue) == told
+        worker.spend(4 * TICK_SECONDS)
+        assert len(worker.overdue) == told + 1
+        assert worker.overdue[-1].waiting and worker.overdue[-1].limit == pytest.approx(limit, rel=0.01)
+        worker.activity.waits(False)
+        worker.activity.enter("hooks")
+    assert len(worker.activity.evaluated) == 20, "the part with the wait is none"
+
+
+def test_a_wait_for_a_checkpoint_is_overdue_after_the_limit_of_a_step(worker: Worker) -> None:
+    new = Worker()
+    new.enter("checkpoint", LIMITS.change_time - 1.0, waiting=True)
+    assert not new.overdue, "it is not known how long a step takes"
+    worker.enter("checkpoint", 1.0)
+    assert not worker.overdue, "the rank that writes is not"
+    worker.enter("checkpoint", 1.0, waiting=True)
+    assert worker.overdue and worker.overdue[0].limit == pytest.approx(3 * 0.05 + LIMITS.slack, rel=0.05)
 
 
 def test_batches_of_a_validation_are_signs_of_life(worker: Worker) -> None:

@@ -101,7 +101,7 @@ class Inspector:
         if self._looks.get(order.worker) is not before:
             return None
         self._looks[order.worker] = after
-        if why is None or (why == "computes" and not order.patient):
+        if why is None or (why == "computes" and not order.patient) or (why == "holds" and order.gentle):
             return None
         stacks = "" if why == "stopped" else await capture(self._folder, process.pid, process.pidfd)
         if why != "stopped" and (not stacks or COLLECTING in stacks):

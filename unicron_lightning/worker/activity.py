@@ -34,9 +34,12 @@ Phase = Literal[
 CORE: Final = frozenset({"compute", "reduce", "commit", "optimizer"})
 ORDINARY: Final = CORE | {"data", "hooks", "boundary"}
 """Phases of a step without further activities."""
+BETWEEN: Final = frozenset({"validation", "checkpoint", "epoch_end"})
+"""Phases between steps that end with a wait for all ranks."""
 UNSETTLING: Final = frozenset({"start", "recovery", "hold"})
 """Phases after which a step is the first in its world and may take longer."""
 _KEPT: Final = 1000
+_EVALUATED: Final = 100
 
 
 class Moment(NamedTuple):
@@ -107,6 +110,8 @@ class Activity:
         """Finished steps that have not been read; the reader removes them."""
         self.began = self.now.since
         """Start of the step in progress, i.e. the time of the last commit."""
+        self.evaluated: deque[float] = deque(maxlen=_EVALUATED)
+        """Seconds of the last batches of validations, without those in which this rank waited."""
         self._times: dict[str, float] = {}
         self._micro_batches = 0
         self._waited = 0.0
@@ -117,6 +122,8 @@ class Activity:
         """Begin a phase, or a new part of the present one."""
         now, before = self.clock(), self.now
         core = self._note(before, now)
+        if before.phase == "validation" and before.micro_batch >= 0 and self.waits_since < before.since:
+            self.evaluated.append(now - before.since)
         self.now = Moment(phase, now, core, before.steady and phase not in UNSETTLING, False, micro_batch, self._waited)
 
     @contextlib.contextmanager

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Final
 
 from unicron_lightning import wire
-from unicron_lightning.worker.activity import CORE, Activity, Moment
-from unicron_lightning.worker.statistics import StepStatistics, Summary
+from unicron_lightning.worker.activity import BETWEEN, CORE, Activity, Moment
+from unicron_lightning.worker.statistics import StepStatistics, Summary, evaluation_limit
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +109,8 @@ class Monitor:
             self._scheduled()  # starts the count
         self._excused += min(late, now - self.activity.began)
         limit, seconds = self._limit(moment), now - moment.since
+        if moment.waiting and moment.phase in BETWEEN:
+            limit, seconds = self._wait_limit(moment), now - self.activity.waits_since
         if moment.phase in CORE:
             seconds += moment.core
             if not moment.waiting:
@@ -141,6 +143,17 @@ class Monitor:
             return None  # the coordinator limits a recovery; the others have no limit
         times = {"data": limits.data_time, "hooks": limits.hook_time, "start": limits.start_time}
         return times.get(moment.phase, limits.stall_time)
+
+    def _wait_limit(self, moment: Moment) -> float:
+        """Seconds after which a wait between steps is worth a question: another rank may be frozen.
+
+        Whether one is frozen is judged by its process, so that a rank that is only slow raises no alarm.
+        """
+        limits = self.statistics.limits
+        known = evaluation_limit(self.activity.evaluated.copy(), limits) if moment.phase == "validation" else None
+        if known is None:
+            known = self.statistics.limit(steady=moment.steady)
+        return min(limits.change_time if known is None else known, limits.stall_time)
 
     def _tell(self, doing: wire.Doing, now: float) -> wire.Doing | None:
         told = self._told

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -172,3 +172,17 @@ class StepStatistics:
         self._mean = sum(usual) / len(usual)
         often = usual[max(0, int(0.95 * len(usual)) - 1)]
         self._limit = max(self.limits.factor * self._mean, NOISE * often) + self.limits.slack
+
+
+def evaluation_limit(batches: Sequence[float], limits: wire.WatchLimits) -> float | None:
+    """Seconds that a batch of a validation usually does not exceed; None without any batch.
+
+    Args:
+        batches: seconds of the last ones.
+        limits: factor and slack, as for steps.
+    """
+    if not batches:
+        return None
+    ordered = sorted(batches)
+    often = ordered[int(0.95 * (len(ordered) - 1))]
+    return max(limits.factor * sum(ordered) / len(ordered), NOISE * often) + limits.slack

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import msgspec
+
 from unicron_lightning import wire
 from unicron_lightning.coordinator import membership, partition
 from unicron_lightning.coordinator.severity import apply, reports
@@ -20,6 +22,8 @@ from unicron_lightning.coordinator.turn import Turn
 from unicron_lightning.coordinator.watch.record import Watch
 from unicron_lightning.coordinator.watch.verdict import judge
 
+BETWEEN: Final = ("validation", "checkpoint", "epoch_end")
+"""Phases between steps that end with a wait for all ranks; the same as the workers' `activity.BETWEEN`."""
 FIRST_PAUSE: Final = 0.2
 ANSWER_SECONDS: Final = 0.1
 """Seconds after which the agent of a member that has not answered inspects it."""
@@ -154,7 +158,7 @@ def _judge(task: Task, turn: Turn, watch: Watch) -> None:
         reachable=frozenset(worker for worker in members if task.workers[worker].agent in connected),
         asked=turn.now - watch.since,
         mute_time=ANSWER_SECONDS,
-        collective_time=limits.collective_time,
+        collective_time=limits.watch.stall_time if _between(watch) else limits.collective_time,
         stall_time=limits.watch.stall_time,
     )
     if all(member in watch.said and watch.said[member].waiting for member in members):
@@ -164,18 +168,28 @@ def _judge(task: Task, turn: Turn, watch: Watch) -> None:
     others = sum(said.waiting for said in watch.said.values())
     allowed = max((said.limit or 0.0 for said in watch.said.values() if said.waiting), default=0.0)
     asked = turn.now - watch.since
-    patient = asked >= min(limits.mute_time, (PATIENCE - 1) * allowed)
+    patient, gentle = asked >= min(limits.mute_time, (PATIENCE - 1) * allowed), False
+    if between := _between(watch):  # a batch or a checkpoint may compute for as long as it takes
+        patient, gentle = False, between != "validation" and asked < limits.mute_time
     for name in verdict.culprits:
         worker, said = task.workers[name], watch.said.get(name)
-        _inspect(task, turn, _reason(worker, said, asked, others, patient=patient))
+        order = _reason(worker, said, asked, others)
+        if order.silent:
+            order = msgspec.structs.replace(order, phase=between, patient=patient, gentle=gentle)
+        _inspect(task, turn, order)
 
 
-def _reason(worker: Worker, said: wire.Doing | None, asked: float, others: int, *, patient: bool) -> wire.Inspect:
+def _between(watch: Watch) -> str:
+    """Return the phase in which members wait if it is one between steps; empty if it is one of a step."""
+    return next((said.phase for said in watch.said.values() if said.waiting and said.phase in BETWEEN), "")
+
+
+def _reason(worker: Worker, said: wire.Doing | None, asked: float, others: int) -> wire.Inspect:
     if said is None:
         cause = f"does not answer for {asked:.2f} s; {others} others wait in a collective"
         details: dict[str, Any] = {"seconds": asked, "waiting": others}
         about: dict[str, Any] = {"worker": worker.id, "cause": cause, "phase": "", "step": worker.step}
-        return wire.Inspect(**about, details=details, silent=True, patient=patient)
+        return wire.Inspect(**about, details=details, silent=True)
     where = said.phase if said.micro_batch is None else f"{said.phase} of micro-batch {said.micro_batch}"
     cause = f"in {where} for {said.seconds:.2f} s, which is over {said.limit or 0.0:.2f} s; {others} others wait for it"
     details = {"seconds": said.seconds, "limit": said.limit, "micro_batch": said.micro_batch, "waiting": others}
