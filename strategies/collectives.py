@@ -11,16 +11,18 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
 from unicron_lightning import wire
 from unicron_lightning.errors import UnicronError
-from unicron_lightning.strategies.session import Session
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.operations import Agreement, unpack_parts
+
+if TYPE_CHECKING:  # it imports this module, by default_group
+    from unicron_lightning.strategies.session import Session
 
 logger = logging.getLogger(__name__)
 
