@@ -18,7 +18,8 @@ from running import run  # noqa: E402
 
 sys.path.remove(str(HERE))
 
-SHORT = ("defaults", "logging_both", "trainer_val_every_3", "callback_top_k")
+SHORT = ("defaults", "logging_max", "trainer_val_every_3", "callback_top_k")
+"""None with loader workers: Lightning's ddp forks them beside its threads, and one of them may hang."""
 CASES = dict(cases())
 
 
@@ -55,6 +56,7 @@ def test_differences_are_found(what: str, value: Any) -> None:
     assert differences(case, [], [record()]).keys() == {"exit"}
 
 
+@pytest.mark.timeout(600)
 def test_a_few_cases_in_a_world_of_two(tmp_path: Path) -> None:
     for strategy in ("ddp", "unicron"):
         status = run(strategy, 2, SHORT, tmp_path / strategy, 240)

@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from features import LOADERS, LOGGING, OPTIMIZERS, TRAINER, Case, cases
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.loggers import Logger
@@ -182,6 +183,8 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         result = train(strategy, case, folder)
         torch.save(result, Path(out) / f"{name}-{rank}.pt")
+    if strategy.startswith("ddp"):
+        dist.destroy_process_group()  # its threads may otherwise end the process with an error at exit
 
 
 if __name__ == "__main__":

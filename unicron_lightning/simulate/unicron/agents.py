@@ -148,6 +148,9 @@ class SimAgent:
                 self._rendezvous()
             case wire.Fence() if message.worker == self.worker:
                 self._rendezvous()
+            case wire.Probe():
+                # No network is cut in a simulation.
+                self.system.clock.after(0.0, partial(self.say, wire.Probed(number=message.number, missed={})))
             case wire.TaskOver():
                 self.daemon.agents.pop(self.job.name, None)
                 self.system.clock.after(0.0, self.leave)
