@@ -18,7 +18,7 @@ from running import run  # noqa: E402
 
 sys.path.remove(str(HERE))
 
-SHORT = ("defaults", "logging_max", "trainer_val_every_3", "callback_top_k")
+SHORT = ("defaults", "trainer_val_every_3", "callback_top_k")
 """None with loader workers: Lightning's ddp forks them beside its threads, and one of them may hang."""
 CASES = dict(cases())
 
