@@ -19,7 +19,7 @@ WHEELS ?=
 ITEMS ?=
 COMPUTING := $(addprefix tests/,planner planning coordinator data simulate inject detection) $(wildcard tests/test_*.py)
 # These start processes and mostly wait; their limits of time are generous (the fault tests pass at a load of ten).
-STARTING := $(addprefix tests/,strategies faults megatron demo/test_first_act.py)
+STARTING := $(addprefix tests/,strategies faults megatron)
 NONE_PICKED = $(if $(PYTEST_ARGS),|| test $$? = 5)
 
 VENV := .venv
