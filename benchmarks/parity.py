@@ -14,12 +14,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-MATRIX = Path(__file__).resolve().parents[1] / "tests" / "matrix"
-sys.path.insert(0, str(MATRIX))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from compare import differences, load  # noqa: E402
-from features import cases  # noqa: E402
-from running import run  # noqa: E402
+from matrix.compare import differences, load
+from matrix.features import cases
+from matrix.running import run
 
 RUNS = (("ddp", 2), ("unicron", 2), ("unicron", 1))
 CHUNK = 12

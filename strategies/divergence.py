@@ -32,8 +32,7 @@ class Divergence:
     Args:
         every: number of steps between two comparisons; 0: none is made.
         on_divergence: ``heal``: a worker that differs from most exits, and its successor receives the others'
-        parameters;
-            ``stop``: the task ends.
+            parameters; ``stop``: the task ends.
 
     Raises:
         ConfigError: for a value that is not allowed.

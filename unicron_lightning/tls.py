@@ -16,6 +16,7 @@ import hashlib
 import logging
 import re
 import ssl
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -179,13 +180,13 @@ def client_context(trust: Trust, certificate: Certificate | None = None) -> ssl.
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     if trust.ca is not None:
-        _load(context.load_verify_locations, trust.ca, f"{trust.option}{trust.ca}", "a CA's certificate (PEM)")
+        load_pem(context.load_verify_locations, trust.ca, f"{trust.option}{trust.ca}", "a CA's certificate (PEM)")
     else:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE  # the fingerprint or the proof of the token decides
     if trust.client is not None:
         wanted = "a certificate and its key in one file (PEM)"
-        _load(context.load_cert_chain, trust.client, f"{_client_option(trust)}{trust.client}", wanted)
+        load_pem(context.load_cert_chain, trust.client, f"{_client_option(trust)}{trust.client}", wanted)
     if certificate is not None:
         context.sslobject_class, context.sslsocket_class = _checked(certificate)
     return context
@@ -205,8 +206,18 @@ def _checked(certificate: Certificate) -> tuple[type[ssl.SSLObject], type[ssl.SS
     return CheckedObject, CheckedSocket
 
 
-def _load(load: object, path: Path, given: str, expected: str) -> None:
-    assert callable(load)
+def load_pem(load: Callable[[Path], object], path: Path, given: str, expected: str) -> None:
+    """Load a file into a context.
+
+    Args:
+        load: the context's method.
+        path: the file.
+        given: the user's option with its value, for messages.
+        expected: the content of a valid file, for messages.
+
+    Raises:
+        ConfigError: the file cannot be read, or has other content.
+    """
     try:
         load(path)
     except ssl.SSLError:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from features import Case, is_documented
+from matrix.features import Case, is_documented
 
 Results = list[dict[str, Any]]
 """What each rank has recorded."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from faults.cluster import free_port
 
 SCRIPT = Path(__file__).with_name("train.py")
 
@@ -17,7 +18,7 @@ def run(strategy: str, workers: int, names: Sequence[str], folder: Path, seconds
     folder.mkdir(parents=True, exist_ok=True)
     back_end = "c10d" if strategy.startswith("ddp") else "unicron"
     nodes = ["--nnodes", "1:1", "--nproc-per-node", str(workers), "--max-restarts", "0"]
-    meeting = ["--rdzv-backend", back_end, "--rdzv-endpoint", f"127.0.0.1:{_free_port()}", "--rdzv-id", "matrix"]
+    meeting = ["--rdzv-backend", back_end, "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "matrix"]
     command = [sys.executable, "-m", "torch.distributed.run", *nodes, *meeting, str(SCRIPT), strategy, str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "UNICRON_STATE_DIR": str(folder / "state")}
     with (folder / "torchrun.log").open("w") as log:
@@ -27,9 +28,3 @@ def run(strategy: str, workers: int, names: Sequence[str], folder: Path, seconds
         finally:
             process.terminate()
             process.wait(60)
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
-
-from compare import differences, load  # noqa: E402
-from features import AXES, EXCEPTIONS, cases  # noqa: E402
-from running import run  # noqa: E402
-
-sys.path.remove(str(HERE))
+from matrix.compare import differences, load
+from matrix.features import AXES, EXCEPTIONS, cases
+from matrix.running import run
 
 SHORT = ("defaults", "trainer_val_every_3", "callback_top_k")
 """None with loader workers: Lightning's ddp forks them beside its threads, and one of them may hang."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from worker.simulation import HubCommunicator
 
 from unicron_lightning.worker.communicator import CommunicatorAborted, Handle
 
@@ -66,33 +67,17 @@ class Hub:
         return choices
 
 
-class SimCommunicator:
+class SimCommunicator(HubCommunicator):
     """`Communicator` over a `Hub`."""
 
-    tells_success = True
-
     def __init__(self, hub: Hub, rank: int, worker: SimWorker) -> None:
-        self.rank, self.world = rank, hub.world
+        super().__init__(hub, rank)
         self.worker = worker
-        self._hub = hub
-        self._calls = 0
-        self._reason: str | None = None
         hub.ranks[rank] = self
 
     @property
     def is_over(self) -> bool:
         return self._reason is not None
-
-    def all_reduce(self, tensor: Tensor) -> Handle:
-        return self._begin("sum", tensor, 0)
-
-    def all_gather(self, received: Tensor, sent: Tensor) -> Handle:
-        received.zero_()
-        received[self.rank] = sent
-        return self._begin("sum", received, 0)
-
-    def broadcast(self, tensor: Tensor, root: int) -> Handle:
-        return self._begin("broadcast", tensor, root)
 
     def wait(self, handle: Handle) -> None:
         assert isinstance(handle, SimHandle)
@@ -109,18 +94,6 @@ class SimCommunicator:
         """It is over for this rank; the others may notice."""
         self._reason = self._reason or reason
         self._hub.broken = True
-
-    def close(self) -> None:
-        self.abort("closed")
-
-    def released(self, seconds: float) -> bool:
-        return False
-
-    def _begin(self, kind: str, tensor: Tensor, root: int) -> Handle:
-        if self._reason is not None:
-            raise CommunicatorAborted(self._reason)
-        self._calls += 1
-        return self._hub.begin(self.rank, self._calls, kind, tensor, root)
 
 
 class SimConnecting:

@@ -87,12 +87,12 @@ class Hub:
         handle.done = True
 
 
-class FakeCommunicator:
-    """A `Communicator` over a `Hub`."""
+class HubCommunicator:
+    """Base of communicators without a network: starts collectives in the hub that the members of an epoch share."""
 
     tells_success = True
 
-    def __init__(self, hub: Hub, rank: int) -> None:
+    def __init__(self, hub: Any, rank: int) -> None:
         self.rank, self.world = rank, hub.world
         self._hub = hub
         self._calls = 0
@@ -108,6 +108,25 @@ class FakeCommunicator:
 
     def broadcast(self, tensor: Tensor, root: int) -> Handle:
         return self._begin("broadcast", tensor, root)
+
+    def abort(self, reason: str) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        self.abort("closed")
+
+    def released(self, seconds: float) -> bool:
+        return False
+
+    def _begin(self, kind: str, tensor: Tensor, root: int) -> Handle:
+        if self._reason is not None:
+            raise CommunicatorAborted(self._reason)
+        self._calls += 1
+        return self._hub.begin(self.rank, self._calls, kind, tensor, root)
+
+
+class FakeCommunicator(HubCommunicator):
+    """A `Communicator` over a `Hub`."""
 
     def wait(self, handle: Handle) -> None:
         assert isinstance(handle, FakeHandle)
@@ -127,18 +146,6 @@ class FakeCommunicator:
         with self._hub.condition:
             self._reason = self._reason or reason
             self._hub.condition.notify_all()
-
-    def close(self) -> None:
-        self.abort("closed")
-
-    def released(self, seconds: float) -> bool:
-        return False
-
-    def _begin(self, kind: str, tensor: Tensor, root: int) -> Handle:
-        if self._reason is not None:
-            raise CommunicatorAborted(self._reason)
-        self._calls += 1
-        return self._hub.begin(self.rank, self._calls, kind, tensor, root)
 
 
 class FakeControl:

@@ -17,7 +17,7 @@ from typing import Final
 
 from unicron_lightning.coordinator.config import ProcessConfig
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.tls import AUTO, fingerprint_of
+from unicron_lightning.tls import AUTO, fingerprint_of, load_pem
 
 logger = logging.getLogger(__name__)
 
@@ -81,12 +81,8 @@ def encryption_of(config: ProcessConfig, *, loopback: bool) -> Encryption | None
     pem = _make_own(context) if wanted == AUTO else _load(context, Path(wanted).expanduser(), config.tls_key)
     if config.tls_client_ca is not None:
         given = f"coordinator.tls_client_ca={config.tls_client_ca}"
-        try:
-            context.load_verify_locations(Path(config.tls_client_ca).expanduser())
-        except ssl.SSLError:
-            raise ConfigError(f"{given}: expected a CA's certificate (PEM)") from None
-        except OSError as error:
-            raise ConfigError(f"{given}: {error.strerror or error}") from None
+        path = Path(config.tls_client_ca).expanduser()
+        load_pem(context.load_verify_locations, path, given, "a CA's certificate (PEM)")
         context.verify_mode = ssl.CERT_REQUIRED
     return Encryption(context=context, fingerprint=fingerprint_of(_first_certificate(pem)))
 

@@ -1,8 +1,7 @@
 """Encodes plain data as bytes, including tensors, without pickle.
 
 The format is ``8 bytes length | JSON tree | raw tensor data``. The tree holds None, bool, int, float and str as they
-are
-and everything else as a one-key object naming its kind. Decoding can create only these kinds and never runs code.
+are, and everything else as a one-key object naming its kind. Decoding can create only these kinds and never runs code.
 """
 
 from __future__ import annotations
