@@ -23,6 +23,7 @@ from unicron_lightning.worker.engine import Engine, Fabric, World
 from unicron_lightning.worker.gloo import leave_buried, wait_buried
 from unicron_lightning.worker.injector import Injector
 from unicron_lightning.worker.monitor import Monitor
+from unicron_lightning.worker.owned import wait_destroyed
 from unicron_lightning.worker.statistics import Summary
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,8 @@ If that is too short, the coordinator notifies them and they finish among themse
 """
 _BURIED_SECONDS = 2.0
 """Seconds that the end of the process waits for closed communicators: one in its destructor would abort the process."""
+_DESTROYED_SECONDS = 20.0
+"""Seconds that the end of the process waits for NCCL groups in their aborts and destructors, for the same reason."""
 
 
 class Session:
@@ -121,6 +124,8 @@ class Session:
         self.engine.close()
         if not wait_buried(_BURIED_SECONDS):
             leave_buried()
+        if not wait_destroyed(_DESTROYED_SECONDS):
+            logger.warning("nccl_groups_left seconds=%.0f", _DESTROYED_SECONDS)
         if self.control is not None:  # last: until then heartbeats continue
             self.control.close()
         if self._stacks is not None:

@@ -119,3 +119,30 @@ def let_go_by_a_partner(rank: int, world: int, folder: Path) -> Any:
     found = {"early": early, "aborted": aborted.wait(SECONDS), "intact": fabric.intact}
     fabric.close()
     return {**found, "threads": [thread.name for thread in threading.enumerate() if thread.name == "unicron-partners"]}
+
+
+def left_groups(rank: int, world: int, folder: Path) -> Any:
+    """Seconds to leave a world with slow groups in NCCL's place, whether its end was waited for, and their threads."""
+    from unicron_lightning.megatron import world as worlds
+
+    group = SimpleNamespace(threads=set(), ended=False)
+
+    def abort() -> None:
+        group.threads.add(threading.current_thread().name)
+        time.sleep(1.0)
+        group.ended = True
+
+    shape = Shape(tensor=1, pipeline=1, replicas=1)
+    channels = Channels(Grid(shape=shape, replicas=1, place=0, shard=0), dist.HashStore(), "127.0.0.1", None)
+    cpu = torch.device("cpu")
+    torch.cuda.synchronize = lambda device: None
+    worlds.enter_world(channels, cpu, lambda: None)
+    for each in list(dist.distributed_c10d._world.pg_map):
+        worlds._accelerated.append((each, SimpleNamespace(abort=abort), cpu))
+    began = time.monotonic()
+    worlds.leave_world()
+    left, early = time.monotonic() - began, group.ended
+    worlds.enter_world(channels, cpu, lambda: None)
+    found = [left, early, group.ended, sorted(group.threads), dist.get_world_size()]
+    worlds.leave_world()
+    return found

@@ -35,3 +35,11 @@ def test_a_partner_that_lets_go_has_the_groups_on_the_accelerator_aborted(worlds
     """Among three groups only the connection with that partner is closed."""
     _, second, third = worlds.run("broken:let_go_by_a_partner", 3, tmp_path)
     assert second == third == {"early": False, "aborted": True, "intact": False, "threads": []}
+
+
+def test_leaving_a_world_does_not_wait_for_groups_on_the_accelerator_and_entering_the_next_one_does(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    [[left, early, ended, threads, size]] = worlds.run("broken:left_groups", 1, tmp_path)
+    assert left < 0.5 and not early and ended and size == 1
+    assert threads and all(thread.startswith("unicron-abort") for thread in threads)

@@ -18,8 +18,9 @@ from worker.test_engine import check
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.worker import connect, connecting
 from unicron_lightning.worker.communicator import CommunicatorAborted
+from unicron_lightning.worker.lazy_groups import Retirement, abort_apart, connect_apart
 from unicron_lightning.worker.nccl import NcclCommunicator, refusal
-from unicron_lightning.worker.owned import abort_apart, connect_apart, is_sticky
+from unicron_lightning.worker.owned import is_sticky, wait_destroyed
 
 CPU = torch.device("cpu")
 SOON = 0.5
@@ -265,6 +266,78 @@ def test_a_lost_peer_ends_the_connection_of_lazy_groups() -> None:
     group.error = REMOTE_ERROR
     with pytest.raises(CommunicatorAborted, match="a remote process exiting"):
         _connect([group], lambda: None)
+
+
+class Holder:
+    """Stands in for torch's process group, which refers to its back-end."""
+
+    def __init__(self, group: StandInGroup) -> None:
+        self.group = group
+
+
+def retired(count: int, **network: float) -> tuple[Retirement, list[Holder], list[set[str]]]:
+    """A retirement of some groups, other references to their holders, and the threads that abort and destroy them."""
+    groups = [Network(2, **network).group(0) for _ in range(count)]  # type: ignore[arg-type]
+    threads = [group.threads for group in groups]
+    for group in groups:
+        group.network.groups.clear()
+    holders = [Holder(group) for group in groups]
+    return Retirement(holders, groups, lambda: None), holders, threads
+
+
+def test_groups_that_are_left_are_destroyed_by_the_thread_that_aborted_them() -> None:
+    """One of Megatron's objects refers to a group until it has been given the next epoch's."""
+    began = time.monotonic()
+    retirement, holders, threads = retired(3, abort_seconds=1.0, destroy_seconds=1.0)
+    assert time.monotonic() - began < SOON
+    retirement.wait_aborted(lambda: None)
+    assert 1.0 <= time.monotonic() - began < 1.0 + SOON
+    assert not retirement.join(0.3)
+    began = time.monotonic()
+    holders.clear()
+    assert time.monotonic() - began < SOON
+    assert retirement.join(20)
+    assert all("unicron-retire-groups" in names for names in threads)
+    assert len({name for names in threads for name in names}) == 4
+
+
+def test_a_caller_can_stop_waiting_for_the_aborts() -> None:
+    retirement, holders, _ = retired(1, abort_seconds=1.0)
+
+    def check() -> None:
+        raise CommunicatorAborted("the epoch has ended")
+
+    with pytest.raises(CommunicatorAborted, match="the epoch has ended"):
+        retirement.wait_aborted(check)
+    holders.clear()
+    assert retirement.join(20)
+
+
+def test_an_error_of_the_accelerator_after_the_aborts_reaches_the_caller() -> None:
+    def settle() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    retirement = Retirement([], [], settle)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        retirement.wait_aborted(lambda: None)
+    assert retirement.join(20)
+
+
+def test_the_end_of_the_process_waits_for_aborts_but_not_for_references() -> None:
+    retirement, holders, threads = retired(1, abort_seconds=0.5)
+    began = time.monotonic()
+    assert wait_destroyed(20)
+    assert 0.5 <= time.monotonic() - began < 0.5 + SOON
+    assert retirement.join(0)
+    holders.clear()
+    assert "unicron-retire-groups" not in threads[0]  # kept for good
+
+
+def test_the_end_of_the_process_does_not_wait_for_ever() -> None:
+    retirement, holders, _ = retired(1, abort_seconds=1.0)
+    assert not wait_destroyed(0.2)
+    holders.clear()
+    assert retirement.join(20)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from unicron_lightning.megatron.layout import Shape
 from unicron_lightning.megatron.peers import PeerGroup
 from unicron_lightning.worker.communicator import SoloCommunicator
 from unicron_lightning.worker.gloo import GlooCommunicator
-from unicron_lightning.worker.owned import abort_apart
+from unicron_lightning.worker.lazy_groups import abort_apart
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,7 @@ from unicron_lightning.worker.connect import connector, open_store
 from unicron_lightning.worker.connecting import Connect
 from unicron_lightning.worker.control import EXIT_EXPELLED, Control
 from unicron_lightning.worker.engine import Report
-from unicron_lightning.worker.owned import abort_apart
+from unicron_lightning.worker.lazy_groups import abort_apart
 
 logger = logging.getLogger(__name__)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -21,7 +22,7 @@ from unicron_lightning.megatron.channels import Channels, Grid
 from unicron_lightning.megatron.layout import Shape
 from unicron_lightning.megatron.peers import ProcessGroup
 from unicron_lightning.worker.gloo import OPERATION_TIMEOUT
-from unicron_lightning.worker.owned import connect_apart
+from unicron_lightning.worker.lazy_groups import Retirement, connect_apart
 
 BACKEND: Final = "unicron"
 ROLES: Final = (
@@ -33,6 +34,10 @@ ROLES: Final = (
 Groups = dict[str, dist.ProcessGroup]
 
 _provide: Callable[[tuple[int, ...], int], Any] | None = None
+_accelerated: list[tuple[dist.ProcessGroup, Any, torch.device]] = []
+"""The present epoch's groups with their back-ends of NCCL, and the device."""
+_retired: list[Retirement] = []
+"""Groups of earlier epochs whose aborts have not been waited for."""
 
 
 def build_world(shape: Shape, shard: int, device: torch.device) -> None:
@@ -67,6 +72,10 @@ def enter_world(channels: Channels, device: torch.device, check: Callable[[], No
     Raises:
         CommunicatorAborted: a group of NCCL could not be connected.
     """
+    leave_world()
+    while _retired:  # their kernels may still write to gradients
+        _retired[0].wait_aborted(check)
+        del _retired[0]
     grid = channels.grid
     alone = dist.HashStore()
 
@@ -95,6 +104,7 @@ def _accelerate(channels: Channels, device: torch.device) -> list[Any]:
         inside = channels.shards(tuple(dist.get_process_group_ranks(group))) is not None
         accelerated = channels.inner_accelerated if inside else channels.outer_accelerated
         accelerated.append(group._get_backend(device))
+        _accelerated.append((group, accelerated[-1], device))
         if group.size() > 1:
             with_peers.append(accelerated[-1])
     return with_peers
@@ -107,10 +117,16 @@ def _first(group: Any, device: torch.device) -> Any:
 
 
 def leave_world() -> None:
-    """Destroy the groups; their connections stay."""
-    if dist.is_initialized():
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
+    """Destroy the groups; their connections stay. Those of NCCL are aborted and destroyed by a helper thread."""
+    if not dist.is_initialized():
+        return
+    parallel_state.destroy_model_parallel()
+    if _accelerated:
+        holders, groups, devices = zip(*_accelerated, strict=True)
+        _retired.append(Retirement(holders, groups, partial(torch.cuda.synchronize, devices[0])))
+        _accelerated.clear()
+        dist.distributed_c10d._world.pg_names.clear()  # torch shuts down the groups listed there, and would block
+    dist.destroy_process_group()
 
 
 def current_groups() -> Groups:

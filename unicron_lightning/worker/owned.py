@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 from torch import Tensor
 
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.worker.communicator import CommunicatorAborted, Gate, Handle
+from unicron_lightning.worker.communicator import Gate, Handle
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +26,36 @@ SHARED_DEVICE: Final = "Duplicate GPU detected"
 """NCCL's message when two ranks of a host use the same GPU; no later attempt can succeed."""
 ENQUEUE_SECONDS: Final = 1.0
 """Time that the owner gives a collective being enqueued before it aborts the group."""
+
+
+_owners: list[threading.Thread] = []
+_owners_lock = threading.Lock()
+ending = threading.Event()
+"""Set while the process waits for its end: owners then keep no group for the sake of references to it."""
+
+
+def start_owner(run: Callable[[], None], name: str) -> threading.Thread:
+    """Start a thread that calls the library, for `wait_destroyed`."""
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    with _owners_lock:
+        _owners[:] = [*(owner for owner in _owners if owner.is_alive()), thread]
+    return thread
+
+
+def wait_destroyed(seconds: float) -> bool:
+    """At the end of the process: wait until no thread is in the library; return False after ``seconds``.
+
+    A thread that returns from the library while the interpreter is finalized would abort the process.
+    """
+    deadline = time.monotonic() + seconds
+    with _owners_lock:
+        owners = list(_owners)
+    ending.set()
+    for owner in owners:
+        owner.join(max(0.0, deadline - time.monotonic()))
+    ending.clear()
+    return not any(owner.is_alive() for owner in owners)
 
 
 class Work(Protocol):
@@ -90,8 +121,7 @@ class OwnedGroup:
         self._enqueuing = threading.Lock()
         self._on_the_way: list[OwnedHandle] = []
         self._released = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._thread = start_owner(self._run, name)
 
     def wait_connected(self, look: Callable[[], str | None], seconds: float = 0.05) -> None:
         """Wait until the group is connected.
@@ -215,7 +245,7 @@ class OwnedGroup:
         entered = self._enqueuing.acquire(timeout=ENQUEUE_SECONDS)
         try:
             if group is not None:
-                _abort(group)
+                abort_logged(group)
         finally:
             self._group = None
             self._on_the_way = []
@@ -235,60 +265,8 @@ def is_sticky(reason: str) -> bool:
     return "cuda error" in lowered or "unhandledcudaerror" in lowered or "unhandled cuda error" in lowered
 
 
-def connect_apart(
-    groups: Sequence[Any], first: Callable[[Any], Work], check: Callable[[], None], seconds: float = 0.02
-) -> None:
-    """Connect groups that the library builds lazily, one after the other in a helper thread.
-
-    The calling thread never blocks in the library. All ranks must give their groups in one common order.
-
-    Args:
-        groups: of this rank.
-        first: starts the collective that connects a group, on the helper thread.
-        check: called while waiting; raises if the groups are no longer wanted, and they must then be aborted.
-        seconds: between two calls of ``check``.
-
-    Raises:
-        CommunicatorAborted: a group could not be connected.
-        Exception: any exception of ``check``.
-    """
-    ended, abandoned = threading.Event(), threading.Event()
-    errors: list[Exception] = []
-
-    def run() -> None:
-        try:
-            for group in groups:
-                work = first(group)
-                while not work.is_completed() and not abandoned.wait(POLL_SECONDS):
-                    pass
-                if abandoned.is_set():
-                    return
-                work.wait()
-        except (RuntimeError, OSError) as error:
-            errors.append(error)
-        finally:
-            ended.set()
-
-    threading.Thread(target=run, name="unicron-connect-groups", daemon=True).start()
-    try:
-        while not ended.wait(seconds):
-            check()
-    finally:
-        abandoned.set()
-    if errors:
-        raise CommunicatorAborted((str(errors[0]) or repr(errors[0])).splitlines()[0][:200])
-
-
-def abort_apart(groups: list[Any]) -> None:
-    """Abort groups of NCCL in parallel, each in its own thread; return at once.
-
-    Sequential aborts can deadlock: an abort may synchronise the device behind another group's stuck kernel.
-    """
-    for number, group in enumerate(groups):
-        threading.Thread(target=_abort, args=(group,), name=f"unicron-abort-{number}", daemon=True).start()
-
-
-def _abort(group: Any) -> None:
+def abort_logged(group: Any) -> None:
+    """Abort a group; an error of the library is only logged."""
     try:
         group.abort()
     except RuntimeError as error:
