@@ -15,7 +15,8 @@ from typing import Any, get_args
 import msgspec
 from msgspec import inspect
 
-from unicron_lightning import nodewire, wire
+from unicron_lightning import wire
+from unicron_lightning.wire.daemon import FromNode
 
 TASKS = ("fuzz-0", "fuzz-1", "fuzz-2")
 NODES = ("fuzz-n0", "fuzz-n1", "fuzz-n2")
@@ -74,7 +75,7 @@ class Wild:
     def __init__(self, chance: random.Random) -> None:
         self.chance = chance
         self._agent = [inspect.type_info(kind) for kind in _members(wire.FromAgent)]
-        self._node = [inspect.type_info(kind) for kind in _members(nodewire.FromNode)]
+        self._node = [inspect.type_info(kind) for kind in _members(FromNode)]
 
     def to_agents_port(self) -> bytes:
         """One frame as of an agent."""

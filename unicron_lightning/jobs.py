@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 
-from unicron_lightning.fields import MOST_WEIGHT, shortened
+from unicron_lightning.wire.fields import MOST_WEIGHT, shortened
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 MOST_NODES: Final = 1_000_000

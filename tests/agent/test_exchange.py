@@ -18,7 +18,7 @@ from unicron_lightning import wire
 from unicron_lightning.agent import exchange
 from unicron_lightning.agent.exchange import CHUNK, Exchanges
 from unicron_lightning.detection.pairs import PairLimits, fault
-from unicron_lightning.pairwire import Amount
+from unicron_lightning.wire.peers import Amount
 
 LITTLE = Amount(size=3 << 20, seconds=20.0)
 SHORT = Amount(size=1 << 20, seconds=0.3)

@@ -9,7 +9,7 @@ from coordinator.driver import World
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.jobs import Job
-from unicron_lightning.nodewire import Launch, NodeHello, NodeReport, NodeTask, decode_to_node
+from unicron_lightning.wire.daemon import Launch, NodeHello, NodeReport, NodeTask, decode_to_node
 
 
 class FakeDaemon:

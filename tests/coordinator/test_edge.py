@@ -12,14 +12,15 @@ import pytest
 from coordinator.driver import World, running, settle
 from coordinator.shell import Coordinator, connected, get, known, train
 
-from unicron_lightning import nodewire, wire
+from unicron_lightning import wire
 from unicron_lightning.coordinator import edge, state
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.isolation import MOST_OF_A_TASK
 from unicron_lightning.coordinator.registration import refusal
 from unicron_lightning.coordinator.store import Store
-from unicron_lightning.fields import shortened
 from unicron_lightning.link import open_socket
+from unicron_lightning.wire.daemon import decode_from_node
+from unicron_lightning.wire.fields import shortened
 
 REGISTER: dict[str, Any] = {
     "type": "register",
@@ -124,9 +125,9 @@ def test_the_refusal_quotes_what_was_given():
 @pytest.mark.parametrize("bad", [{"node": "a\u001bb"}, {"slots": [""]}, {"pid": -1}, {"host": "a b"}])
 def test_a_daemons_message_out_of_range_is_not_decoded(bad):
     hello = {"type": "node_hello", "protocol": 1, "node": "n", "host": "h", "pid": 1, "started_at": 1.0, "slots": ["0"]}
-    nodewire.decode_from_node(json.dumps({**hello, "tasks": []}))
+    decode_from_node(json.dumps({**hello, "tasks": []}))
     with pytest.raises(msgspec.ValidationError):
-        nodewire.decode_from_node(json.dumps({**hello, "tasks": [], **bad}))
+        decode_from_node(json.dumps({**hello, "tasks": [], **bad}))
 
 
 async def test_bad_messages_end_their_connection_and_no_other(coordinator):

@@ -13,7 +13,7 @@ from unicron_lightning.coordinator.accounting import book
 from unicron_lightning.coordinator.clock import SteadyClock
 from unicron_lightning.coordinator.hosts import misdirected, misplaced
 from unicron_lightning.jobs import Job
-from unicron_lightning.nodewire import NodeTask
+from unicron_lightning.wire.daemon import NodeTask
 
 
 @pytest.mark.parametrize(

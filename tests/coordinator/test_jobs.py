@@ -12,7 +12,7 @@ from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.jobs import job_status, refusal
 from unicron_lightning.jobs import Job, problem
-from unicron_lightning.nodewire import NodeTask
+from unicron_lightning.wire.daemon import NodeTask
 
 AWAY = 0.3
 """Seconds after which a daemon is lost."""

@@ -10,8 +10,9 @@ import aiohttp
 from coordinator.shell import Coordinator, connected, get, known, train
 from coordinator.shell import ask as proven
 
-from unicron_lightning import nodewire, wire
+from unicron_lightning import wire
 from unicron_lightning.link import open_socket
+from unicron_lightning.wire.daemon import NodeHello, decode_to_node
 
 
 async def test_jobs_are_taken_in_told_to_daemons_and_cancelled(tmp_path: Path) -> None:
@@ -36,15 +37,15 @@ async def test_jobs_are_taken_in_told_to_daemons_and_cancelled(tmp_path: Path) -
                 assert (answered, answer["error"][: len(words)]) == (status, words)
             assert await ask("GET", "/v1/jobs/x") == (404, {"error": "no job 'x' is known"})
             async with await open_socket(http, f"{coordinator.url}/v1/node", known("secret")) as daemon:
-                hello = nodewire.NodeHello(protocol=wire.PROTOCOL_VERSION, node="n", host="h", pid=1, started_at=1.0,
+                hello = NodeHello(protocol=wire.PROTOCOL_VERSION, node="n", host="h", pid=1, started_at=1.0,
                                            slots=["0"], tasks=[])  # fmt: skip
                 await daemon.send_str(wire.encode(hello).decode())
-                while not (run := nodewire.decode_to_node(await daemon.receive_str(timeout=10))).launches:
+                while not (run := decode_to_node(await daemon.receive_str(timeout=10))).launches:
                     pass
                 assert [(each.job.name, each.slot) for each in run.launches] == [("j", "0")]
                 assert (await ask("POST", "/v1/nodes/n/drain"))[0] == 200
                 assert (await ask("POST", "/v1/tasks/j/cancel"))[1]["state"] == "cancelled"
-                while nodewire.decode_to_node(await daemon.receive_str(timeout=10)).launches:
+                while decode_to_node(await daemon.receive_str(timeout=10)).launches:
                     pass
             assert (await ask("GET", "/v1/jobs/j"))[1]["state"] == "cancelled"
             assert (await ask("POST", "/v1/tasks/j/cancel"))[0] == 404

@@ -16,7 +16,7 @@ import pytest
 from aiohttp import web
 from coordinator.shell import Coordinator, ask, known
 
-from unicron_lightning import nodewire, wire
+from unicron_lightning import wire
 from unicron_lightning.agent.session import CoordinatorSession, SessionHooks
 from unicron_lightning.cli.client import Access, fetch
 from unicron_lightning.credentials import Token
@@ -24,6 +24,7 @@ from unicron_lightning.errors import CoordinatorUnavailable, CoordinatorUnproven
 from unicron_lightning.link import open_socket
 from unicron_lightning.node.link import NodeLink
 from unicron_lightning.proof import Meeting, authorization, new_nonce
+from unicron_lightning.wire.daemon import NodeHello, NodeRun
 
 SECRET = "a secret that must not be sent"
 TOKEN = Token(secret=SECRET, origin="a test")
@@ -73,7 +74,7 @@ class Impostor:
             return web.json_response({"tasks": {}})
         socket = web.WebSocketResponse()
         await socket.prepare(request)
-        order = nodewire.NodeRun(launches=[])
+        order = NodeRun(launches=[])
         with contextlib.suppress(ConnectionError):
             await socket.send_str(wire.encode(order).decode())
             self.frames += [frame.data async for frame in socket]
@@ -131,9 +132,9 @@ async def test_an_agent_tells_an_impostor_nothing_and_tries_on(caplog: pytest.Lo
 
 
 async def test_a_daemon_takes_no_orders_from_an_impostor(caplog: pytest.LogCaptureFixture) -> None:
-    orders: list[nodewire.NodeRun] = []
+    orders: list[NodeRun] = []
 
-    def hello() -> nodewire.NodeHello:
+    def hello() -> NodeHello:
         raise AssertionError("an impostor was told of the daemon")
 
     async with impostor() as false:

@@ -24,7 +24,7 @@ from unicron_lightning.node.options import NodeOptions, make_options
 from unicron_lightning.node.process import CANT_START
 from unicron_lightning.node.reconcile import GIVEN_UP_SECONDS, KILLED_SECONDS, Key, State, Steps, steps
 from unicron_lightning.node.slots import Slot, slots_of, visible_devices
-from unicron_lightning.nodewire import Launch, NodeRun
+from unicron_lightning.wire.daemon import Launch, NodeRun
 
 EIGHT = [str(number) for number in range(8)]
 

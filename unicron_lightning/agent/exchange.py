@@ -25,7 +25,7 @@ from typing import Any, Final
 from unicron_lightning import wire
 from unicron_lightning.agent.options import names_this_machine
 from unicron_lightning.agent.round_store import listen
-from unicron_lightning.pairwire import Amount
+from unicron_lightning.wire.peers import Amount
 
 logger = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from unicron_lightning.coordinator.store import LoggedEvent, Store
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.faults.arrivals import draw
 from unicron_lightning.faults.language import parse, text
-from unicron_lightning.fields import shortened
 from unicron_lightning.jobs import Job, problem
+from unicron_lightning.wire.fields import shortened
 
 _MOST_INCIDENTS: Final = 100_000
 _MOST_EVENTS: Final = 10_000

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
-from unicron_lightning.fields import shortened
+from unicron_lightning.wire.fields import shortened
 
 
 class Misplaced(Exception):

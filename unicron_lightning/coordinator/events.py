@@ -20,7 +20,7 @@ from unicron_lightning.detection.patterns import Pattern
 from unicron_lightning.detection.silence import SilenceLimits
 from unicron_lightning.faults.fault import Fault
 from unicron_lightning.jobs import Job
-from unicron_lightning.nodewire import FromNode, ToNode
+from unicron_lightning.wire.daemon import FromNode, ToNode
 
 
 class TimerKey(NamedTuple):
@@ -95,7 +95,7 @@ class Received(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class NodeSaid:
-    """A daemon's message arrived on connection ``conn``. The first one of a connection must be `nodewire.NodeHello`."""
+    """A daemon's message arrived on connection ``conn``. The first one of a connection must be `NodeHello`."""
 
     conn: int
     message: FromNode

@@ -10,7 +10,7 @@ import ipaddress
 import socket
 
 from unicron_lightning.credentials import is_loopback
-from unicron_lightning.fields import shortened
+from unicron_lightning.wire.fields import shortened
 
 
 def misdirected(header: str, configured: str) -> str | None:

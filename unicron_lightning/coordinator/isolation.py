@@ -19,7 +19,7 @@ from unicron_lightning.coordinator.severity import apply as severity
 from unicron_lightning.coordinator.state import Agent, Cluster, Task
 from unicron_lightning.coordinator.turn import Turn
 from unicron_lightning.coordinator.watch import hangs
-from unicron_lightning.fields import shortened
+from unicron_lightning.wire.fields import shortened
 
 WINDOW: Final = 60.0
 """Seconds for which failures count."""

@@ -35,7 +35,7 @@ from unicron_lightning.coordinator.severity import apply as severity
 from unicron_lightning.coordinator.state import Agent, Cluster, Lasting, Pending, Task
 from unicron_lightning.coordinator.turn import Turn
 from unicron_lightning.coordinator.watch import hangs
-from unicron_lightning.nodewire import NodeHello
+from unicron_lightning.wire.daemon import NodeHello
 
 
 class Machine:

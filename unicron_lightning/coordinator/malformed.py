@@ -11,7 +11,7 @@ from typing import Final
 
 from aiohttp.http_exceptions import HttpProcessingError
 
-from unicron_lightning.fields import shortened
+from unicron_lightning.wire.fields import shortened
 
 _LOG_SECONDS: Final = 1.0
 

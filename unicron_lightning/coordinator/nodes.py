@@ -19,7 +19,7 @@ from unicron_lightning.coordinator.membership import finish
 from unicron_lightning.coordinator.state import Cluster, Lasting, Node, Task
 from unicron_lightning.coordinator.turn import Turn
 from unicron_lightning.jobs import Job, problem
-from unicron_lightning.nodewire import Launch, NodeHello, NodeReport, NodeRun, NodeTask
+from unicron_lightning.wire.daemon import Launch, NodeHello, NodeReport, NodeRun, NodeTask
 
 
 def of_conn(cluster: Cluster, conn: int) -> Node | None:

@@ -25,7 +25,7 @@ from unicron_lightning.coordinator.severity import apply as severity
 from unicron_lightning.coordinator.severity import reports
 from unicron_lightning.coordinator.state import Agent, Task
 from unicron_lightning.coordinator.turn import Turn
-from unicron_lightning.fields import shortened
+from unicron_lightning.wire.fields import shortened
 
 _LOST_REMEMBERED = 1000
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from aiohttp import WSCloseCode, WSMsgType, web
 
-from unicron_lightning import nodewire, wire
+from unicron_lightning import wire
 from unicron_lightning.coordinator import edge
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.allocation import standing
@@ -54,8 +54,9 @@ from unicron_lightning.coordinator.unplanned import keep
 from unicron_lightning.coordinator.unproven import UnprovenConnections
 from unicron_lightning.credentials import Token, find_token, is_loopback, user_file
 from unicron_lightning.errors import ConfigError, PortInUse
-from unicron_lightning.fields import shortened
 from unicron_lightning.private import open_private
+from unicron_lightning.wire.daemon import decode_from_node
+from unicron_lightning.wire.fields import shortened
 
 logger = logging.getLogger(__name__)
 
@@ -328,7 +329,7 @@ class Server:
 
     async def _serve_node(self, request: web.Request) -> web.StreamResponse:
         def take(conn: int, data: str) -> None:
-            self._take(ev.NodeSaid(conn=conn, message=nodewire.decode_from_node(data)))
+            self._take(ev.NodeSaid(conn=conn, message=decode_from_node(data)))
 
         return await self._serve(request, take)
 

@@ -20,7 +20,7 @@ from unicron_lightning.coordinator.parted import Probing
 from unicron_lightning.coordinator.severity.record import Record
 from unicron_lightning.coordinator.watch.record import Watch
 from unicron_lightning.jobs import Job
-from unicron_lightning.nodewire import Launch, NodeTask
+from unicron_lightning.wire.daemon import Launch, NodeTask
 
 
 class Worker(msgspec.Struct, kw_only=True):

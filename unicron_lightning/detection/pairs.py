@@ -8,7 +8,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from unicron_lightning.pairwire import Amount, PairResult
+from unicron_lightning.wire.peers import Amount, PairResult
 
 PARTNERS: Final = 2
 """Number of partners with which exchanges have to fail before the fault is the node's own."""

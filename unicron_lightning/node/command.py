@@ -11,7 +11,7 @@ from typing import Final
 from unicron_lightning import environ
 from unicron_lightning.node.launch import DAEMON_PID, PIPES
 from unicron_lightning.node.options import NodeOptions
-from unicron_lightning.nodewire import Launch
+from unicron_lightning.wire.daemon import Launch
 
 _CONNECT_SECONDS: Final = 900
 _TOKEN_FILE: Final = "token"

@@ -21,7 +21,7 @@ from unicron_lightning.node.link import NodeLink
 from unicron_lightning.node.options import NodeOptions
 from unicron_lightning.node.process import AgentProcess
 from unicron_lightning.node.reconcile import Key, key_of, steps
-from unicron_lightning.nodewire import Launch, NodeHello, NodeReport, NodeRun, NodeTask
+from unicron_lightning.wire.daemon import Launch, NodeHello, NodeReport, NodeRun, NodeTask
 
 logger = logging.getLogger(__name__)
 

@@ -15,11 +15,12 @@ from typing import Any, Final
 import aiohttp
 import msgspec
 
-from unicron_lightning import nodewire, wire
+from unicron_lightning import wire
 from unicron_lightning.credentials import Token
 from unicron_lightning.errors import CoordinatorUnproven, SessionRefused
 from unicron_lightning.link import open_socket
 from unicron_lightning.tls import PLAIN, Trust
+from unicron_lightning.wire.daemon import NodeHello, NodeReport, NodeRun, decode_to_node
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +47,8 @@ class NodeLink:
         self,
         url: str,
         token: Token,
-        hello: Callable[[], nodewire.NodeHello],
-        received: Callable[[nodewire.NodeRun], None],
+        hello: Callable[[], NodeHello],
+        received: Callable[[NodeRun], None],
         *,
         forwarded: bool = False,
         trust: Trust = PLAIN,
@@ -56,11 +57,11 @@ class NodeLink:
         self._token, self._forwarded, self._trust = token, forwarded, trust
         self._hello = hello
         self._received = received
-        self._unsent: asyncio.Queue[nodewire.NodeReport] = asyncio.Queue()
+        self._unsent: asyncio.Queue[NodeReport] = asyncio.Queue()
         self._stands = False
         self._away_told = False
 
-    def tell(self, report: nodewire.NodeReport) -> None:
+    def tell(self, report: NodeReport) -> None:
         """Send a report if there is a connection; otherwise the next one's first message includes it."""
         if self._stands:
             self._unsent.put_nowait(report)
@@ -113,7 +114,7 @@ class NodeLink:
         if frame.type is not aiohttp.WSMsgType.TEXT:
             return
         try:
-            message = nodewire.decode_to_node(frame.data)
+            message = decode_to_node(frame.data)
         except msgspec.DecodeError as error:
             logger.error("coordinator_message_unreadable error=%s", error)
             return

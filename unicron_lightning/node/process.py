@@ -16,14 +16,14 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
-from unicron_lightning.fields import shortened
 from unicron_lightning.jobs import problem
 from unicron_lightning.node.command import hand_token, torchrun_command, torchrun_environment
 from unicron_lightning.node.launch import pipe_name
 from unicron_lightning.node.logs import LogPipe, RotatingFile
 from unicron_lightning.node.options import NodeOptions, log_folder
 from unicron_lightning.node.reconcile import State
-from unicron_lightning.nodewire import Launch, NodeTask
+from unicron_lightning.wire.daemon import Launch, NodeTask
+from unicron_lightning.wire.fields import shortened
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from unicron_lightning.nodewire import Launch, NodeTask
+from unicron_lightning.wire.daemon import Launch, NodeTask
 
 GIVEN_UP_SECONDS: Final = 30.0
 """torchrun failed after all allowed restarts: repairing the cause takes a while."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.jobs import Job
-from unicron_lightning.nodewire import NodeHello, NodeRun, ToNode
+from unicron_lightning.wire.daemon import NodeHello, NodeRun, ToNode
 
 if TYPE_CHECKING:
     from unicron_lightning.simulate.unicron.shell import Shell

@@ -14,8 +14,8 @@ from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.machine import Machine
 from unicron_lightning.coordinator.question import Question
-from unicron_lightning.nodewire import ToNode
 from unicron_lightning.simulate.clock import Clock
+from unicron_lightning.wire.daemon import ToNode
 
 _ORIGIN: Final = 1e9
 """time.time() at the beginning of the trace; 0 is reserved by the machine for unset times."""

@@ -1,4 +1,4 @@
-"""Messages of faults on purpose (docs/faults.md). Part of `wire`, from which they are used.
+"""Messages of faults on purpose (docs/faults.md).
 
 Faults are texts of `faults.language`, parsed by the process that injects them.
 """
@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from unicron_lightning.fields import Count, Id, Key
-from unicron_lightning.message import Message
+from unicron_lightning.wire.fields import Count, Id, Key, Message
 
 
 class FaultDue(Message, frozen=True, kw_only=True, tag="fault_due"):

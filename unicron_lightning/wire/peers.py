@@ -1,16 +1,18 @@
-"""Messages of the pairwise check: two agents exchange data before one of them may have workers. Part of `wire`.
+"""Messages about links between agents: the pairwise check and probes.
 
-The coordinator orders one agent to serve (`PairServe`). The agent opens a port for this one exchange and reports its
-address (`PairServing`); the other agent is then ordered to connect (`PairConnect`). Each reports its result
-(`PairResult`).
+Pairwise check: two agents exchange data before one of them may have workers. The coordinator orders one agent to serve
+(`PairServe`). The agent opens a port for this one exchange and reports its address (`PairServing`); the other agent is
+then ordered to connect (`PairConnect`). Each reports its result (`PairResult`).
+
+Probes: the coordinator has agents probe each other (`Probe`) when workers wait for each other and none hangs, and while
+nodes are left out that others did not reach. Each agent reports the peers that it did not reach (`Probed`).
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from unicron_lightning.fields import Host, Key, Port, Rate, Seconds
-from unicron_lightning.message import Message
+from unicron_lightning.wire.fields import Count, Host, Id, Key, Message, Port, Rate, Seconds
 
 
 class Amount(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,3 +72,29 @@ class PairResult(Message, frozen=True, kw_only=True, tag="pair_result"):
     """Bytes per second to the other agent."""
     received: Rate | None = None
     """Bytes per second from the other agent."""
+
+
+class Peer(msgspec.Struct, frozen=True, kw_only=True):
+    """Address on which an agent accepts connections."""
+
+    agent: str
+    host: str
+    port: int
+
+
+class Probe(Message, frozen=True, kw_only=True, tag="probe"):
+    """[to the agent] Connect to each of the peers. Answered by one `Probed`."""
+
+    number: int
+    """Number of the probe in this task."""
+    peers: list[Peer]
+    seconds: float
+    """Time limit for each peer."""
+
+
+class Probed(Message, frozen=True, kw_only=True, tag="probed"):
+    """[to the coordinator] A probe has ended."""
+
+    number: Count
+    missed: dict[Id, Key]
+    """Peers that were not reached, by agent, with the reasons."""

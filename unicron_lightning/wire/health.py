@@ -1,4 +1,4 @@
-"""Messages about health: errors of workers and nodes. Part of the vocabulary of `wire`."""
+"""Messages about health: errors of workers and nodes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from typing import Any
 
 import msgspec
 
-from unicron_lightning.fields import Count, Id, Key, Wall, Word
-from unicron_lightning.message import Message
+from unicron_lightning.wire.fields import Count, Id, Key, Message, Wall, Word
 
 
 class ErrorReport(Message, frozen=True, kw_only=True, tag="error_report"):

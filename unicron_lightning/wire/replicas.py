@@ -1,14 +1,10 @@
-"""Messages about models that are spread over several workers: the replicas and the layout.
-
-Part of `wire`, from which they are used.
-"""
+"""Messages about models that are spread over several workers: the replicas and the layout."""
 
 from __future__ import annotations
 
 import msgspec
 
-from unicron_lightning.fields import Count, Id, Key, Size
-from unicron_lightning.message import Message
+from unicron_lightning.wire.fields import Count, Id, Key, Message, Size
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,9 +13,9 @@ from typing import Annotated, Union
 import msgspec
 from msgspec import Meta
 
-from unicron_lightning.fields import Code, Count, Host, Name, Pid, Wall
 from unicron_lightning.jobs import Job
-from unicron_lightning.wire import Message, Refused
+from unicron_lightning.wire.coordinator import Refused
+from unicron_lightning.wire.fields import Code, Count, Host, Message, Name, Pid, Wall
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):

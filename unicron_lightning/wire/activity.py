@@ -1,7 +1,4 @@
-"""Messages of the online statistics: speeds of workers, and the activity of overdue ones.
-
-Part of `wire`, from which they are used.
-"""
+"""Messages of the online statistics: speeds of workers, and the activity of overdue ones."""
 
 from __future__ import annotations
 
@@ -9,8 +6,7 @@ from typing import Any
 
 import msgspec
 
-from unicron_lightning.fields import Count, Id, Key, Rate, Seconds, Wall, Word
-from unicron_lightning.message import Message
+from unicron_lightning.wire.fields import Count, Id, Key, Message, Rate, Seconds, Wall, Word
 
 
 class WatchLimits(msgspec.Struct, frozen=True, kw_only=True):

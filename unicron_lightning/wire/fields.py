@@ -1,4 +1,4 @@
-"""Types of message fields: the texts and numbers that are accepted from a network.
+"""Types of message fields, the texts and numbers that are accepted from a network, and the base of messages.
 
 msgspec checks them when a message is decoded. They bound the values that reach arithmetic, the log, the store and
 terminals; the receiver checks whether a message makes sense in its present state.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final
 
+import msgspec
 from msgspec import Meta
 
 _UNSEEN: Final = r"\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff"
@@ -41,6 +42,10 @@ Wall = Annotated[float, Meta(ge=0, le=1e11)]
 Seconds = Annotated[float, Meta(ge=0, le=1e11)]
 Rate = Annotated[float, Meta(ge=0, le=1e30)]
 Weight = Annotated[float, Meta(gt=0, le=MOST_WEIGHT)]
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
+    """Base of all messages."""
 
 
 def check_numbers(fields: dict[str, Any], *names: str) -> None:
