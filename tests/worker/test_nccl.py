@@ -341,21 +341,23 @@ def test_the_end_of_the_process_does_not_wait_for_ever() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "version", "said"),
+    ("device", "version", "torch_version", "said"),
     [
-        ("cpu", None, None),
-        ("cuda", (2, 28, 9), None),
-        ("cuda", (2, 27, 5), None),
-        ("cuda", (2, 28, 3), "NCCL 2.28.3"),
-        ("cuda", (2, 28, 8), "NCCL 2.28.8"),
-        ("cuda", None, "without NCCL"),
-        ("mps", None, "accelerator 'mps'"),
+        ("cpu", None, "2.14.0", None),
+        ("cuda", (2, 28, 9), "2.11.0+cu128", None),
+        ("cuda", (2, 27, 5), "2.13.1", None),
+        ("cuda", (2, 28, 3), "2.12.0", "NCCL 2.28.3"),
+        ("cuda", (2, 28, 8), "2.12.0", "NCCL 2.28.8"),
+        ("cuda", None, "2.13.0+cpu", "without NCCL"),
+        ("cuda", (2, 28, 9), "2.10.1", "torch 2.10.1 has not been tried"),
+        ("cuda", (2, 29, 0), "2.14.0a0+git1", "expected torch 2.11 to 2.13"),
+        ("mps", None, "2.13.0", "accelerator 'mps'"),
     ],
 )
 def test_accelerators_that_cannot_recover_are_refused(
-    device: str, version: tuple[int, ...] | None, said: str | None
+    device: str, version: tuple[int, ...] | None, torch_version: str, said: str | None
 ) -> None:
-    reason = refusal(torch.device(device), version)
+    reason = refusal(torch.device(device), version, torch_version)
     assert reason is None if said is None else said in str(reason)
 
 

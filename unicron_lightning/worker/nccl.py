@@ -26,6 +26,10 @@ BROKEN_FROM: Final = (2, 28, 3)
 BROKEN_TO: Final = (2, 28, 8)
 """First and last version of NCCL with a broken abort; NVIDIA's resiliency extension excludes them too."""
 
+TORCH_FROM: Final = (2, 11)
+TORCH_TO: Final = (2, 13)
+"""First and last minor version of torch whose ProcessGroupNCCL this module was written for."""
+
 MakeGroup = Callable[[dist.Store, int, int], Any]
 
 
@@ -43,17 +47,20 @@ class HostCommunicator(Protocol):
         ...
 
 
-def refusal(device: torch.device, version: tuple[int, ...] | None) -> str | None:
+def refusal(device: torch.device, version: tuple[int, ...] | None, torch_version: str) -> str | None:
     """The reason why workers on this device could not recover, None if they can.
 
     Args:
         device: of the gradients.
         version: NCCL's; None if torch was built without it.
+        torch_version: such as "2.13.0+cu130".
     """
     if device.type == "cpu":
         return None
     if device.type != "cuda":
         return f"accelerator {device.type!r}: expected 'cpu' or 'gpu' (CUDA with NCCL); no other can be recovered"
+    if not TORCH_FROM <= tuple(map(int, torch_version.split(".")[:2])) <= TORCH_TO:
+        return f"accelerator 'gpu': torch {torch_version} has not been tried with NCCL; expected torch 2.11 to 2.13"
     if version is None:
         return "accelerator 'gpu': torch was built without NCCL; expected a build with NCCL, or accelerator='cpu'"
     if BROKEN_FROM <= version[:3] <= BROKEN_TO:
@@ -71,7 +78,7 @@ def check_device(device: torch.device) -> None:
     version = None
     if device.type == "cuda" and dist.is_nccl_available():
         version = tuple(torch.cuda.nccl.version())
-    if (reason := refusal(device, version)) is not None:
+    if (reason := refusal(device, version, torch.__version__)) is not None:
         raise ConfigError(reason)
 
 
