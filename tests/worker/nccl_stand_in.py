@@ -14,7 +14,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -182,3 +182,37 @@ class Host:
 
     def broken(self) -> bool:
         return self.lost
+
+
+class Watchdog:
+    """The watchdog and the heartbeat monitor of a process's first group.
+
+    Args:
+        store: the group's; the key of an error is in the store below all its prefixes.
+        environment: of the process.
+    """
+
+    KEY = "exception_dump"
+
+    def __init__(self, store: dist.Store, environment: Mapping[str, str]) -> None:
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        self._store = store
+        self._handles_errors = environment.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3") != "0"
+        if environment.get("TORCH_DISTRIBUTED_DEBUG") == "DETAIL":
+            self._handles_errors = True
+        self._notes = environment.get("TORCH_NCCL_DUMP_ON_TIMEOUT", "1") == "1"
+        self._monitors = environment.get("TORCH_NCCL_ENABLE_MONITORING", "1") == "1"
+        self.process_ended = False
+
+    def see_error(self) -> None:
+        """A work of this process has failed."""
+        if self._notes:
+            self._store.set(self.KEY, "1")
+        if self._handles_errors:
+            self.process_ended = True
+
+    def poll(self) -> None:
+        """The monitor's periodic look for other processes' errors."""
+        if self._monitors and self._store.check([self.KEY]):
+            self.process_ended = True

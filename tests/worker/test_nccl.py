@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from worker.nccl_simulation import simulate_nccl
-from worker.nccl_stand_in import REMOTE_ERROR, Host, Network, StandInGroup
+from worker.nccl_stand_in import REMOTE_ERROR, Host, Network, StandInGroup, Watchdog
 from worker.test_engine import check
 
+from unicron_lightning.agent.nccl_environment import REQUIRED, settle
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.worker import connect, connecting
 from unicron_lightning.worker.communicator import CommunicatorAborted
@@ -374,3 +376,29 @@ def test_the_connector_refuses_before_anything_is_built() -> None:
 def test_random_deaths_corrupt_no_parameter(faults: dict[str, int], seed: int) -> None:
     """Under the whole step protocol; w3 lives."""
     check(*simulate_nccl(faults, seed=seed))
+
+
+@pytest.mark.parametrize(
+    ("given", "survives", "joins"),
+    [
+        ({}, False, False),
+        ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, True, False),
+        (REQUIRED, True, True),
+        ({**REQUIRED, "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}, False, True),
+    ],
+)
+def test_a_watchdogs_note_of_an_error_ends_a_joiner_unless_the_agent_sets_the_variables(
+    given: dict[str, Any], survives: bool, joins: bool
+) -> None:
+    """The survivor's group and the joiner's have different prefixes in one store."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    user = {name: value[0] if isinstance(value, tuple) else value for name, value in given.items()}
+    settled = dict(user)
+    settle(settled)
+    for environment, expected in ((user, (survives, joins)), (settled, (True, True))):
+        survivor = Watchdog(dist.PrefixStore("epoch/4", store), environment)
+        joiner = Watchdog(dist.PrefixStore("epoch/5", store), environment)
+        store.delete_key(Watchdog.KEY)
+        survivor.see_error()
+        joiner.poll()
+        assert (not survivor.process_ended, not joiner.process_ended) == expected
