@@ -23,8 +23,8 @@ import torch.distributed as dist  # noqa: E402
 import torch.multiprocessing as mp  # noqa: E402
 
 from unicron_lightning.megatron import shim  # noqa: E402
-from unicron_lightning.megatron.mirror import Mirror, Redundancy  # noqa: E402
 from unicron_lightning.megatron.sharded import ShardedOptimizer  # noqa: E402
+from unicron_lightning.replica.mirror import Mirror, Redundancy  # noqa: E402
 from unicron_lightning.worker.gloo import GlooCommunicator  # noqa: E402
 
 WORLD = 2

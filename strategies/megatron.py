@@ -8,6 +8,7 @@ logging, joining and Lightning's loops work as with `UnicronStrategy`.
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,14 @@ from unicron_lightning.data.order import StepShape
 from unicron_lightning.data.seeding import preserved
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.megatron import checkpoint
-from unicron_lightning.megatron.fabric import GridFabric
+from unicron_lightning.megatron.grid import Shape
 from unicron_lightning.megatron.keeper import check_redundancy
-from unicron_lightning.megatron.layout import Shape
-from unicron_lightning.megatron.mirror import Redundancy
 from unicron_lightning.megatron.model import ShardModel
-from unicron_lightning.megatron.start import InitialState, transfer
-from unicron_lightning.megatron.step import ReplicaStep
 from unicron_lightning.megatron.world import build_world, enter_world, leave_world
+from unicron_lightning.replica.fabric import ReplicaFabric
+from unicron_lightning.replica.mirror import Redundancy
+from unicron_lightning.replica.start import InitialState, transfer
+from unicron_lightning.replica.step import ReplicaStep
 from unicron_lightning.strategies import join_state
 from unicron_lightning.strategies.checks import check_module
 from unicron_lightning.strategies.global_batch import declare
@@ -101,7 +102,7 @@ class UnicronMegatronStrategy(UnicronStrategy):
         self._redundancy = check_redundancy(redundancy, distributed=self._ddp.use_distributed_optimizer)
         self._sequence_length = sequence_length
         self._grad_norm = 0.0
-        self._fabric: GridFabric | None = None
+        self._fabric: ReplicaFabric[Shape] | None = None
         self._resumes: str | None = None
         self._restores_late = True
         self._shard_model: ShardModel | None = None
@@ -112,7 +113,7 @@ class UnicronMegatronStrategy(UnicronStrategy):
         strategy_registry.register(cls.strategy_name, cls, description="Megatron-core straight through failures")
 
     @property
-    def fabric(self) -> GridFabric:
+    def fabric(self) -> ReplicaFabric[Shape]:
         """This worker's place in the grid of replicas."""
         assert self._fabric is not None, "no run has begun"
         return self._fabric
@@ -175,7 +176,7 @@ class UnicronMegatronStrategy(UnicronStrategy):
     @override
     def _open_session(self, shape: StepShape) -> tuple[Session, bool]:
         grid = Shape(tensor=self._tensor, pipeline=self._pipeline, replicas=shape.devices)
-        self._fabric = GridFabric(grid, copies=None if self._redundancy is None else self._redundancy.copies)
+        self._fabric = ReplicaFabric(grid, copies=None if self._redundancy is None else self._redundancy.copies)
         capacity = grid.replicas * grid.shards
         session, is_new = Session.of_process(self.root_device, capacity, self._on_world, self._fabric)
         self._fabric.begin(session.control, joins=session.is_joiner)
@@ -279,7 +280,7 @@ class UnicronMegatronStrategy(UnicronStrategy):
         if channels is None:
             leave_world()
         else:
-            model.adopt(enter_world(channels, self.root_device, self.engine.check))
+            model.adopt(enter_world(channels, fabric.shape, self.root_device, self.engine.check))
             fabric.watch()
         self.engine.check()
         transfer(fabric, model)
@@ -305,9 +306,8 @@ class UnicronMegatronStrategy(UnicronStrategy):
         batch, trainer, fabric, model = args[0], self._trainer, self.fabric, self.model_shard
         assert isinstance(batch, GlobalBatch) and trainer is not None
         runner = StageBatches(self, trainer, batch, args[1] if len(args) > 1 else 0)
-        operation = ReplicaStep(
-            batch.micro_batches, model, fabric, runner.forward, lambda done: runner.sums(self._layout, done)
-        )
+        call = partial(model.call, runner.forward)
+        operation = ReplicaStep(batch.micro_batches, model, fabric, call, lambda done: runner.sums(self._layout, done))
         with self._gather.refused("training_step"), preserved():
             self.engine.run(operation)
         assert operation.sums is not None

@@ -73,7 +73,7 @@ class StageBatches:
         assert self._strategy.lightning_module is not None
         norms, no_buffers = NormStatistics(self._strategy.lightning_module), ModuleBuffers(nn.Module())
         sums = StepSums(layout, norms, no_buffers, _AllUsed())
-        if self._strategy.fabric.tells:
+        if self._strategy.fabric.shape.tells(self._strategy.fabric.own_shard):
             for micro_batch in micro_batches:
                 sums.add(*self._done[micro_batch])
         return sums

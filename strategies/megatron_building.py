@@ -7,11 +7,12 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.utils import get_model_config
 
-from unicron_lightning.megatron.fabric import GridFabric
-from unicron_lightning.megatron.mirror import Redundancy
+from unicron_lightning.megatron.grid import Shape
 from unicron_lightning.megatron.model import ShardModel, sequence_length
 from unicron_lightning.megatron.spread import spread_of
 from unicron_lightning.megatron.world import current_groups
+from unicron_lightning.replica.fabric import ReplicaFabric
+from unicron_lightning.replica.mirror import Redundancy
 from unicron_lightning.strategies.megatron_checks import (
     check_megatron_config,
     check_megatron_layout,
@@ -23,7 +24,7 @@ def build_shard(
     module: pl.LightningModule,
     ddp: DistributedDataParallelConfig,
     optimizer: OptimizerConfig,
-    fabric: GridFabric,
+    fabric: ReplicaFabric[Shape],
     *,
     micro_batches: int,
     length: int | None,

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from unicron_lightning.megatron import checkpoint
-from unicron_lightning.megatron.fabric import GridFabric, run_released
 from unicron_lightning.megatron.model import ShardModel
+from unicron_lightning.replica.fabric import ReplicaFabric, run_released
 from unicron_lightning.worker.communicator import gather_bytes
 from unicron_lightning.worker.engine import Engine, Report
 from unicron_lightning.worker.operations import Indivisible
@@ -25,7 +25,7 @@ class SaveCheckpoint(Indivisible):
 
     name = "save_checkpoint"
 
-    def __init__(self, fabric: GridFabric, model: ShardModel, path: str, rest: dict[str, Any]) -> None:
+    def __init__(self, fabric: ReplicaFabric[Any], model: ShardModel, path: str, rest: dict[str, Any]) -> None:
         self._fabric = fabric
         self._model = model
         self._path = path
@@ -55,7 +55,7 @@ class LoadCheckpoint(Indivisible):
 
     name = "load_checkpoint"
 
-    def __init__(self, fabric: GridFabric, model: ShardModel, path: str, step: int) -> None:
+    def __init__(self, fabric: ReplicaFabric[Any], model: ShardModel, path: str, step: int) -> None:
         self._fabric = fabric
         self._model = model
         self._path = path

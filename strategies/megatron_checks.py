@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from unicron_lightning.data.order import check_loader
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.megatron.layout import Shape
+from unicron_lightning.megatron.grid import Shape
 
 
 def check_megatron_trainer(trainer: pl.Trainer) -> None:

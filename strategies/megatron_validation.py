@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import lightning.pytorch as pl
@@ -19,7 +20,7 @@ from torch import Tensor
 from unicron_lightning.data.loader import GlobalBatch, PassLoader
 from unicron_lightning.data.order import StepShape
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.megatron.evaluation import ReplicaEvaluation
+from unicron_lightning.replica.evaluation import ReplicaEvaluation
 from unicron_lightning.strategies.megatron_batches import stage_batch
 from unicron_lightning.strategies.megatron_checks import check_validation_loader
 from unicron_lightning.strategies.recording import LogCall, RecordingResults, merge_calls
@@ -68,8 +69,15 @@ def run_validation(strategy: UnicronMegatronStrategy, trainer: pl.Trainer, batch
     engine = strategy.engine
     engine.activity.enter("validation")
     runner = _StageValidation(strategy, trainer, batch, where)
+    fabric, model = strategy.fabric, strategy.model_shard
     operation = ReplicaEvaluation(
-        batch.micro_batches, batch.count, strategy.model_shard, strategy.fabric, runner.forward, runner.results
+        batch.micro_batches,
+        batch.count,
+        fabric,
+        model.device,
+        partial(model.evaluate, runner.forward),
+        runner.results,
+        tells=fabric.shape.tells(fabric.own_shard),
     )
     runner.log(unpack_parts(engine.run(operation)))
 

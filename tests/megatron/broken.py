@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from unicron_lightning.megatron.channels import Channels, Grid
-from unicron_lightning.megatron.fabric import GridFabric
-from unicron_lightning.megatron.layout import Shape
-from unicron_lightning.megatron.peers import PeerGroup, ProcessGroup, ReduceScatter
+from unicron_lightning.megatron.grid import Grid, Shape
+from unicron_lightning.replica.channels import Channels
+from unicron_lightning.replica.fabric import ReplicaFabric
+from unicron_lightning.replica.peers import PeerGroup, ProcessGroup, ReduceScatter
 from unicron_lightning.worker.gloo import wait_buried
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def let_go_by_a_partner(rank: int, world: int, folder: Path) -> Any:
     shape = Shape(tensor=1, pipeline=world, replicas=1)
     grid = Grid(shape=shape, replicas=1, place=0, shard=rank)
     channels = Channels(grid, dist.FileStore(str(folder / "store"), world), "127.0.0.1", None)
-    fabric, aborted = GridFabric(shape), threading.Event()
+    fabric, aborted = ReplicaFabric(shape), threading.Event()
     fabric.channels, fabric._inner, channels.adopted = channels, channels.inner, True
     if rank == 0:
         await_file(folder / "now")

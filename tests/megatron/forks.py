@@ -34,8 +34,8 @@ def serve() -> None:
     """Answer requests until the input ends."""
     torch.set_num_threads(1)
     importlib.import_module("untouched")  # first, because it records the original torch
-    for name in ("toy", "mirror", "sharded", "checkpoint"):
-        importlib.import_module(f"unicron_lightning.megatron.{name}")
+    for name in ("megatron.toy", "replica.mirror", "megatron.sharded", "megatron.checkpoint"):
+        importlib.import_module(f"unicron_lightning.{name}")
     for line in sys.stdin:
         request = json.loads(line)
         children = [_fork(rank, request) for rank in range(request["world"])]

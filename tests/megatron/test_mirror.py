@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.megatron.mirror import Redundancy
+from unicron_lightning.replica.mirror import Redundancy
 
 if TYPE_CHECKING:
     from pathlib import Path

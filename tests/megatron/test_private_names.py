@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from megatron.conftest import Worlds
 
 ROOT = Path(__file__).parents[2]
-SOURCES = [*(ROOT / "unicron_lightning" / "megatron").glob("*.py"), *(ROOT / "strategies").glob("megatron*.py")]
+SOURCES = [
+    *(path for name in ("megatron", "replica") for path in (ROOT / "unicron_lightning" / name).glob("*.py")),
+    *(ROOT / "strategies").glob("megatron*.py"),
+]
 
 _V0_16: Final = {
     "megatron.core.optimizer": ["_get_param_groups"],  # sharded

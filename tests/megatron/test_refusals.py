@@ -14,8 +14,8 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.megatron.layout import Shape
-from unicron_lightning.megatron.mirror import Redundancy
+from unicron_lightning.megatron.grid import Shape
+from unicron_lightning.replica.mirror import Redundancy
 from unicron_lightning.strategies.megatron import UnicronMegatronStrategy
 from unicron_lightning.strategies.megatron_checks import (
     check_megatron_config,

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("megatron.core.package_info")
 
-from unicron_lightning.megatron.evaluation import plan_evaluation
+from unicron_lightning.replica.evaluation import plan_evaluation
 
 
 def test_what_nobody_present_has_is_dealt_out_again() -> None:

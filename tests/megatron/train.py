@@ -221,7 +221,7 @@ def main() -> None:
     faults = Faults(folder, note)
     pl.seed_everything(SEED, verbose=False)
     options = toy.Toy(**settings["toy"])
-    from unicron_lightning.megatron.mirror import Redundancy
+    from unicron_lightning.replica.mirror import Redundancy
     from unicron_lightning.strategies.megatron import UnicronMegatronStrategy
 
     strategy = UnicronMegatronStrategy(

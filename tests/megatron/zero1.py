@@ -17,9 +17,9 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from unicron_lightning.megatron import shim, toy
-from unicron_lightning.megatron.mirror import Mirror, Redundancy, ShardsLost
 from unicron_lightning.megatron.sharded import ShardedOptimizer
-from unicron_lightning.megatron.shards import newest_common
+from unicron_lightning.replica.mirror import Mirror, Redundancy, ShardsLost
+from unicron_lightning.replica.shards import newest_common
 from unicron_lightning.worker.communicator import CommunicatorAborted, SoloCommunicator
 from unicron_lightning.worker.gloo import GlooCommunicator
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 from megatron.core import parallel_state
 
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.megatron.channels import Channels
-from unicron_lightning.megatron.fabric import run_released, start_anew
 from unicron_lightning.megatron.gradients import MainGradients
-from unicron_lightning.megatron.mirror import Mirror, Redundancy
 from unicron_lightning.megatron.sharded import ShardedOptimizer
+from unicron_lightning.replica.channels import Channels
+from unicron_lightning.replica.fabric import run_released, start_anew
+from unicron_lightning.replica.mirror import Mirror, Redundancy
 from unicron_lightning.worker.communicator import gather_rows
 from unicron_lightning.worker.engine import Engine
 

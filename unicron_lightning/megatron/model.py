@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.megatron.gradients import MainGradients
 from unicron_lightning.megatron.keeper import ShardKeeper
-from unicron_lightning.megatron.mirror import Redundancy
 from unicron_lightning.megatron.references import replace_groups, stale_groups
 from unicron_lightning.megatron.sharded import ShardedOptimizer, parameter_groups
 from unicron_lightning.megatron.world import Groups
+from unicron_lightning.replica.mirror import Redundancy
 from unicron_lightning.worker import codec
 
 ForwardStep = Callable[[int], tuple[Tensor, Callable[[Tensor], Tensor]]]
@@ -93,7 +93,7 @@ class ShardModel:
         self.gradients.recover()
         self.optimizer.zero_grad()  # after finalization `grad` is `main_grad`, and backward would add to it twice
 
-    def call(self, micro_batches: Sequence[int], forward: ForwardStep, *, last: bool) -> None:
+    def call(self, forward: ForwardStep, micro_batches: Sequence[int], *, last: bool) -> None:
         """Run forward and backward of some micro-batches by Megatron's schedule; gradients accumulate.
 
         Each micro-batch counts as 1/share of a replica's mean, however many are run in the call.
@@ -115,7 +115,7 @@ class ShardModel:
             finally:
                 self.config.no_sync_func = None
 
-    def evaluate(self, batches: Sequence[int], forward: ForwardStep, size: int) -> None:
+    def evaluate(self, forward: ForwardStep, batches: Sequence[int], size: int) -> None:
         """Run some batches of ``size`` samples each forward by Megatron's schedule, without gradients."""
 
         def step(numbers: Any, _: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:

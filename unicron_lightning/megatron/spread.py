@@ -7,7 +7,7 @@ from typing import Any, Final
 from torch import nn
 
 from unicron_lightning import wire
-from unicron_lightning.megatron.layout import Shape
+from unicron_lightning.megatron.grid import Shape
 
 _STAGES_OF_THEIR_OWN: Final = (
     "num_layers_in_first_pipeline_stage",

@@ -18,9 +18,9 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch._C._distributed_c10d import FakeProcessGroup
 
-from unicron_lightning.megatron.channels import Channels, Grid
-from unicron_lightning.megatron.layout import Shape
-from unicron_lightning.megatron.peers import ProcessGroup
+from unicron_lightning.megatron.grid import Shape
+from unicron_lightning.replica.channels import Channels, Topology
+from unicron_lightning.replica.peers import ProcessGroup
 from unicron_lightning.worker.gloo import OPERATION_TIMEOUT
 from unicron_lightning.worker.lazy_groups import Retirement, connect_apart
 
@@ -48,21 +48,22 @@ def build_world(shape: Shape, shard: int, device: torch.device) -> None:
         shard: of this worker, which takes the first replica's place.
         device: of the model.
     """
-    grid = Grid(shape=shape, replicas=shape.replicas, place=0, shard=shard)
+    grid = shape.grid(replicas=shape.replicas, place=0, shard=shard)
 
     def provide(ranks: tuple[int, ...], rank: int) -> Any:
         return FakeProcessGroup._create_internal(rank, len(ranks))
 
     if device.type == "cuda":  # torch's own dummies serve all devices; its module registers them
         importlib.import_module("torch.testing._internal.distributed.fake_pg")
-    _initialize(grid, dist.HashStore(), provide, "fake" if device.type == "cuda" else BACKEND)
+    _initialize(shape, grid, dist.HashStore(), provide, "fake" if device.type == "cuda" else BACKEND)
 
 
-def enter_world(channels: Channels, device: torch.device, check: Callable[[], None]) -> Groups:
+def enter_world(channels: Channels, shape: Shape, device: torch.device, check: Callable[[], None]) -> Groups:
     """Enter the groups of an epoch's grid, and connect those of NCCL.
 
     Args:
         channels: of the epoch.
+        shape: declared.
         device: of the model.
         check: raises if the epoch has ended; called while NCCL connects.
 
@@ -86,7 +87,7 @@ def enter_world(channels: Channels, device: torch.device, check: Callable[[], No
         return group.backend if device.type == "cuda" else ProcessGroup(group, rank, len(ranks))
 
     backend = f"cpu:{BACKEND},cuda:nccl" if device.type == "cuda" else BACKEND
-    _initialize(grid, channels.store, provide, backend)
+    _initialize(shape, grid, channels.store, provide, backend)
     if device.type == "cuda":
         connect_apart(_accelerate(channels, device), lambda group: _first(group, device), check)
     return current_groups()
@@ -138,18 +139,20 @@ def current_groups() -> Groups:
     return {**groups, "world": world}
 
 
-def _initialize(grid: Grid, store: dist.Store, provide: Callable[[tuple[int, ...], int], Any], backend: str) -> None:
+def _initialize(
+    shape: Shape, grid: Topology, store: dist.Store, provide: Callable[[tuple[int, ...], int], Any], backend: str
+) -> None:
     global _provide
     leave_world()
     if BACKEND.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(BACKEND, _make, extended_api=True, devices=["cpu"])
-    everyone = tuple(range(grid.size))
+    everyone = tuple(range(grid.replicas * grid.shards))
     _provide = lambda ranks, rank: provide(ranks or everyone, rank)  # noqa: E731 - torch passes no ranks for the world
     try:
-        dist.init_process_group(backend, store=store, rank=grid.rank, world_size=grid.size)
+        dist.init_process_group(backend, store=store, rank=grid.rank, world_size=len(everyone))
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=grid.shape.tensor,
-            pipeline_model_parallel_size=grid.shape.pipeline,
+            tensor_model_parallel_size=shape.tensor,
+            pipeline_model_parallel_size=shape.pipeline,
             create_gloo_process_groups=False,
         )
     finally:

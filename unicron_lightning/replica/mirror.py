@@ -28,22 +28,20 @@ others; during a recovery the new layout's beside the old one's. Traffic: 12 byt
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import msgspec
 import torch
 from torch import Tensor
 
 from unicron_lightning.errors import ConfigError, UnicronError
-from unicron_lightning.megatron import shards
-from unicron_lightning.megatron.copies import ROWS, Ring, Slot, Stored, assemble, cut
-from unicron_lightning.megatron.shards import Holding, Piece
+from unicron_lightning.replica import shards
+from unicron_lightning.replica.copies import ROWS, Ring, Stored, VersionBuffers, assemble, cut
+from unicron_lightning.replica.shards import Holding, Piece
 from unicron_lightning.worker.communicator import Communicator, Handle, SoloCommunicator, gather_bytes
-
-if TYPE_CHECKING:
-    from unicron_lightning.megatron.sharded import ShardedOptimizer
 
 
 class ShardsLost(UnicronError):
@@ -55,6 +53,55 @@ class Exchange(Communicator, Protocol):
 
     def all_to_all(self, sent: Tensor, sent_to: list[int], received: Tensor, received_from: list[int]) -> Handle:
         """See `unicron_lightning.worker.gloo.GlooCommunicator.all_to_all`."""
+        ...
+
+
+class MirroredOptimizer(Protocol):
+    """A rank's shard of an optimizer whose elements are spread over a group."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the parameters."""
+        ...
+
+    @property
+    def whole(self) -> tuple[Piece, ...]:
+        """All trained elements of the group."""
+        ...
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """This rank's shard in the present layout."""
+        ...
+
+    @property
+    def groups(self) -> dict[int, int]:
+        """Optimizer group of each parameter, as far as this rank knows."""
+        ...
+
+    @property
+    def steps(self) -> float:
+        """Steps that the optimizer has counted."""
+        ...
+
+    def name(self, parameter: int) -> str:
+        """A parameter's name, for messages."""
+        ...
+
+    def read(self, target: Tensor) -> None:
+        """Copy the shard into float32 [`ROWS`, elements], in the order of `pieces`."""
+        ...
+
+    def write(self, source: Tensor, steps: float) -> None:
+        """Set the shard to a copy made by `read`, and this rank's part of the parameters to it."""
+        ...
+
+    def gather_parameters(self) -> None:
+        """Send every rank's part of the parameters to all. A collective of the group."""
+        ...
+
+    def lay_out(self, groups: Mapping[int, int]) -> None:
+        """Make shards for the present group; the state must be restored by `write`."""
         ...
 
 
@@ -102,7 +149,7 @@ class Mirror:
         node: label of this rank's machine; copies go to other nodes first.
     """
 
-    def __init__(self, optimizer: ShardedOptimizer, redundancy: Redundancy, node: str = "") -> None:
+    def __init__(self, optimizer: MirroredOptimizer, redundancy: Redundancy, node: str = "") -> None:
         self._optimizer = optimizer
         self._redundancy = redundancy
         self.node = node
@@ -267,7 +314,7 @@ class Mirror:
             for _ in range(2):
                 received = [sum(map(ring.elements, ring.sources(n, rank))) for n in range(len(ring.rounds))]
                 own = torch.empty(ROWS, ring.elements(rank), pin_memory=pinned)
-                ring.slots.append(Slot(own=own, kept=[torch.empty(ROWS * elements) for elements in received]))
+                ring.slots.append(VersionBuffers(own=own, kept=[torch.empty(ROWS * elements) for elements in received]))
         self._ring = ring
         self._layout += 1
 
@@ -286,16 +333,16 @@ class Mirror:
             slot = self._free_slot()
         self._running = self._thread.submit(self._copy, version, slot, ready, send)
 
-    def _free_slot(self) -> Slot:
+    def _free_slot(self) -> VersionBuffers:
         """Buffers without stored data."""
         assert self._ring is not None and self._exchange is not None
         for slot in self._ring.slots:
             if all(stored.data is not slot.own for stored in self._stored):
                 return slot
         # without copies: used by `hold`
-        return Slot(own=torch.empty(ROWS, self._ring.elements(self._exchange.rank)), kept=[])
+        return VersionBuffers(own=torch.empty(ROWS, self._ring.elements(self._exchange.rank)), kept=[])
 
-    def _copy(self, version: int, slot: Slot, ready: torch.cuda.Event | None, send: bool) -> None:
+    def _copy(self, version: int, slot: VersionBuffers, ready: torch.cuda.Event | None, send: bool) -> None:
         """Work of the thread: copy from device to host, then from host to host."""
         ring, exchange = self._ring, self._exchange
         assert ring is not None and exchange is not None

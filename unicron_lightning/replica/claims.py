@@ -14,7 +14,7 @@ from unicron_lightning.worker.control import Control
 
 logger = logging.getLogger(__name__)
 
-LACKING: Final = "megatron/lacking"
+LACKING: Final = "replica/lacking"
 """Key of the record of missing shards: the epoch, the shards, and the address of the epoch's store."""
 _CLAIM_TIMEOUT: Final = timedelta(seconds=10)
 _POLL_SECONDS: Final = 0.05
@@ -37,7 +37,7 @@ def claim_shard(lacking: dict[str, Any], first: int) -> int:
     """Claim a missing shard in the epoch's store, each as often as it is missing.
 
     Args:
-        lacking: record published by `GridFabric`.
+        lacking: record published by `ReplicaFabric`.
         first: preferred shard.
 
     Returns:

@@ -7,8 +7,8 @@ from typing import get_args
 import pytest
 
 from unicron_lightning import wire
-from unicron_lightning.megatron.fabric import GridFabric, Phase
-from unicron_lightning.megatron.layout import Shape
+from unicron_lightning.megatron.grid import Shape
+from unicron_lightning.replica.fabric import Phase, ReplicaFabric
 
 
 class Connections:
@@ -26,8 +26,8 @@ def epoch(number: int, kind: wire.EpochKind = "fail") -> wire.Epoch:
     return wire.Epoch(number=number, kind=kind, members=[], store=store, hold=False, incident=None, published_at=0.0)
 
 
-def leaving(phase: Phase) -> tuple[GridFabric, Connections]:
-    fabric, connections = GridFabric(Shape(tensor=1, pipeline=2, replicas=2)), Connections()
+def leaving(phase: Phase) -> tuple[ReplicaFabric, Connections]:
+    fabric, connections = ReplicaFabric(Shape(tensor=1, pipeline=2, replicas=2)), Connections()
     fabric._inner[0, 1] = connections  # type: ignore[assignment]
     fabric.phase, fabric.intact = phase, True
     return fabric, connections

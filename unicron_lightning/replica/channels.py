@@ -1,83 +1,73 @@
-"""Connections of a grid of replicas: one group, which can be cut, for each set of workers that has a Megatron group.
+"""A worker's connections in a world of replicas: one group, which can be cut, for each set of workers of a topology.
 
-Megatron makes some twenty process groups, most of them of the same few sets of workers; those share one connection
-here. Sets within a replica outlive the epoch if the replica does; sets across replicas are made again in each epoch.
+Sets within a replica outlive the epoch if the replica does; sets across replicas are made again in each epoch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from unicron_lightning.megatron.layout import Shape
-from unicron_lightning.megatron.peers import PeerGroup
+from unicron_lightning.replica.peers import PeerGroup
 from unicron_lightning.worker.communicator import SoloCommunicator
 from unicron_lightning.worker.gloo import GlooCommunicator
 from unicron_lightning.worker.lazy_groups import abort_apart
 
 
-@dataclass(frozen=True, kw_only=True)
-class Grid:
-    """Megatron's numbering of the active workers, tensor parallelism first and pipeline stages last.
+class Topology(Protocol):
+    """Place of a worker among the active ones, and the sets of workers with which it exchanges tensors.
 
-    Attributes:
-        shape: of a replica.
-        replicas: number of active replicas.
-        place, shard: of this worker.
+    Active workers are numbered by rank. Both iterators give sets in the same order on all workers, and each kind of set
+    divides the active workers.
     """
 
-    shape: Shape
-    replicas: int
-    place: int
-    shard: int
+    @property
+    def shards(self) -> int:
+        """Workers of a replica (S)."""
+        ...
 
     @property
-    def size(self) -> int:
-        """Number of active workers."""
-        return self.replicas * self.shape.shards
+    def replicas(self) -> int:
+        """Number of active replicas."""
+        ...
 
-    def number(self, place: int, shard: int) -> int:
-        """A worker's rank in `torch.distributed`."""
-        tensor, stage = self.shape.coordinate(shard)
-        return tensor + self.shape.tensor * (place + self.replicas * stage)
+    @property
+    def place(self) -> int:
+        """Place of this worker's replica among the replicas."""
+        ...
+
+    @property
+    def shard(self) -> int:
+        """Shard of this worker."""
+        ...
 
     @property
     def rank(self) -> int:
-        """This worker's rank in `torch.distributed`."""
-        return self.number(self.place, self.shard)
+        """Rank of this worker."""
+        ...
+
+    def number(self, place: int, shard: int) -> int:
+        """Rank of a worker."""
+        ...
 
     def within(self) -> Iterator[tuple[int, ...]]:
-        """Sets of this worker's replica, as shards: its stage, its pipeline, the pipeline's ends, and the whole
-        replica.
-        """
-        tensor, stage = self.shape.coordinate(self.shard)
-        size, stages = self.shape.tensor, self.shape.pipeline
-        column = tuple(tensor + size * other for other in range(stages))
-        yield tuple(range(size * stage, size * (stage + 1)))
-        yield column
-        if stages > 2 and stage in (0, stages - 1):
-            yield column[0], column[-1]
-        yield tuple(range(self.shape.shards))
+        """Sets of this worker's replica, as shards."""
+        ...
 
     def across(self) -> Iterator[tuple[int, ...]]:
-        """Sets of several replicas, as ranks: this worker's shard, its stage, and all ranks."""
-        _, stage = self.shape.coordinate(self.shard)
-        size, every = self.shape.tensor, range(self.replicas)
-        yield tuple(sorted(self.number(place, self.shard) for place in every))
-        yield tuple(sorted(self.number(place, size * stage + other) for place in every for other in range(size)))
-        yield tuple(range(self.size))
+        """Sets of several replicas, as ranks; one of them is the workers of this shard."""
+        ...
 
 
 class Channels:
-    """This worker's connections in one grid.
+    """This worker's connections in one epoch.
 
     The constructor blocks until all peers are connected.
 
     Args:
-        grid: its place.
+        grid: its place, and the sets.
         store: a client without other users, with a prefix fresh to this epoch.
         host: address of this machine that peers can reach.
         carried: connections within the replica that are kept, by shards; not closed here.
@@ -88,12 +78,12 @@ class Channels:
         outer: across replicas, by ranks.
         exchange: among the workers of this shard, in the order of replicas, for tensors in host memory; None without
             mirrors.
-        inner_accelerated, outer_accelerated: NCCL's groups of the same sets, made by `world.enter_world`.
+        inner_accelerated, outer_accelerated: NCCL's groups of the same sets, made by the strategy.
     """
 
     def __init__(
         self,
-        grid: Grid,
+        grid: Topology,
         store: dist.Store,
         host: str,
         carried: Mapping[tuple[int, ...], PeerGroup] | None,
@@ -127,11 +117,17 @@ class Channels:
             self.close()
             raise
 
+    @property
+    def same_shard(self) -> PeerGroup:
+        """The connections of the workers of this shard, in the order of replicas, of which there are several."""
+        grid = self.grid
+        return self.outer[tuple(sorted(grid.number(place, grid.shard) for place in range(grid.replicas)))]
+
     def group(self, ranks: tuple[int, ...]) -> PeerGroup:
         """The connections of a set of ranks that includes this worker.
 
         Raises:
-            KeyError: Megatron has a group that `Grid` does not know.
+            KeyError: the topology lacks the set.
         """
         shards = self.shards(ranks)
         return self.outer[ranks] if shards is None else self.inner[shards]
@@ -139,7 +135,7 @@ class Channels:
     def shards(self, ranks: tuple[int, ...]) -> tuple[int, ...] | None:
         """The shards of a set of ranks of this replica; None if the set has ranks of other replicas."""
         grid = self.grid
-        own = {grid.number(grid.place, shard): shard for shard in range(grid.shape.shards)}
+        own = {grid.number(grid.place, shard): shard for shard in range(grid.shards)}
         return tuple(own[rank] for rank in ranks) if own.keys() >= set(ranks) else None
 
     def cut(self) -> None:

@@ -1,8 +1,8 @@
 """Division of a step's micro-batches over replicas: pure, with the same result on every worker.
 
 A step's micro-batches are divided into *shares*, one for each declared replica. A replica runs its own share in one
-call of Megatron's schedule, and its part of a missing replica's share in another one, whose gradients are summed
-separately. With two replicas the sums then equal those of the failure-free run, in the same order.
+call, and its part of a missing replica's share in another one, whose gradients are summed separately. With two replicas
+the sums then equal those of the failure-free run, in the same order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class CallReport:
     """One worker's progress in the present step.
 
     Attributes:
-        calls: micro-batches of each completed call of the schedule, in order.
+        calls: micro-batches of each completed call, in order.
         began: number of begun calls.
     """
 

@@ -1,9 +1,9 @@
-"""A worker's connections with its peers beside each epoch's communicator, and its place in the grid of replicas.
+"""A worker's connections with its peers beside each epoch's communicator, and its place among the replicas.
 
 These rules keep complete replicas from being interrupted, and broken ones from waiting for dead workers:
 
 * A failure cuts all connections between replicas, and those of a broken replica. A complete replica's connections stay,
-  and its workers finish their present call of the schedule.
+  and its workers finish their present call (some micro-batches).
 * A worker that leaves an epoch while its partners may wait for it cuts the connections of its replica. The exception is
   the time between the end of its calls and the step's gate, when no partner waits for it. A partner that has committed
   may be in its next call already, as may one that has entered the next epoch before this worker. In an evaluation the
@@ -18,18 +18,19 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Any, Generic, Literal, NoReturn, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import Self
 
 from unicron_lightning import wire
-from unicron_lightning.megatron.channels import Channels, Grid
-from unicron_lightning.megatron.claims import LACKING, claim_shard, wait_lacking
-from unicron_lightning.megatron.layout import Layout, Shape, StateLost, Word, plan_layout
-from unicron_lightning.megatron.partners import PartnerWatch
-from unicron_lightning.megatron.peers import PeerGroup
+from unicron_lightning.replica.channels import Channels, Topology
+from unicron_lightning.replica.claims import LACKING, claim_shard, wait_lacking
+from unicron_lightning.replica.layout import ReplicaLayout, ReplicaShape, StateLost, Word, plan_layout
+from unicron_lightning.replica.partners import PartnerWatch
+from unicron_lightning.replica.peers import PeerGroup
 from unicron_lightning.worker.communicator import Communicator, CommunicatorAborted, Handle
 from unicron_lightning.worker.connect import connector, open_store
 from unicron_lightning.worker.connecting import Connect
@@ -44,7 +45,7 @@ Phase = Literal["idle", "calls", "reducing", "finalizing", "ready"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class EpochPlace:
     """This worker's part in an epoch.
 
     Attributes:
@@ -57,7 +58,7 @@ class Place:
 
     epoch: int
     rank: int
-    layout: Layout
+    layout: ReplicaLayout
     members: tuple[str, ...]
     built: bool = True
 
@@ -77,7 +78,22 @@ class Place:
         return frozenset() if self.replica is None else frozenset(self.replicas[self.replica])
 
 
-class GridFabric:
+class FabricShape(ReplicaShape, Protocol):
+    """A strategy's declared world, which knows its connections."""
+
+    def grid(self, *, replicas: int, place: int, shard: int) -> Topology:
+        """Place of a worker among the active ones."""
+        ...
+
+    def relaid(self, layout: wire.Layout) -> Self:
+        """The same number of workers in another layout, as ordered by an operator."""
+        ...
+
+
+_Shape = TypeVar("_Shape", bound=FabricShape)
+
+
+class ReplicaFabric(Generic[_Shape]):
     """Implements `worker.engine.Fabric`.
 
     Args:
@@ -94,7 +110,7 @@ class GridFabric:
         channels: those of the newest epoch entered; None for spares.
     """
 
-    def __init__(self, shape: Shape, *, copies: int | None = None) -> None:
+    def __init__(self, shape: _Shape, *, copies: int | None = None) -> None:
         self.shape = shape
         self._copies = copies
         self.built = self.ordered = False
@@ -102,7 +118,7 @@ class GridFabric:
         self.phase: Phase = "idle"
         self.at: int | None = 0
         self.shard: int | None = None
-        self.place: Place | None = None
+        self.place: EpochPlace | None = None
         self.channels: Channels | None = None
         self._built: dict[int, Channels | None] = {}
         self._control: Control | None = None
@@ -123,7 +139,7 @@ class GridFabric:
         return self.shape.shards
 
     def connector(self, task: str, host: str, device: torch.device) -> Connect:
-        """Return a function that builds a CPU communicator for small data, and the grid's channels."""
+        """Return a function that builds a CPU communicator for small data, and the channels."""
         base = connector(task, host, torch.device("cpu"))
 
         def connect(epoch: wire.Epoch, rank: int, world: int) -> Communicator:
@@ -133,7 +149,7 @@ class GridFabric:
             try:
                 channels = self._channels(place, task, epoch, host)
                 self._built = {epoch.number: channels}
-                return GridCommunicator(communicator, channels)
+                return ReplicaCommunicator(communicator, channels)
             except (RuntimeError, OSError):
                 communicator.close()
                 raise
@@ -172,7 +188,7 @@ class GridFabric:
             start_anew(str(error))
         members = tuple(member.worker for member in epoch.members)
         built = all(word.built for word in words)
-        self.place = Place(epoch=epoch.number, rank=rank, layout=layout, members=members, built=built)
+        self.place = EpochPlace(epoch=epoch.number, rank=rank, layout=layout, members=members, built=built)
         self.shard, self._store, self._key = layout.shards[rank], epoch.store, epoch.key
 
     def abort(self, epoch: wire.Epoch) -> None:
@@ -192,10 +208,10 @@ class GridFabric:
         if control is not None:
             self._worker = control.worker
             if (other := control.welcome.layout) is not None:
-                self.shape, self.ordered = self.shape.relaid(other.tensor, other.pipeline), True
+                self.shape, self.ordered = self.shape.relaid(other), True
         else:
             layout = plan_layout(0, [Word(at=0)], self.shape)
-            self.place, self.shard = Place(epoch=0, rank=0, layout=layout, members=("",)), 0
+            self.place, self.shard = EpochPlace(epoch=0, rank=0, layout=layout, members=("",)), 0
 
     @property
     def own_shard(self) -> int:
@@ -228,11 +244,6 @@ class GridFabric:
             self._control.send(wire.Record(key=_record_of(self._worker), value=""))
             logging.shutdown()
             os._exit(EXIT_EXPELLED)
-
-    @property
-    def tells(self) -> bool:
-        """Whether this worker, the first of the last stage, reports the results of its replica's micro-batches."""
-        return self.shape.coordinate(self.own_shard) == (0, self.shape.pipeline - 1)
 
     def arrive(self, device: torch.device) -> None:
         """Wait on an accelerator for all started work; after an abort, unfinished work looks complete.
@@ -297,10 +308,10 @@ class GridFabric:
             group.close()
 
     def _alone(self) -> Channels:
-        grid = Grid(shape=self.shape, replicas=1, place=0, shard=0)
+        grid = self.shape.grid(replicas=1, place=0, shard=0)
         return Channels(grid, dist.HashStore(), "127.0.0.1", None, mirrors=self._copies is not None)
 
-    def _tell(self, place: Place) -> None:
+    def _tell(self, place: EpochPlace) -> None:
         """Record this worker's shard for its successors, and publish missing shards and the composition of the
         replicas.
         """
@@ -327,26 +338,25 @@ class GridFabric:
             )
             self._control.send(told)
 
-    def _channels(self, place: Place, task: str, epoch: wire.Epoch, host: str) -> Channels | None:
+    def _channels(self, place: EpochPlace, task: str, epoch: wire.Epoch, host: str) -> Channels | None:
         if place.replica is None:
             return None
         replica = place.layout.replicas[place.replica]
-        grid = Grid(
-            shape=self.shape,
+        grid = self.shape.grid(
             replicas=len(place.layout.replicas),
             place=place.replica,
             shard=place.layout.shards[place.rank],
         )
-        store = dist.PrefixStore("grid", open_store(task, epoch))
+        store = dist.PrefixStore("replicas", open_store(task, epoch))
         return Channels(grid, store, host, self._inner if replica.carried else None, mirrors=self._copies is not None)
 
 
 def _record_of(worker: str) -> str:
     """Key of the record of a worker's shard, shared by the workers that its agent starts in its place."""
-    return f"megatron/shard/{worker.rpartition('#')[0]}"
+    return f"replica/shard/{worker.rpartition('#')[0]}"
 
 
-class GridCommunicator:
+class ReplicaCommunicator:
     """An epoch's communicator, which aborts and closes the channels between replicas with itself.
 
     Args:
@@ -393,7 +403,7 @@ def start_anew(reason: str) -> NoReturn:
 
 
 def run_released(work: Callable[[], Any]) -> Any:
-    """Run work that waits in Megatron's collectives.
+    """Run work that waits in the collectives of a `PeerGroup` or of NCCL.
 
     Raises:
         CommunicatorAborted: a connection was cut, or broke.

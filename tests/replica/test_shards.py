@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from unicron_lightning.megatron.shards import Holding, Piece, holders, missing, newest_common, transfers, versions
+from unicron_lightning.replica.shards import Holding, Piece, holders, missing, newest_common, transfers, versions
 
 SIZES = (7, 1, 12)
 """Elements of each parameter."""

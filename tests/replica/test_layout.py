@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from unicron_lightning.megatron.layout import Layout, Shape, StateLost, Word, plan_layout
-from unicron_lightning.megatron.shares import CallReport, kept_calls, plan_calls
+from unicron_lightning.megatron.grid import Shape
+from unicron_lightning.replica.layout import ReplicaLayout, StateLost, Word, plan_layout
+from unicron_lightning.replica.shares import CallReport, kept_calls, plan_calls
 
 SHAPE = Shape(tensor=1, pipeline=2, replicas=2)
 
 
-def founders(number: int, shape: Shape = SHAPE) -> Layout:
+def founders(number: int, shape: Shape = SHAPE) -> ReplicaLayout:
     return plan_layout(1, [Word(at=0)] * number, shape)
 
 
-def words(layout: Layout, at: int = 5, *, intact: bool = True) -> list[Word]:
+def words(layout: ReplicaLayout, at: int = 5, *, intact: bool = True) -> list[Word]:
     """Descriptions of an epoch's members at its end."""
     names = {rank: replica.name for replica in layout.replicas for rank in replica.members}
     return [

@@ -1,16 +1,15 @@
 """Assignment of an epoch's members to replicas and shards: a pure function of the members' descriptions.
 
-A *replica* is TP x PP workers that hold the model together; its worker ``i`` holds *shard* ``i``, counted along tensor
-parallelism first. A worker keeps its shard for its whole life, because its part of the model was built for it. Complete
-replicas continue; the workers of broken ones are *spares*, and form new replicas with each other and with joiners as
-soon as every shard is present.
+A *replica* is S workers that hold the model together; its worker ``i`` holds *shard* ``i``. A worker keeps its shard
+for its whole life, because its part of the model was built for it. Complete replicas continue; the workers of broken
+ones are *spares*, and form new replicas with each other and with joiners as soon as every shard is present.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from unicron_lightning.errors import UnicronError
 
@@ -19,32 +18,18 @@ class StateLost(UnicronError):
     """No present worker holds some shard with the newest step's state: training can continue only from a checkpoint."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """The declared world.
-
-    Attributes:
-        tensor: tensor-parallel size (TP).
-        pipeline: pipeline stages (PP).
-        replicas: model replicas (DP) without failures.
-    """
-
-    tensor: int
-    pipeline: int
-    replicas: int
+class ReplicaShape(Protocol):
+    """The declared world: S workers hold a replica of the model together."""
 
     @property
     def shards(self) -> int:
-        """Workers of a replica."""
-        return self.tensor * self.pipeline
+        """Workers of a replica (S)."""
+        ...
 
-    def coordinate(self, shard: int) -> tuple[int, int]:
-        """Tensor-parallel rank and pipeline stage."""
-        return shard % self.tensor, shard // self.tensor
-
-    def relaid(self, tensor: int, pipeline: int) -> Shape:
-        """The same number of workers in another layout."""
-        return Shape(tensor=tensor, pipeline=pipeline, replicas=self.shards * self.replicas // (tensor * pipeline))
+    @property
+    def replicas(self) -> int:
+        """Replicas without failures."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +80,7 @@ class Replica:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class ReplicaLayout:
     """The parts of an epoch's members.
 
     Attributes:
@@ -116,7 +101,7 @@ class Layout:
         """The place among the replicas of the replica of an epoch rank; None for a spare."""
         return next((place for place, replica in enumerate(self.replicas) if rank in replica.members), None)
 
-    def missing(self, shape: Shape) -> list[int]:
+    def missing(self, shape: ReplicaShape) -> list[int]:
         """Shards that are missing to complete all declared replicas, most urgent first."""
         active = {rank for replica in self.replicas for rank in replica.members}
         idle = [shard for rank, shard in enumerate(self.shards) if rank not in active]
@@ -130,7 +115,7 @@ class Layout:
         return lacking
 
 
-def plan_layout(epoch: int, words: Sequence[Word], shape: Shape) -> Layout:
+def plan_layout(epoch: int, words: Sequence[Word], shape: ReplicaShape) -> ReplicaLayout:
     """Assign each member its part.
 
     Args:
@@ -162,7 +147,7 @@ def plan_layout(epoch: int, words: Sequence[Word], shape: Shape) -> Layout:
         for place, members in enumerate(formed)
     ]
     active = {rank for replica in replicas for rank in replica.members}
-    return Layout(
+    return ReplicaLayout(
         replicas=tuple(replicas),
         shards=tuple(shards),
         stale=frozenset(active - updated) if settled else frozenset(),
@@ -171,7 +156,7 @@ def plan_layout(epoch: int, words: Sequence[Word], shape: Shape) -> Layout:
     )
 
 
-def _shards(words: Sequence[Word], shape: Shape) -> list[int]:
+def _shards(words: Sequence[Word], shape: ReplicaShape) -> list[int]:
     """Founders take shards in rank order, so that a replica's workers are neighbours."""
     founders, shards = 0, []
     for word in words:
@@ -184,7 +169,7 @@ def _shards(words: Sequence[Word], shape: Shape) -> list[int]:
 
 
 def _whole(
-    words: Sequence[Word], shards: Sequence[int], shape: Shape, fresh: set[int]
+    words: Sequence[Word], shards: Sequence[int], shape: ReplicaShape, fresh: set[int]
 ) -> list[tuple[str, tuple[int, ...]]]:
     """Earlier replicas with all workers present, oldest first."""
     named: dict[str, dict[int, int]] = {}
@@ -197,7 +182,7 @@ def _whole(
 
 
 def _form(
-    pool: Sequence[int], shards: Sequence[int], shape: Shape, fresh: set[int], most: int
+    pool: Sequence[int], shards: Sequence[int], shape: ReplicaShape, fresh: set[int], most: int
 ) -> list[tuple[int, ...]]:
     """New replicas from the workers of ``pool``, those with the newest state first."""
     waiting = [

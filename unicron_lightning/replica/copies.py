@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from unicron_lightning.megatron.shards import Holding, Piece
+from unicron_lightning.replica.shards import Holding, Piece
 
 ROWS = 3
 """Number of values kept for each element: `sharded.FIELDS`."""
@@ -30,7 +30,7 @@ class Stored:
 
 
 @dataclass(kw_only=True)
-class Slot:
+class VersionBuffers:
     """Buffers for one version: this rank's copy, and copies of other ranks' shards by round of sending."""
 
     own: Tensor
@@ -48,7 +48,7 @@ class Ring:
 
     layouts: Sequence[tuple[Piece, ...]]
     rounds: list[list[int]]
-    slots: list[Slot] = field(default_factory=list)
+    slots: list[VersionBuffers] = field(default_factory=list)
 
     def sources(self, number: int, rank: int) -> list[int]:
         """Owners of the copies that a rank keeps from one round, in rank order."""

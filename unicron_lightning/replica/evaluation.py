@@ -1,7 +1,7 @@
-"""Some batches of a validation pass, run by a grid of replicas through failures.
+"""Some batches of a validation pass, run by a world of replicas through failures.
 
-1. **Calls.** Each replica runs its share forward by Megatron's schedule, batches of equal size in one call. One of its
-   workers (`GridFabric.tells`) keeps the results, call by call.
+1. **Calls.** Each replica runs its share forward, batches of equal size in one call. One of its workers keeps the
+   results, call by call.
 2. **Exchange.** All members, including spares, receive the results of every batch.
 
 After a failure the batches without results on any present worker are redistributed. A worker that leaves before the
@@ -15,9 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import groupby
+from typing import Any
 
-from unicron_lightning.megatron.fabric import GridFabric, run_released
-from unicron_lightning.megatron.model import ForwardStep, ShardModel
+import torch
+
+from unicron_lightning.replica.fabric import ReplicaFabric, run_released
 from unicron_lightning.worker.communicator import gather_bytes
 from unicron_lightning.worker.engine import Engine, Report
 from unicron_lightning.worker.ledger import share
@@ -30,9 +32,10 @@ class ReplicaEvaluation:
     Args:
         batches: all of them, by number.
         size: samples of a batch, by number.
-        model: this worker's shard.
-        fabric: provides its place, and receives its progress.
-        forward: of one batch; the schedule ignores the loss.
+        fabric: provides this worker's place, and receives its progress.
+        device: of the model.
+        call: runs some batches of one size forward, with the partners; arguments: their numbers, and the size.
+        tells: whether this worker reports its replica's results.
         results: returns the results of some batches, by their numbers, as bytes.
     """
 
@@ -42,16 +45,19 @@ class ReplicaEvaluation:
         self,
         batches: Sequence[int],
         size: Callable[[int], int],
-        model: ShardModel,
-        fabric: GridFabric,
-        forward: ForwardStep,
+        fabric: ReplicaFabric[Any],
+        device: torch.device,
+        call: Callable[[Sequence[int], int], None],
         results: Callable[[Collection[int]], bytes],
+        *,
+        tells: bool,
     ) -> None:
         self._batches = list(batches)
         self._size = size
-        self._model = model
         self._fabric = fabric
-        self._forward = forward
+        self._device = device
+        self._call = call
+        self._tells = tells
         self._results = results
         self._finished: set[int] = set()
         self._calls: list[list[int]] = []
@@ -66,9 +72,9 @@ class ReplicaEvaluation:
         fabric = self._fabric
         for call in self._calls:
             fabric.phase = "calls"
-            run_released(partial(self._model.evaluate, call, self._forward, self._size(call[0])))
-            fabric.arrive(self._model.device)
-            if fabric.tells:
+            run_released(partial(self._call, call, self._size(call[0])))
+            fabric.arrive(self._device)
+            if self._tells:
                 self._finished.update(call)
         engine.fault("evaluated", engine.step)
         told = self._results(sorted(self._finished))

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 
-from unicron_lightning.megatron.fabric import GridFabric, run_released
-from unicron_lightning.megatron.model import ShardModel
+from unicron_lightning.replica.channels import Channels
+from unicron_lightning.replica.fabric import ReplicaFabric, run_released
+from unicron_lightning.replica.model import ReplicaModel
 from unicron_lightning.worker.communicator import gather_bytes
 from unicron_lightning.worker.engine import Engine, Report
 from unicron_lightning.worker.operations import Indivisible
 
 
 class InitialState(Indivisible):
-    """All replicas start from the first one's parameters, and tied embeddings are the same at both ends.
+    """All replicas start from the first one's parameters.
 
     Args:
         fabric: provides this worker's place.
@@ -25,7 +25,7 @@ class InitialState(Indivisible):
 
     name = "initial_state"
 
-    def __init__(self, fabric: GridFabric, model: ShardModel) -> None:
+    def __init__(self, fabric: ReplicaFabric[Any], model: ReplicaModel) -> None:
         self._fabric = fabric
         self._model = model
 
@@ -44,7 +44,7 @@ class InitialState(Indivisible):
         return b""
 
 
-def transfer(fabric: GridFabric, model: ShardModel) -> None:
+def transfer(fabric: ReplicaFabric[Any], model: ReplicaModel) -> None:
     """Send the newest state of a shard to the epoch's workers that lack it, from another replica.
 
     Raises:
@@ -58,20 +58,18 @@ def transfer(fabric: GridFabric, model: ShardModel) -> None:
     source, lacks = layout.sources[fabric.own_shard], place.rank in layout.stale
     if lacks:
         fabric.at = None
-    data = run_released(lambda: _broadcast(model.state() if place.replica == source else None, source))
+    data = run_released(lambda: _broadcast(channels, model.state() if place.replica == source else None, source))
     if lacks:
         model.load_state(data)
         fabric.at = layout.newest
 
 
-def _broadcast(data: bytes | None, source: int) -> bytes:
-    """Send one data-parallel rank's bytes to all."""
-    group = parallel_state.get_data_parallel_group()
-    root = dist.get_global_rank(group, source)
+def _broadcast(channels: Channels, data: bytes | None, source: int) -> bytes:
+    """Send the bytes of the worker of this shard in one replica to those in all."""
     size = torch.tensor([0 if data is None else len(data)], dtype=torch.int64)
-    dist.broadcast(size, root, group=group)
+    channels.same_shard.broadcast(size, source)
     buffer = torch.empty(int(size), dtype=torch.uint8)
     if data is not None:
         buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    dist.broadcast(buffer, root, group=group)
+    channels.same_shard.broadcast(buffer, source)
     return buffer.numpy().tobytes()

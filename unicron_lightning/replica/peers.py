@@ -1,4 +1,4 @@
-"""Groups of peers whose waits can be released at any moment, for Megatron's collectives.
+"""Groups of peers whose waits can be released at any moment, for collectives in the library.
 
 gloo forgets a partly received message when its connection breaks: the wait for it ends with gloo's own time-out,
 minutes later. Megatron waits in the library, not at a `worker.communicator.Gate`. Therefore `torch.distributed` gets
@@ -53,6 +53,15 @@ class PeerGroup(GlooGroup):
         self._works = [other for other in self._works if not other.is_completed()]
         self._works.append(work)
         return Collective(work, self)
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        """Copy rank ``root``'s tensor, in host memory, to all.
+
+        Raises:
+            RuntimeError: the connections are closed.
+        """
+        backend: Any = self.backend
+        self.start(backend.broadcast(tensor, root)).wait()
 
     def wait_aside(self, work: dist.Work) -> Future[bool]:
         """Wait for a message in a thread, since such a wait cannot be interrupted without breaking the connection."""
@@ -162,7 +171,7 @@ class ReduceScatter:
         return all(each.is_completed() for each in self._sums)
 
 
-class Message:
+class PeerMessage:
     """Replacement for the `Work` of a send or a receive."""
 
     def __init__(self, work: dist.Work, group: PeerGroup) -> None:
@@ -192,7 +201,7 @@ class Message:
 
 
 class ProcessGroup(dist.ProcessGroup):
-    """Interface of a `PeerGroup` for `torch.distributed` and Megatron: its collectives and messages.
+    """Interface of a `PeerGroup` for `torch.distributed`: its collectives and messages.
 
     Args:
         group: the connections; other process groups may share them.
@@ -232,9 +241,9 @@ def _collective(name: str) -> Callable[..., Collective]:
     return start
 
 
-def _message(name: str) -> Callable[..., Message]:
-    def start(self: ProcessGroup, *args: Any, **kwargs: Any) -> Message:
-        return Message(getattr(self._inner, name)(*args, **kwargs), self._peers)
+def _message(name: str) -> Callable[..., PeerMessage]:
+    def start(self: ProcessGroup, *args: Any, **kwargs: Any) -> PeerMessage:
+        return PeerMessage(getattr(self._inner, name)(*args, **kwargs), self._peers)
 
     return start
 

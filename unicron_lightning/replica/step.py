@@ -1,14 +1,13 @@
-"""One optimizer step of a grid of replicas through failures, up to its commit.
+"""One optimizer step of a world of replicas through failures, up to its commit.
 
-1. **Calls.** Each replica runs its micro-batches by Megatron's schedule; gradients accumulate in ``main_grad``.
-2. **Reduction** over the replicas, in place, on buckets that were copied before.
-3. **Gate.** A small all-reduce of all members. A worker past it knows that all reductions are complete, and that all
-its
+1. **Calls.** Each replica runs its micro-batches in one or two calls; gradients accumulate without other replicas.
+2. **Reduction** over the replicas; each worker keeps its own sums.
+3. **Gate.** A small all-reduce of all members. A worker past it knows that all reductions are complete, and that its
    partners have come this far. Before it, workers wait within a replica only in calls.
-4. **Finalization** within each replica: tied embeddings, sequence-parallel norms, the norm of the gradients.
+4. **Finalization** within each replica, such as the norm of the gradients.
 5. **Commit.** As in `worker.step`: loss and logged values are summed, and pending joins counted. The update follows and
-   needs no other worker. With the distributed optimizer the update and its copies (`keeper`) come before the commit, so
-   that a committed step has nothing left to lose.
+   needs no other worker. If optimizer shards are spread over replicas, the update and its copies (`keeper`) come before
+   the commit, so that a committed step has nothing left to lose.
 
 After a failure complete replicas keep their sums, the lost micro-batches are redistributed (`shares`), and the step
 continues from 1. Spares take part in gate and commit, which gives them the logged values and the task's progress.
@@ -18,23 +17,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 import torch
 
-from unicron_lightning.megatron.fabric import GridFabric, run_released
-from unicron_lightning.megatron.model import ForwardStep, ShardModel
-from unicron_lightning.megatron.shares import CallPlan, CallReport, plan_calls
+from unicron_lightning.replica.fabric import ReplicaFabric, run_released
+from unicron_lightning.replica.model import ReplicaModel
+from unicron_lightning.replica.shares import CallPlan, CallReport, plan_calls
 from unicron_lightning.worker.communicator import gather_rows
 from unicron_lightning.worker.engine import Engine, Report
 from unicron_lightning.worker.step import Sums
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(tuple[int, float, list[float]]).decode
-
-
 _Sums = TypeVar("_Sums", bound=Sums)
+
+
+class Call(Protocol):
+    """Runs some micro-batches of a step on this worker's shard, together with its partners; gradients accumulate."""
+
+    def __call__(self, micro_batches: Sequence[int], *, last: bool) -> None:
+        """Run them.
+
+        Args:
+            micro_batches: by number.
+            last: whether the reduction may start in it, since no further call of the step is planned.
+        """
+        ...
 
 
 class ReplicaStep(Generic[_Sums]):
@@ -44,7 +54,7 @@ class ReplicaStep(Generic[_Sums]):
         micro_batches: all of the step's, by number.
         model: this worker's shard.
         fabric: provides its place, and receives its progress.
-        forward: of one micro-batch.
+        call: runs forward and backward of some micro-batches with the partners.
         sums: makes the other sums, from the micro-batches finished here.
     """
 
@@ -53,9 +63,9 @@ class ReplicaStep(Generic[_Sums]):
     def __init__(
         self,
         micro_batches: Sequence[int],
-        model: ShardModel,
-        fabric: GridFabric,
-        forward: ForwardStep,
+        model: ReplicaModel,
+        fabric: ReplicaFabric[Any],
+        call: Call,
         sums: Callable[[Sequence[int]], _Sums],
     ) -> None:
         self.micro_batches = list(micro_batches)
@@ -64,7 +74,7 @@ class ReplicaStep(Generic[_Sums]):
         self.sums: _Sums | None = None
         self._model = model
         self._fabric = fabric
-        self._forward = forward
+        self._call = call
         self._make_sums = sums
         self._calls: list[tuple[int, ...]] = []
         self._began = 0
@@ -132,9 +142,9 @@ class ReplicaStep(Generic[_Sums]):
             self._began += 1
             if self._calls:
                 with model.gradients.apart():
-                    run_released(partial(model.call, call, self._forward, last=False))
+                    run_released(partial(self._call, call, last=False))
             else:
-                run_released(partial(model.call, call, self._forward, last=len(plan.calls) == 1))
+                run_released(partial(self._call, call, last=len(plan.calls) == 1))
             fabric.arrive(self._device)
             self._calls.append(call)
         fabric.phase = "reducing"
@@ -147,7 +157,7 @@ class ReplicaStep(Generic[_Sums]):
         engine.fault("reduced", engine.step)
 
     def _update_shard(self, engine: Engine) -> None:
-        """With the distributed optimizer: do the update, and copy it."""
+        """If optimizer shards are spread over replicas: do the update, and copy it."""
         keeper, done = self._model.keeper, self._fabric.at
         if keeper is None:
             return

@@ -1,0 +1,104 @@
+"""Megatron's grid of TP x PP workers a replica: the declared shape, and the numbering of active workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from unicron_lightning import wire
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The declared world.
+
+    Attributes:
+        tensor: tensor-parallel size (TP).
+        pipeline: pipeline stages (PP).
+        replicas: model replicas (DP) without failures.
+    """
+
+    tensor: int
+    pipeline: int
+    replicas: int
+
+    @property
+    def shards(self) -> int:
+        """Workers of a replica, counted along tensor parallelism first."""
+        return self.tensor * self.pipeline
+
+    def coordinate(self, shard: int) -> tuple[int, int]:
+        """Tensor-parallel rank and pipeline stage."""
+        return shard % self.tensor, shard // self.tensor
+
+    def tells(self, shard: int) -> bool:
+        """Whether a worker, the first of the last stage, reports the results of its replica's micro-batches."""
+        return self.coordinate(shard) == (0, self.pipeline - 1)
+
+    def relaid(self, layout: wire.Layout) -> Shape:
+        """The same number of workers in another layout."""
+        replicas = self.shards * self.replicas // (layout.tensor * layout.pipeline)
+        return Shape(tensor=layout.tensor, pipeline=layout.pipeline, replicas=replicas)
+
+    def grid(self, *, replicas: int, place: int, shard: int) -> Grid:
+        """Place of a worker among the active ones."""
+        return Grid(shape=self, replicas=replicas, place=place, shard=shard)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Megatron's numbering of the active workers, tensor parallelism first and pipeline stages last.
+
+    Megatron makes some twenty process groups, most of them of the same few sets of workers; those share a connection.
+
+    Attributes:
+        shape: of a replica.
+        replicas: number of active replicas.
+        place, shard: of this worker.
+    """
+
+    shape: Shape
+    replicas: int
+    place: int
+    shard: int
+
+    @property
+    def shards(self) -> int:
+        """Workers of a replica."""
+        return self.shape.shards
+
+    @property
+    def size(self) -> int:
+        """Number of active workers."""
+        return self.replicas * self.shape.shards
+
+    def number(self, place: int, shard: int) -> int:
+        """A worker's rank in `torch.distributed`."""
+        tensor, stage = self.shape.coordinate(shard)
+        return tensor + self.shape.tensor * (place + self.replicas * stage)
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank in `torch.distributed`."""
+        return self.number(self.place, self.shard)
+
+    def within(self) -> Iterator[tuple[int, ...]]:
+        """Sets of this worker's replica, as shards: its stage, its pipeline, the pipeline's ends, and the whole
+        replica.
+        """
+        tensor, stage = self.shape.coordinate(self.shard)
+        size, stages = self.shape.tensor, self.shape.pipeline
+        column = tuple(tensor + size * other for other in range(stages))
+        yield tuple(range(size * stage, size * (stage + 1)))
+        yield column
+        if stages > 2 and stage in (0, stages - 1):
+            yield column[0], column[-1]
+        yield tuple(range(self.shape.shards))
+
+    def across(self) -> Iterator[tuple[int, ...]]:
+        """Sets of several replicas, as ranks: this worker's shard, its stage, and all ranks."""
+        _, stage = self.shape.coordinate(self.shard)
+        size, every = self.shape.tensor, range(self.replicas)
+        yield tuple(sorted(self.number(place, self.shard) for place in every))
+        yield tuple(sorted(self.number(place, size * stage + other) for place in every for other in range(size)))
+        yield tuple(range(self.size))

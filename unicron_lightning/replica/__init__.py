@@ -1,0 +1,1 @@
+"""Replicas of S workers that hold a model together: the unit of failure of spread models."""
