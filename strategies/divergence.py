@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final, Literal, Protocol, get_args
+from typing import Final, Literal, get_args
 
 from torch import Tensor
 
@@ -11,19 +11,10 @@ from unicron_lightning.errors import ConfigError
 from unicron_lightning.worker.agreement import check_parameters
 from unicron_lightning.worker.digest import digest_of
 from unicron_lightning.worker.engine import Engine
+from unicron_lightning.worker.step import GradientStep
 
 OnDivergence = Literal["heal", "stop"]
 _CHOICES: Final = get_args(OnDivergence)
-
-
-class Step(Protocol):
-    """The operation of a step.
-
-    Attributes:
-        odd: ranks whose parameters must be wrong, once the step is committed.
-    """
-
-    odd: list[int]
 
 
 class Divergence:
@@ -51,7 +42,7 @@ class Divergence:
         due = self._every and engine.world.size > 1 and engine.step and engine.step % self._every == 0
         return digest_of(parameters) if due else 0.0
 
-    def check(self, operation: Step, engine: Engine) -> None:
+    def check(self, operation: GradientStep, engine: Engine) -> None:
         """Raise `ParametersDiffer` on the workers that must exit after a committed step."""
         world = engine.world
         check_parameters(operation.odd, world.rank, world.nodes, engine.step, stops=self._stops)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
-from typing import Any, Protocol
+from typing import Any
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -14,6 +14,7 @@ from unicron_lightning.detection.exits import LEFT_EARLY
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.worker.agreement import ParametersDiffer
 from unicron_lightning.worker.balance import Balance
+from unicron_lightning.worker.commit import CommittedStep
 from unicron_lightning.worker.control import Control
 from unicron_lightning.worker.engine import Engine
 
@@ -25,16 +26,6 @@ _FIRST_STEP: dict[wire.EpochKind, str] = {
     "leave": "shrunk",
 }
 """Event of the first step finished in an epoch, by kind."""
-
-
-class Step(Protocol):
-    """The operation of a step.
-
-    Attributes:
-        recomputed: the micro-batches that were lost in it.
-    """
-
-    recomputed: list[int]
 
 
 def told_flops(module: Any) -> float | None:
@@ -59,7 +50,7 @@ class StepReports:
         """Newest reported epoch."""
         self._finite = True
 
-    def finished(self, engine: Engine, operation: Step, loss: float) -> None:
+    def finished(self, engine: Engine, operation: CommittedStep, loss: float) -> None:
         """Count the step, report progress, and log an event if it is the first of its epoch.
 
         Args:

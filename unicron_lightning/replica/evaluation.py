@@ -22,6 +22,7 @@ import torch
 from unicron_lightning.replica.fabric import ReplicaFabric, run_released
 from unicron_lightning.worker.communicator import gather_bytes
 from unicron_lightning.worker.engine import Engine, Report
+from unicron_lightning.worker.evaluation import unfinished
 from unicron_lightning.worker.ledger import share
 from unicron_lightning.worker.operations import pack_parts
 
@@ -103,6 +104,4 @@ def plan_evaluation(
         place: of the replica; None for a spare.
         replicas: number of replicas.
     """
-    finished = {number for report in reports if report is not None for number in report["finished"]}
-    left = [number for number in batches if number not in finished]
-    return [] if place is None else share(left, place, replicas)
+    return [] if place is None else share(unfinished(batches, reports), place, replicas)

@@ -5,7 +5,7 @@
 3. **Gate.** A small all-reduce of all members. A worker past it knows that all reductions are complete, and that its
    partners have come this far. Before it, workers wait within a replica only in calls.
 4. **Finalization** within each replica, such as the norm of the gradients.
-5. **Commit.** As in `worker.step`: loss and logged values are summed, and pending joins counted. The update follows and
+5. **Commit** (`worker.commit`), as for a model that each worker holds. The update follows and
    needs no other worker. If optimizer shards are spread over replicas, the update and its copies (`keeper`) come before
    the commit, so that a committed step has nothing left to lose.
 
@@ -19,18 +19,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
-import msgspec
 import torch
 
 from unicron_lightning.replica.fabric import ReplicaFabric, run_released
 from unicron_lightning.replica.model import ReplicaModel
 from unicron_lightning.replica.shares import CallPlan, CallReport, plan_calls
-from unicron_lightning.worker.communicator import gather_rows
+from unicron_lightning.worker.commit import Sums, adopt_commit, commit
 from unicron_lightning.worker.engine import Engine, Report
-from unicron_lightning.worker.step import Sums
 
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(tuple[int, float, list[float]]).decode
 _Sums = TypeVar("_Sums", bound=Sums)
 
 
@@ -116,10 +112,11 @@ class ReplicaStep(Generic[_Sums]):
             fabric.phase = "ready"
         else:
             fabric.phase = "idle"  # it may have been ready in an attempt that was lost completely
-        leave, totals = self._commit(engine)
-        engine.switch_from = leave
-        engine.fault("committed", engine.step)
-        return _encode((leave, self.grad_norm, totals))
+        self.sums = self._make_sums([m for call in self._calls for m in call])
+        speaks = fabric.place.rank == fabric.place.layout.replicas[0].members[0]
+        committed = commit(engine, self.sums, [self._model.grad_norm if speaks else 0.0])
+        self.grad_norm = float(committed.ballots.sum())
+        return committed.encode()
 
     def suspend(self) -> None:
         if self._fabric.phase == "reducing":
@@ -131,8 +128,7 @@ class ReplicaStep(Generic[_Sums]):
     def adopt(self, result: bytes) -> None:
         # A peer has committed, so this worker was in the commit: only the result is missing.
         assert self._engine is not None and self.sums is not None
-        self._engine.switch_from, self.grad_norm, totals = _decode(result)
-        self.sums.read(totals)
+        (self.grad_norm,) = adopt_commit(self._engine, self.sums, result)
 
     def _compute(self, engine: Engine, plan: CallPlan) -> None:
         fabric, model = self._fabric, self._model
@@ -181,27 +177,6 @@ class ReplicaStep(Generic[_Sums]):
         communicator = engine.communicator
         communicator.wait(communicator.all_reduce(torch.zeros(1)))
         engine.fault("gate", engine.step)
-
-    def _commit(self, engine: Engine) -> tuple[int, list[float]]:
-        self.sums = self._make_sums([m for call in self._calls for m in call])
-        leave, totals = self._vote(engine, self.sums.totals())
-        if self.sums.read(totals):
-            self.sums.settle(engine)
-            leave, _ = self._vote(engine, ())
-        return leave, totals
-
-    def _vote(self, engine: Engine, totals: Sequence[float]) -> tuple[int, list[float]]:
-        """The epoch that all members agree to leave (0: none), and the sums of ``totals`` over the members."""
-        place, communicator = self._fabric.place, engine.communicator
-        assert place is not None
-        pending = engine.control is not None and engine.control.newer_than(engine.world.epoch) is not None
-        speaks = place.rank == place.layout.replicas[0].members[0]
-        norm = self._model.grad_norm if speaks else 0.0
-        engine.fault("commit", engine.step)
-        ballots = gather_rows(communicator, [float(pending), norm, *totals])
-        votes, self.grad_norm, *sums = ballots.sum(0).tolist()
-        leave = int(votes) == engine.world.size or engine.world.hold
-        return (engine.world.epoch if leave else 0), sums
 
 
 def _parse(report: Any) -> CallReport | None:

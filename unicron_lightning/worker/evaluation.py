@@ -15,15 +15,15 @@ from unicron_lightning.worker.ledger import share
 from unicron_lightning.worker.operations import pack_parts
 
 
-def plan_evaluation(num_batches: int, reports: Sequence[Report | None], rank: int) -> list[int]:
-    """The batches for ``rank``, from the batches that each rank has run so far (None: not begun).
-
-    If no rank has begun, each gets its share of the whole; otherwise the batches that no rank has run are distributed.
-    """
-    if all(report is None for report in reports):
-        return share(range(num_batches), rank, len(reports))
+def unfinished(batches: Sequence[int], reports: Sequence[Report | None]) -> list[int]:
+    """The batches that no member has run so far, from the members' reports (None: not begun)."""
     finished = {number for report in reports if report is not None for number in report["finished"]}
-    return share([number for number in range(num_batches) if number not in finished], rank, len(reports))
+    return [number for number in batches if number not in finished]
+
+
+def plan_evaluation(num_batches: int, reports: Sequence[Report | None], rank: int) -> list[int]:
+    """The batches for ``rank``: its share of those that no rank has run so far."""
+    return share(unfinished(range(num_batches), reports), rank, len(reports))
 
 
 class Evaluation:

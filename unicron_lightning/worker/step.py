@@ -4,9 +4,8 @@ Protocol (docs/protocol.md):
 
 1. Each rank runs its share of the step's micro-batches; gradients accumulate in local buckets without communication.
 2. During the backward of its last micro-batch it launches the all-reduces on *copies* of the buckets.
-3. When all are complete, the **commit** follows: one small all-gather, by which the ranks sum the step's other results
-   (loss, logged values) and count the ranks that know of a pending epoch; if all do, all switch at the end of the step.
-   No rank steps the optimizer before the commit, so a rank with its result knows that every rank has every reduction.
+3. When all are complete, the **commit** follows (`worker.commit`). No rank steps the optimizer before it, so a rank
+   with its result knows that every rank has every reduction.
 4. After a failure the survivors keep local buckets and completed reductions, and plan the rest (`ledger.plan_step`). If
    the library does not report which reductions have completed (`Communicator.tells_success`), all are repeated.
 
@@ -17,46 +16,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Final
 
-import msgspec
 import torch
 
 from unicron_lightning.worker.agreement import odd_ranks
 from unicron_lightning.worker.balance import Balance
 from unicron_lightning.worker.buckets import Bucket, GradientBuckets
-from unicron_lightning.worker.communicator import Communicator, CommunicatorAborted, Handle, gather_rows
+from unicron_lightning.worker.commit import Sums, adopt_commit, commit
+from unicron_lightning.worker.communicator import Communicator, CommunicatorAborted, Handle
 from unicron_lightning.worker.engine import Engine, Report
 from unicron_lightning.worker.ledger import StepPlan, StepReport, plan_step
 
 DEVICE_POLL_SECONDS: Final = 0.0002
 RELEASE_SECONDS: Final = 30.0
 """Time to wait for the buffer of an aborted reduction before a second one is allocated."""
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(tuple[int, list[float]]).decode
-
-
-class Sums(Protocol):
-    """Other sums over a step's micro-batches: metrics, buffers, the loss."""
-
-    @property
-    def buckets(self) -> Sequence[Bucket]:
-        """Large sums over this rank's micro-batches, reduced after the gradients; the same number and sizes on all
-        ranks.
-        """
-        ...
-
-    def totals(self) -> Sequence[float]:
-        """Small sums over this rank's micro-batches, sent with the commit; equally many on all ranks."""
-        ...
-
-    def read(self, totals: Sequence[float]) -> bool:
-        """Store `totals` summed over the ranks; return whether `settle` must follow."""
-        ...
-
-    def settle(self, engine: Engine) -> None:
-        """Communicate before a second commit; must be repeatable."""
-        ...
 
 
 class GradientStep:
@@ -132,15 +106,14 @@ class GradientStep:
         self._await_reductions(engine)
         engine.fault("reduced", engine.step)
         engine.activity.enter("commit")
-        leave, times, totals = self._commit(engine, self._sums.totals())
-        if self._sums.read(totals):
-            self._sums.settle(engine)
-            leave, _, _ = self._commit(engine, ())
+        activity = engine.activity
+        busy = activity.busy() / activity.micro_batches if activity.micro_batches else 0.0
+        committed = commit(engine, self._sums, (busy, self._digest))
+        times, digests = committed.ballots.T.tolist()
+        self.odd = odd_ranks(digests)
         if self._balance is not None:
             self._balance.take(times)
-        engine.switch_from = leave
-        engine.fault("committed", engine.step)
-        return _encode((leave, totals))
+        return committed.encode()
 
     def suspend(self) -> None:
         # Completion must be read now: after the abort, ended and completed collectives look the same.
@@ -162,8 +135,7 @@ class GradientStep:
         # A peer has committed, so every rank was in the commit and all reductions are complete here too.
         assert len(self._reduced) == len(self._buckets), "a step was committed with reductions missing here"
         assert self._engine is not None
-        self._engine.switch_from, totals = _decode(result)
-        self._sums.read(totals)
+        adopt_commit(self._engine, self._sums, result)
 
     def _reclaim(self) -> None:
         """Make the buckets of aborted reductions usable again, with the same memory if the library has released it."""
@@ -238,20 +210,3 @@ class GradientStep:
             engine.communicator.wait(self._in_flight[index])
             self._reduced.add(index)
             del self._in_flight[index]
-
-    def _commit(self, engine: Engine, totals: Sequence[float]) -> tuple[int, list[float], list[float]]:
-        """Commit the step.
-
-        Returns:
-            The epoch that all members agree to leave (0: none), each rank's seconds per micro-batch (0: unknown), and
-            the sums of ``totals`` over the ranks.
-        """
-        activity = engine.activity
-        pending = engine.control is not None and engine.control.newer_than(engine.world.epoch) is not None
-        busy = activity.busy() / activity.micro_batches if activity.micro_batches else 0.0
-        engine.fault("commit", engine.step)
-        ballots = gather_rows(engine.communicator, [float(pending), busy, self._digest, *totals])
-        votes, _, _, *sums = ballots.sum(0).tolist()
-        self.odd = odd_ranks(ballots[:, 2].tolist())
-        leave = int(votes) == engine.world.size or engine.world.hold
-        return (engine.world.epoch if leave else 0), ballots[:, 1].tolist(), sums
