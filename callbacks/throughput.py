@@ -105,7 +105,7 @@ class ThroughputMonitor(pl.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if state_dict and self._account is not None and self._engine is not None:
             control = self._engine.control
-            resumed = control is not None and control.welcome.resume is not None
+            resumed = control is not None and bool(control.welcome.resume)
             away = max(0.0, time.time() - state_dict["at"]) if resumed else 0.0
             self._account.load_state(state_dict, time.perf_counter(), away)
 

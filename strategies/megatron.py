@@ -78,6 +78,7 @@ class UnicronMegatronStrategy(UnicronStrategy):
 
     strategy_name = "unicron_megatron"
     _replicated = False
+    _divided = True
     _shuffles = False
 
     def __init__(
@@ -165,7 +166,7 @@ class UnicronMegatronStrategy(UnicronStrategy):
         assert self._session is not None
         if self._session.is_joiner:
             self.fabric.take_shard(self.local_rank)
-        self._restores_late = not self._session.is_joiner and self._session.resume is None
+        self._restores_late = not (self._session.is_joiner or self._session.resume)
         build_world(self.fabric.shape, self.fabric.own_shard, self.root_device)
         tensor_parallel.model_parallel_cuda_manual_seed(self._seed & 0x7FFFFFFF)
 
@@ -203,9 +204,9 @@ class UnicronMegatronStrategy(UnicronStrategy):
             self._enter_grid(self.engine.world)
             self.engine.run(InitialState(self.fabric, self.model_shard))
             self._founded()
-            path, session.resume = session.resume, None
-            if path is not None:
-                self._arrival = whole = join_state.resume(trainer, path)
+            known, session.resume = session.resume, ()
+            if known:
+                self._arrival = whole = self._resume(trainer, known)
                 if whole is not None:
                     self._seed = whole["seed"]
                     self._optimizer.set_rates(whole["rates"])
@@ -370,15 +371,15 @@ class UnicronMegatronStrategy(UnicronStrategy):
             return
         path = str(Path(str(filepath)).absolute())
         with self.engine.activity.during("checkpoint"):
-            self.engine.run(SaveCheckpoint(self.fabric, self.model_shard, path, checkpoint))
-        self._tell_checkpoint(checkpoint, path)
+            digest = self.engine.run(SaveCheckpoint(self.fabric, self.model_shard, path, checkpoint)).decode()
+        self._tell_checkpoint(checkpoint, path, digest)
         if self.model_shard.keeper is not None:
             self.model_shard.keeper.saved = int(checkpoint["global_step"])
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load Lightning's part; `load_model_state_dict` reads the model's once it exists."""
-        path = str(Path(str(checkpoint_path)).absolute())
+        path = self._readable(str(Path(str(checkpoint_path)).absolute()))
         rest = checkpoint.rest(path)
         self._resumes = path
         return rest

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from unicron_lightning.megatron import checkpoint
 from unicron_lightning.megatron.model import ShardModel
 from unicron_lightning.replica.fabric import ReplicaFabric, run_released
+from unicron_lightning.worker.checkpoint_files import total
 from unicron_lightning.worker.communicator import gather_bytes
 from unicron_lightning.worker.engine import Engine, Report
 from unicron_lightning.worker.operations import Indivisible
 
 
 class SaveCheckpoint(Indivisible):
-    """Writes the parts of all active workers; repeated as a whole if one dies meanwhile.
+    """Writes the parts of all active workers; repeated as a whole if one dies meanwhile. The result is the digest.
 
     Args:
         fabric: provides this worker's place; spares do not take part.
@@ -35,12 +38,15 @@ class SaveCheckpoint(Indivisible):
         """Plan nothing: all workers do the same."""
 
     def attempt(self, engine: Engine) -> bytes:
+        digests: dict[str, str] = {}
         if self._fabric.channels is not None:
             engine.fault("checkpoint", engine.step)
             chunks, optimizer = [self._model.ddp], self._model.optimizer
-            run_released(lambda: checkpoint.save(self._path, chunks, optimizer, self._rest))
-        gather_bytes(engine.communicator, b"", engine.tag(self.name))
-        return b""
+            run_released(lambda: digests.update(checkpoint.save(self._path, chunks, optimizer, self._rest)))
+        parts = gather_bytes(engine.communicator, msgspec.json.encode(digests), engine.tag(self.name))
+        for part in parts:
+            digests.update(msgspec.json.decode(part, type=dict[str, str]))
+        return total(digests).encode()
 
 
 class LoadCheckpoint(Indivisible):

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+import msgspec
 
-from unicron_lightning import wire
 from unicron_lightning.strategies.join_state import WHOLE
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.control import terminable
@@ -32,9 +32,9 @@ def part(strategy: UnicronMegatronStrategy, trainer: pl.Trainer, state: dict[str
     assert control is not None
     path = _folder(trainer) / f"relayout-step={trainer.global_step}.ckpt"
     rest = {key: value for key, value in state.items() if key != "checkpoint"}
-    word = wire.CheckpointSaved(worker=control.worker, path=str(path), step=trainer.global_step, parting=True)
     with terminable(), engine.activity.during("checkpoint"):
         strategy.save_checkpoint({**state["checkpoint"], WHOLE: codec.encode(rest)}, path)
+        word = msgspec.structs.replace(strategy.saved[str(path)], parting=True)
         for logger in trainer.loggers:
             logger.save()
         engine.run(Parting(lambda: control.send(word)))

@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -57,7 +57,7 @@ class Session:
     ) -> None:
         self.control: Control | None = None
         self.is_joiner = False
-        self.resume: str | None = None
+        self.resume: Sequence[wire.Checkpoint] = ()
         self.fits = 0
         self._stacks: StackFile | None = None
         self._ready_to_abort = threading.Event()

@@ -240,9 +240,9 @@ class UnicronStrategy(CheckpointingStrategy):
         if self._session.is_joiner and not self.engine.has_state:
             if trainer.state.fn == TrainerFn.FITTING:
                 self._join(trainer)
-        elif self._session.resume is not None and trainer.state.fn == TrainerFn.FITTING:
-            path, self._session.resume = self._session.resume, None
-            self._arrival = join_state.resume(trainer, path)
+        elif self._session.resume and trainer.state.fn == TrainerFn.FITTING:
+            known, self._session.resume = self._session.resume, ()
+            self._arrival = self._resume(trainer, known)
         elif self.engine.world.size > 1 and self._gather.starting:
             if self._compares:
                 self._agree("model", self._described)

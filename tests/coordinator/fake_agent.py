@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -181,8 +182,18 @@ class FakeAgent:
         elif epochs and info.worker in {member.worker for member in epochs[-1].members}:
             went = any(go.epoch == epochs[-1].number for go in self.all(wire.Go))
             if epochs[-1].kind == "relayout" and went:
-                self.say(wire.CheckpointSaved(worker=info.worker, path="/ckpt", step=epochs[-1].number, parting=True))
+                self.saved("/ckpt", epochs[-1].number, worker=info.worker, parting=True)
             self.ready(epochs[-1].number, local_rank)
+
+    def saved(self, path: str, step: int, text: str = "", *, worker: str = "", parting: bool = False) -> None:
+        """Report a checkpoint with a content."""
+        digest = hashlib.sha256((text or path).encode()).hexdigest()
+        worker = worker or self.worker()
+        self.say(wire.CheckpointSaved(worker=worker, path=path, step=step, digest=digest, parting=parting))
+
+    def resumes(self) -> list[str]:
+        """Paths of the checkpoints in the last welcome."""
+        return [checkpoint.path for checkpoint in self.last(wire.Welcome).resume]
 
     def boot(self, *, capacity: int = 8) -> FakeAgent:
         """Launch, send hellos, build: all workers can become members."""

@@ -207,8 +207,7 @@ def test_a_task_whose_minimum_does_not_fit_waits_and_starts_when_it_does() -> No
 def test_a_running_task_that_no_longer_fits_is_paused_and_goes_on_later() -> None:
     world = World()
     agents = crowd(world, 4, a=(2, 2), b=(2, 2))
-    saved = wire.CheckpointSaved(worker=next(a.worker() for a in agents["b"].values() if a.workers), path="/c", step=7)
-    next(a for a in agents["b"].values() if a.workers).say(saved)
+    next(a for a in agents["b"].values() if a.workers).saved("/c", 7)
     node = members(world, "a")[0]
     number = int(node[1:])
     for task in agents.values():

@@ -66,7 +66,7 @@ def test_first_epoch_waits_for_min_nodes_complete_slots_and_orders_by_slot_and_l
         agent.launch()
         for local_rank in (1, 0):
             welcome = agent.hello(local_rank)
-            assert (welcome.founder, welcome.life, welcome.resume) == (True, 1, None)
+            assert (welcome.founder, welcome.life, welcome.resume) == (True, 1, ())
     b.ready(0, 0)
     b.ready(0, 1)
     a.ready(0, 1)

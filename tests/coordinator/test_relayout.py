@@ -48,8 +48,11 @@ def order(world: World, layout: wire.Layout = SLICES) -> None:
 
 def part(world: World, agent: str, step: int = 7) -> None:
     """Have a member report that it waits and that the checkpoint is written."""
-    saved = {"worker": agents(world)[agent].worker(), "path": f"/ckpt/{step}", "step": step}
-    agents(world)[agent].say(wire.CheckpointSaved(**saved, parting=True))
+    agents(world)[agent].saved(f"/ckpt/{step}", step, parting=True)
+
+
+def paths(welcome: wire.Welcome) -> tuple[str, ...]:
+    return tuple(checkpoint.path for checkpoint in welcome.resume)
 
 
 def again(world: World, names: str = "abcd") -> list[wire.Welcome]:
@@ -76,7 +79,7 @@ def test_the_members_write_a_checkpoint_and_the_next_life_has_the_layout() -> No
     assert world.event("layout_changes").fields == {"tp": 2, "pp": 1, "before": {"tp": 1, "pp": 2}, "step": 7}
     assert world.names().count("task_restarts") == 1 and world.event("task_restarts").incident is None
     for welcome in again(world):
-        assert (welcome.layout, welcome.founder, welcome.resume) == (SLICES, True, "/ckpt/7")
+        assert (welcome.layout, welcome.founder, paths(welcome)) == (SLICES, True, ("/ckpt/7",))
     assert "incident_closed" not in world.names() and world.task().incidents == 0
 
 
@@ -138,12 +141,12 @@ def test_without_a_survivor_the_order_is_void() -> None:
     world = grid()
     order(world)
     settle(world)
-    agents(world)["a"].say(wire.CheckpointSaved(worker=agents(world)["a"].worker(), path="/ckpt/4", step=4))
+    agents(world)["a"].saved("/ckpt/4", 4)
     for name in "abcd":
         agents(world)[name].die()
     assert world.event("layout_given_up").fields["tp"] == 2
     for welcome in again(world):
-        assert (welcome.layout, welcome.resume) == (None, "/ckpt/4")
+        assert (welcome.layout, paths(welcome)) == (None, ("/ckpt/4",))
 
 
 def test_a_layout_in_which_no_step_is_finished_is_given_up() -> None:
@@ -153,7 +156,7 @@ def test_a_layout_in_which_no_step_is_finished_is_given_up() -> None:
         agents(world)[name].die(cause="exit", code=1)
     assert world.event("layout_given_up").fields["reason"] == "no member was left before a step was finished in it"
     for welcome in again(world):
-        assert (welcome.layout, welcome.resume) == (None, "/ckpt/7")
+        assert (welcome.layout, paths(welcome)) == (None, ("/ckpt/7",))
 
 
 def test_a_layout_in_which_a_worker_fails_twice_is_given_up() -> None:
@@ -166,7 +169,7 @@ def test_a_layout_in_which_a_worker_fails_twice_is_given_up() -> None:
     assert reason.startswith("no way into a layout: failed 2 times at step 7; the last: ") and "exit 77" in reason
     assert world.names().count("task_restarts") == 2 and world.task().life == 3
     for welcome in again(world):
-        assert (welcome.layout, welcome.founder, welcome.resume) == (None, True, "/ckpt/7")
+        assert (welcome.layout, welcome.founder, paths(welcome)) == (None, True, ("/ckpt/7",))
     tell(world)
     for _ in range(3):
         fail_and_return(world, "d", step=8)
@@ -246,7 +249,7 @@ def test_workers_tell_a_coordinator_that_has_lost_its_store() -> None:
 def test_those_that_wait_are_started_anew_even_if_the_order_is_forgotten() -> None:
     world = grid()
     part(world, "a")
-    assert {(welcome.layout, welcome.resume) for welcome in again(world)} == {(None, "/ckpt/7")}
+    assert {(welcome.layout, paths(welcome)) for welcome in again(world)} == {(None, ("/ckpt/7",))}
 
 
 @pytest.mark.parametrize(

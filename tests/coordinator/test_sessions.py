@@ -73,8 +73,8 @@ def test_only_workers_that_train_tell_of_checkpoints():
     a, _ = running(world, 2)
     c = world.agent("c").start().launch()
     c.hello()
-    a.say(wire.CheckpointSaved(worker=a.worker(), path="/theirs", step=3))
-    c.say(wire.CheckpointSaved(worker=c.worker(), path="/other", step=4, parting=True))
+    a.saved("/theirs", 3)
+    c.saved("/other", 4, parting=True)
     assert world.task().checkpoint.path == "/theirs"
     assert world.task().life == 1
 
@@ -216,7 +216,7 @@ def test_back_too_late_old_workers_are_fenced_and_the_slot_is_asked_for_again():
 def test_all_agents_lost_are_waited_for_and_start_a_new_life():
     world = World(restart_grace=10)
     a, b = running(world, 2)
-    a.say(wire.CheckpointSaved(worker=a.worker(), path="/c", step=3))
+    a.saved("/c", 3)
     a.drop()
     b.drop()
     world.advance(5)
@@ -226,7 +226,7 @@ def test_all_agents_lost_are_waited_for_and_start_a_new_life():
         agent.rendezvous()
     for agent in (a, b):
         agent.boot()
-    assert (a.last(wire.Welcome).life, a.last(wire.Welcome).resume) == (2, "/c")
+    assert (a.last(wire.Welcome).life, a.resumes()) == (2, ["/c"])
     assert world.task().epoch.kind == "restart"
     world.advance(60)
     assert "t" in world.machine.tasks

@@ -243,10 +243,10 @@ def test_if_nobody_survives_the_warm_begin_the_new_life():
     world = World(warm_standby=True)
     (a,) = running(world, 1, nodes=(1, 1))
     s = world.agent("s").start().warm_up()
-    a.say(wire.CheckpointSaved(worker="a/0#1", path="/x", step=3))
+    a.saved("/x", 3)
     a.die()
     assert world.task().life == 2 and world.task().slots == ["s"] and not s.all(wire.Fence)
-    assert (s.last(wire.Welcome).founder, s.last(wire.Welcome).resume) == (True, "/x")
+    assert (s.last(wire.Welcome).founder, s.resumes()) == (True, ["/x"])
     s.ready(0)
     assert world.task().epoch.kind == "restart" and members(world) == ["s/0#1"]
 

@@ -19,10 +19,12 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from typing_extensions import override
 
+from unicron_lightning import wire
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies import join_state
 from unicron_lightning.strategies.unicron import UnicronStrategy
 from unicron_lightning.worker import codec
+from unicron_lightning.worker.checkpoint_files import digest_of
 
 DEVICES = 2
 
@@ -264,7 +266,9 @@ class Keeping(UnicronStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         assert self._session is not None
-        self._session.resume = None if self._path is None else str(self._path)
+        if self._path is not None:
+            written = {"path": str(self._path), "digest": digest_of(str(self._path))}
+            self._session.resume = (wire.Checkpoint(**written, step=0, life=1),)
         super().setup(trainer)
 
     @override

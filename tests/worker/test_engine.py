@@ -158,7 +158,7 @@ class Program:
         parts = unpack_parts(self.engine.run(operation))
         numbers = sorted(int(n) for part in parts for n in part.split(b",") if n)
         assert numbers == list(range(4)), "every batch evaluated once"
-        self.engine.run(LeaderAction("checkpoint", lambda: None))
+        self.engine.run(LeaderAction("checkpoint", lambda: b""))
 
 
 def simulate(
@@ -341,11 +341,16 @@ def test_a_leaders_action_is_done_by_another_when_the_leader_dies() -> None:
     engines["w0"].fault = Fault(4)  # exchange, connect, "checkpoint", then "agree", after its action
 
     def program(name: str) -> Any:
-        return lambda: engines[name].run(LeaderAction("write", lambda: acted.append(name)))
+        def act() -> bytes:
+            acted.append(name)
+            return name.encode()
+
+        return lambda: engines[name].run(LeaderAction("write", act))
 
     coordinator.start()
     results = run_threads(coordinator, [(name, program(name)) for name in engines])
     assert isinstance(results["w0"], Killed) and acted == ["w0", "w1"]
+    assert unpack_parts(results["w1"]) == [b"w1"]
     for engine in engines.values():
         engine.close()
 

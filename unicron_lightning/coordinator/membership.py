@@ -153,12 +153,11 @@ def _form(task: Task, turn: Turn) -> None:
 
 def welcome(task: Task, turn: Turn, agent: Agent, worker: Worker) -> None:
     """Send a worker its role, possibly again."""
-    resume = task.checkpoint.path if worker.founder and task.life > 1 and task.checkpoint else None
     word = wire.Welcome(
         worker=worker.id,
         founder=worker.founder,
         life=task.life,
-        resume=resume,
+        resume=tuple(task.checkpoints) if worker.founder and task.life > 1 else (),
         watch=turn.limits.watch,
         layout=task.layouts.in_force,
     )

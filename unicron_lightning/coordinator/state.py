@@ -111,13 +111,6 @@ class Agent(msgspec.Struct, kw_only=True):
         return None if self.slot is None else f"{self.node}/{self.slot}"
 
 
-class Checkpoint(msgspec.Struct, kw_only=True, frozen=True):
-    """The newest complete persistent checkpoint reported by any worker."""
-
-    path: str
-    step: int
-
-
 def has_multiple(step: int, least: int, most: int) -> bool:
     """Whether a multiple of ``step`` lies between ``least`` and ``most``, inclusive."""
     return most - most % step >= least
@@ -196,7 +189,8 @@ class Task(msgspec.Struct, kw_only=True):
     incidents: int = 0
     restarts: int = 0
     records: dict[str, str] = {}
-    checkpoint: Checkpoint | None = None
+    checkpoints: list[wire.Checkpoint] = []
+    """Reported checkpoints, newest first."""
     over: bool | None = None
     """Whether the task succeeded; None until it has ended."""
     struck: dict[str, tuple[int, str]] = {}
@@ -205,6 +199,11 @@ class Task(msgspec.Struct, kw_only=True):
     batches: int = 0
     measured: Measured = msgspec.field(default_factory=Measured)
     accounts: Accounts = msgspec.field(default_factory=Accounts)
+
+    @property
+    def checkpoint(self) -> wire.Checkpoint | None:
+        """The newest checkpoint."""
+        return self.checkpoints[0] if self.checkpoints else None
 
     @property
     def settled(self) -> bool:

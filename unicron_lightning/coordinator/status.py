@@ -48,7 +48,7 @@ def task_status(task: Task) -> dict[str, Any]:
         "starting": [_worker(task, worker, worker.id) for worker in others if not worker.built],
         "standby": [agent.id for agent in task.queue()],
         "agents": [_agent(task, agent) for agent in task.agents.values()],
-        "checkpoint": {"path": task.checkpoint.path, "step": task.checkpoint.step} if task.checkpoint else None,
+        "checkpoint": msgspec.to_builtins(task.checkpoint),
         "progress": {"step": stepped.step, "metrics": stepped.metrics} if stepped else None,
         "step_seconds": {slots: round(speed.seconds, 6) for slots, speed in sorted(task.measured.speeds.items())},
         "degraded": task.watch.degraded,

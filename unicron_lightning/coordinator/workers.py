@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from unicron_lightning import wire
-from unicron_lightning.coordinator import accounting, injection, measuring, partition, relayout, replicas
+from unicron_lightning.coordinator import accounting, checkpoints, injection, measuring, partition, relayout, replicas
 from unicron_lightning.coordinator.membership import bury, expel, needed, open_incident, start_anew, welcome
-from unicron_lightning.coordinator.state import Agent, Checkpoint, Task, Worker, round_of
+from unicron_lightning.coordinator.state import Agent, Task, Worker, round_of
 from unicron_lightning.coordinator.turn import Turn
 from unicron_lightning.coordinator.watch import slowness
 
@@ -91,8 +91,8 @@ def said(task: Task, turn: Turn, agent: Agent, message: Said) -> None:
             value = task.records.get(message.key)
             turn.send(agent, wire.LookupReply(worker=worker.id, key=message.key, value=value))
         case wire.CheckpointSaved() if worker.ready or any(worker.id == member.worker for member in task.members()):
-            # Only a training worker reports a valid checkpoint: a new life loads the file at this path.
-            _checkpoint(task, turn, worker, message)
+            # Only a training worker reports a valid checkpoint: a new life loads it.
+            checkpoints.saved(task, turn, message)
             if message.parting:
                 start_anew(task, turn)
         case wire.FaultDue():
@@ -255,11 +255,3 @@ def _event(task: Task, turn: Turn, worker: Worker, message: wire.WorkerEvent) ->
         task.incident = None
     if message.name in _FIRST_STEPS:
         relayout.stepped(task, turn)
-
-
-def _checkpoint(task: Task, turn: Turn, worker: Worker, message: wire.CheckpointSaved) -> None:
-    saved = Checkpoint(path=message.path, step=message.step)
-    if saved != task.checkpoint and (task.checkpoint is None or saved.step >= task.checkpoint.step):
-        task.checkpoint = saved
-        fields = {"worker": worker.id, "path": saved.path, "step": saved.step}
-        turn.emit_for(task, None, "checkpoint_saved", fields)

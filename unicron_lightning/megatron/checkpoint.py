@@ -11,10 +11,11 @@ and its index are pickles (docs/decisions/0011); the index is loaded by `unpickl
 
 from __future__ import annotations
 
+import os
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import IO, TYPE_CHECKING, Any, Final, cast
 
 import torch
 import torch.distributed as dist
@@ -24,16 +25,20 @@ from megatron.core.dist_checkpointing.strategies import torch as torch_format
 from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystem
 from typing_extensions import override
 
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.megatron.unpickling import INDEX, load_index, restricted
+from unicron_lightning.worker.checkpoint_files import HashingFile, folder_digests, names
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 CONTENT: Final = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 """Division of optimizer state, which is stored with it."""
+DATA_SUFFIX: Final = ".distcp"
+"""Of files with tensors, which torch's writer writes on each rank."""
 
 
 class Writer(SaveShardedStrategy):
@@ -45,6 +50,12 @@ class Writer(SaveShardedStrategy):
 
     def __init__(self) -> None:
         super().__init__("torch_dist", 1)
+        self._files = _HashingFiles()
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """Digests of the files written by this process, by name."""
+        return self._files.digests
 
     @override
     def can_handle_sharded_objects(self) -> bool:
@@ -55,14 +66,36 @@ class Writer(SaveShardedStrategy):
         grouped, _, _ = torch_format._replace_state_dict_keys_with_sharded_keys(
             sharded_state_dict, keep_only_main_replica=True
         )
+        writer = dcp.FileSystemWriter(str(checkpoint_dir))
+        writer.fs = self._files
         dcp.save(
             torch_format.mcore_to_pyt_state_dict(grouped, is_loading=False),
-            storage_writer=dcp.FileSystemWriter(str(checkpoint_dir)),
+            storage_writer=writer,
             planner=torch_format.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
         )
 
 
-def save(path: str | Path, chunks: Sequence[Any], optimizer: Any, rest: dict[str, Any]) -> None:
+class _HashingFiles(FileSystem):
+    """Computes the digests of the files that torch's writer writes."""
+
+    def __init__(self) -> None:
+        self.digests: dict[str, str] = {}
+
+    @override
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            hashing = HashingFile(cast("IO[bytes]", stream))
+            yield hashing
+        self.digests[Path(path).name] = hashing.digest
+
+    @override
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.digests[Path(new_path).name] = self.digests.pop(Path(path).name)
+
+
+def save(path: str | Path, chunks: Sequence[Any], optimizer: Any, rest: dict[str, Any]) -> dict[str, str]:
     """Write a checkpoint.
 
     Args:
@@ -70,6 +103,9 @@ def save(path: str | Path, chunks: Sequence[Any], optimizer: Any, rest: dict[str
         chunks: megatron-core's `DistributedDataParallel` modules.
         optimizer: megatron-core's.
         rest: further plain data; rank 0's is written.
+
+    Returns:
+        Digests of the files written by this rank, by name (`worker.checkpoint_files`).
     """
     target = Path(path)
     unfinished = target.with_name(f"{target.name}.unfinished")
@@ -77,19 +113,24 @@ def save(path: str | Path, chunks: Sequence[Any], optimizer: Any, rest: dict[str
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
     dist.barrier()
-    content = {**_sharded(chunks, optimizer, is_loading=False), "rest": rest}
+    content, writer = {**_sharded(chunks, optimizer, is_loading=False), "rest": rest}, Writer()
     dist_checkpointing.save(
         content,
         str(unfinished),
-        sharded_strategy=Writer(),
+        sharded_strategy=writer,
         preprocess_common_before_consistancy_check=lambda common: {k: v for k, v in common.items() if k != "rest"},
         content_metadata=CONTENT,
     )
+    digests = writer.digests
     if dist.get_rank() == 0:
+        # The library has written these small files itself.
+        others = [name for name in names(unfinished) if name not in digests and not name.endswith(DATA_SUFFIX)]
+        digests |= folder_digests(unfinished, others)
         if target.is_dir():
             shutil.rmtree(target)
         unfinished.rename(target)
     dist.barrier()
+    return digests
 
 
 def load(path: str | Path, chunks: Sequence[Any], optimizer: Any) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from unicron_lightning.wire.agent import (
     WorkerInfo,
     sealed,
 )
+from unicron_lightning.wire.checkpoints import Checkpoint, CheckpointSaved
 from unicron_lightning.wire.coordinator import (
     PLANNED,
     Epoch,
@@ -67,7 +68,6 @@ from unicron_lightning.wire.peers import (
 )
 from unicron_lightning.wire.replicas import Layout, Replicas, Spread
 from unicron_lightning.wire.worker import (
-    CheckpointSaved,
     CommError,
     Heartbeat,
     Lookup,
@@ -89,6 +89,7 @@ __all__ = [
     "Barred",
     "Beat",
     "Bye",
+    "Checkpoint",
     "CheckpointSaved",
     "CommError",
     "Doing",

@@ -8,6 +8,7 @@ import msgspec
 
 from unicron_lightning.wire.activity import WatchLimits
 from unicron_lightning.wire.agent import Address
+from unicron_lightning.wire.checkpoints import Checkpoint
 from unicron_lightning.wire.fields import Message
 from unicron_lightning.wire.replicas import Layout
 
@@ -98,15 +99,15 @@ class TaskOver(Message, frozen=True, kw_only=True, tag="task_over"):
 class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
     """[to the worker] Answer to `WorkerHello`. A founder takes part from the start; others join live when ready.
 
-    ``resume``: checkpoint path from which a task without surviving workers resumes, None for a new start. ``layout``:
-    an operator's order, which replaces the script's layout.
+    ``resume``: checkpoints of the task, newest first. A task without surviving workers resumes from the first one that
+    is as it was written; empty for a new start. ``layout``: an operator's order, which replaces the script's layout.
     """
 
     worker: str
     founder: bool
     life: int
     """Number of the task's starts: 1, and one more after each loss of all members."""
-    resume: str | None
+    resume: tuple[Checkpoint, ...]
     watch: WatchLimits = WatchLimits()
     layout: Layout | None = None
 

@@ -10,7 +10,6 @@ from unicron_lightning.wire.fields import (
     Index,
     Key,
     Message,
-    Path,
     Pid,
     Size,
     Wall,
@@ -70,18 +69,6 @@ class WorkerEvent(Message, frozen=True, kw_only=True, tag="worker_event"):
 
     def __post_init__(self) -> None:
         check_numbers(self.fields, "step", "epoch")
-
-
-class CheckpointSaved(Message, frozen=True, kw_only=True, tag="checkpoint_saved"):
-    """A persistent checkpoint is complete at ``path`` (absolute) and holds the state after ``step`` optimizer steps.
-
-    ``parting``: all members wait to be restarted from it; see `Epoch` of kind ``relayout``.
-    """
-
-    worker: Id
-    path: Path
-    step: Count
-    parting: bool = False
 
 
 class WorkerDone(Message, frozen=True, kw_only=True, tag="worker_done"):

@@ -73,19 +73,19 @@ class LeaderAction(Agreement):
 
     Args:
         name: as for `Agreement`.
-        action: run by rank 0; completed at least once before the operation completes.
+        action: run by rank 0; completed at least once before the operation completes. Its value is rank 0's part of
+            the result.
     """
 
-    def __init__(self, name: str, action: Callable[[], None]) -> None:
-        super().__init__(name, lambda rank: b"")
+    def __init__(self, name: str, action: Callable[[], bytes]) -> None:
+        super().__init__(name, lambda rank: (self._value or b"") if rank == 0 else b"")
         self._action = action
-        self._acted = False
+        self._value: bytes | None = None
 
     def attempt(self, engine: Engine) -> bytes:
-        if self._rank == 0 and not self._acted:
+        if self._rank == 0 and self._value is None:
             engine.fault("checkpoint", engine.step)
-            self._action()
-            self._acted = True
+            self._value = self._action()
         return super().attempt(engine)
 
 

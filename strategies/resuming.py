@@ -1,0 +1,97 @@
+"""The choice of the checkpoint from which a new life resumes: the newest one that is as it was written."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import msgspec
+
+from unicron_lightning import wire
+from unicron_lightning.errors import ConfigError
+from unicron_lightning.worker.checkpoint_files import OpenCheckpoint, total
+from unicron_lightning.worker.engine import Engine
+from unicron_lightning.worker.operations import Agreement, unpack_parts
+
+logger = logging.getLogger(__name__)
+
+
+class CheckpointsChanged(ConfigError):
+    """No known checkpoint of the task is as it was written; the message names each and both digests."""
+
+
+class _Seen(msgspec.Struct):
+    """A rank's view of a checkpoint."""
+
+    digests: dict[str, str] = {}
+    error: str = ""
+
+
+@contextmanager
+def newest(engine: Engine, known: Sequence[wire.Checkpoint], *, divided: bool) -> Iterator[OpenCheckpoint]:
+    """Hold the first of some checkpoints open that all ranks find as it was written. For all ranks together.
+
+    Args:
+        engine: has state.
+        known: checkpoints of the task, newest first.
+        divided: whether each rank reads its part of the files, and so a part of a folder; otherwise each reads all.
+
+    Raises:
+        CheckpointsChanged: there is none.
+    """
+    refused: list[str] = []
+    for number, checkpoint in enumerate(known):
+        opened, found = _look(engine, checkpoint, number, divided=divided)
+        try:
+            if found == checkpoint.digest and opened is not None:
+                yield opened
+                return
+        finally:
+            if opened is not None:
+                opened.close()
+        refused.append(f"{checkpoint.path} of step {checkpoint.step} has {found}, but {checkpoint.digest} was written")
+        _report(engine, checkpoint, found)
+    raise CheckpointsChanged(
+        f"the task cannot resume, as none of its checkpoints is as it was written (SHA-256): {'; '.join(refused)}. "
+        "Restore one of these, or start a new task with the ckpt_path of your choice"
+    )
+
+
+def _look(
+    engine: Engine, checkpoint: wire.Checkpoint, number: int, *, divided: bool
+) -> tuple[OpenCheckpoint | None, str]:
+    """Open a checkpoint; return it with the digest on which all ranks agree, or an explanation."""
+    opened, seen = None, _Seen()
+    try:
+        opened = OpenCheckpoint(checkpoint.path)
+    except OSError as error:
+        seen.error = str(error)
+
+    def look(rank: int) -> bytes:
+        part = (rank, engine.world.size) if divided else (0, 1)
+        try:
+            seen.digests = {} if opened is None else opened.digests(*part)
+        except OSError as error:
+            seen.error = str(error)
+        return msgspec.json.encode(seen)
+
+    said = engine.run(Agreement(f"checkpoint {number}", look))
+    return opened, _agreed([msgspec.json.decode(part, type=_Seen) for part in unpack_parts(said)], divided=divided)
+
+
+def _agreed(views: Sequence[_Seen], *, divided: bool) -> str:
+    """Return the digest that all ranks have found, or an explanation."""
+    if errors := [f"rank {rank}: {view.error}" for rank, view in enumerate(views) if view.error]:
+        return errors[0]
+    if divided:
+        return total({name: digest for view in views for name, digest in view.digests.items()})
+    found = sorted({total(view.digests) for view in views})
+    return found[0] if len(found) == 1 else f"{' and '.join(found)} on different ranks"
+
+
+def _report(engine: Engine, checkpoint: wire.Checkpoint, found: str) -> None:
+    fields = {"path": checkpoint.path, "step": checkpoint.step, "expected": checkpoint.digest, "found": found}
+    logger.error("checkpoint_rejected path=%(path)s step=%(step)d expected=%(expected)s found=%(found)s", fields)
+    if engine.control is not None and engine.world.rank == 0:
+        engine.control.event("checkpoint_rejected", **fields)

@@ -1,0 +1,73 @@
+"""Which checkpoints the coordinator keeps, and hands out to a new life."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from coordinator.driver import World, running
+from coordinator.fake_agent import FakeAgent
+
+from unicron_lightning import wire
+from unicron_lightning.coordinator.checkpoints import KEPT
+
+
+def reborn(*agents: FakeAgent) -> list[tuple[str, int]]:
+    """All workers die and start again; path and step of each checkpoint that they get."""
+    for agent in agents:
+        agent.die()
+    for agent in agents:
+        agent.rendezvous().boot()
+    return [(known.path, known.step) for known in agents[0].last(wire.Welcome).resume]
+
+
+def test_a_new_life_gets_all_known_checkpoints_newest_first() -> None:
+    world = World()
+    a, b = running(world, 2)
+    for step in (2, 6, 4):
+        a.saved(f"/{step}", step)
+        b.saved(f"/{step}", step)
+    assert world.names().count("checkpoint_saved") == 3
+    assert len(world.event("checkpoint_saved").fields["digest"]) == 64
+    world.start()  # from its store
+    a.register()
+    b.register()
+    assert reborn(a, b) == [("/6", 6), ("/4", 4), ("/2", 2)]
+    assert {known.life for known in a.last(wire.Welcome).resume} == {1}
+
+
+def test_the_oldest_are_forgotten() -> None:
+    world = World()
+    a, b = running(world, 2)
+    for step in range(KEPT + 3):
+        a.saved(f"/{step}", step)
+    assert reborn(a, b) == [(f"/{step}", step) for step in range(KEPT + 2, 2, -1)]
+
+
+def test_a_path_stands_for_what_was_written_there_last() -> None:
+    world = World()
+    a, b = running(world, 2)
+    a.saved("/last", 2, "two")
+    a.saved("/last", 4, "four")
+    b.saved("/last", 2, "two")  # its message was delayed
+    assert reborn(a, b) == [("/last", 4)]
+    b.saved("/last", 3, "of a life that has begun before step 3")
+    assert reborn(a, b) == [("/last", 3)]
+    assert a.last(wire.Welcome).resume[0].life == 2
+
+
+def test_two_of_one_step_at_one_path_may_both_be_the_last() -> None:
+    """The members' reports may be in different order."""
+    world = World()
+    a, b = running(world, 2)
+    a.saved("/last", 4, "first")
+    a.saved("/last", 4, "second")
+    b.saved("/last", 4, "first")
+    assert reborn(a, b) == [("/last", 4)] * 2
+    assert len({known.digest for known in a.last(wire.Welcome).resume}) == 2
+
+
+@pytest.mark.parametrize("digest", ["", "x" * 64, "a" * 63, "A" * 64, "a" * 64 + "\n"])
+def test_a_digest_is_required(digest: str) -> None:
+    text = wire.encode(wire.CheckpointSaved(worker="w", path="/p", step=1, digest=digest))
+    with pytest.raises(msgspec.ValidationError, match="digest"):
+        wire.decode_from_worker(text)

@@ -1,0 +1,40 @@
+"""Messages about checkpoints: what a task has written, and from what it may resume."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from unicron_lightning.wire.fields import Count, Id, Message, Path
+
+Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+"""A SHA-256 in hexadecimal digits."""
+
+
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """A complete persistent checkpoint, as a worker has reported it."""
+
+    path: Path
+    """Absolute path, or a URL."""
+    step: Count
+    """Optimizer steps finished in it."""
+    digest: Digest
+    """Digest of what was written: of the file, or of a folder's manifest (`worker.checkpoint_files`)."""
+    life: Count
+    """Life of the task in which it was written."""
+
+
+class CheckpointSaved(Message, frozen=True, kw_only=True, tag="checkpoint_saved"):
+    """A persistent checkpoint is complete at ``path`` and holds the state after ``step`` optimizer steps.
+
+    The other fields are those of `Checkpoint`. ``parting``: all members wait to be restarted from it; see `wire.Epoch`
+    of kind ``relayout``.
+    """
+
+    worker: Id
+    path: Path
+    step: Count
+    digest: Digest
+    parting: bool = False

@@ -1,0 +1,164 @@
+"""SHA-256 of checkpoints: computed while they are written, and again before they are loaded.
+
+The digest of a file is its SHA-256. That of a folder is the SHA-256 of its manifest: the output of sha256sum for all
+its files, sorted by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from threading import Thread
+from typing import IO, Any, Final, cast
+
+_LARGE: Final = 1 << 20
+"""Bytes from which a thread of its own computes the digest, while the file is written."""
+_CHUNK: Final = 1 << 22
+_WHOLE: Final = ""
+"""Name of a file that is the whole checkpoint."""
+
+
+class HashingFile:
+    """Computes the SHA-256 of what is written to a file, front to back.
+
+    Args:
+        file: open for writing; the caller closes it.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._hash = hashlib.sha256()
+
+    @property
+    def digest(self) -> str:
+        """Digest of what was written so far."""
+        return self._hash.hexdigest()
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        if len(view) < _LARGE:
+            self._hash.update(view)
+            return self._file.write(view)
+        hashing = Thread(target=self._hash.update, args=(view,), name="unicron-digest", daemon=True)
+        hashing.start()
+        try:
+            return self._file.write(view)
+        finally:
+            hashing.join()
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+
+class OpenCheckpoint:
+    """A checkpoint that is held open: what was checked is what is loaded, even if its path gets another file meanwhile.
+
+    Args:
+        name: path of a file or folder, or URL of a file, which is not held.
+
+    Attributes:
+        path: under which the held file or folder is read.
+
+    Raises:
+        OSError: it cannot be opened, or is neither a file nor a folder.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = self.path = name
+        self._descriptor: int | None = None
+        if "://" not in name:
+            self._descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would block
+            self.path = f"/proc/self/fd/{self._descriptor}"
+            kind = os.fstat(self._descriptor).st_mode
+            if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
+                self.close()
+                raise OSError(f"{name} is no regular file or folder")
+
+    def digests(self, part: int = 0, parts: int = 1) -> dict[str, str]:
+        """Return the digest of each file, by its name within the folder.
+
+        Args:
+            part: which part of a folder's files to read, from 0. A file that is the whole checkpoint is always read.
+            parts: number of parts.
+
+        Raises:
+            OSError: a file cannot be read.
+        """
+        if self._descriptor is None:
+            import fsspec  # type: ignore[import-untyped]  # for URLs only
+
+            with fsspec.open(self.path, "rb") as file:
+                return {_WHOLE: _digest(file)}
+        if not Path(self.path).is_dir():
+            with Path(self.path).open("rb") as file:
+                return {_WHOLE: _digest(file)}
+        return folder_digests(self.path, names(self.path)[part::parts])
+
+    def close(self) -> None:
+        """Release it."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def names(folder: str | Path) -> list[str]:
+    """Return the files of a folder and of its folders, relative to it, in order."""
+    return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*") if not path.is_dir())
+
+
+def folder_digests(folder: str | Path, files: list[str]) -> dict[str, str]:
+    """Return the digests of some of a folder's files.
+
+    Raises:
+        OSError: a file cannot be read, or is a pipe or the like.
+    """
+    digests = {}
+    for name in files:
+        path = Path(folder) / name
+        if not path.is_file():
+            raise OSError(f"{name} is no regular file")
+        with path.open("rb") as file:
+            digests[name] = _digest(file)
+    return digests
+
+
+def total(digests: Mapping[str, str]) -> str:
+    """Return the digest of a checkpoint, given those of its files."""
+    if set(digests) == {_WHOLE}:
+        return digests[_WHOLE]
+    manifest = "".join(f"{digests[name]}  {name}\n" for name in sorted(digests))
+    return hashlib.sha256(manifest.encode(errors="surrogateescape")).hexdigest()
+
+
+def digest_of(name: str) -> str:
+    """Return the digest of the checkpoint at a path or URL.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    checkpoint = OpenCheckpoint(name)
+    try:
+        return total(checkpoint.digests())
+    finally:
+        checkpoint.close()
+
+
+def _digest(file: IO[bytes]) -> str:
+    found = hashlib.sha256()
+    while chunk := file.read(_CHUNK):
+        found.update(chunk)
+    return found.hexdigest()
+
+
+def located(path: Any) -> str:
+    """Return a URL as it is, and a path as an absolute one."""
+    return str(path) if "://" in str(path) else str(Path(cast(str, path)).absolute())
