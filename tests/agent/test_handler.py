@@ -25,6 +25,7 @@ from fake_coordinator import FakeCoordinator
 from torchrun import until
 
 from unicron_lightning import environ, wire
+from unicron_lightning.agent import embedded
 from unicron_lightning.agent.handler import RendezvousFailed, UnicronRendezvousHandler
 from unicron_lightning.credentials import token_for
 
@@ -404,10 +405,16 @@ def test_a_coordinator_that_cannot_be_started_again_ends_no_training(bench: Benc
         handler.shutdown()
 
 
-def test_a_first_coordinator_that_cannot_be_started_is_an_error_at_once(bench: Bench, tmp_path: Path) -> None:
+@pytest.mark.parametrize("seconds", [30.0, 0.1])
+def test_a_first_coordinator_that_cannot_be_started_is_an_error_at_once(
+    seconds: float, bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if its process takes longer than expected to come up, on a busy machine: it is not started twice."""
+    monkeypatch.setattr(embedded, "START_SECONDS", seconds)
     (tmp_path / "coordinator.sqlite").mkdir()
     with FakeCoordinator().serving() as gone:
         bench.fake = gone
     bench.make(embedded="true", state_dir=str(tmp_path), connect_timeout="1000")
     with pytest.raises(RendezvousFailed, match=r"(?s)could be started: .*unable to open database file"):
         bench.rendezvous()
+    assert (tmp_path / "coordinator.log").read_text().count("unable to open database file") == 1

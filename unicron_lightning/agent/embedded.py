@@ -51,6 +51,8 @@ class EmbeddedCoordinator:
     def __init__(self, options: AgentOptions) -> None:
         self._options = options
         self._process: subprocess.Popen[bytes] | None = None
+        self._starting = False
+        """Whether the process has neither answered nor ended since it was started."""
         self._foreign = False
         self._delay = FIRST_DELAY_SECONDS
         self._not_before = 0.0
@@ -117,7 +119,7 @@ class EmbeddedCoordinator:
 
     def reap(self) -> None:
         """Collect the exit status of a coordinator that this agent started and that has ended."""
-        if self._process is not None and self._process.poll() is not None:
+        if self._process is not None and not self._starting and self._process.poll() is not None:
             self._process = None
 
     def release(self) -> None:
@@ -128,23 +130,25 @@ class EmbeddedCoordinator:
             self._process = None
 
     async def _start(self) -> None:
-        self.reap()
         log = self._options.state_dir / _LOG_NAME
-        process = self._process = _spawn(self._options, log)
-        logger.info("coordinator_started endpoint=%s pid=%d log=%s", self._options.endpoint, process.pid, log)
+        process = self._process
+        if process is None or not self._starting:  # else: on a busy machine it is still on its way
+            process = self._process = _spawn(self._options, log)
+            self._starting = True
+            logger.info("coordinator_started endpoint=%s pid=%d log=%s", self._options.endpoint, process.pid, log)
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             await asyncio.sleep(_POLL_SECONDS)
-            if await self._answers():
-                return
             status = process.poll()
+            answers = await self._answers()
+            self._starting = status is None and not answers
+            if answers or status == 0:
+                return
             if status:
                 raise CoordinatorUnavailable(
                     f"the embedded coordinator for {self._options.endpoint} ended with status {status}; "
                     f"the end of {log}:\n{_tail(log)}"
                 )
-            if status == 0:
-                return
         logger.warning("coordinator_start_slow endpoint=%s seconds=%g", self._options.endpoint, START_SECONDS)
 
     async def _answers(self) -> bool:
