@@ -292,7 +292,11 @@ def _resize(task: Task, turn: Turn) -> None:
 
 
 def _within(capacity: int, members: list[wire.Member]) -> list[wire.Member]:
-    """Drop the newest agents beyond the task's capacity, which arise when departing members may stay."""
+    """Drop the newest agents beyond the task's capacity, which arise when departing members may stay.
+
+    Agents leave as a whole, so fewer members than any agent has may remain beyond it. They have no work, as candidates
+    beyond the capacity have none: without them the world would be too small until their agent's workers have restarted.
+    """
     if len(members) <= capacity:
         return members
     left = len(members)
