@@ -22,7 +22,8 @@ SETTINGS = {"pace": 0.05, "epochs": 5, "keep": -1}
 def after_the_deaths(folder: Path, act: Callable[[dict[str, Any]], None], *, fails: bool) -> Cluster:
     """Run the task; act on each reported checkpoint once all workers are dead, before others have imported torch."""
     with Cluster(folder, schedule=[DIES], settings=SETTINGS) as cluster:
-        cluster.watch(lambda: cluster.events("task_restarts"), "the next life", 180)
+        cluster.watch(lambda: len(cluster.notes("fault")) == 3, "three deaths", 180)
+        cluster.watch(lambda: cluster.events("task_restarts"), "the next life", 60)
         for saved in cluster.events("checkpoint_saved"):
             if digest_of(saved["path"]) == saved["digest"]:  # else it was replaced since
                 act(saved)
