@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointsChanged(ConfigError):
-    """No known checkpoint of the task is as it was written; the message names each and both digests."""
+    """No known checkpoint of the task is as it was written; the message names the newest and both digests."""
 
 
 class _Seen(msgspec.Struct):
@@ -50,11 +50,12 @@ def newest(engine: Engine, known: Sequence[wire.Checkpoint], *, divided: bool) -
         finally:
             if opened is not None:
                 opened.close()
-        refused.append(f"{checkpoint.path} of step {checkpoint.step} has {found}, but {checkpoint.digest} was written")
+        refused.append(f"{checkpoint.path} has {found}, expected {checkpoint.digest}")
         _report(engine, checkpoint, found)
+    more = f" (and {len(refused) - 1} older: see checkpoint_rejected)" if refused[1:] else ""
     raise CheckpointsChanged(
-        f"the task cannot resume, as none of its checkpoints is as it was written (SHA-256): {'; '.join(refused)}. "
-        "Restore one of these, or start a new task with the ckpt_path of your choice"
+        f"no checkpoint of the task is as it was written (SHA-256): {refused[0]}{more}. Restore one, or start a new task "
+        "with ckpt_path"
     )
 
 
