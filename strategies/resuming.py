@@ -54,8 +54,8 @@ def newest(engine: Engine, known: Sequence[wire.Checkpoint], *, divided: bool) -
         _report(engine, checkpoint, found)
     more = f" (and {len(refused) - 1} older: see checkpoint_rejected)" if refused[1:] else ""
     raise CheckpointsChanged(
-        f"no checkpoint of the task is as it was written (SHA-256): {refused[0]}{more}. Restore one, or start a new task "
-        "with ckpt_path"
+        f"no checkpoint of the task is as it was written (SHA-256): {refused[0]}{more}. Restore one, or start a new "
+        "task with ckpt_path"
     )
 
 

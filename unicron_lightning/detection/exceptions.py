@@ -12,7 +12,7 @@ from unicron_lightning.errors import ConfigError
 
 CONFIG: Final = "config_error"
 
-_CAUSE_CHARACTERS: Final = 300
+_CAUSE_CHARACTERS: Final = 500
 _MESSAGE_CHARACTERS: Final = 4000
 _FRAMES: Final = 12
 _CHAIN: Final = 8
