@@ -25,7 +25,7 @@ class HashingFile:
     """Computes the SHA-256 of what is written to a file, front to back.
 
     Args:
-        file: open for writing; the caller closes it.
+        file: open for writing.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -57,6 +57,9 @@ class HashingFile:
 
     def fileno(self) -> int:
         return self._file.fileno()
+
+    def close(self) -> None:
+        self._file.close()
 
 
 class OpenCheckpoint:
