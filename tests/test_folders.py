@@ -10,7 +10,7 @@ import pytest
 
 from unicron_lightning.agent.scratch import ScratchFolder
 from unicron_lightning.agent.slot_lock import SlotLock
-from unicron_lightning.coordinator.config import default_state_dir, prepare_state_dir
+from unicron_lightning.coordinator.storage.database import default_state_dir, prepare_state_dir
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.folders import make_private, user_path
 

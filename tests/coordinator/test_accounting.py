@@ -8,8 +8,8 @@ import pytest
 from coordinator.driver import FakeAgent, World, running, settle
 
 from unicron_lightning import wire
-from unicron_lightning.coordinator import accounting
 from unicron_lightning.coordinator import events as ev
+from unicron_lightning.coordinator.incidents import accounting
 
 
 def tell(world: World, agent: FakeAgent, name: str) -> None:

@@ -8,7 +8,7 @@ from coordinator.driver import World, running
 from coordinator.fake_agent import FakeAgent
 
 from unicron_lightning import wire
-from unicron_lightning.coordinator.checkpoints import KEPT
+from unicron_lightning.coordinator.membership.checkpoints import KEPT
 
 
 def reborn(*agents: FakeAgent) -> list[tuple[str, int]]:

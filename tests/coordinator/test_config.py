@@ -17,12 +17,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from unicron_lightning.coordinator import config as schema
 from unicron_lightning.coordinator import events as ev
+from unicron_lightning.coordinator.allocation.answers import keep
+from unicron_lightning.coordinator.allocation.request import Competitor, Question
 from unicron_lightning.coordinator.config.composition import explain, from_composed, register_schema
 from unicron_lightning.coordinator.machine import Machine
-from unicron_lightning.coordinator.question import Competitor, Question
-from unicron_lightning.coordinator.startup import inputs_at_start
+from unicron_lightning.coordinator.orders.operator import inputs_at_start
 from unicron_lightning.coordinator.state import Cluster
-from unicron_lightning.coordinator.unplanned import keep
+from unicron_lightning.coordinator.storage.database import prepare_state_dir
 from unicron_lightning.errors import ConfigError, UnicronError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -152,7 +153,7 @@ def test_the_example_of_a_task_is_one() -> None:
 def test_a_state_directory_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.getuid", lambda: -1)
     with pytest.raises(ConfigError, match="belongs to user"):
-        schema.prepare_state_dir(tmp_path)
+        prepare_state_dir(tmp_path)
 
 
 @pytest.mark.parametrize("argument", ["--help", "--info"])

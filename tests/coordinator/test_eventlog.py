@@ -11,8 +11,8 @@ import pytest
 from coordinator.shell import get
 from coordinator.test_saving import post, serving
 
-from unicron_lightning.coordinator.eventlog import MOST_FIELD_BYTES, PAGE_BYTES, EventLog, encoded
-from unicron_lightning.coordinator.store import NewEvent, Store
+from unicron_lightning.coordinator.storage.event_log import MOST_FIELD_BYTES, PAGE_BYTES, EventLog, encoded
+from unicron_lightning.coordinator.storage.store import NewEvent, Store
 
 
 @pytest.fixture

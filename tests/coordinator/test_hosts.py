@@ -9,9 +9,9 @@ from coordinator.driver import World, running
 from coordinator.shell import Coordinator, ask, connected, get, train
 
 from unicron_lightning import wire
-from unicron_lightning.coordinator.accounting import book
-from unicron_lightning.coordinator.clock import SteadyClock
-from unicron_lightning.coordinator.hosts import misdirected, misplaced
+from unicron_lightning.coordinator.incidents.accounting import book
+from unicron_lightning.coordinator.server.hosts import misdirected, misplaced
+from unicron_lightning.coordinator.server.timers import SteadyClock
 from unicron_lightning.jobs import Job
 from unicron_lightning.wire.daemon import NodeTask
 

@@ -10,7 +10,7 @@ from coordinator.driver import FakeAgent, World, settle
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
-from unicron_lightning.coordinator.jobs import job_status, refusal
+from unicron_lightning.coordinator.orders.jobs import job_status, refusal
 from unicron_lightning.jobs import Job, problem
 from unicron_lightning.wire.daemon import NodeTask
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unicron_lightning.coordinator import events as ev
-from unicron_lightning.coordinator.planning import Knowledge, Planning, event_between
-from unicron_lightning.coordinator.question import Competitor, Question
+from unicron_lightning.coordinator.allocation.answers import Knowledge, Planning, event_between
+from unicron_lightning.coordinator.allocation.request import Competitor, Question
 from unicron_lightning.planner.events import Finish, Join, Loss
 from unicron_lightning.planner.performance.sublinear import SublinearModel
 

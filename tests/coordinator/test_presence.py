@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 
 from unicron_lightning import wire
-from unicron_lightning.coordinator import presence
-from unicron_lightning.coordinator.presence import Presence, refuses
+from unicron_lightning.coordinator.server import presence
+from unicron_lightning.coordinator.server.presence import Presence, refuses
 
 
 def listening() -> tuple[socket.socket, wire.Address]:

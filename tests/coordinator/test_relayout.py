@@ -11,7 +11,7 @@ from coordinator.test_replicas import agents, start
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
-from unicron_lightning.coordinator.relayout import refusal
+from unicron_lightning.coordinator.orders.relayout import refusal
 
 SLICES = wire.Layout(tensor=2, pipeline=1)
 STAGES = wire.Layout(tensor=1, pipeline=2)

@@ -11,10 +11,10 @@ from coordinator.test_planning import KNOWN, situation, task
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
-from unicron_lightning.coordinator.assignment import assign
-from unicron_lightning.coordinator.places import Place
-from unicron_lightning.coordinator.planning import state_of
-from unicron_lightning.coordinator.replicas import refusal
+from unicron_lightning.coordinator.allocation.answers import state_of
+from unicron_lightning.coordinator.allocation.assignment import assign
+from unicron_lightning.coordinator.allocation.places import Place
+from unicron_lightning.coordinator.membership.replicas import refusal
 from unicron_lightning.planner.solver import solve
 
 

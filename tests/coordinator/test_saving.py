@@ -17,13 +17,13 @@ from hydra import compose, initialize_config_module
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
-from unicron_lightning.coordinator.batch import MOST_UNWRITTEN_EVENTS, Batch
 from unicron_lightning.coordinator.config import CoordinatorConfig
 from unicron_lightning.coordinator.config.composition import from_composed, register_schema
 from unicron_lightning.coordinator.machine import Machine
-from unicron_lightning.coordinator.saving import Saving
-from unicron_lightning.coordinator.server import Server
-from unicron_lightning.coordinator.store import Store
+from unicron_lightning.coordinator.server.server import Server
+from unicron_lightning.coordinator.storage.batch import MOST_UNWRITTEN_EVENTS, Batch
+from unicron_lightning.coordinator.storage.saving import Saving
+from unicron_lightning.coordinator.storage.store import Store
 from unicron_lightning.credentials import token_for
 
 FULL = "database or disk is full"

@@ -11,10 +11,10 @@ import pytest
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
-from unicron_lightning.coordinator.batch import Batch
 from unicron_lightning.coordinator.machine import Machine
-from unicron_lightning.coordinator.session import frame_of
-from unicron_lightning.coordinator.store import Store
+from unicron_lightning.coordinator.server.session import frame_of
+from unicron_lightning.coordinator.storage.batch import Batch
+from unicron_lightning.coordinator.storage.store import Store
 
 AGENTS = 400
 

@@ -272,7 +272,7 @@ async def test_an_agent_that_dies_before_it_is_back_is_noticed(tmp_path):
 def test_the_process_starts_fast_without_torch():
     code = (
         "import sys, unicron_lightning.cli\n"
-        "import unicron_lightning.coordinator.__main__, unicron_lightning.coordinator.server\n"
+        "import unicron_lightning.coordinator.__main__, unicron_lightning.coordinator.server.server\n"
         "print(sorted({'torch', 'lightning', 'pytorch_lightning', 'numpy'} & set(sys.modules)))"
     )
     begin = time.monotonic()

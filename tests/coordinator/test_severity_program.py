@@ -11,7 +11,7 @@ from coordinator.test_reports import events, exits, report
 from coordinator.test_severity_at_work import come_back, progress, settle_all
 
 from unicron_lightning import wire
-from unicron_lightning.coordinator.severity.program import fault_of
+from unicron_lightning.coordinator.severity.reports import fault_of
 from unicron_lightning.coordinator.severity.workflow import NewLife, Progress
 
 FRAMES = ["/srv/u/train.py:9 <module>", "/srv/u/train.py:3 step", "/x/site-packages/torch/nn/linear.py:125 forward"]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from unicron_lightning.coordinator import events as ev
-from unicron_lightning.coordinator.places import usable_places
+from unicron_lightning.coordinator.allocation.places import usable_places
 from unicron_lightning.coordinator.state import Task
 
 pytestmark = pytest.mark.timeout(300)

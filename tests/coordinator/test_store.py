@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from coordinator.shell import Coordinator, get
 
-from unicron_lightning.coordinator.database import StoreUnusable
-from unicron_lightning.coordinator.store import NewEvent, Store
+from unicron_lightning.coordinator.storage.database import StoreUnusable
+from unicron_lightning.coordinator.storage.store import NewEvent, Store
 
 
 @contextmanager

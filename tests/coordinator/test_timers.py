@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from unicron_lightning.coordinator import timers
 from unicron_lightning.coordinator.events import TimerKey
-from unicron_lightning.coordinator.timers import Timers
+from unicron_lightning.coordinator.server import timers
+from unicron_lightning.coordinator.server.timers import Timers
 
 LOST, PLAN = TimerKey("lost", "task", "agent"), TimerKey("plan", "task")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from coordinator.shell import Coordinator, connected, get, train
 
 from unicron_lightning import wire
-from unicron_lightning.coordinator.unproven import PROOF_SECONDS, excess, raise_descriptor_limit
+from unicron_lightning.coordinator.server.unproven import PROOF_SECONDS, excess, raise_descriptor_limit
 from unicron_lightning.errors import CoordinatorUnavailable
 
 LIMIT = 128

@@ -14,7 +14,7 @@ from unicron_lightning import wire
 from unicron_lightning.cli.client import Access, fetch
 from unicron_lightning.cli.inject import _schedule
 from unicron_lightning.coordinator import events as ev
-from unicron_lightning.coordinator import injection
+from unicron_lightning.coordinator.orders import injection
 from unicron_lightning.credentials import Token
 from unicron_lightning.errors import CoordinatorUnavailable, UnicronError
 from unicron_lightning.faults.language import parse, text

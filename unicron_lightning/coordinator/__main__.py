@@ -58,7 +58,7 @@ def _errors_raised() -> Iterator[None]:
 
 def _run(composed: DictConfig) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
-    from unicron_lightning.coordinator.server import serve  # Not needed to show the configuration.
+    from unicron_lightning.coordinator.server.server import serve  # Not needed to show the configuration.
 
     try:
         status = serve(from_composed(composed))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Union
 import msgspec
 
 from unicron_lightning import wire
-from unicron_lightning.coordinator.question import Question
+from unicron_lightning.coordinator.allocation.request import Question
 from unicron_lightning.detection.health import HealthLimits
 from unicron_lightning.detection.pairs import PairLimits
 from unicron_lightning.detection.patterns import Pattern

@@ -14,7 +14,9 @@ from typing import Final
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
-from unicron_lightning.coordinator import jobs, pairing, registration
+from unicron_lightning.coordinator.connectivity import pairing
+from unicron_lightning.coordinator.membership import registration
+from unicron_lightning.coordinator.orders import jobs
 from unicron_lightning.coordinator.severity import apply as severity
 from unicron_lightning.coordinator.state import Agent, Cluster, Task
 from unicron_lightning.coordinator.turn import Turn

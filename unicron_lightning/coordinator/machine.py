@@ -1,37 +1,23 @@
 """The coordinator as a pure state machine: `Machine.handle` takes an input and returns the actions that answer it.
 
 No clock, no I/O, no randomness: the same inputs from the same snapshot give the same state and actions. This module
-handles connections and finds the task of each input; everything about one task is in `slots`, `membership`, `workers`
-and `registration`.
+handles connections and finds the task of each input; everything about one task is in the packages beside it,
+below all in `membership`.
 """
 
 from __future__ import annotations
 
 from unicron_lightning import wire
-from unicron_lightning.coordinator import (
-    accounting,
-    admission,
-    injection,
-    isolation,
-    jobs,
-    measuring,
-    membership,
-    nodes,
-    notices,
-    orders,
-    pairing,
-    partition,
-    registration,
-    relayout,
-    slots,
-    standby,
-    state,
-    workers,
-)
 from unicron_lightning.coordinator import events as ev
-from unicron_lightning.coordinator.allocation import gather, gathered, review_allocation, take_plan
-from unicron_lightning.coordinator.places import DaemonPlaces, competing_tasks
+from unicron_lightning.coordinator import isolation, state
+from unicron_lightning.coordinator.allocation.places import DaemonPlaces, competing_tasks
+from unicron_lightning.coordinator.allocation.plans import gather, gathered, review_allocation, take_plan
+from unicron_lightning.coordinator.connectivity import pairing, partition
+from unicron_lightning.coordinator.incidents import accounting, measurements
+from unicron_lightning.coordinator.membership import daemons, epochs, registration, slots, standby, workers
+from unicron_lightning.coordinator.orders import injection, jobs, operator, relayout
 from unicron_lightning.coordinator.severity import apply as severity
+from unicron_lightning.coordinator.severity import reports
 from unicron_lightning.coordinator.state import Agent, Cluster, Lasting, Pending, Task
 from unicron_lightning.coordinator.turn import Turn
 from unicron_lightning.coordinator.watch import hangs
@@ -49,7 +35,7 @@ class Machine:
     def __init__(self, limits: ev.Limits, cluster: Cluster | None = None) -> None:
         self.limits = limits
         self._cluster = Cluster() if cluster is None else cluster
-        self._told, self._daemons = nodes.Told(), DaemonPlaces()
+        self._told, self._daemons = daemons.Told(), DaemonPlaces()
         self._failures = isolation.Failures()
         self._touched: dict[str, None] = {}
 
@@ -66,7 +52,7 @@ class Machine:
     @property
     def drained(self) -> list[str]:
         """The nodes, or agents, that get no workers: drained by an operator, or cordoned."""
-        return orders.drained(self._cluster.lasting)
+        return operator.drained(self._cluster.lasting)
 
     @property
     def lasting(self) -> Lasting:
@@ -198,7 +184,7 @@ class Machine:
             pairing.restore(task)
             partition.restore(task, turn)
             self._review(turn, task)
-        nodes.restore(cluster, turn)
+        daemons.restore(cluster, turn)
         if self.limits.exit_when_idle:
             turn.timer("idle", self.limits.startup_linger)
 
@@ -234,7 +220,7 @@ class Machine:
         if task is not None and not known and _undecided(task):
             self._cluster.pending.setdefault(task.id, []).append(Pending(conn=conn, messages=[message]))
             return
-        reason = registration.refusal(task, message) or (None if known else nodes.outdated(self._cluster, message))
+        reason = registration.refusal(task, message) or (None if known else daemons.outdated(self._cluster, message))
         if reason is None and self._cluster.conns.get(conn, (message.task, message.agent)) != (
             message.task,
             message.agent,
@@ -290,7 +276,7 @@ class Machine:
                 severity.worker_died(task, turn, agent, message)
                 workers.worker_died(task, turn, agent, message)
             case wire.ErrorReport() | wire.NodeReading():
-                admission.told(task, turn, agent, message)
+                reports.told(task, turn, agent, message)
             case wire.PairServing() | wire.PairResult():
                 pairing.told(task, turn, agent, message)
             case wire.Probed():
@@ -307,17 +293,17 @@ class Machine:
 
     def _node_said(self, turn: Turn, event: ev.NodeSaid) -> None:
         if isinstance(event.message, NodeHello):
-            nodes.hello(self._cluster, turn, event.conn, event.message)
-        elif (node := nodes.of_conn(self._cluster, event.conn)) is not None:
-            nodes.report(turn, node, event.message)
+            daemons.hello(self._cluster, turn, event.conn, event.message)
+        elif (node := daemons.of_conn(self._cluster, event.conn)) is not None:
+            daemons.report(turn, node, event.message)
         else:
             turn.close(event.conn, "the first message must be node_hello")
 
     def _disconnected(self, turn: Turn, event: ev.Disconnected) -> None:
         conn = event.conn
-        node = nodes.of_conn(self._cluster, conn)
+        node = daemons.of_conn(self._cluster, conn)
         if node is not None:
-            nodes.disconnected(turn, node)
+            daemons.disconnected(turn, node)
         for task_id, pending in list(self._cluster.pending.items()):
             self._cluster.pending[task_id] = [item for item in pending if item.conn != conn]
         task_id, agent_id = self._cluster.conns.pop(conn, ("", ""))
@@ -336,7 +322,7 @@ class Machine:
                 self._review(turn, task)
 
     def _drain(self, turn: Turn, event: ev.Drain) -> None:
-        if orders.drain(self._cluster, turn, event):
+        if operator.drain(self._cluster, turn, event):
             for task in list(self._cluster.tasks.values()):
                 self._review(turn, task)
 
@@ -350,7 +336,7 @@ class Machine:
 
     def _cancel(self, turn: Turn, event: ev.Cancel) -> None:
         task = self._cluster.tasks[event.task]
-        membership.finish(task, turn, succeeded=False, reason=jobs.CANCELLED)
+        epochs.finish(task, turn, succeeded=False, reason=jobs.CANCELLED)
         self._review(turn, task)
 
     def _timer(self, turn: Turn, key: ev.TimerKey) -> None:
@@ -359,7 +345,7 @@ class Machine:
                 turn.actions.append(ev.StopServer(reason="idle"))
             return
         if key.kind == "node_lost":
-            nodes.lost_due(self._cluster, turn, key.agent)
+            daemons.lost_due(self._cluster, turn, key.agent)
             return
         if key.kind == "plan":
             gathered(self._cluster, turn)
@@ -380,7 +366,7 @@ class Machine:
             case "restore" if task.restoring:
                 registration.restore_due(task, turn)
             case "rebuild" if task.rebuilding:
-                membership.rebuild_due(task, turn)
+                epochs.rebuild_due(task, turn)
             case "comm_error" if task.comm_error_epoch:
                 severity.comm_error_due(task, turn)
             case "recovery":
@@ -404,7 +390,7 @@ class Machine:
             pairing.review(task, turn)
             partition.review(task, turn)
             slots.review_slots(task, turn)
-            membership.review_members(task, turn)
+            epochs.review_members(task, turn)
             partition.watch(task, turn)
             standby.review_standbys(task, turn)
             registration.review_end(task, turn)
@@ -415,22 +401,22 @@ class Machine:
 
     def _review_places(self, turn: Turn) -> None:
         """Plan tasks that share places again, and review them: a place may have become free for another task."""
-        for task in nodes.review_ended(self._cluster, turn):
+        for task in daemons.review_ended(self._cluster, turn):
             self._review(turn, task)
         review_allocation(self._cluster, turn)
         for task in competing_tasks(self._cluster):
             self._review(turn, task)
-        nodes.review(self._cluster, turn, self._told)
+        daemons.review(self._cluster, turn, self._told)
 
     def _keep_books(self, turn: Turn) -> None:
         """Update measurements and accounts. They decide nothing."""
         for task, logged in list(turn.news):
             self._touched[task.id] = None
-            measuring.take(task, turn, logged)
+            measurements.take(task, turn, logged)
             accounting.take(task, turn, logged)
         if turn.actions:
             accounting.review(self._cluster.tasks.values(), turn)
-        notices.tell(turn)
+        workers.send_notices(turn)
 
     def _replay_pending(self, turn: Turn) -> None:
         """Process the messages of agents that waited for a task's fate, once it is known."""

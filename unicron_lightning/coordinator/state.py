@@ -1,8 +1,8 @@
 """The coordinator's state: plain structs, serializable as JSON, with no behaviour beyond simple queries.
 
 One `Task` holds everything about a task; tasks share nothing. `Cluster` adds the connections, which exist only while
-this process runs. Rules live in `slots` (which agents run), `membership` (which workers train together) and
-`registration`.
+this process runs. Rules live in the packages beside this module, e.g. `membership.slots` (which agents run) and
+`membership.epochs` (which workers train together).
 """
 
 from __future__ import annotations
@@ -12,15 +12,27 @@ from typing import Any, Literal
 import msgspec
 
 from unicron_lightning import wire
-from unicron_lightning.coordinator.incident import Accounts
-from unicron_lightning.coordinator.layouts import Layouts
-from unicron_lightning.coordinator.measured import Lifetimes, Measured
-from unicron_lightning.coordinator.paired import Paired
-from unicron_lightning.coordinator.parted import Probing
+from unicron_lightning.coordinator.connectivity.record import Paired, Probing
+from unicron_lightning.coordinator.incidents.record import Accounts, Lifetimes, Measured
 from unicron_lightning.coordinator.severity.record import Record
 from unicron_lightning.coordinator.watch.record import Watch
 from unicron_lightning.jobs import Job
 from unicron_lightning.wire.daemon import Launch, NodeTask
+
+
+class Layouts(msgspec.Struct, kw_only=True):
+    """Layouts of one task; empty for tasks whose workers hold the whole model."""
+
+    spread: wire.Spread | None = None
+    """Spread reported last by workers of this life."""
+    in_force: wire.Layout | None = None
+    """Layout set by an operator's order; None: the script's own layout."""
+    ordered: wire.Layout | None = None
+    """Layout of an order for which the workers have not written the checkpoint yet."""
+    untried: bool = False
+    """Whether the present life is the first in this layout and has finished no step yet."""
+    before: wire.Layout | None = None
+    """Layout in force before an untried one."""
 
 
 class Worker(msgspec.Struct, kw_only=True):

@@ -8,7 +8,13 @@ from typing import Any
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
-from unicron_lightning.coordinator.places import DaemonPlaces, is_assigned, is_drained, is_elsewhere, occupants
+from unicron_lightning.coordinator.allocation.places import (
+    DaemonPlaces,
+    is_assigned,
+    is_drained,
+    is_elsewhere,
+    occupants,
+)
 from unicron_lightning.coordinator.severity.rules import Decision
 from unicron_lightning.coordinator.state import Agent, Cluster, Task
 

@@ -1,6 +1,5 @@
 """Configuration of the coordinator; every key with unit, default and reason: docs/configuration.md."""
 
-from unicron_lightning.coordinator.config.files import default_state_dir, prepare_state_dir
 from unicron_lightning.coordinator.config.health import HealthConfig
 from unicron_lightning.coordinator.config.schema import (
     ClusterConfig,
@@ -23,6 +22,4 @@ __all__ = [
     "SeverityConfig",
     "StoreConfig",
     "TaskConfig",
-    "default_state_dir",
-    "prepare_state_dir",
 ]

@@ -1,16 +1,41 @@
-"""Group ``health`` of the coordinator's configuration."""
+"""Group ``health`` of the coordinator's configuration, and checks of numbers of all groups.
+
+Each error names the key and quotes its value.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Final
 
-from unicron_lightning.coordinator.config.checks import check_not_negative, check_positive
 from unicron_lightning.coordinator.severity.errors import SEVERITY
 from unicron_lightning.detection.health import HealthLimits
 from unicron_lightning.detection.pairs import PairLimits
 from unicron_lightning.detection.patterns import Pattern
 from unicron_lightning.errors import ConfigError
+
+
+def check_positive(group: str, **values: float) -> None:
+    """Require each value to be finite and above 0."""
+    for name, value in values.items():
+        if not (math.isfinite(value) and value > 0):
+            raise ConfigError(f"{group}.{name}={value}: expected a number > 0")
+
+
+def check_not_negative(group: str, **values: float) -> None:
+    """Require each value to be finite and at least 0."""
+    for name, value in values.items():
+        if not (math.isfinite(value) and value >= 0):
+            raise ConfigError(f"{group}.{name}={value}: expected a number >= 0")
+
+
+def check_above_one(group: str, **values: float) -> None:
+    """Require each value to be finite and above 1."""
+    for name, value in values.items():
+        if not (math.isfinite(value) and value > 1):
+            raise ConfigError(f"{group}.{name}={value}: expected a number > 1")
+
 
 MOST_PAIR_SIZE: Final = 256.0
 """MiB: an agent's event loop transfers it in a second or less."""

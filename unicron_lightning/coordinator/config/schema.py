@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from unicron_lightning.coordinator.config.checks import check_above_one, check_not_negative, check_positive
-from unicron_lightning.coordinator.config.health import HealthConfig
+from unicron_lightning.coordinator.config.health import (
+    HealthConfig,
+    check_above_one,
+    check_not_negative,
+    check_positive,
+)
 from unicron_lightning.coordinator.events import Limits
 from unicron_lightning.detection.patterns import Pattern
 from unicron_lightning.detection.silence import SilenceLimits

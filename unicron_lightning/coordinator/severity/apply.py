@@ -9,7 +9,8 @@ from __future__ import annotations
 import signal
 
 from unicron_lightning import wire
-from unicron_lightning.coordinator import membership, partition
+from unicron_lightning.coordinator.connectivity import partition
+from unicron_lightning.coordinator.membership import epochs
 from unicron_lightning.coordinator.severity.errors import known
 from unicron_lightning.coordinator.severity.record import Awaited, Failure, Told
 from unicron_lightning.coordinator.severity.rules import Decision, View
@@ -89,7 +90,7 @@ def comm_error_due(task: Task, turn: Turn) -> None:
         return
     pending = task.epoch is not None and not task.settled and task.epoch.kind not in wire.PLANNED
     if not concerned(task) or task.comm_error_epoch != task.number or task.epoch is None or pending:
-        membership.comm_error_due(task, turn)
+        epochs.comm_error_due(task, turn)
         return
     # The first to report it need not be the cause: see `workflow.suspect`.
     failure = Failure(kind="connection_failed", node="", agent="", step=task.severity.step, at=turn.now)
@@ -239,7 +240,7 @@ def _carry_out(task: Task, turn: Turn, decision: Decision) -> bool:
     fields = {"rule": decision.rule, "reason": decision.reason, **decision.facts}
     if error is None:
         if decision.action == "revert":
-            membership.go_back(task, turn, decision.reason)
+            epochs.go_back(task, turn, decision.reason)
         else:
             _stop(task, turn, decision)
         return True
@@ -248,7 +249,7 @@ def _carry_out(task: Task, turn: Turn, decision: Decision) -> bool:
         return False
     if decision.action == "reattempt":
         task.comm_error_epoch = task.number
-        membership.comm_error_due(task, turn)
+        epochs.comm_error_due(task, turn)
         return True
     if decision.action == "cordon":
         turn.cordon(error.node, decision.reason)
@@ -257,7 +258,7 @@ def _carry_out(task: Task, turn: Turn, decision: Decision) -> bool:
     if "withheld" in decision.facts:
         turn.emit(task, "cordon_withheld", **fields)
     if decision.action == "escalate":
-        membership.open_incident(task)
+        epochs.open_incident(task)
         turn.emit(task, "error_escalated", **fields)
     left = task.workers_of(error.agent) if decision.action == "restart" and error.worker is None else []
     return _restart(task, turn, left, fields)
@@ -266,15 +267,15 @@ def _carry_out(task: Task, turn: Turn, decision: Decision) -> bool:
 def _restart(task: Task, turn: Turn, left: list[Worker], fields: dict[str, object]) -> bool:
     if not left:
         return False
-    membership.open_incident(task)
+    epochs.open_incident(task)
     turn.emit(task, "workers_restarted", workers=[worker.id for worker in left], **fields)
     for worker in left:
-        membership.expel(task, turn, worker, f"{fields['kind']}: restarted")
+        epochs.expel(task, turn, worker, f"{fields['kind']}: restarted")
     return True
 
 
 def _stop(task: Task, turn: Turn, decision: Decision) -> None:
     turn.emit(task, "task_stopped", rule=decision.rule, reason=decision.reason, **decision.facts)
     for worker in list(task.workers.values()):
-        membership.expel(task, turn, worker, "the task is stopped")
-    membership.finish(task, turn, succeeded=False, reason=decision.reason)
+        epochs.expel(task, turn, worker, "the task is stopped")
+    epochs.finish(task, turn, succeeded=False, reason=decision.reason)

@@ -27,7 +27,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     at: float = 0.0
     """time.time() of the coordinator."""
     fault: str = ""
-    """Identifies an exception of the program, see `program.fault_of`; "" for all other failures."""
+    """Identifies an exception of the program, see `reports.fault_of`; "" for all other failures."""
     frames: tuple[str, ...] = ()
     """The last frames of an exception, the innermost last."""
 

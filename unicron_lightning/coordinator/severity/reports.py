@@ -3,24 +3,28 @@
 Consequences of a reported error are not reported again. A worker whose process ends by the error is removed from the
 task at once, so its exit a second later is no new failure; connections that break meanwhile belong to the same
 incident.
+
+An agent's readings of its node's health are judged here, too. A problem is reported once, when it appears, and handled
+by the severity of its kind. An agent with a barring problem gets no slot, logs the reason, and becomes eligible again
+after a healthy reading. Workers that already run are left alone: they report errors of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
 from unicron_lightning import wire
-from unicron_lightning.coordinator import membership, workers
+from unicron_lightning.coordinator.membership import epochs, workers
 from unicron_lightning.coordinator.severity import apply
 from unicron_lightning.coordinator.severity.errors import SEVERITY, STOPPING, TOLD_ONLY, known
-from unicron_lightning.coordinator.severity.program import fault_of, frames_of
 from unicron_lightning.coordinator.severity.record import Told
 from unicron_lightning.coordinator.severity.workflow import Error, Named
 from unicron_lightning.coordinator.state import Agent, Task, Worker, round_of
 from unicron_lightning.coordinator.turn import Turn
+from unicron_lightning.detection.health import problems
 from unicron_lightning.detection.patterns import Pattern
 
 _KEPT: Final = 50
@@ -60,8 +64,8 @@ def _lost(task: Task, turn: Turn, agent: Agent, worker: Worker, message: wire.Er
     unjudged = task.severity.unjudged
     # A broken connection to a peer does not incriminate the peer if another worker has just failed.
     symptom = SEVERITY[kind] == "SEV3" and any(failure.agent != agent.id for failure in unjudged)
-    if worker.id in membership.needed(task):
-        membership.open_incident(task)
+    if worker.id in epochs.needed(task):
+        epochs.open_incident(task)
     _log(task, turn, agent, message, task.incident, symptom=symptom)
     if apply.concerned(task) and not task.finishing and not symptom:
         failure = apply.failure_of(task, turn, agent, _told(message), worker.id)
@@ -83,7 +87,7 @@ def _unknown(task: Task, turn: Turn, agent: Agent, message: wire.ErrorReport) ->
     if message.ends:
         told[message.worker] = _told(message)
         if not task.elastic and not task.regrouping:
-            membership.open_incident(task)
+            epochs.open_incident(task)
     _log(task, turn, agent, message, None if task.elastic else task.incident)
     if message.ends and not task.elastic and known(message.kind) == "config_error":
         apply.refused(task, turn, agent, told[message.worker], message.worker)
@@ -106,7 +110,7 @@ def _goes_on(task: Task, turn: Turn, agent: Agent, message: wire.ErrorReport) ->
         return  # the cause of the broken connection is known
     acts = apply.concerned(task) and not task.finishing
     if in_place and acts:
-        membership.open_incident(task)
+        epochs.open_incident(task)
         apply.feed(task, turn, Named(agent=agent.id))
     _log(task, turn, agent, message, task.incident if in_place or SEVERITY[kind] != "SEV3" else None)
     if acts or kind in TOLD_ONLY:
@@ -139,3 +143,80 @@ def _log(
     if symptom:
         fields["symptom"] = True
     turn.emit_for(task, incident, "error_reported", fields)
+
+
+def told(task: Task, turn: Turn, agent: Agent, message: wire.ErrorReport | wire.NodeReading) -> None:
+    """Handle an agent's report of an error or of its node's health."""
+    if isinstance(message, wire.NodeReading):
+        take(task, turn, agent, message)
+    else:
+        reported(task, turn, agent, message)
+
+
+def take(task: Task, turn: Turn, agent: Agent, reading: wire.NodeReading) -> None:
+    """Handle an agent's reading of its node's health."""
+    now = {problem.check: problem for problem in problems(reading, turn.limits.health)}
+    elsewhere = {check for other in task.agents.values() if other.node == agent.node for check in other.problems}
+    barred = [problem.cause for problem in now.values() if problem.bars]
+    for check, problem in now.items():
+        if check not in elsewhere:
+            word = wire.ErrorReport(
+                worker=None,
+                kind=problem.kind,
+                cause=problem.cause,
+                phase="",
+                step=None,
+                at=turn.now,
+                details={"check": check},
+            )
+            reported(task, turn, agent, word)
+    gone = sorted(set(agent.problems) - set(now))
+    agent.problems = list(now)
+    if gone:
+        turn.emit_for(task, None, "node_well_again", {"agent": agent.id, "node": agent.node, "checks": gone})
+    before, agent.unhealthy = agent.unhealthy, "; ".join(barred)
+    if before != agent.unhealthy:
+        turn.places_changed = True
+        turn.decisions.setdefault(task.id, [])  # makes the turn review the task
+        turn.send(agent, wire.Barred(reason=agent.barred))
+        turn.save(task)
+
+
+_ELSEWHERE: Final = ("/site-packages/", "/dist-packages/", "/lib/python3", "/unicron_lightning/")
+"""Parts of the paths of libraries, Python and this package: frames outside them are the user's."""
+_FRAMES: Final = 12
+
+
+def frames_of(message: wire.ErrorReport) -> tuple[str, ...]:
+    """The last frames of the exception, the innermost last: ``file:line function``."""
+    frames = message.details.get("frames")
+    return tuple(str(frame)[:300] for frame in frames[-_FRAMES:]) if isinstance(frames, list) else ()
+
+
+def fault_of(message: wire.ErrorReport, kind: str) -> str:
+    """Identify an exception of the program: its type, the place that raised it, and the step.
+
+    Machines and networks fail by other kinds, and may work when tried again.
+
+    Args:
+        message: the worker's report.
+        kind: its kind, after the user's patterns.
+
+    Returns:
+        "" for everything that is no unclassified exception with a traceback.
+    """
+    frames = frames_of(message)
+    if kind != "other_software_error" or not frames or not message.ends:
+        return ""
+    own = [frame for frame in frames if not any(part in frame for part in _ELSEWHERE)]
+    places = dict.fromkeys([frames[-1], *own[-1:]])
+    return f"{_type(message.details)} in {', called by '.join(map(_short, places))}, after step {message.step}"
+
+
+def _type(details: dict[str, Any]) -> str:
+    return str(details.get("type", ""))[:200]
+
+
+def _short(frame: str) -> str:
+    """Without the folder, which may differ between nodes."""
+    return frame.rsplit("/", 1)[-1]

@@ -12,7 +12,8 @@ from typing import Any, Final
 import msgspec
 
 from unicron_lightning import wire
-from unicron_lightning.coordinator import membership, partition
+from unicron_lightning.coordinator.connectivity import partition
+from unicron_lightning.coordinator.membership import epochs
 from unicron_lightning.coordinator.severity import apply, reports
 from unicron_lightning.coordinator.severity.errors import SEVERITY
 from unicron_lightning.coordinator.severity.record import Failure
@@ -210,7 +211,7 @@ def _communicator_hangs(task: Task, turn: Turn, watch: Watch) -> None:
     said = next(iter(watch.said.values()))
     seconds = turn.now - watch.since
     cause = f"all {len(watch.said)} members wait in {said.phase}, none is missing, for {seconds:.1f} s"
-    membership.open_incident(task)
+    epochs.open_incident(task)
     where = {"node": None, "agent": None, "worker": None, "rank": None, "phase": said.phase, "step": said.step}
     about = {"kind": "nccl_timeout", "severity": SEVERITY["nccl_timeout"], "cause": cause, "ends": False}
     when = {"happened_at": watch.since, "received_at": turn.now, "details": {"seconds": seconds}}

@@ -1,4 +1,4 @@
-"""Answers the machine's questions as `coordinator.planning` does: the same planner, state and estimates."""
+"""Answers the machine's questions as `coordinator.allocation.answers` does: the same planner, state and estimates."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from unicron_lightning.coordinator import events as ev
-from unicron_lightning.coordinator import throughput
-from unicron_lightning.coordinator.planning import Knowledge, state_of
-from unicron_lightning.coordinator.question import Question
+from unicron_lightning.coordinator.allocation import estimates
+from unicron_lightning.coordinator.allocation.answers import Knowledge, state_of
+from unicron_lightning.coordinator.allocation.request import Question
 from unicron_lightning.coordinator.state import Cluster
 from unicron_lightning.simulate.costs import Costs
 
@@ -34,10 +34,10 @@ def knowledge(cluster: Cluster, performances: Mapping[str, PerformanceModel], co
     """
     tasks = cluster.tasks
     hours = costs.extra.get("node_mtbf_hours", 720.0), costs.extra.get("worker_mtbf_hours", 720.0)
-    failures = throughput.failure_model(
+    failures = estimates.failure_model(
         tasks, cluster.lasting.lifetimes, slot_mtbf=hours[0] * 3600.0, worker_mtbf=hours[1] * 3600.0
     )
-    transitions = throughput.transition_times(
+    transitions = estimates.transition_times(
         tasks,
         shrink_seconds=max(1e-3, costs.takes("continue")),
         grow_seconds=max(1e-3, costs.takes("join")),

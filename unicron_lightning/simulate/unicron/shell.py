@@ -12,8 +12,8 @@ from typing import Final, Protocol
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
+from unicron_lightning.coordinator.allocation.request import Question
 from unicron_lightning.coordinator.machine import Machine
-from unicron_lightning.coordinator.question import Question
 from unicron_lightning.simulate.clock import Clock
 from unicron_lightning.wire.daemon import ToNode
 

@@ -9,8 +9,8 @@ from typing import Final
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
-from unicron_lightning.coordinator.question import Question
-from unicron_lightning.coordinator.unplanned import keep
+from unicron_lightning.coordinator.allocation.answers import keep
+from unicron_lightning.coordinator.allocation.request import Question
 from unicron_lightning.jobs import Job
 from unicron_lightning.simulate import clock as order
 from unicron_lightning.simulate.books import Books

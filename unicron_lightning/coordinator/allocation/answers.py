@@ -1,0 +1,241 @@
+"""Answers the machine's questions: with the planner, which also plans ahead for likely next events, or without it.
+
+The planner is imported at the first question: a coordinator of one task never needs it. Everything runs in one thread
+beside the event loop, so that compiling and planning ahead never make an agent wait.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from unicron_lightning.coordinator import events as ev
+from unicron_lightning.coordinator.allocation import estimates
+from unicron_lightning.coordinator.allocation.request import Competitor, Question
+from unicron_lightning.coordinator.state import Cluster
+
+if TYPE_CHECKING:
+    from unicron_lightning.coordinator.config import PlannerConfig
+    from unicron_lightning.planner.events import Event
+    from unicron_lightning.planner.performance.model import PerformanceModel
+    from unicron_lightning.planner.plan import Plan
+    from unicron_lightning.planner.state import ClusterState
+    from unicron_lightning.planner.table import PlanTable
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knowledge:
+    """Inputs of the planner when a question is asked. Frozen, since it is passed to another thread.
+
+    Attributes:
+        performances: T(t,x) by task and number of places.
+        running_seconds: D_running by number of places.
+        transition_seconds: D_transition by task.
+    """
+
+    performances: Mapping[str, PerformanceModel]
+    running_seconds: Callable[[int], float]
+    transition_seconds: Callable[[str], float]
+
+    @classmethod
+    def of(cls, cluster: Cluster, planner: PlannerConfig) -> Knowledge:
+        """Combine measurements with the configured estimates."""
+        tasks, lasting = cluster.tasks, cluster.lasting
+        failures = estimates.failure_model(
+            tasks,
+            lasting.lifetimes,
+            slot_mtbf=planner.node_mtbf_hours * 3600.0,
+            worker_mtbf=planner.worker_mtbf_hours * 3600.0,
+        )
+        transitions = estimates.transition_times(
+            tasks,
+            shrink_seconds=planner.shrink_seconds,
+            grow_seconds=planner.grow_seconds,
+            restart_seconds=planner.restart_seconds,
+            cold_seconds=planner.cold_seconds,
+        )
+        return cls(
+            performances=estimates.performances(tasks, lasting.jobs),
+            running_seconds=failures.running_seconds,
+            transition_seconds=transitions.expected_seconds,
+        )
+
+
+class Planning:
+    """The planner of one coordinator."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="unicron-planner")
+        self._ahead: Ahead | None = None
+
+    def ask(self, question: Question, known: Knowledge, then: Callable[[ev.Planned], None]) -> None:
+        """Answer in the planner's thread, call ``then`` there with the answer, and then plan ahead."""
+
+        def work() -> None:
+            try:
+                answer = self._answer(question, known)
+                then(answer)
+                self._plan_ahead(question.standing(answer.allocation), known)
+            except Exception:
+                # The tasks continue unchanged; the next change asks again.
+                logger.exception("planning_failed question=%s", question)
+
+        self._thread.submit(work)
+
+    def plan_ahead(self, standing: Question, known: Knowledge) -> None:
+        """Compute, in the planner's thread, plans for likely next events; existing ones are kept.
+
+        Args:
+            standing: the present situation, in which nothing is to be changed.
+            known: the planner's inputs.
+        """
+
+        def work() -> None:
+            try:
+                self._plan_ahead(standing, known)
+            except Exception:
+                logger.exception("planning_ahead_failed standing=%s", standing)
+
+        self._thread.submit(work)
+
+    def close(self) -> None:
+        """Wait for the computation in progress, and end the thread."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _answer(self, question: Question, known: Knowledge) -> ev.Planned:
+        from unicron_lightning.planner.solver import solve
+
+        began = time.perf_counter()
+        plan = self._ahead.plan(question) if self._ahead is not None else None
+        foreseen = plan is not None
+        if plan is None:
+            plan = solve(state_of(question, known))
+        return ev.Planned(
+            key=question.key,
+            allocation=dict(plan.allocation),
+            waf=plan.waf,
+            milliseconds=round(1e3 * (time.perf_counter() - began), 3),
+            foreseen=foreseen,
+        )
+
+    def _plan_ahead(self, standing: Question, known: Knowledge) -> None:
+        from unicron_lightning.planner.table import PlanTable
+
+        state = state_of(standing, known)
+        before = self._ahead
+        if before is None or before.state.fingerprint != state.fingerprint or before.standing != standing:
+            table = PlanTable.of(state, before.table if before is not None else None)
+            self._ahead = Ahead(standing=standing, state=state, table=table)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ahead:
+    """Plans for likely next events.
+
+    Attributes:
+        standing: the situation that they were made in, in which nothing was to be changed.
+        state: the same situation in the planner's terms.
+        table: the plans.
+    """
+
+    standing: Question
+    state: ClusterState
+    table: PlanTable
+
+    def plan(self, question: Question) -> Plan | None:
+        """Return the plan for a situation that differs by one foreseen event; None for any other."""
+        event = event_between(self.standing, question)
+        return None if event is None else self.table.look_up(self.state, event)
+
+
+def event_between(standing: Question, question: Question) -> Event | None:
+    """Return the event between two situations, if it is one that is planned ahead; None otherwise."""
+    from unicron_lightning.planner.events import Finish, Join, Loss
+
+    old = {task.name: task for task in standing.tasks}
+    new = {task.name: task for task in question.tasks}
+    if any(name not in old or _terms(task) != _terms(old[name]) for name, task in new.items()):
+        return None
+    gone = sorted(old.keys() - new.keys())
+    struck = {name: task.before - task.left for name, task in new.items() if task.before > task.left}
+    lost = standing.num_places - question.num_places
+    if gone:
+        return Finish(task=gone[0]) if len(gone) == 1 and not struck and not lost else None
+    if lost > 0 and len(struck) <= 1:
+        return Loss(num_workers=lost, by_task=tuple(struck.items()))
+    return Join(num_workers=-lost) if lost < 0 and not struck else None
+
+
+def _terms(task: Competitor) -> tuple[object, ...]:
+    return task.weight, task.min_places, task.max_places, task.runs, task.before, task.granularity
+
+
+def state_of(question: Question, known: Knowledge) -> ClusterState:
+    """Convert a question to the planner's terms."""
+    from unicron_lightning.planner.reward import Curve
+    from unicron_lightning.planner.state import ClusterState
+    from unicron_lightning.planner.task import PlanTask
+
+    reach = question.num_places + question.node_places
+    curves = tuple(
+        Curve.of(
+            PlanTask(
+                name=task.name,
+                performance=known.performances[task.name],
+                transition_seconds=known.transition_seconds(task.name),
+                weight=task.weight,
+                min_workers=task.min_places,
+                max_workers=max(task.max_places, task.min_places),
+                granularity=task.granularity,
+                may_pause=not task.runs,
+            ),
+            unit=1,
+            num_workers=reach,
+        )
+        for task in question.tasks
+    )
+    return ClusterState(
+        tasks=curves,
+        num_workers=question.num_places,
+        running_seconds=known.running_seconds,
+        allocation={task.name: task.before for task in question.tasks},
+        lost={task.name: task.before - task.left for task in question.tasks if task.before > task.left},
+        node_workers=question.node_places,
+    )
+
+
+def keep(question: Question) -> ev.Planned:
+    """Answer a question without taking a place from any task.
+
+    Free places go, task by task in the question's order, to tasks that reach their minimum with them. The rest goes to
+    the task with the fewest places: one at a time, or enough for the next multiple of its granularity.
+    """
+    tasks = question.tasks
+    places = {task.name: min(task.left, task.max_places) for task in tasks}
+    free = question.num_places - sum(places.values())
+    for task in tasks:
+        missing = _more(task.min_places - 1, task) - places[task.name]
+        if 0 < missing <= free:
+            places[task.name] += missing
+            free -= missing
+    while free > 0:
+        below = [task for task in tasks if task.min_places <= places[task.name] < task.max_places]
+        more = {task.name: _more(places[task.name], task) for task in below}
+        able = [t for t in below if more[t.name] <= min(t.max_places, places[t.name] + free)]
+        if not able:
+            break
+        name = min(able, key=lambda task: places[task.name]).name
+        free -= more[name] - places[name]
+        places[name] = more[name]
+    return ev.Planned(key=question.key, allocation=places)
+
+
+def _more(places: int, task: Competitor) -> int:
+    """Return the next number of places above ``places`` that the task can use."""
+    return (places // task.granularity + 1) * task.granularity

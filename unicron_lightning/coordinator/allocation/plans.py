@@ -1,0 +1,181 @@
+"""The places of each task: the plan is requested when its inputs change, and put in force.
+
+The machine does not plan itself. When the usable places or the competing tasks change, it asks (`events.Ask` with a
+`Question`), and the shell answers with the planner's numbers (`events.Planned`). An answer to an older question is
+dropped, since the newer question covers all later changes. Until the answer arrives the assignment stays as it is,
+except that places that are gone are released. A single task needs no planner: it gets every place it can use.
+
+Putting a plan in force only records the task of each place (`state.Lasting.assigned`). An agent whose place belongs to
+another task is treated as if its node were drained: its workers leave at a step boundary. Then the place is free, and
+the other task's agent there is granted its slot. So nothing has to be undone when the next plan arrives in between.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping
+
+import msgspec
+
+from unicron_lightning.coordinator import events as ev
+from unicron_lightning.coordinator.allocation.assignment import assign
+from unicron_lightning.coordinator.allocation.places import (
+    NOBODY,
+    Places,
+    competing_tasks,
+    several_compete,
+    usable_places,
+    users,
+)
+from unicron_lightning.coordinator.allocation.request import Competitor, Question
+from unicron_lightning.coordinator.membership.epochs import pause
+from unicron_lightning.coordinator.membership.replicas import keep_together, worth
+from unicron_lightning.coordinator.state import Agent, Cluster, Task, has_multiple
+from unicron_lightning.coordinator.turn import Turn
+
+
+def review_allocation(cluster: Cluster, turn: Turn) -> None:
+    """Ask for a plan if its inputs have changed; for a single task, make the plan directly."""
+    places, tasks = usable_places(cluster, turn.daemons), competing_tasks(cluster)
+    key = _key(places, tasks)
+    lasting = cluster.lasting
+    if any(task.rebuilding for task in tasks):
+        return  # only agents know the plan in force, and not all have registered yet
+    if key == lasting.planned:
+        cluster.asked = None
+        if keep_together(tasks, places, lasting.assigned) != lasting.assigned:
+            _put_in_force(cluster, turn, key, places, lasting.allocation, about={})
+    elif key != cluster.asked and len(tasks) > 1:
+        cluster.asked = key
+        _keep_standing(cluster, turn, places)
+        turn.actions.append(ev.Ask(question=_question(cluster, key, places, tasks)))
+    elif key != cluster.asked:
+        wanted = {task.id: _alone(task, len(places)) for task in tasks}
+        _put_in_force(cluster, turn, key, places, wanted, about={})
+
+
+def standing(cluster: Cluster) -> Question | None:
+    """Return the present situation, for planning ahead; None if no plan is in force or no alternative exists."""
+    places, tasks = usable_places(cluster), competing_tasks(cluster)
+    if len(tasks) < 2 or cluster.lasting.planned != _key(places, tasks):
+        return None
+    question = _question(cluster, cluster.lasting.planned, places, tasks)
+    return question if all(task.before == task.left for task in question.tasks) else None
+
+
+def gather(cluster: Cluster, turn: Turn, agent: Agent, is_new: bool) -> None:
+    """Handle an agent's registration: if tasks compete, it counts after a short delay, with others that arrive.
+
+    The agents of a node, one per task, register within a second of each other. Planning immediately would move tasks
+    for the first agent, and again for each further one.
+    """
+    turn.places_changed = True
+    if is_new and agent.place is not None and several_compete(cluster):
+        agent.fresh = True
+        if not cluster.gathering:
+            cluster.gathering = True
+            turn.timer("plan", turn.limits.join_grace)
+
+
+def gathered(cluster: Cluster, turn: Turn) -> None:
+    """Count all agents that have registered so far."""
+    cluster.gathering = False
+    turn.places_changed = True
+    for task in cluster.tasks.values():
+        for agent in task.agents.values():
+            agent.fresh = False
+
+
+def take_plan(cluster: Cluster, turn: Turn, event: ev.Planned) -> None:
+    """Put the answer to the newest question in force; drop an answer to an older one."""
+    places, tasks = usable_places(cluster, turn.daemons), competing_tasks(cluster)
+    if event.key == cluster.asked == _key(places, tasks):
+        about = {"waf": event.waf, "milliseconds": event.milliseconds, "foreseen": event.foreseen}
+        _put_in_force(cluster, turn, event.key, places, event.allocation, about)
+        turn.places_changed = True
+
+
+def _put_in_force(
+    cluster: Cluster, turn: Turn, key: str, places: Places, wanted: Mapping[str, int], about: Mapping[str, object]
+) -> None:
+    lasting = cluster.lasting
+    before = dict(lasting.assigned)
+    nobody = dict.fromkeys((place.name for place in places), NOBODY)
+    worths = [worth(cluster.tasks[task], before) for task in wanted if task in cluster.tasks]
+    after = {**nobody, **assign(places, wanted, before, {k: v for each in worths for k, v in each.items()})}
+    lasting.assigned = keep_together(competing_tasks(cluster), places, after)
+    lasting.planned = key
+    cluster.asked = None
+    counts = Counter(lasting.assigned.values())
+    was, lasting.allocation = lasting.allocation, {task: counts[task] for task in sorted(wanted)}
+    turn.save_lasting()
+    fields = {"allocation": lasting.allocation, "before": was, "places": lasting.assigned, **about}
+    if was != lasting.allocation or before != lasting.assigned:
+        turn.actions.append(ev.Emit(name="plan_made", task=None, incident=None, fields=fields))
+    for task in competing_tasks(cluster):
+        if not counts[task.id] and task.formed and not task.finishing:
+            pause(task, turn)
+
+
+def _keep_standing(cluster: Cluster, turn: Turn, places: Places) -> None:
+    """Release places that are gone, and those of tasks that are gone, until the answer arrives."""
+    usable = users(places)
+    lasting = cluster.lasting
+    standing = {
+        name: task
+        for name, task in lasting.assigned.items()
+        if name in usable and (task == NOBODY or task in usable[name])
+    }
+    if standing != lasting.assigned:
+        lasting.assigned = standing
+        turn.save_lasting()
+
+
+def _question(cluster: Cluster, key: str, places: Places, tasks: list[Task]) -> Question:
+    """Build the question; the caller has released unusable places with `_keep_standing`."""
+    lasting = cluster.lasting
+    standing = Counter(lasting.assigned.values())
+    on_node = Counter([place.node for place in places])
+    return Question(
+        key=key,
+        num_places=len(places),
+        node_places=max(on_node.values(), default=1),
+        tasks=tuple(
+            Competitor(
+                name=task.id,
+                weight=task.weight,
+                min_places=task.min_nodes,
+                max_places=_most(task, places),
+                granularity=_step(task, min(len(places), _most(task, places))),
+                runs=bool(task.slots) and (bool(task.established) or (task.formed and not task.elastic)),
+                before=max(lasting.allocation.get(task.id, 0), standing[task.id]),
+                left=standing[task.id],
+            )
+            for task in tasks
+        ),
+    )
+
+
+def _alone(task: Task, num_places: int) -> int:
+    """Return the number of places of the only task: all it can use, or none while they are too few to start."""
+    return min(task.limit, num_places) if task.formed or num_places >= task.min_nodes else 0
+
+
+def _most(task: Task, places: Places) -> int:
+    """Return the largest number of places that the task can use now."""
+    able = sum(len(names) for tasks, names in places.kinds if task.id in tasks)
+    return task.limit if able == len(places) else min(task.limit, able)
+
+
+def _step(task: Task, most: int) -> int:
+    """Return the granularity in places; 1 if no multiple of it lies between the minimum and ``most``."""
+    step = task.granularity
+    return step if has_multiple(step, task.min_nodes, most) else 1
+
+
+def _key(places: Places, tasks: list[Task]) -> str:
+    """Digest of everything that a plan depends on."""
+    told = [(task.id, task.weight, task.min_nodes, task.limit, task.granularity) for task in tasks]
+    terms = msgspec.json.encode(told)
+    return hashlib.blake2b(places.digest + terms, digest_size=16).hexdigest()

@@ -1,0 +1,298 @@
+"""The cost of each incident: its phases in seconds, and the loss of the task in each phase.
+
+An incident's life, derived from its task's events as they are emitted:
+
+    fault --- detection ---> known --- transition ---> first step --- sub-healthy ---> restored, replanned or ended
+
+* *detection* ends when the coordinator learns of the fault: a worker's death is dated by its agent, an agent's death
+  by the end of its connection;
+* *transition* ends when the new world finishes its first step (plain script: when it is restarted);
+* *sub-healthy* ends when the task has as many slots as before (restored), or as many as it is due by an operator's
+  order or by a plan that allocates as many places as before (replanned), or when the task is over (ended).
+
+During detection and transition the task is interrupted and all its capacity is lost; while sub-healthy, the missing
+part is lost. Of overlapping incidents, each accounts only for the capacity that the next one found, so nothing is
+counted twice. A second failure before the first step belongs to the same incident. All records are in `state.Task`, so
+a restarted coordinator continues with them; the time it was away counts.
+
+Two units: worker-seconds, and WAF-seconds (weight x FLOP/s x seconds) where FLOPs and step times are known;
+docs/accounting.md defines each number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from unicron_lightning.coordinator import events as ev
+from unicron_lightning.coordinator.allocation import estimates
+from unicron_lightning.coordinator.incidents.record import PHASES, Accounts, Incident, Level, Loss, Phase
+from unicron_lightning.coordinator.state import Cluster, Lasting, Task
+from unicron_lightning.coordinator.turn import Turn
+from unicron_lightning.jobs import Job
+
+CLOSED: Final = "incident_closed"
+"""Name of the event that holds a closed incident's bill."""
+_NOTHING: Final = Level(slots=0, workers=0)
+_FIRST_STEPS: Final = ("worker.started", "worker.recovered", "worker.grown", "worker.shrunk")
+_OWN_DEATHS: Final = ("exit", "signal", "silent", "reported")
+
+_MOST_DETECTION_SECONDS: Final = 3600.0
+"""Longer than any detection limit: a fault dated earlier was dated by a different clock."""
+_HAPPENED: Final = {"worker_died": "died_at", "agent_lost": "away_since", "error_reported": "happened_at"}
+"""Field that holds the time of occurrence, by event name."""
+
+
+def take(task: Task, turn: Turn, event: ev.Emit) -> None:
+    """Process an event of the task's log; `measurements.take` has processed it before."""
+    accounts = task.accounts
+    if event.incident is not None and _number(event.incident) > accounts.opened:
+        _open(task, turn, event)
+    counts = event.name == "agent_lost" or event.fields.get("cause") in _OWN_DEATHS
+    explains = counts or (event.name == "error_reported" and event.fields["ends"])
+    if explains and accounts.open and event.incident == accounts.open[-1].id:
+        accounts.open[-1].failures += counts
+        if accounts.open[-1].cause == "comm_error":  # reported first; the death explains it
+            accounts.open[-1].cause = _cause(event)
+    if event.name in _FIRST_STEPS and event.fields.get("epoch") == task.measured.pace.epoch:
+        stepped(task, turn, float(event.fields.get("at", turn.now)))
+    elif event.name == "epoch_settled" and event.fields["kind"] == "leave":
+        _taken_by_plan(task, turn)
+    elif event.name == "task_over":
+        for incident in list(accounts.open):
+            _close(task, turn, incident, "ended")
+
+
+def stepped(task: Task, turn: Turn, at: float) -> None:
+    """Record a finished step of the newest settled world: the first one that is known."""
+    accounts, epoch = task.accounts, task.measured.pace.epoch
+    waiting = [incident for incident in accounts.open if incident.stepped_at is None and incident.number < epoch]
+    at = min(turn.now, max([at, *(incident.known_at for incident in waiting)])) if waiting else turn.now
+    _advance(accounts, at)
+    for incident in waiting:
+        incident.stepped_at = at
+        turn.save(task)
+    accounts.level = task.measured.pace.level
+
+
+def review(tasks: Iterable[Task], turn: Turn) -> None:
+    """Close incidents that have healed, at the end of a turn, and record changes that no event reports."""
+    given_out = sum(turn.lasting.allocation.values())
+    for task in tasks:
+        if task.store_used and not task.elastic:
+            _review_plain(task, turn)
+        if task.accounts.open:
+            _close_healed(task, turn)
+        else:
+            task.accounts.places = given_out
+
+
+def _close_healed(task: Task, turn: Turn) -> None:
+    accounts, lasting = task.accounts, turn.lasting
+    # Slots of a settled world count from its first step; slots about to leave no longer count.
+    slots = min(accounts.level.slots, task.measured.pace.level.slots if task.elastic else accounts.level.slots)
+    for incident in list(accounts.open):
+        if incident.stepped_at is not None and slots >= _due_slots(task, incident, lasting):
+            restored = slots >= incident.started_with.slots
+            _close(task, turn, incident, "restored" if restored else "replanned")
+
+
+def bill(task: Task, incident: Incident, job: Job | None, until: float) -> dict[str, Any]:
+    """Return the cost of an incident so far, as plain JSON.
+
+    Args:
+        task: the task that the incident belongs to.
+        incident: open or about to be closed.
+        job: the task's definition, if it was submitted.
+        until: time.time(); the incident's end if it has ended.
+    """
+    known, stepped_at = incident.known_at, incident.stepped_at
+    seconds = {
+        "detection": known - incident.fault_at,
+        "transition": (until if stepped_at is None else stepped_at) - known,
+        "sub_healthy": 0.0 if stepped_at is None else until - stepped_at,
+    }
+    flops = estimates.flops_per_step(task, job)
+    losses = [*incident.losses, *_since(task.accounts, incident, until)]
+    phases = {
+        phase: {"seconds": round(max(0.0, seconds[phase]), 6), **_lost(task, losses, phase, flops)} for phase in PHASES
+    }
+    return {
+        "cause": incident.cause,
+        "failures": incident.failures,
+        "fault_at": incident.fault_at,
+        "known_at": known,
+        "stepped_at": stepped_at,
+        "slots_before": incident.started_with.slots,
+        "workers_before": incident.started_with.workers,
+        "weight": task.weight,
+        "flops_per_step": flops,
+        "phases": phases,
+    }
+
+
+def totals(bills: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Sum bills by phase; ``unknown_waf`` counts the incidents missing from the sums of WAF-seconds."""
+    sums = {phase: {"seconds": 0.0, "worker_seconds": 0.0, "waf_seconds": 0.0} for phase in PHASES}
+    number = unknown = 0
+    for each in bills:
+        number += 1
+        unknown += any(each["phases"][phase]["waf_seconds"] is None for phase in PHASES)
+        for phase in PHASES:
+            for name, value in each["phases"][phase].items():
+                sums[phase][name] = round(sums[phase][name] + (value or 0.0), 6)
+    return {"incidents": number, "unknown_waf": unknown, "phases": sums}
+
+
+def book(
+    closed: Iterable[Mapping[str, Any]], cluster: Cluster, now: float, *, only: str | None = None
+) -> dict[str, Any]:
+    """Return all incidents, closed ones first, and their sums, as plain JSON.
+
+    Args:
+        closed: the log's events named `CLOSED`.
+        cluster: provides the open incidents.
+        now: time.time().
+        only: a task's id, or None for all tasks.
+    """
+    bills = [{"task": event["task"], "incident": event["incident"], **event["fields"]} for event in closed]
+    for task in cluster.tasks.values():
+        for incident in task.accounts.open if only in (None, task.id) else ():
+            about = bill(task, incident, cluster.lasting.jobs.get(task.id), now)
+            bills.append({"task": task.id, "incident": incident.id, "outcome": None, "closed_at": None, **about})
+    return {"incidents": bills, "totals": totals(bills)}
+
+
+def _open(task: Task, turn: Turn, event: ev.Emit) -> None:
+    accounts, fields = task.accounts, event.fields
+    assert event.incident is not None
+    accounts.opened = _number(event.incident)
+    fault = fields.get(_HAPPENED.get(event.name, "")) or turn.now
+    if turn.now - fault > _MOST_DETECTION_SECONDS:
+        fault = turn.now  # dated by a clock that differs: no detection takes that long
+    standing = any(incident.stepped_at is None for incident in accounts.open)
+    level = _NOTHING if standing else accounts.level
+    incident = Incident(
+        id=event.incident,
+        cause=_cause(event),
+        fault_at=min(float(fault), turn.now),
+        known_at=turn.now,
+        number=task.measured.pace.epoch,
+        started_with=accounts.level,
+        due=level,
+    )
+    _advance(accounts, turn.now)
+    accounts.open = [*accounts.open, incident]
+    seconds = turn.now - incident.fault_at
+    incident.losses = _added(incident.losses, Loss(phase="detection", due=level, had=_NOTHING, seconds=seconds))
+
+
+def _close(task: Task, turn: Turn, incident: Incident, outcome: str) -> None:
+    _advance(task.accounts, turn.now)
+    about = bill(task, incident, turn.lasting.jobs.get(task.id), turn.now)
+    task.accounts.open = [other for other in task.accounts.open if other is not incident]
+    turn.emit_for(task, incident.id, CLOSED, {"outcome": outcome, "closed_at": turn.now, **about})
+
+
+def _taken_by_plan(task: Task, turn: Turn) -> None:
+    """Deduct slots removed by a planned change from the due sizes of open incidents."""
+    _advance(task.accounts, turn.now)
+    before, after = task.measured.pace.before, task.measured.pace.level
+    slots, workers = max(0, before.slots - after.slots), max(0, before.workers - after.workers)
+    for incident in task.accounts.open:
+        due = incident.due
+        incident.due = Level(slots=max(0, due.slots - slots), workers=max(0, due.workers - workers))
+
+
+def _due_slots(task: Task, incident: Incident, lasting: Lasting) -> int:
+    planned = lasting.allocation.get(task.id)
+    as_many = sum(lasting.allocation.values()) >= task.accounts.places
+    due = min(incident.due.slots, task.limit)
+    return min(due, planned) if planned is not None and as_many else due
+
+
+def _review_plain(task: Task, turn: Turn) -> None:
+    """Update the accounts of a plain script, for which only starts are known."""
+    accounts = task.accounts
+    if task.regrouping or not task.slots:
+        return
+    workers = sum(task.agents[agent].local_world or 1 for agent in task.slots)
+    level = Level(slots=len(task.slots), workers=workers)
+    if level == accounts.level and all(incident.stepped_at is not None for incident in accounts.open):
+        return
+    _advance(accounts, turn.now)
+    if task.incident is None:
+        for incident in accounts.open:
+            incident.stepped_at = turn.now if incident.stepped_at is None else incident.stepped_at
+        accounts.level = level
+
+
+def _advance(accounts: Accounts, until: float) -> None:
+    """Record the losses of all open incidents up to a time."""
+    for incident in accounts.open:
+        for loss in _since(accounts, incident, until):
+            incident.losses = _added(incident.losses, loss)
+    accounts.since = max(until, accounts.since)
+
+
+def _since(accounts: Accounts, incident: Incident, until: float) -> list[Loss]:
+    """Compute an incident's losses after `Accounts.since`."""
+    seconds = until - max(accounts.since, incident.known_at)
+    place = next((place for place, other in enumerate(accounts.open) if other is incident), None)
+    if place is None or seconds <= 0:
+        return []
+    phase: Phase = "transition" if incident.stepped_at is None else "sub_healthy"
+    if place + 1 < len(accounts.open):
+        had = accounts.open[place + 1].due
+    else:
+        had = _NOTHING if phase == "transition" else accounts.level
+    return [Loss(phase=phase, due=incident.due, had=had, seconds=seconds)]
+
+
+def _added(losses: list[Loss], loss: Loss) -> list[Loss]:
+    """Add `loss`, merging it with an entry of the same phase and sizes; the list is bounded by the number of sizes."""
+    if loss.seconds <= 0:
+        return losses
+    for place, other in enumerate(losses):
+        if (other.phase, other.due, other.had) == (loss.phase, loss.due, loss.had):
+            more = Loss(phase=loss.phase, due=loss.due, had=loss.had, seconds=other.seconds + loss.seconds)
+            return [*losses[:place], more, *losses[place + 1 :]]
+    return [*losses, loss]
+
+
+def _lost(task: Task, losses: Iterable[Loss], phase: Phase, flops: float | None) -> dict[str, float | None]:
+    """Sum a phase's losses: weighted worker-seconds, and weighted FLOP (WAF-seconds), or None if unknown."""
+    workers, steps = 0.0, 0.0
+    known = flops is not None
+    for loss in losses:
+        if loss.phase == phase:
+            workers += max(0, loss.due.workers - loss.had.workers) * loss.seconds
+            due, had = _rate(task, loss.due), _rate(task, loss.had)
+            known = known and due is not None and had is not None
+            steps += max(0.0, (due or 0.0) - (had or 0.0)) * loss.seconds
+    waf = round(task.weight * steps * flops, 6) if known and flops is not None else None
+    return {"worker_seconds": round(task.weight * workers, 6), "waf_seconds": waf}
+
+
+def _rate(task: Task, level: Level) -> float | None:
+    """Return steps per second at a size: measured, or scaled in proportion from the nearest measured size."""
+    if not level.slots:
+        return 0.0
+    speeds = task.measured.speeds
+    if not speeds:
+        return None
+    nearest = min(speeds, key=lambda slots: abs(slots - level.slots))
+    return level.slots / nearest / speeds[nearest].seconds
+
+
+def _cause(event: ev.Emit) -> str:
+    if event.name == "error_reported":
+        return f"{event.fields['kind']}: {event.fields['cause']}"
+    told = event.fields.get("meaning") or event.fields.get("cause", event.name)
+    return "node lost" if event.name == "agent_lost" else str(told)
+
+
+def _number(incident: str) -> int:
+    """Return the number in an incident's id; 0 if it has none."""
+    digits = incident.removeprefix("i")
+    return int(digits) if digits.isdecimal() else 0

@@ -1,0 +1,141 @@
+"""Measurements of a running task, and records of its open incidents: plain structs, kept in `state.Task`.
+
+`measurements` and `accounting` fill them; `allocation.estimates` derives the planner's inputs from the measurements.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+import msgspec
+
+TransitionName = Literal["shrink_in_place", "grow_in_place", "restart", "reconfigure_cold"]
+"""Values of `unicron_lightning.planner.transitions.TransitionKind`."""
+
+
+class Level(msgspec.Struct, frozen=True, kw_only=True):
+    """The size of a world."""
+
+    slots: int
+    workers: int
+
+
+class Speed(msgspec.Struct, frozen=True, kw_only=True):
+    """Duration of a step at one size, as measured last."""
+
+    workers: int
+    seconds: float
+    """Duration of a step, > 0."""
+    spread: float
+    """Relative standard deviation of a single interval, robustly estimated."""
+    intervals: int
+    """Number of measured intervals."""
+    at: float
+    """time.time() of the newest measurement."""
+
+
+class Pace(msgspec.Struct, kw_only=True):
+    """The measurement in progress, of one settled epoch."""
+
+    epoch: int = 0
+    level: Level = Level(slots=0, workers=0)
+    before: Level = Level(slots=0, workers=0)
+    """Size of the previously settled epoch."""
+    stands: bool = False
+    """Whether a newer epoch was published, so that the measurement is suspended."""
+    step: int = 0
+    """Newest step that does not count: finished before the epoch, or by its transition."""
+    worker: str = ""
+    """Worker whose reports count: the first to finish a step in the epoch. Members step together, so one is enough."""
+    at: float = 0.0
+    """time.time() at which the worker finished ``step``, by its own clock."""
+    seconds: list[float] = []
+    """Seconds per step, in the newest intervals between two reports."""
+
+
+class MeasuredTransition(msgspec.Struct, frozen=True, kw_only=True):
+    """A change of the task's world, from its beginning to the first step finished after it."""
+
+    kind: TransitionName
+    seconds: float
+    at: float
+    """time.time() of its end."""
+
+
+class Lifetimes(msgspec.Struct, kw_only=True):
+    """Run times and failures of workers and slots."""
+
+    workers_lost: int = 0
+    """Processes that died by themselves; not those lost with their node."""
+    slots_lost: int = 0
+    """Number of agents lost."""
+    worker_seconds: float = 0.0
+    slot_seconds: float = 0.0
+
+
+class Measured(msgspec.Struct, kw_only=True):
+    """All measurements of a task."""
+
+    flops_per_step: float | None = None
+    """FLOPs per step, as reported by the workers."""
+    pace: Pace = msgspec.field(default_factory=Pace)
+    speeds: dict[int, Speed] = {}
+    """Step times by number of slots."""
+    transitions: list[MeasuredTransition] = []
+    """The newest transitions, oldest first."""
+    lifetimes: Lifetimes = msgspec.field(default_factory=Lifetimes)
+    level: Level = Level(slots=0, workers=0)
+    """Size that has been running since ``since`` and is not counted in `lifetimes` yet."""
+    since: float = 0.0
+    begun: float = 0.0
+    """time.time() at which the transition in progress began; 0 if there is none."""
+
+
+Phase = Literal["detection", "transition", "sub_healthy"]
+PHASES: Final[tuple[Phase, ...]] = ("detection", "transition", "sub_healthy")
+
+
+class Loss(msgspec.Struct, kw_only=True):
+    """A period in which a task had fewer workers at work than it should have had."""
+
+    phase: Phase
+    due: Level
+    """Size that the task should have had, less the part that an earlier incident accounts for."""
+    had: Level
+    seconds: float
+
+
+class Incident(msgspec.Struct, kw_only=True):
+    """A failure, with all its consequences."""
+
+    id: str
+    cause: str
+    fault_at: float
+    """time.time() of the failure by the clock of the process that observed it, but not after ``known_at``."""
+    known_at: float
+    """time.time() at which the coordinator learned of the failure."""
+    stepped_at: float | None = None
+    """time.time() at which the new world finished its first step."""
+    number: int
+    """Newest epoch when the failure became known: a first step in a newer one ends the transition."""
+    failures: int = 0
+    """Workers that died by themselves and agents that were lost, so far."""
+    started_with: Level
+    due: Level
+    """Size that the task must reach again: ``started_with``, less slots removed by later plans."""
+    losses: list[Loss] = []
+
+
+class Accounts(msgspec.Struct, kw_only=True):
+    """A task's open incidents, and the data needed to continue their bills."""
+
+    open: list[Incident] = []
+    """Open incidents, oldest first."""
+    opened: int = 0
+    """Number of the newest incident, open or not."""
+    level: Level = Level(slots=0, workers=0)
+    """Size of the world that finished the newest step."""
+    places: int = 0
+    """Places allocated to all tasks together when no incident was last open."""
+    since: float = 0.0
+    """time.time() up to which ``losses`` are recorded."""

@@ -1,0 +1,403 @@
+"""Membership: epochs, which select the workers that train together, and reactions to workers that die, join or finish.
+
+`review_members` compares the newest epoch with the live workers and takes the next step that is due, if any:
+
+* no epoch in this life: form one as soon as ``min_nodes`` slots are complete;
+* a member of the epoch is dead: publish a new one with the remaining members. A planned one that was not settled falls
+  back to the established members; its joiners become candidates for the next one;
+* all members reported: settle the epoch with `wire.Go`; members that leave with it are stopped;
+* it is settled, and another layout is ordered: publish a ``relayout`` with the same members (see `relayout`);
+* it is settled, and members are on draining nodes: publish a ``leave`` without them, if enough remain;
+* it is settled and there are candidates: publish a ``join``;
+* no member is left: the task is over if a member finished, else a new life begins.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections import Counter
+from typing import Any
+
+from unicron_lightning import wire
+from unicron_lightning.coordinator.membership.replicas import awaited, bearable, fewest
+from unicron_lightning.coordinator.membership.slots import leaving, revoke
+from unicron_lightning.coordinator.orders import relayout
+from unicron_lightning.coordinator.orders.jobs import ended
+from unicron_lightning.coordinator.state import Agent, Task, Worker
+from unicron_lightning.coordinator.turn import Turn
+
+_JOIN = "join"
+"""Name of the operation in which members hand over the state, as in `worker.engine`."""
+
+
+def review_members(task: Task, turn: Turn) -> None:
+    """Take the step that is due now. Idempotent; called once after each input."""
+    if task.over is not None or task.rebuilding or not task.elastic:
+        return
+    if task.epoch is None:
+        _form(task, turn)
+        return
+    live, wanted = task.live_members(), needed(task)
+    missing = [worker for worker in wanted if worker not in task.workers]
+    died = [worker for worker in missing if worker not in task.finished]
+    if not live and len(missing) == len(wanted):
+        _nobody_left(task, turn)
+    elif died or not live or (missing and not task.settled):
+        # If no other member survives, the members that were to leave continue themselves.
+        _repair(task, turn, live, deaths=bool(died) or not live)
+    elif not task.settled and all(task.workers[m.worker].ready == task.number for m in live):
+        _settle(task, turn)
+        _resize(task, turn)
+    elif task.settled:
+        _resize(task, turn)
+
+
+def concerned(task: Task) -> list[str]:
+    """List the agents that the newest epoch is sent to."""
+    return list(dict.fromkeys(task.workers[w].agent for w in needed(task) if w in task.workers))
+
+
+def needed(task: Task) -> list[str]:
+    """List workers that the newest epoch depends on: its members and, until a planned one settles, those that leave."""
+    pending = task.epoch is not None and not task.settled and task.epoch.kind in wire.PLANNED
+    before = [worker for worker in task.established if worker not in task.finished] if pending else []
+    return list(dict.fromkeys([*(member.worker for member in task.members()), *before]))
+
+
+def open_incident(task: Task) -> None:
+    """Give the failure an id, unless it belongs to an incident that is still being recovered from."""
+    if task.incident is None and task.over is None:
+        task.incidents += 1
+        task.incident = f"i{task.incidents}"
+
+
+def bury(task: Task, worker: Worker) -> None:
+    """Remove a worker that died, was fenced or finished from the task, permanently."""
+    del task.workers[worker.id]
+    agent = task.agents.get(worker.agent)
+    if agent is not None and worker.id not in agent.gone:
+        agent.gone.append(worker.id)
+
+
+def expel(task: Task, turn: Turn, worker: Worker, reason: str) -> None:
+    """Remove a live worker and have its process killed."""
+    agent = task.agents.get(worker.agent)
+    bury(task, worker)
+    if agent is not None:
+        turn.send(agent, wire.Fence(worker=worker.id, reason=reason))
+
+
+def comm_error_due(task: Task, turn: Turn) -> None:
+    """Retry with the same members: no death explained the communication error in time (SEV3, in place)."""
+    number, task.comm_error_epoch = task.comm_error_epoch, 0
+    if task.over is not None or number != task.number or task.rebuilding or task.epoch is None:
+        return
+    if task.settled:
+        _publish(task, turn, "fail", task.live_members())
+    elif task.epoch.kind in wire.PLANNED:
+        _publish(task, turn, "fail", _core(task))
+
+
+def rebuild_due(task: Task, turn: Turn) -> None:
+    """Resume with the workers that hold the task's state, after all agents had time to register."""
+    task.rebuilding = False
+    turn.places_changed = True
+    turn.save(task)
+    reported = [worker for worker in task.workers.values() if worker.ready > 0 and holds_state(worker)]
+    if task.over is not None:
+        return
+    if not reported:
+        for worker in [worker for worker in task.workers.values() if not worker.founder]:
+            expel(task, turn, worker, "no member is left that it could join")
+        return
+    newest = max(worker.ready for worker in reported)
+    for worker in reported:
+        if worker.ready < newest:  # members of the newest epoch may have recomputed its work
+            expel(task, turn, worker, f"it was in epoch {worker.ready}, others are in {newest}")
+    holders = [worker for worker in reported if worker.ready == newest]
+    # Joiners stay in an epoch that the others have entered to hand over the state: they may have received it since.
+    joining = all(worker.state.get("operation") == _JOIN for worker in holders)
+    there = (worker for worker in task.workers.values() if worker.ready == newest and (joining or worker in holders))
+    members = sorted(there, key=task.place)
+    task.established = [worker.id for worker in members]
+    open_incident(task)
+    _publish(task, turn, "fail", [_member(task, worker) for worker in members])
+    _turn_into_joiners(task, turn, set(task.established))
+
+
+def holds_state(worker: Worker) -> bool:
+    """Whether the worker has the task's state: it reported so, or has stepped since it reported that it had none."""
+    told = worker.state.get("step")
+    return bool(worker.state.get("has_state", True)) or worker.step > (told if isinstance(told, int) else 0)
+
+
+def finish(task: Task, turn: Turn, *, succeeded: bool, reason: str) -> None:
+    """End the task and notify all its agents."""
+    task.over = succeeded
+    ended(task, turn, succeeded=succeeded, reason=reason)
+    for agent in task.agents.values():
+        turn.send(agent, wire.TaskOver(succeeded=succeeded, reason=reason))
+    turn.emit(task, "task_over", succeeded=succeeded, reason=reason, life=task.life, epoch=task.number)
+
+
+def _form(task: Task, turn: Turn) -> None:
+    built = Counter(worker.agent for worker in task.workers.values() if worker.built)
+    complete = [agent_id for agent_id in task.slots if built[agent_id] == task.agents[agent_id].local_world]
+    if len(complete) < fewest(task):
+        return
+    founders = [worker for agent_id in complete for worker in task.workers_of(agent_id) if worker.built]
+    members = [_member(task, worker) for worker in founders[: task.capacity()]]
+    _publish(task, turn, "init" if task.life == 1 else "restart", members)
+    _turn_into_joiners(task, turn, {member.worker for member in members})
+
+
+def welcome(task: Task, turn: Turn, agent: Agent, worker: Worker) -> None:
+    """Send a worker its role, possibly again."""
+    word = wire.Welcome(
+        worker=worker.id,
+        founder=worker.founder,
+        life=task.life,
+        resume=tuple(task.checkpoints) if worker.founder and task.life > 1 else (),
+        watch=turn.limits.watch,
+        layout=task.layouts.in_force,
+    )
+    turn.send(agent, word)
+    if not worker.built:
+        turn.timer("start", turn.limits.watch.start_time, task=task.id, agent=agent.id)
+
+
+def _turn_into_joiners(task: Task, turn: Turn, members: set[str]) -> None:
+    """Turn founders that were not ready in time into joiners: members do not wait for their set-up."""
+    for worker in task.workers.values():
+        if worker.founder and worker.id not in members:
+            worker.founder = worker.built = False
+            welcome(task, turn, task.agents[worker.agent], worker)
+
+
+def _repair(task: Task, turn: Turn, live: list[wire.Member], *, deaths: bool) -> None:
+    """Publish the epoch that follows the loss of members."""
+    assert task.epoch is not None
+    kind = task.epoch.kind
+    core = _core(task)
+    if task.settled:
+        _publish(task, turn, "fail", live)
+    elif kind not in wire.PLANNED:
+        # No worker has state before a life's first epoch is settled: the kind stays, with fewer members.
+        _publish(task, turn, kind, live)
+    elif not core:
+        _nobody_left(task, turn)
+    elif deaths:
+        _publish(task, turn, "fail", core)
+    else:
+        _publish(task, turn, kind, live)
+
+
+def _core(task: Task) -> list[wire.Member]:
+    """Return the live members that have the task's state, in their order."""
+    return [_member(task, task.workers[worker]) for worker in task.established if worker in task.workers]
+
+
+def _settle(task: Task, turn: Turn) -> None:
+    assert task.epoch is not None
+    # A member that finished while the epoch was pending has led to a new epoch: all members are alive here.
+    states = {member.worker: task.workers[member.worker].state for member in task.epoch.members}
+    if not any(state.get("has_state", True) for state in states.values()):
+        _nobody_left(task, turn)  # joiners whose donors died before sending the state
+        return
+    left = [worker for worker in task.established if worker in task.workers and worker not in states]
+    task.comm_error_epoch = 0  # the worker that reported one is here
+    task.go, task.earlier = wire.Go(epoch=task.number, states=states), None
+    task.established = list(states)
+    send_go(task, turn)
+    for agent_id in dict.fromkeys(task.workers[worker].agent for worker in left):
+        _dismiss(task, turn, agent_id)
+    turn.emit(task, "epoch_settled", number=task.number, kind=task.epoch.kind)
+    if task.epoch.kind in ("init", "restart"):
+        task.incident = None
+
+
+def send_go(task: Task, turn: Turn, only: str | None = None) -> None:
+    """Notify the members' agents, or one of them, that the newest epoch is settled."""
+    assert task.go is not None
+    for agent_id in dict.fromkeys(member.agent for member in task.members()):
+        if agent_id in task.agents and only in (None, agent_id):
+            turn.send(task.agents[agent_id], task.go)
+
+
+def _dismiss(task: Task, turn: Turn, agent_id: str, reason: str | None = None) -> None:
+    """Continue without the workers of an agent: they wait, or have not started, and are stopped."""
+    agent = task.agents[agent_id]
+    for worker in task.workers_of(agent_id):
+        bury(task, worker)
+    revoke(task, turn, agent, reason or turn.why_without_workers(agent))
+
+
+def pause(task: Task, turn: Turn) -> None:
+    """Stop all workers because the plan gives the task no place; it later resumes from its checkpoint."""
+    for agent_id in list(task.slots):
+        _dismiss(task, turn, agent_id)
+    task.formed = False
+    task.regrouping = False
+    turn.emit(task, "task_paused", step=task.checkpoint.step if task.checkpoint else None)
+    if task.epoch is not None:
+        _new_life(task, turn)
+
+
+def start_anew(task: Task, turn: Turn) -> None:
+    """Begin the next life from the checkpoint that all waiting members have written, maybe in another layout."""
+    relayout.take_up(task, turn)
+    _begin_in_another_layout(task, turn)
+
+
+def go_back(task: Task, turn: Turn, reason: str) -> None:
+    """Return to the previous layout if the workers fail in the one that was ordered."""
+    if task.layouts.untried:  # and no worker was left meanwhile
+        relayout.give_up(task, turn, reason)
+        _begin_in_another_layout(task, turn)
+
+
+def _begin_in_another_layout(task: Task, turn: Turn) -> None:
+    """Stop all workers; their replacements build the model in the layout that is in force now."""
+    for agent_id in list(task.slots):
+        _dismiss(task, turn, agent_id, "the task restarts in another layout")
+    _new_life(task, turn)
+
+
+def _resize(task: Task, turn: Turn) -> None:
+    """Plan the change for the next step boundary, if one is due: another layout, a leave or a join."""
+    if task.finishing:
+        return
+    if relayout.due(task):
+        if task.epoch is not None and task.epoch.kind != "relayout":
+            task.incident = None
+            _publish(task, turn, "relayout", task.members())
+        return  # or they are writing the checkpoint
+    members, away = task.members(), bearable(task, leaving(task, turn))
+    staying = members
+    if away:
+        staying = [member for member in members if member.agent not in away]
+        for agent_id in sorted(away - {member.agent for member in members}):
+            _dismiss(task, turn, agent_id)
+    usable = min([task.workers[member.worker].capacity for member in task.live_members()], default=0)
+    if not usable:
+        return
+    staying = staying if awaited(task) else _within(usable, staying)
+    if len(staying) < len(members) and (
+        len(staying) >= usable or len({member.agent for member in staying}) >= task.min_nodes
+    ):
+        task.incident = None
+        _publish(task, turn, "leave", staying)
+    elif len(task.workers) > len(members):  # all members live, so candidates exist
+        _admit(task, turn, away, task.capacity() - len(staying))
+
+
+def _within(capacity: int, members: list[wire.Member]) -> list[wire.Member]:
+    """Drop the newest agents beyond the task's capacity, which arise when departing members may stay.
+
+    Agents leave as a whole, so fewer members than any agent has may remain beyond it. They have no work, as candidates
+    beyond the capacity have none: without them the world would be too small until their agent's workers have restarted.
+    """
+    if len(members) <= capacity:
+        return members
+    left = len(members)
+    gone: set[str] = set()
+    for agent_id, number in Counter(member.agent for member in reversed(members)).items():
+        if left - number >= capacity:
+            left -= number
+            gone.add(agent_id)
+    return [member for member in members if member.agent not in gone]
+
+
+def _admit(task: Task, turn: Turn, away: set[str], room: int) -> None:
+    """Publish a join if there are candidates and room; workers of the agents ``away`` are not candidates.
+
+    Members that leave after the join do not count against the room: for one step, some may have no work.
+    """
+    members = task.members()
+    present = {member.worker for member in members}
+    built = (w for w in task.workers.values() if w.built and w.id not in present and w.agent not in away)
+    candidates = sorted(built, key=task.place)
+    if not candidates or room <= 0:
+        return
+    ready = [worker for worker in candidates if task.join_due or _siblings_ready(task, worker)]
+    if not ready:
+        if not task.join_timer:
+            task.join_timer = True
+            turn.timer("join", turn.limits.join_grace, task=task.id)
+        return
+    task.incident = None
+    _publish(task, turn, "join", [*members, *(_member(task, worker) for worker in ready[:room])])
+
+
+def _siblings_ready(task: Task, worker: Worker) -> bool:
+    """Whether all workers of the agent's round can join, or are gone: one join is cheaper than two."""
+    agent = task.agents[worker.agent]
+    built = sum(1 for sibling in task.workers_of(agent.id) if sibling.built)
+    return agent.local_world is not None and built + len(agent.gone) >= agent.local_world
+
+
+def _publish(task: Task, turn: Turn, kind: wire.EpochKind, members: list[wire.Member]) -> None:
+    assert members
+    store = task.agents[members[0].agent].store
+    assert store is not None
+    nodes = len({member.agent for member in members})
+    task.number += 1
+    task.earlier = (task.go or task.earlier) if kind in wire.PLANNED else None
+    task.go = None
+    task.join_due = False
+    # A planned epoch is entered at a step boundary, which the members of a broken one do not reach.
+    task.comm_error_epoch = task.number if kind in wire.PLANNED and task.comm_error_epoch else 0
+    if task.join_timer:
+        task.join_timer = False
+        turn.cancel("join", task=task.id)
+    task.epoch = wire.Epoch(
+        number=task.number,
+        kind=kind,
+        members=members,
+        store=store,
+        # A world below the minimum, because the task can't use more workers, does not wait.
+        hold=nodes < task.min_nodes and len(members) < task.capacity(),
+        incident=task.incident,
+        published_at=turn.now,
+        key=_key(turn.limits.secret, f"{task.id}/{task.number}/{turn.now}"),
+    )
+    for agent_id in concerned(task):
+        turn.send(task.agents[agent_id], task.epoch)
+    fields: dict[str, Any] = {"number": task.number, "kind": kind, "hold": task.epoch.hold}
+    turn.emit(task, "epoch_published", **fields, members=[member.worker for member in members])
+
+
+def _key(secret: bytes, epoch: str) -> str:
+    """Derive the epoch's 128-bit key from the coordinator's secret."""
+    return hmac.new(secret, epoch.encode(), "sha256").hexdigest()[:32]
+
+
+def _member(task: Task, worker: Worker) -> wire.Member:
+    agent = task.agents[worker.agent]
+    return wire.Member(worker=worker.id, agent=agent.id, node=agent.node, host=agent.host, local_rank=worker.local_rank)
+
+
+def _nobody_left(task: Task, turn: Turn) -> None:
+    """End the task, or begin a new life from the newest persistent checkpoint: no member with state is alive."""
+    if task.finishing:
+        # Members finish the same step together: one that succeeded had completed all of the task's work.
+        finish(task, turn, succeeded=True, reason="all members finished")
+        return
+    relayout.give_up(task, turn)
+    _new_life(task, turn)
+
+
+def _new_life(task: Task, turn: Turn) -> None:
+    for worker in list(task.workers.values()):
+        expel(task, turn, worker, "the task starts a new life")
+    task.life += 1
+    task.restarts += 1
+    task.epoch = None
+    task.go = task.earlier = None
+    task.established = []
+    task.replicas, task.replicas_of, task.layouts.spread = [], 0, None
+    task.records = {}
+    task.comm_error_epoch = 0
+    saved = task.checkpoint
+    path, step = (saved.path, saved.step) if saved else (None, None)
+    turn.emit(task, "task_restarts", life=task.life, path=path, step=step)

@@ -1,0 +1,398 @@
+"""Registration, disconnection and return of agents, and restarts of the coordinator.
+
+An agent's `wire.Register` leads to one of four cases:
+
+* *new*: it waits for a grant like any other;
+* *back in time*: it is sent again everything it may have missed (grant, ranks, welcome, epoch, go), and a worker that
+  it no longer lists is declared dead unless the agent's report on it follows shortly;
+* *back too late*, or unknown though it has a grant: its workers are fenced and it must rendezvous again. Workers that
+  are only warm are not fenced, since they had no part in training;
+* *unknown, granted, and its task unknown too*: the coordinator has lost its store. The task is rebuilt from the agents'
+  registrations: for ``restart_grace`` seconds nothing is published while training continues, then one ``fail`` epoch
+  is, over the workers that hold state (those whose last report was for an epoch >= 1). Lost with the store are:
+  records, the checkpoint's path, the count of lives, and agents that do not return in time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from unicron_lightning import wire
+from unicron_lightning.coordinator.membership import replicas, slots, standby, workers
+from unicron_lightning.coordinator.membership.epochs import concerned, finish, open_incident, send_go, welcome
+from unicron_lightning.coordinator.orders.jobs import is_job
+from unicron_lightning.coordinator.severity import apply as severity
+from unicron_lightning.coordinator.severity import reports
+from unicron_lightning.coordinator.state import Agent, Task
+from unicron_lightning.coordinator.turn import Turn
+from unicron_lightning.wire.fields import shortened
+
+_LOST_REMEMBERED = 1000
+
+
+def refusal(task: Task | None, message: wire.Register) -> str | None:
+    """Return why the agent is refused, for its user; None if it is accepted."""
+    if message.protocol != wire.PROTOCOL_VERSION:
+        return f"the agent speaks protocol {message.protocol}, the coordinator {wire.PROTOCOL_VERSION}: use one version"
+    low, high = message.min_nodes, message.max_nodes
+    if not (message.task and message.agent) or not 1 <= low <= high:
+        return f"expected a task, an agent and 1 <= min_nodes <= max_nodes, got {low}:{high} for {message.task!r}"
+    if (reason := _contradiction(message)) is not None:
+        return reason
+    known = None if task is None else task.agents.get(message.agent)
+    if known is not None and known.secret and known.secret != message.secret:
+        return f"agent {message.agent!r} has registered before, with another secret: expected the agent that did"
+    if task is not None and task.agents and (task.min_nodes, task.max_nodes) != (low, high):
+        theirs = f"{task.min_nodes}:{task.max_nodes}"
+        return f"--nnodes {low}:{high} of {message.agent} differs from {theirs} of task {task.id!r}'s first agent"
+    return None
+
+
+def _contradiction(message: wire.Register) -> str | None:
+    """Return the contradiction in a registration, in one sentence; None if there is none."""
+    started = message.granted or message.warm
+    if message.granted and message.warm:
+        return "granted=true, warm=true: expected at most one of them"
+    if started and message.store is None:
+        return f"{'granted' if message.granted else 'warm'}=true, store=null: expected the store of the granted round"
+    names = [info.worker for info in message.workers]
+    if len(set(names)) < len(names):
+        return f"workers={shortened(names)}: expected different ones"
+    return None
+
+
+def register(task: Task, turn: Turn, conn: int, message: wire.Register, *, created: bool) -> None:
+    """Accept an agent's (new) connection. The caller has checked `refusal`."""
+    agent = task.agents.get(message.agent)
+    resumed = agent is not None
+    if agent is None:
+        agent = Agent(
+            id=message.agent,
+            task=task.id,
+            node=message.node,
+            host=message.host,
+            pid=message.pid,
+            secret=message.secret,
+            slot=message.slot,
+            conn=conn,
+        )
+        if not task.agents:
+            task.min_nodes, task.max_nodes = message.min_nodes, message.max_nodes
+            if task.target is not None and not task.min_nodes <= task.target <= task.max_nodes:
+                task.target = None
+        task.agents[agent.id] = agent
+        if task.empty_grace:
+            task.empty_grace = False
+            turn.cancel("empty", task=task.id)
+    else:
+        if not task.restoring:
+            _was_cut(task, turn, agent)
+        agent.conn = conn
+        turn.cancel("lost", task=task.id, agent=agent.id)
+    turn.send(agent, _registered(turn))
+    if message.reading is not None:
+        reports.take(task, turn, agent, message.reading)
+    fields = {"agent": agent.id, "node": agent.node, "host": agent.host, "pid": agent.pid, "resumed": resumed}
+    turn.emit_for(task, None, "agent_registered", fields)
+    if task.over is not None:
+        turn.send(agent, wire.TaskOver(succeeded=task.over))
+    elif resumed:
+        _resume(task, turn, agent, message)
+    elif message.granted and not _place_is_free(turn, agent):
+        _take_new(task, turn, agent, message)
+    elif (created and (message.granted or message.warm)) or _was_running(task, message):
+        _has_room(task, turn)
+        if not task.rebuilding:
+            task.rebuilding = True
+            turn.timer("rebuild", turn.limits.restart_grace, task=task.id)
+        (_adopt if message.granted else _adopt_warm)(task, turn, agent, message)
+    elif task.rebuilding and message.granted and _has_room(task, turn):
+        _adopt(task, turn, agent, message)
+    elif message.warm:
+        _adopt_warm(task, turn, agent, message)
+    else:
+        _take_new(task, turn, agent, message)
+    _review_restoring(task, turn)
+
+
+def _registered(turn: Turn) -> wire.Registered:
+    silence = turn.limits.silence.shared_by(turn.connections)
+    return wire.Registered(
+        coordinator="unicron",
+        worker_timeout=turn.limits.worker_timeout,
+        beat=silence.beat,
+        least_silence=silence.least,
+        most_silence=silence.most,
+    )
+
+
+def _was_cut(task: Task, turn: Turn, agent: Agent) -> None:
+    """Record that the agent returned in time from a broken connection; report frequent breaks as an error."""
+    limits = turn.limits
+    agent.cuts = [*(at for at in agent.cuts if turn.now - at < limits.flapping_window), turn.now]
+    if len(agent.cuts) >= limits.flapping_cuts:
+        cause = f"the connection broke {len(agent.cuts)} times within {turn.now - agent.cuts[0]:.0f} s, and was renewed"
+        agent.cuts = []
+        word = wire.ErrorReport(
+            worker=None, kind="link_flapping", cause=cause, phase="", step=None, at=turn.now, details={}
+        )
+        reports.reported(task, turn, agent, word)
+
+
+def _place_is_free(turn: Turn, agent: Agent) -> bool:
+    """Whether no other agent has workers at the place of an unknown agent that comes with a grant.
+
+    A newer grant of the place is taken back if its agent has started no workers: the machine's lock prevents it from
+    that.
+    """
+    occupied = turn.occupant(agent)
+    if occupied is None:
+        return True
+    task, other = occupied
+    if other.local_world is not None or other.gone:
+        return False
+    if not other.stopping:
+        slots.revoke(task, turn, other, f"{agent.id} of task {agent.task} has its workers at {agent.place}")
+    return True
+
+
+def _was_running(task: Task, message: wire.Register) -> bool:
+    """Whether the agent's workers are in an epoch of a task that was mistaken for a new one.
+
+    A stand-by agent, which knows no epoch, was the first to register with a coordinator that has lost its store.
+    """
+    unknown = task.life == 1 and task.number == 0 and message.agent not in task.lost
+    return unknown and message.granted and message.epoch > 0
+
+
+def _has_room(task: Task, turn: Turn) -> bool:
+    """Whether a slot is free for an agent that has workers; a slot whose agent has none yet is taken back."""
+    if len(task.slots) >= task.max_nodes:
+        idle = [task.agents[agent_id] for agent_id in task.slots if not task.workers_of(agent_id)]
+        if idle:
+            slots.revoke(task, turn, idle[-1], "another agent has the task's workers")
+    return len(task.slots) < task.max_nodes
+
+
+def _review_restoring(task: Task, turn: Turn) -> None:
+    if task.restoring and all(agent.conn is not None for agent in task.agents.values()):
+        task.restoring = False
+        turn.cancel("restore", task=task.id)
+
+
+def disconnected(task: Task, turn: Turn, agent: Agent, silent: float | None) -> None:
+    """Handle the end of the agent's connection: a grace period to return begins."""
+    agent.conn = None
+    agent.silent = silent
+    agent.away_since = turn.now
+    turn.timer("lost", turn.limits.reconnect_grace, task=task.id, agent=agent.id)
+
+
+def lost_due(task: Task, turn: Turn, agent: Agent) -> None:
+    """Declare the agent lost: it did not return in time."""
+    if agent.conn is not None:
+        return
+    _declare_lost(task, turn, agent)
+    if not task.agents and not task.finishing and task.over is None and not is_job(task, turn):
+        task.empty_grace = True
+        turn.timer("empty", turn.limits.restart_grace, task=task.id)
+
+
+def restore_due(task: Task, turn: Turn) -> None:
+    """Declare absent agents of a restored task lost: their time to return is over."""
+    task.restoring = False
+    for agent in [agent for agent in task.agents.values() if agent.conn is None]:
+        _declare_lost(task, turn, agent)
+    turn.save(task)
+
+
+def ended(task: Task, turn: Turn, agents: Sequence[Agent]) -> None:
+    """Declare these agents lost: their processes have ended."""
+    for agent in agents:
+        turn.cancel("lost", task=task.id, agent=agent.id)
+        _declare_lost(task, turn, agent)
+    _review_restoring(task, turn)
+    turn.save(task)
+
+
+def missing_due(task: Task, turn: Turn, agent: Agent) -> None:
+    """Declare the workers dead that the agent no longer lists and has not explained."""
+    gone, agent.missing = agent.missing, []
+    workers.died(task, turn, [task.workers[worker] for worker in gone if worker in task.workers], "lost")
+
+
+def restore(task: Task, turn: Turn) -> None:
+    """Restore a task of an earlier coordinator process: no agent is connected, timers are gone."""
+    task.restoring = bool(task.agents)
+    task.join_timer = False
+    task.empty_grace = not task.agents and is_job(task, turn)
+    for agent in list(task.agents.values()):
+        agent.away_since = agent.away_since if agent.conn is None and agent.away_since else turn.now
+        agent.conn = None
+        agent.missing = []
+    turn.timer("restore", turn.limits.restart_grace, task=task.id)
+    if task.rebuilding:
+        turn.timer("rebuild", turn.limits.restart_grace, task=task.id)
+    if task.comm_error_epoch:
+        turn.timer("comm_error", turn.limits.comm_error_grace, task=task.id)
+    turn.save(task)
+
+
+def bye(task: Task, turn: Turn, agent: Agent, message: wire.Bye) -> None:
+    """Handle the exit of an agent that has stopped its workers."""
+    if message.succeeded and not agent.warm:
+        task.agents_succeeded += 1
+        for worker in task.workers_of(agent.id):
+            workers.finished(task, turn, worker, how="exit")
+    had_slot = agent.id in task.slots
+    workers.died(task, turn, task.workers_of(agent.id), "agent left")
+    _remove(task, turn, agent)
+    turn.emit(task, "agent_left", agent=agent.id, node=agent.node, succeeded=message.succeeded)
+    slots.agent_gone(task, turn, had_slot=had_slot, succeeded=message.succeeded)
+
+
+def review_end(task: Task, turn: Turn) -> None:
+    """End the task when no agent is left to run it."""
+    if task.over is not None or task.empty_grace:
+        return
+    if not task.agents:
+        finish(task, turn, succeeded=task.finishing, reason="no agent is left")
+    elif task.finishing and not task.slots:
+        # The remaining agents wait: stand-bys, which are not needed, or agents whose workers failed at the end.
+        failed = any(agent.holder for agent in task.agents.values())
+        finish(task, turn, succeeded=task.elastic or not failed, reason="no agent runs any more")
+
+
+def _declare_lost(task: Task, turn: Turn, agent: Agent) -> None:
+    if agent.id in concerned(task) or not task.elastic:
+        open_incident(task)
+    severity.agent_lost(task, turn, agent)
+    had_slot = agent.id in task.slots
+    fields = {"agent": agent.id, "node": agent.node, "away_since": agent.away_since, "silent": agent.silent}
+    turn.emit(task, "agent_lost", **fields)
+    workers.died(task, turn, task.workers_of(agent.id), "node lost")
+    _remove(task, turn, agent)
+    task.lost = [*task.lost, agent.id][-_LOST_REMEMBERED:]
+    slots.agent_gone(task, turn, had_slot=had_slot, succeeded=False)
+
+
+def _remove(task: Task, turn: Turn, agent: Agent) -> None:
+    turn.places_changed = True
+    slots.leave_slot(task, agent)
+    del task.agents[agent.id]
+    if not task.agents and not task.finishing and task.over is None and is_job(task, turn):
+        task.empty_grace = True  # queued again; `daemons` ends it if torchrun has failed
+
+
+def _take_new(task: Task, turn: Turn, agent: Agent, message: wire.Register) -> None:
+    agent.round = message.round - 1 if message.waiting else message.round
+    for info in message.workers:
+        agent.gone.append(info.worker)
+        turn.send(agent, wire.Fence(worker=info.worker, reason="its node was lost to the task"))
+    if message.waiting and message.store is not None:
+        slots.begin_rendezvous(task, turn, agent, wire.RendezvousBegin(round=message.round, store=message.store))
+    elif message.granted:
+        turn.send(agent, wire.Stop(reason="the node was lost to the task: rendezvous again"))
+
+
+def _adopt(task: Task, turn: Turn, agent: Agent, message: wire.Register) -> None:
+    """Accept the agent's claim that it has a slot."""
+    agent.round = message.round
+    agent.store = message.store
+    agent.waiting = False
+    agent.holder = True
+    agent.local_world = message.local_world
+    agent.ranked = False  # it may still wait for its ranks; sending them twice does no harm
+    if agent.id not in task.slots:
+        task.slots.append(agent.id)
+    if agent.place is not None and turn.lasting.assigned.get(agent.place) != task.id:
+        turn.lasting.assigned[agent.place] = task.id
+        turn.save_lasting()
+    task.formed = True
+    task.number = max(task.number, message.epoch)
+    _reconcile_workers(task, turn, agent, message)
+
+
+def _adopt_warm(task: Task, turn: Turn, agent: Agent, message: wire.Register) -> None:
+    """Accept the agent's claim that its workers are warm. They never took part in the task, so none is fenced."""
+    slots.leave_slot(task, agent)
+    agent.round = message.round
+    agent.store = message.store
+    agent.warm = True
+    agent.holder = agent.stopping = False
+    agent.gone = []
+    agent.local_world = message.local_world
+    task.arrivals += 1
+    agent.arrived = task.arrivals
+    turn.save(task)
+    _reconcile_workers(task, turn, agent, message)
+
+
+def _resume(task: Task, turn: Turn, agent: Agent, message: wire.Register) -> None:
+    if message.round > agent.round:
+        workers.died(task, turn, task.workers_of(agent.id), "stopped")
+    if message.waiting and message.store is not None:
+        begin = wire.RendezvousBegin(round=message.round, store=message.store)
+        slots.begin_rendezvous(task, turn, agent, begin)
+        if agent.id in task.slots and not agent.waiting:
+            slots.send_grant(task, turn, agent)
+        elif agent.warm:
+            standby.send_warm_grant(task, turn, agent)
+    elif message.granted and message.round > agent.round:
+        # Only a store that lost its last writes (power failure) knows less of a grant than the agent.
+        _adopt(task, turn, agent, message)
+        return
+    elif message.warm and (message.round > agent.round or agent.waiting):
+        _adopt_warm(task, turn, agent, message)  # as in the case before
+        return
+    if agent.warm and message.round == agent.round:
+        standby.resume(task, turn, agent, message)
+    if agent.id in task.slots and message.round == agent.round:
+        if message.warm:
+            slots.send_grant(task, turn, agent)
+        if agent.local_world is None:
+            agent.local_world = message.local_world
+        elif agent.ranked:
+            slots.send_ranks(task, turn, agent)
+        if task.regrouping:
+            turn.send(agent, wire.Stop(reason="the task's nodes changed"))
+    if agent.stopping and (message.granted or message.warm) and message.round == agent.round:
+        turn.send(agent, wire.Stop(reason="its slot was taken back"))
+    _reconcile_workers(task, turn, agent, message)
+    _repeat_epoch(task, turn, agent, message.epoch)
+
+
+def _reconcile_workers(task: Task, turn: Turn, agent: Agent, message: wire.Register) -> None:
+    named = {info.worker for info in message.workers}
+    for info in message.workers:
+        if info.hello is not None:
+            worker = task.workers.get(info.worker)
+            if worker is None:
+                if info.worker not in task.finished:
+                    workers.hello(task, turn, agent, info.hello)
+            elif not worker.built and info.ready is None:
+                welcome(task, turn, agent, worker)
+        elif info.worker in agent.gone:
+            workers.fence_stranger(task, turn, agent, info.worker)
+        known = task.workers.get(info.worker)
+        if info.ready is not None and known is not None:
+            workers.ready(task, turn, known, info.ready)
+            if not known.built and known.id in task.workers:
+                welcome(task, turn, agent, known)  # it may not know that it is no founder
+        if info.replicas is not None and info.worker in task.workers:
+            replicas.told(task, turn, info.replicas)
+    agent.missing = [worker.id for worker in task.workers_of(agent.id) if worker.id not in named]
+    if agent.missing:
+        turn.timer("missing", turn.limits.reconnect_grace, task=task.id, agent=agent.id)
+
+
+def _repeat_epoch(task: Task, turn: Turn, agent: Agent, seen: int) -> None:
+    """Send the newest epoch and its go again if the agent's members may have missed them."""
+    if task.epoch is None or agent.id not in concerned(task):
+        return
+    if task.earlier is not None:  # without it a worker would wait for the next epoch, which the others wait to leave
+        turn.send(agent, task.earlier)
+    if seen < task.number:
+        turn.send(agent, task.epoch)
+    if task.go is not None:
+        send_go(task, turn, only=agent.id)

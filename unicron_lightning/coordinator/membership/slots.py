@@ -1,0 +1,233 @@
+"""Slots of running agents: grants, stand-by, group ranks, and the common restart of plain scripts.
+
+Rules:
+
+* No slot is granted before ``min_nodes`` agents wait; then all of them get one, up to `Task.limit`, in order of
+  arrival.
+* A later agent is granted a slot at once while some are free, else it stands by. An agent that rendezvouses again keeps
+  its slot but moves to the end of the order, so that group rank 0 stays with the longest-lived agent.
+* A *plain script* (no worker sends a hello) cannot adapt to a change of agents in process. Once the script is known to
+  be plain, a change stops all agents, and when all of them wait they are granted slots together. Until then, changes
+  are granted as for an elastic task and recorded.
+* An agent on a drained node, at a place that the plan gives to another task, or at a place where another task still has
+  workers, gets no slot. A running one keeps its slot until its workers can leave the task: at a step boundary for an
+  elastic task (see `epochs`); a plain script is restarted without it.
+* Once the task's end has begun no slot is granted any more.
+"""
+
+from __future__ import annotations
+
+from unicron_lightning import wire
+from unicron_lightning.coordinator.membership.replicas import most_needed_first
+from unicron_lightning.coordinator.state import Agent, Task
+from unicron_lightning.coordinator.turn import Turn
+
+
+def review_slots(task: Task, turn: Turn) -> None:
+    """Grant the slots and send the ranks that are due now. Idempotent."""
+    if task.over is not None:
+        return
+    _review_drained(task, turn)
+    _review_grants(task, turn)
+    _review_ranks(task, turn)
+
+
+def begin_rendezvous(task: Task, turn: Turn, agent: Agent, message: wire.RendezvousBegin) -> None:
+    """Handle an agent's request for a grant; the caller has removed its workers of earlier rounds."""
+    known = agent.waiting or agent.warm or agent.id in task.slots
+    if message.round < agent.round or (message.round == agent.round and known):
+        return  # repeated after a reconnection
+    agent.holder = agent.id in task.slots
+    leave_slot(task, agent)
+    agent.round = message.round
+    agent.store = message.store
+    agent.waiting = True
+    agent.stopping = False
+    agent.gone = []
+    turn.places_changed = True
+    task.arrivals += 1
+    agent.arrived = task.arrivals
+    turn.save(task)
+
+
+def leave_slot(task: Task, agent: Agent) -> None:
+    """Free the agent's slot, if it has one; its workers of this round, warm ones too, no longer belong to the task."""
+    if agent.id in task.slots:
+        task.slots.remove(agent.id)
+    agent.local_world = None
+    agent.ranked = False
+    agent.waiting = False
+    agent.warm = False
+    agent.hellos = {}
+
+
+def revoke(task: Task, turn: Turn, agent: Agent, reason: str, seconds: float | None = None) -> None:
+    """Take the slot back: the agent stops its workers, which no longer belong to the task, and stands by.
+
+    Workers that do not stop within ``seconds`` are killed (None: within the time that the agent's user chose).
+    """
+    leave_slot(task, agent)
+    agent.stopping = True
+    agent.holder = False
+    turn.send(agent, wire.Stop(reason=reason, seconds=seconds))
+    turn.emit(task, "slot_revoked", agent=agent.id, node=agent.node, reason=reason)
+
+
+def agent_gone(task: Task, turn: Turn, *, had_slot: bool, succeeded: bool) -> None:
+    """Apply the membership rule of plain scripts to an agent that has left `Task.agents`."""
+    if task.elastic or succeeded or not task.formed or not had_slot:
+        return
+    if task.store_used:
+        start_regroup(task, turn, "a node left")
+    else:
+        task.changed = True
+
+
+def store_used(task: Task, turn: Turn) -> None:
+    """Record evidence that the script is a plain one: earlier changes now count."""
+    if task.elastic or task.store_used:
+        return
+    task.store_used = True
+    turn.save(task)
+    if task.changed:
+        start_regroup(task, turn, "the task's nodes changed")
+
+
+def start_regroup(task: Task, turn: Turn, reason: str) -> None:
+    """Plain script: have all agents stop their workers and rendezvous again."""
+    if task.regrouping:
+        return
+    task.regrouping = True
+    for agent_id in task.slots:
+        turn.send(task.agents[agent_id], wire.Stop(reason=reason))
+    turn.emit(task, "task_regroups", reason=reason)
+
+
+def leaving(task: Task, turn: Turn) -> set[str]:
+    """Return agents that hold a slot and have to leave it.
+
+    These are agents on drained nodes, and the newest (`replicas`) of the others beyond `Task.limit`. Such an excess
+    arises when the task shrinks, or when a drained node returns before it has left and another one has its slot
+    already. Agents at places that the plan gives the task stay: the plan itself selects which of them leave.
+    """
+    assigned, out = turn.lasting.assigned, turn.out_of_use()
+    away: set[str] = set()
+    others: list[str] = []
+    for agent_id in task.slots:
+        agent = task.agents[agent_id]
+        owner = None if agent.slot is None else assigned.get(f"{agent.node}/{agent.slot}")
+        if owner not in (None, task.id) or agent.node in out or agent_id in out:
+            away.add(agent_id)
+        elif owner is None:
+            others.append(agent_id)
+    planned = len(task.slots) - len(away) - len(others)
+    most = max(0, task.limit - planned)
+    return away.union(most_needed_first(task, others)[most:]) if len(others) > most else away
+
+
+def _undrained(task: Task, turn: Turn) -> list[str]:
+    """List agents with a slot whose node is not drained, in slot order."""
+    agents = task.agents
+    return [agent.id for agent in turn.undrained(agents[agent_id] for agent_id in task.slots)]
+
+
+def send_grant(task: Task, turn: Turn, agent: Agent) -> None:
+    """Send an agent its grant, possibly again."""
+    master = task.agents[task.slots[0]].store
+    assert master is not None
+    rank, world = task.slots.index(agent.id), len(task.slots)
+    turn.send(agent, wire.Grant(round=agent.round, group_rank=rank, group_world=world, master=master))
+
+
+def send_ranks(task: Task, turn: Turn, agent: Agent) -> None:
+    """Send an agent its first global rank and the present world size, possibly again."""
+    own = agent.local_world
+    assert own is not None
+    # Agents of another batch may not have reported their sizes: they are assumed to equal this one.
+    sizes = [task.agents[agent_id].local_world or own for agent_id in task.slots]
+    base = sum(sizes[: task.slots.index(agent.id)])
+    turn.send(agent, wire.Ranks(round=agent.round, base=base, world=sum(sizes)))
+
+
+def _review_drained(task: Task, turn: Turn) -> None:
+    """Restart a plain script without its drained nodes."""
+    if task.elastic or not task.store_used or task.finishing:
+        return
+    staying = [agent for agent in task.agents.values() if not turn.drains(agent)]
+    if leaving(task, turn) and len(staying) >= task.min_nodes:
+        start_regroup(task, turn, "nodes drain")
+
+
+def next_in_line(task: Task, turn: Turn) -> list[Agent]:
+    """List agents without a slot that may have one, in the order in which they get it."""
+    return _one_of_each_place(turn.startable(task.queue()))
+
+
+def _review_grants(task: Task, turn: Turn) -> None:
+    queue = next_in_line(task, turn)
+    if not queue or task.finishing or task.rebuilding:
+        return
+    if not task.formed:
+        if len(queue) >= task.min_nodes:
+            task.formed = True
+            _grant(task, turn, queue[: task.limit])
+        return
+    if not task.regrouping:
+        taken = queue[: max(0, task.limit - len(_undrained(task, turn)))]
+        if not taken:
+            return
+        if task.elastic or not task.store_used:
+            task.changed = task.changed or not task.elastic
+            _grant(task, turn, taken)
+            return
+        start_regroup(task, turn, "a node joins")
+    if len(task.queue()) == len(task.agents) and len(queue) >= task.min_nodes:
+        task.regrouping = False
+        task.changed = False
+        _grant(task, turn, queue[: task.limit])
+        task.incident = None
+
+
+def _one_of_each_place(queue: list[Agent]) -> list[Agent]:
+    """Keep one agent per place: of two waiting there, the one of an earlier torchrun may be dead."""
+    best: dict[str, Agent] = {}
+    for agent in sorted(queue, key=lambda agent: agent.conn is None):
+        best.setdefault(agent.place or agent.id, agent)
+    return [agent for agent in queue if best[agent.place or agent.id] is agent]
+
+
+def _grant(task: Task, turn: Turn, agents: list[Agent]) -> None:
+    task.batches += 1
+    for agent in agents:
+        task.slots.append(agent.id)
+        agent.waiting = False
+        agent.holder = True
+        agent.batch = task.batches
+        if agent.warm:  # its workers already run, under provisional ranks; `standby` welcomes them
+            # Before it has reported them it may have missed the warm grant, and wait for its ranks after this one.
+            agent.warm, agent.ranked = False, agent.local_world is not None
+        else:
+            agent.local_world, agent.ranked = None, False
+    for agent in agents:
+        send_grant(task, turn, agent)
+        turn.emit(
+            task,
+            "slot_granted",
+            agent=agent.id,
+            node=agent.node,
+            round=agent.round,
+            group_rank=task.slots.index(agent.id),
+            group_world=len(task.slots),
+        )
+
+
+def _review_ranks(task: Task, turn: Turn) -> None:
+    if task.rebuilding:  # the agents with slots are not known yet
+        return
+    granted = [task.agents[agent_id] for agent_id in task.slots]
+    unranked = [agent for agent in granted if not agent.ranked]
+    unknown = {agent.batch for agent in granted if agent.local_world is None} if unranked else set()
+    for agent in unranked:
+        if agent.batch not in unknown:
+            agent.ranked = True
+            send_ranks(task, turn, agent)

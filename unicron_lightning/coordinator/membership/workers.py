@@ -1,0 +1,289 @@
+"""Messages and deaths of workers: updates of a task's record of its workers.
+
+No epochs are decided here: `epochs.review_members` reads the record after each input. A worker that is not on
+record (dead, fenced, of an earlier round or life) and still sends messages is fenced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+from unicron_lightning import wire
+from unicron_lightning.coordinator.connectivity import partition
+from unicron_lightning.coordinator.incidents import accounting, measurements
+from unicron_lightning.coordinator.membership import checkpoints, replicas
+from unicron_lightning.coordinator.membership.epochs import (
+    bury,
+    concerned,
+    expel,
+    needed,
+    open_incident,
+    start_anew,
+    welcome,
+)
+from unicron_lightning.coordinator.orders import injection, relayout
+from unicron_lightning.coordinator.state import Agent, Task, Worker, round_of
+from unicron_lightning.coordinator.turn import Turn
+from unicron_lightning.coordinator.watch import slowness
+
+Said = (
+    wire.WorkerReady
+    | wire.CommError
+    | wire.Progress
+    | wire.WorkerEvent
+    | wire.Lookup
+    | wire.CheckpointSaved
+    | wire.WorkerDone
+    | wire.FaultDue
+    | wire.Replicas
+)
+
+
+_FIRST_STEPS = ("started", "recovered", "grown", "shrunk")
+"""Events of a worker that has finished its first step in an epoch."""
+REPORTED = "reported"
+"""Cause of a death after a `wire.ErrorReport`: the preceding event gives the details."""
+
+
+def hello(task: Task, turn: Turn, agent: Agent, message: wire.WorkerHello) -> None:
+    """Handle a new worker with the strategy. A repeated hello is only answered again; a warm one is not
+    answered yet.
+    """
+    worker = task.workers.get(message.worker)
+    if worker is None:
+        present = agent.id in task.slots or agent.warm
+        if not present or round_of(message.worker) != agent.round or message.worker in agent.gone:
+            fence_stranger(task, turn, agent, message.worker)
+            return
+        task.elastic = True
+        replicas.hello(task, turn, agent, message)
+        if agent.warm:
+            if message.worker not in agent.hellos:
+                agent.hellos[message.worker] = message
+                fields = {"worker": message.worker, "pid": message.pid}
+                turn.emit_for(task, None, "warm_worker_hello", fields)
+            return
+        worker = Worker(
+            id=message.worker,
+            agent=agent.id,
+            local_rank=message.local_rank,
+            pid=message.pid,
+            capacity=message.capacity,
+            founder=task.epoch is None and not task.rebuilding,
+        )
+        task.workers[worker.id] = worker
+        turn.emit_for(task, None, "worker_hello", {"worker": worker.id, "pid": worker.pid, "founder": worker.founder})
+    welcome(task, turn, agent, worker)
+
+
+def said(task: Task, turn: Turn, agent: Agent, message: Said) -> None:
+    """Handle any later message of a worker that has sent its hello."""
+    worker = task.workers.get(message.worker)
+    if worker is None or worker.agent != agent.id:
+        fence_stranger(task, turn, agent, message.worker)
+        return
+    match message:
+        case wire.WorkerReady():
+            ready(task, turn, worker, message)
+        case wire.CommError():
+            _comm_error(task, turn, worker, message)
+        case wire.Progress():
+            # not saved: sent every second and only displayed
+            worker.step = message.step
+            worker.metrics = message.metrics
+            worker.pace = message.pace
+            slowness.progressed(task, turn, worker.id)
+            if measurements.progressed(task, turn, message):
+                accounting.stepped(task, turn, turn.now if message.at is None else message.at)
+        case wire.WorkerEvent():
+            _event(task, turn, worker, message)
+        case wire.Lookup():
+            value = task.records.get(message.key)
+            turn.send(agent, wire.LookupReply(worker=worker.id, key=message.key, value=value))
+        case wire.CheckpointSaved() if worker.ready or any(worker.id == member.worker for member in task.members()):
+            # Only a training worker reports a valid checkpoint: a new life loads it.
+            checkpoints.saved(task, turn, message)
+            if message.parting:
+                start_anew(task, turn)
+        case wire.FaultDue():
+            injection.due(task, turn, agent, message)
+        case wire.Replicas():
+            replicas.told(task, turn, message)
+        case wire.WorkerDone():
+            finished(task, turn, worker, how="done")
+
+
+def record(task: Task, turn: Turn, agent: Agent, message: wire.Record) -> None:
+    """Keep a value for workers that join later."""
+    if task.workers_of(agent.id):  # otherwise it comes from a worker of an earlier life
+        task.records[message.key] = message.value
+        turn.save(task)
+
+
+def ready(task: Task, turn: Turn, worker: Worker, message: wire.WorkerReady) -> None:
+    """Handle a worker's report that it can become a member, or has stopped for an epoch.
+
+    A report for an epoch is not saved: agents repeat it to a restarted coordinator.
+    """
+    if task.rebuilding:
+        task.number = max(task.number, message.epoch)
+    if message.epoch == 0 and message.state.get("founder", False) and not worker.founder:
+        return  # sent before it learned that the first epoch was formed without it; repeated once it is built
+    late = message.epoch > 0 and not worker.built and not task.rebuilding and worker.id not in needed(task)
+    if late and message.state.get("has_state", False):
+        # A coordinator without its store has resumed with the others: it must not join with a state of its own.
+        expel(task, turn, worker, f"it reported for epoch {message.epoch} after the others had resumed without it")
+        return
+    if not worker.built:
+        worker.built = True
+        turn.emit_for(task, None, "worker_ready_to_join", {"worker": worker.id, "epoch": message.epoch})
+    if message.epoch > 0 and (message.epoch == task.number or task.rebuilding) and not task.settled:
+        worker.ready = message.epoch
+        worker.state = message.state
+        step = message.state.get("step")
+        worker.step = step if isinstance(step, int) else worker.step
+
+
+def worker_died(task: Task, turn: Turn, agent: Agent, message: wire.WorkerDied) -> None:
+    """Handle the end of a worker's process, which its agent has reaped or declared dead."""
+    worker = task.workers.get(message.worker)
+    ended_well = message.cause == "exit" and message.code == 0
+    if worker is not None and worker.agent == agent.id:
+        if ended_well:
+            finished(task, turn, worker, how="exit")
+        else:
+            died(task, turn, [worker], message.cause, code=message.code, at=message.at, meaning=message.meaning)
+    elif round_of(message.worker) == agent.round and message.worker not in agent.gone:
+        # It never sent a hello: a plain script's worker, or one that died while it started.
+        agent.gone.append(message.worker)
+        agent.hellos.pop(message.worker, None)
+        turn.save(task)
+        if agent.warm:  # it was not part of the task, so nothing has failed; torchrun restarts it
+            fields = {"worker": message.worker, "cause": message.cause, "code": message.code}
+            turn.emit_for(task, None, "warm_worker_died", fields)
+        elif not ended_well and not task.regrouping and not agent.stopping:  # else: stopped on our order
+            if not task.elastic:
+                open_incident(task)
+            cause = REPORTED if message.worker in task.severity.told else message.cause
+            _log_death(task, turn, message.worker, cause, message.code, message.at, message.meaning)
+        task.severity.told.pop(message.worker, None)
+
+
+def died(
+    task: Task,
+    turn: Turn,
+    workers: Iterable[Worker],
+    cause: str,
+    *,
+    code: int | None = None,
+    at: float | None = None,
+    meaning: str = "",
+) -> None:
+    """Declare workers of one agent dead.
+
+    torchrun terminates a dead worker's siblings: they are fenced at once, so that the survivors adapt once and not
+    twice.
+    """
+    workers = list(workers)
+    lost = [sibling for worker in workers[:1] for sibling in task.workers_of(worker.agent)]
+    members = needed(task)
+    if any(worker.id in members for worker in lost):
+        open_incident(task)
+    for worker in lost:
+        own = worker in workers
+        if own:
+            bury(task, worker)
+        else:
+            expel(task, turn, worker, f"{workers[0].id} of the same agent died")
+        if own:
+            _log_death(task, turn, worker.id, cause, code, at, meaning)
+        else:
+            _log_death(task, turn, worker.id, "sibling", None, None)
+
+
+def finished(task: Task, turn: Turn, worker: Worker, *, how: str) -> None:
+    """Handle a worker whose program has ended successfully, or is about to."""
+    if worker.id in needed(task):
+        task.finished.append(worker.id)
+    bury(task, worker)
+    turn.emit_for(task, None, "worker_finished", {"worker": worker.id, "how": how, "step": worker.step})
+
+
+def changes_nothing(task: Task, message: wire.FromAgent) -> bool:
+    """Whether a message cannot make anything due: thousands of workers send such messages continuously, or at once."""
+    match message:
+        case wire.WorkerReady():
+            # The first report of a planned epoch has started its timer; the last one settles it.
+            if message.epoch != task.number or task.severity.awaited != "reports":
+                return False
+            others = (task.workers.get(member.worker) for member in reversed(task.members()))
+            return any(other is not None and other.ready != task.number for other in others)
+        case wire.Progress() | wire.Lookup() | wire.FaultDue() | wire.Doing() | wire.NodeReading():
+            return True
+        case wire.WorkerEvent():
+            return message.name != "entered_epoch"
+    return False
+
+
+def fence_stranger(task: Task, turn: Turn, agent: Agent, worker: str) -> None:
+    """Fence a worker that is not on record, unless it is known to end successfully, or is being stopped."""
+    if worker not in task.finished and not (agent.stopping and round_of(worker) == agent.round):
+        turn.send(agent, wire.Fence(worker=worker, reason="not, or no longer, a worker of the task"))
+
+
+def _log_death(
+    task: Task, turn: Turn, worker: str, cause: str, code: int | None, at: float | None, meaning: str = ""
+) -> None:
+    fields: dict[str, Any] = {"worker": worker, "cause": cause, "code": code, "died_at": at, "received_at": turn.now}
+    if meaning:
+        fields["meaning"] = meaning
+    turn.emit(task, "worker_died", **fields)
+
+
+def _comm_error(task: Task, turn: Turn, worker: Worker, message: wire.CommError) -> None:
+    if task.settled:
+        concerns = message.epoch == task.number and any(m.worker == worker.id for m in task.members())
+    else:
+        # A planned change waits for a step boundary that will not come: the epoch before it is broken.
+        pending = task.epoch is not None and task.epoch.kind in wire.PLANNED
+        concerns = pending and message.epoch < task.number and worker.id in task.established
+    if not concerns or task.comm_error_epoch == task.number:
+        return
+    task.comm_error_epoch = task.number
+    open_incident(task)
+    turn.timer("comm_error", turn.limits.comm_error_grace, task=task.id)
+    turn.emit(task, "comm_error", worker=worker.id, epoch=message.epoch, error=message.error)
+    partition.suspect(task, turn)
+
+
+def _event(task: Task, turn: Turn, worker: Worker, message: wire.WorkerEvent) -> None:
+    # All survivors report the same recovery; the first report ends the incident, the others still belong to it.
+    incident = task.incident or (task.epoch.incident if task.epoch else None)
+    fields = {**message.fields, "worker": worker.id, "at": message.at}
+    turn.emit_for(task, incident, f"worker.{message.name}", fields)
+    if message.name == "recovered" and task.settled:
+        task.incident = None
+    if message.name in _FIRST_STEPS:
+        relayout.stepped(task, turn)
+
+
+_NEVER: Final = ("epoch_published", "epoch_settled")
+_ALSO: Final = ("task_degraded", "task_normal", "straggler", "straggler_over")
+"""Names of events that are sent although they belong to no incident."""
+
+
+def send_notices(turn: Turn) -> None:
+    """Send events logged in this turn to the workers of their tasks, for callbacks that display them (`wire.Notice`).
+
+    Every event of an incident is sent (the failure, the reaction, the cost), and events about slowness. Epochs are not,
+    because workers receive them anyway, nor are reports of other workers about themselves. Notices are sent last, so
+    that no recovery waits for them; an agent that is away does not receive them later.
+    """
+    for task, event in turn.news:
+        of_incident = event.incident is not None and event.name not in _NEVER and not event.name.startswith("worker.")
+        if of_incident or event.name in _ALSO:
+            notice = wire.Notice(name=event.name, at=turn.now, incident=event.incident, fields=event.fields)
+            for agent_id in concerned(task):
+                if (agent := task.agents.get(agent_id)) is not None:
+                    turn.send(agent, notice)

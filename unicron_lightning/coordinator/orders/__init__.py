@@ -1,0 +1,1 @@
+"""Orders of users and operators: submitted tasks, drains, layouts, injected faults."""

@@ -1,0 +1,1 @@
+"""The shell around the machine: HTTP, connections, proof and encryption, timers."""

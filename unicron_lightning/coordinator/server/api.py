@@ -1,0 +1,251 @@
+"""The coordinator's HTTP API: queries and orders.
+
+All answers are JSON; a refusal is ``{"error": "one sentence"}``. This module only converts requests to inputs of the
+machine, and its state to answers; the machine carries out orders.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+import msgspec
+from aiohttp import web
+
+from unicron_lightning import wire
+from unicron_lightning.coordinator import events as ev
+from unicron_lightning.coordinator.incidents import accounting
+from unicron_lightning.coordinator.machine import Machine
+from unicron_lightning.coordinator.membership import replicas
+from unicron_lightning.coordinator.orders import injection, jobs, relayout
+from unicron_lightning.coordinator.server.guard import Guard
+from unicron_lightning.coordinator.server.status import cluster_status, task_status
+from unicron_lightning.coordinator.storage.event_log import PAGE_BYTES
+from unicron_lightning.coordinator.storage.store import LoggedEvent, Store
+from unicron_lightning.errors import ConfigError
+from unicron_lightning.faults.arrivals import draw
+from unicron_lightning.faults.language import parse, text
+from unicron_lightning.jobs import Job, problem
+from unicron_lightning.wire.fields import shortened
+
+_MOST_INCIDENTS: Final = 100_000
+_MOST_EVENTS: Final = 10_000
+_MOST_DIGITS: Final = 18
+
+
+class _Submission(Job, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A job as submitted; unknown keys are refused."""
+
+
+_decode_submission = msgspec.json.Decoder(_Submission).decode
+
+
+def _decode_job(data: bytes) -> Job:
+    return Job(**msgspec.structs.asdict(_decode_submission(data)))
+
+
+def _number(word: str, digits: int = 6) -> int | None:
+    """Parse a whole number of at most ``digits`` digits; None if the word is not one."""
+    return int(word) if word.isascii() and word.isdecimal() and len(word) <= digits else None
+
+
+def _plain(word: str) -> str:
+    """Return a word of a request as given, or quoted and shortened if it is long or not printable."""
+    return word if len(word) <= 20 and word.isprintable() else shortened(word)
+
+
+class Shell(Protocol):
+    """The part of the server that the routes use."""
+
+    machine: Machine
+    store: Store
+    started_at: float
+
+    @property
+    def store_error(self) -> str | None:
+        """Reason why some state is not written; None if all is."""
+        ...
+
+    def now(self) -> float:
+        """Return the machine's time."""
+        ...
+
+    def order(self, event: ev.Input) -> str | None:
+        """Have the machine process an operator's order; return None once it is durable, else the reason it is not."""
+        ...
+
+    def about(self) -> dict[str, Any]:
+        """Describe the process: pid, version, address."""
+        ...
+
+
+class Api:
+    """The routes.
+
+    Args:
+        shell: the server that owns the routes.
+        guard: admits requests.
+    """
+
+    def __init__(self, shell: Shell, guard: Guard) -> None:
+        self._shell = shell
+        self.guard = guard
+
+    def app(self) -> web.Application:
+        """Build an application with all routes; routes added later need the proof as well."""
+        app = self.guard.app()
+        app.router.add_get("/healthz", self._get_health)
+        app.router.add_get("/v1/status", self._get_status)
+        app.router.add_get("/v1/events", self._get_events)
+        app.router.add_get("/v1/incidents", self._get_incidents)
+        app.router.add_post("/v1/tasks/{task}/resize", self._post_resize)
+        app.router.add_post("/v1/tasks/{task}/relayout", self._post_relayout)
+        app.router.add_post("/v1/tasks/{task}/cancel", self._post_cancel)
+        app.router.add_post("/v1/tasks/{task}/inject", self._post_inject)
+        app.router.add_get("/v1/jobs", self._get_jobs)
+        app.router.add_post("/v1/jobs", self._post_job)
+        app.router.add_get("/v1/jobs/{name}", self._get_job)
+        app.router.add_post("/v1/nodes/{node}/{verb:drain|undrain}", self._post_drain)
+        return app
+
+    async def _get_health(self, _request: web.Request) -> web.Response:
+        return web.json_response({"ok": True})
+
+    async def _get_status(self, _request: web.Request) -> web.Response:
+        shell, machine = self._shell, self._shell.machine
+        tasks = {task.id: task_status(task) for task in machine.tasks.values()}
+        coordinator = {**shell.about(), "started_at": shell.started_at, "store_error": shell.store_error}
+        answer = {"coordinator": coordinator, "tasks": tasks, "drained": machine.drained}
+        answer["cordoned"] = machine.lasting.cordoned
+        return web.json_response({**answer, **cluster_status(machine.cluster)})
+
+    async def _get_incidents(self, request: web.Request) -> web.Response:
+        """Return the cost of failures; ``?task=`` selects one task."""
+        only = request.query.get("task")
+        closed = self._shell.store.events(task=only, name=accounting.CLOSED, limit=_MOST_INCIDENTS)
+        return web.json_response(accounting.book(closed, self._shell.machine.cluster, self._shell.now(), only=only))
+
+    async def _post_resize(self, request: web.Request) -> web.Response:
+        """``?nodes=N``: train the task on N nodes; ``nodes=all``: on as many as are available."""
+        tasks = self._shell.machine.tasks
+        name, word = request.match_info["task"], request.query.get("nodes", "")
+        task = tasks.get(name)
+        if task is None or task.over is not None:
+            return self._no_task(name)
+        nodes = _number(word)
+        if word != "all" and (nodes is None or not task.min_nodes <= nodes <= task.max_nodes):
+            error = f"nodes={_plain(word)}: expected {task.min_nodes} to {task.max_nodes} (its --nnodes), or all"
+            return web.json_response({"error": error}, status=400 if nodes is None else 404)
+        if nodes is not None and (refused := replicas.refusal(task, nodes)) is not None:
+            return web.json_response({"error": refused}, status=404)
+        return self._ordered(ev.Resize(task=name, nodes=nodes), lambda: {"task": name, "nodes": nodes})
+
+    async def _post_relayout(self, request: web.Request) -> web.Response:
+        """``?tp=T&pp=P``: spread the model over T x P workers, from a checkpoint written after the current step."""
+        name = request.match_info["task"]
+        task = self._shell.machine.tasks.get(name)
+        if task is None or task.over is not None:
+            return self._no_task(name)
+        words = {key: request.query.get(key, "") for key in ("tp", "pp")}
+        for key, word in words.items():
+            if not _number(word):
+                return web.json_response(
+                    {"error": f"{key}={_plain(word)}: expected a whole number, 1 or more"}, status=400
+                )
+        layout = wire.Layout(tensor=_number(words["tp"]) or 1, pipeline=_number(words["pp"]) or 1)
+        if (refused := relayout.refusal(task, layout)) is not None:
+            return web.json_response({"error": refused}, status=409)
+        return self._ordered(ev.Relayout(task=name, layout=layout), lambda: {"task": name, **layout.plain()})
+
+    async def _post_cancel(self, request: web.Request) -> web.Response:
+        """End a task now, whether it was submitted or not."""
+        name = request.match_info["task"]
+        task = self._shell.machine.tasks.get(name)
+        if task is None or task.over is not None:
+            return self._no_task(name)
+        return self._ordered(ev.Cancel(task=name), lambda: jobs.job_status(self._shell.machine.cluster, name))
+
+    async def _post_inject(self, request: web.Request) -> web.Response:
+        """``{"fault": TEXT}``: inject the fault into the task, see docs/faults.md."""
+        name, machine = request.match_info["task"], self._shell.machine
+        if not machine.limits.allow_injection:
+            return web.json_response({"error": injection.NOT_ALLOWED}, status=403)
+        task = machine.tasks.get(name)
+        if task is None or task.over is not None:
+            return self._no_task(name)
+        try:
+            fault = parse(msgspec.json.decode(await request.read(), type=dict[str, str]).get("fault", ""))
+        except (msgspec.DecodeError, UnicodeError, ConfigError) as error:
+            return web.json_response({"error": f"expected a fault: {error}"}, status=400)
+        order = ev.Inject(task=name, fault=fault, draw=random.random() if fault.seed is None else draw(fault).random())
+        refused = injection.refusal(task, order)
+        if refused is not None:
+            return web.json_response({"error": refused}, status=409)
+        targets = injection.targets(task, order)
+        return self._ordered(order, lambda: {"task": name, "fault": text(fault), "targets": targets})
+
+    def _ordered(self, order: ev.Input, answer: Callable[[], Any]) -> web.Response:
+        """Carry out an order; confirm it by ``answer`` if it is durable."""
+        refused = self._shell.order(order)
+        return web.json_response(answer()) if refused is None else web.json_response({"error": refused}, status=503)
+
+    def _no_task(self, name: str) -> web.Response:
+        known = sorted(task.id for task in self._shell.machine.tasks.values() if task.over is None)
+        return web.json_response({"error": f"no task {name!r}; expected one of: {known}"}, status=404)
+
+    async def _post_job(self, request: web.Request) -> web.Response:
+        """Submit a task: the body is a `Job`."""
+        try:
+            job: Job = _decode_job(await request.read())
+        except (msgspec.DecodeError, UnicodeError) as error:
+            return web.json_response({"error": f"expected a job: {error}"}, status=400)
+        wrong = problem(job)
+        if wrong is not None:
+            return web.json_response({"error": wrong}, status=400)
+        cluster = self._shell.machine.cluster
+        refused = jobs.refusal(cluster, job)
+        if refused is not None:
+            return web.json_response({"error": refused}, status=409)
+        return self._ordered(ev.Submit(job=job), lambda: jobs.job_status(cluster, job.name))
+
+    async def _get_job(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        status = jobs.job_status(self._shell.machine.cluster, name)
+        if status is None:
+            return web.json_response({"error": f"no job {name!r} is known"}, status=404)
+        return web.json_response(status)
+
+    async def _get_jobs(self, _request: web.Request) -> web.Response:
+        """Return all known jobs and tasks, ended ones first, each as by `_get_job`."""
+        cluster = self._shell.machine.cluster
+        names = [*(result.name for result in cluster.lasting.results), *cluster.tasks]
+        return web.json_response([jobs.job_status(cluster, name) for name in dict.fromkeys(names)])
+
+    async def _post_drain(self, request: web.Request) -> web.Response:
+        """``drain`` or ``undrain`` a node, or an agent by its id."""
+        machine = self._shell.machine
+        name, drained = request.match_info["node"], request.match_info["verb"] == "drain"
+        known = {word for task in machine.tasks.values() for a in task.agents.values() for word in (a.node, a.id)}
+        known |= set(machine.cluster.nodes)
+        if name not in known | set(machine.drained):
+            return web.json_response(
+                {"error": f"no node or agent {name!r}; expected one of: {sorted(known)}"}, status=404
+            )
+        return self._ordered(ev.Drain(node=name, drained=drained), lambda: {"drained": machine.drained})
+
+    async def _get_events(self, request: web.Request) -> web.Response:
+        """Return a page of the log: ``?since=SEQ&limit=N&task=TASK``; the next page begins after the last ``seq``."""
+        words = {"since": request.query.get("since", "0"), "limit": request.query.get("limit", str(_MOST_EVENTS))}
+        numbers = {key: _number(word, digits=_MOST_DIGITS) for key, word in words.items()}
+        for key, number in numbers.items():
+            if number is None:
+                error = f"{key}={shortened(words[key])}: expected a number of up to {_MOST_DIGITS} digits"
+                return web.json_response({"error": error}, status=400)
+        events: list[LoggedEvent] = self._shell.store.events(
+            task=request.query.get("task"),
+            since=numbers["since"] or 0,
+            limit=min(numbers["limit"] or 0, _MOST_EVENTS),
+            most_bytes=PAGE_BYTES,
+        )
+        return web.json_response(events)

@@ -1,0 +1,481 @@
+"""The coordinator's shell: sockets, timers and the store around the pure `Machine`.
+
+One asyncio loop, no threads. The machine decides, the store commits, then messages are sent: no process ever acts on a
+decision that a restarted coordinator would not know. Inputs that arrive together form one transaction. While the store
+cannot be written, recovery continues, orders are not confirmed, and decisions are kept and written later (`saving`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import json
+import logging
+import os
+import secrets
+import signal
+import socket
+import sqlite3
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from aiohttp import WSCloseCode, WSMsgType, web
+
+from unicron_lightning import wire
+from unicron_lightning.coordinator import events as ev
+from unicron_lightning.coordinator.allocation.answers import Knowledge, Planning, keep
+from unicron_lightning.coordinator.allocation.plans import standing
+from unicron_lightning.coordinator.allocation.request import Question
+from unicron_lightning.coordinator.config import CoordinatorConfig
+from unicron_lightning.coordinator.machine import Machine
+from unicron_lightning.coordinator.orders.operator import inputs_at_start
+from unicron_lightning.coordinator.server import malformed
+from unicron_lightning.coordinator.server.api import Api
+from unicron_lightning.coordinator.server.encryption import encryption_of
+from unicron_lightning.coordinator.server.guard import Guard
+from unicron_lightning.coordinator.server.hosts import misplaced
+from unicron_lightning.coordinator.server.listening import TlsDoor, bind, resolve
+from unicron_lightning.coordinator.server.liveness import ANSWER, Liveness
+from unicron_lightning.coordinator.server.malformed import request_logger
+from unicron_lightning.coordinator.server.presence import Presence
+from unicron_lightning.coordinator.server.session import Session
+from unicron_lightning.coordinator.server.timers import SteadyClock, Timers
+from unicron_lightning.coordinator.server.unproven import UnprovenConnections
+from unicron_lightning.coordinator.storage.batch import Batch
+from unicron_lightning.coordinator.storage.database import StoreUnusable, default_state_dir, prepare_state_dir
+from unicron_lightning.coordinator.storage.saving import Saving
+from unicron_lightning.coordinator.storage.store import Store
+from unicron_lightning.credentials import Token, find_token, is_loopback, user_file
+from unicron_lightning.errors import ConfigError, PortInUse
+from unicron_lightning.private import open_private
+from unicron_lightning.wire.daemon import decode_from_node
+from unicron_lightning.wire.fields import shortened
+
+logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 0.25
+_AHEAD_SECONDS = 3.0
+
+
+class Server:
+    """One coordinator.
+
+    Args:
+        config: the whole configuration; the state directory is created.
+        token: the token that clients must prove.
+
+    Raises:
+        ConfigError: unusable address or state directory.
+        StoreUnusable: the state directory or its database cannot be used, e.g. the disk is full.
+        PortInUse: the address is taken.
+    """
+
+    def __init__(self, config: CoordinatorConfig, token: Token) -> None:
+        self._config = config
+        host, port = config.coordinator.host, config.coordinator.port
+        address = resolve(host, port)
+        loopback = is_loopback(str(address[4][0]))
+        self._encryption = encryption_of(config.coordinator, loopback=loopback)
+        certificate = None if self._encryption is None else self._encryption.fingerprint
+        self._guard = Guard(token, host if loopback else None, certificate)
+        # The port decides which of several coordinators runs: bind before touching the state.
+        self._socket = bind(address)
+        try:
+            self.port: int = self._socket.getsockname()[1]
+            self.state_dir = (
+                Path(config.store.state_dir) if config.store.state_dir else default_state_dir(host, self.port)
+            )
+            prepare_state_dir(self.state_dir)
+            self.store = Store(self.state_dir, events_kept=config.store.events_kept)
+        except BaseException:
+            self._socket.close()
+            raise
+        try:
+            self._limits = dataclasses.replace(config.limits(), secret=secrets.token_bytes(32))
+            self.machine = Machine(self._limits, self.store.load())
+        except sqlite3.Error as error:
+            raise StoreUnusable(f"can't read {self.state_dir}: {error}") from error
+        self._sessions: dict[int, Session] = {}
+        self._timers = Timers(lambda key: self.apply(ev.TimerFired(key=key)))
+        self._liveness = Liveness(
+            config.detection.silence(), lambda conn: self._sessions[conn].abort(), self._timers.stalled
+        )
+        self._presence = Presence()
+        self._conn_ids = itertools.count(1)
+        self._planning = Planning()
+        self._door: TlsDoor | None = None
+        self._look: asyncio.TimerHandle | None = None
+        self._ahead: asyncio.TimerHandle | None = None
+        self._batch = Batch()
+        self._flushing = False
+        self._stop = asyncio.Event()
+        self._failed = False
+        self._clock = SteadyClock()
+        self._hosts: dict[int, str] = {}
+        self._saving = Saving(self.store, lambda: self.machine)
+        self.started_at = time.time()
+
+    async def run(self) -> bool:
+        """Serve until stopped by a signal or by having no work left.
+
+        Returns:
+            Whether it ended in order; False if the machine broke (a new process can continue from the last committed
+            state).
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+        app = Api(self, self._guard).app()
+        app.router.add_get("/v1/agent", self._serve_agent)
+        app.router.add_get("/v1/node", self._serve_node)
+        runner = web.AppRunner(
+            app, logger=request_logger(), access_log=None, handle_signals=False, shutdown_timeout=1.0
+        )
+        await runner.setup()
+        unproven = UnprovenConnections(runner, self._guard.proven)
+        try:
+            unproven.start()
+            await self._open(runner)
+            self._announce()
+            self._note_set_aside()
+            self._liveness.start()
+            self.apply(ev.Started(about=self.about()))
+            for event in inputs_at_start(self._config, self.machine.cluster):
+                self.apply(event)
+            self._look_for_ended()
+            self._plan_ahead()
+            await self._stop.wait()
+        finally:
+            self._stop.set()
+            self._liveness.close()
+            unproven.close()
+            self._saving.close(last_try=not self._failed)
+            self._timers.close()
+            for timer in (self._look, self._ahead):
+                if timer is not None:
+                    timer.cancel()
+            for session in list(self._sessions.values()):
+                await session.close(WSCloseCode.GOING_AWAY, "the coordinator stops")
+            if self._door is not None:
+                await self._door.close()
+            await runner.cleanup()
+            await self._presence.close()
+            await loop.run_in_executor(None, self._planning.close)
+            self.store.close()
+            logger.info("coordinator_ended port=%d", self.port)
+        return not self._failed
+
+    async def _open(self, runner: web.AppRunner) -> None:
+        if self._encryption is None:
+            await web.SockSite(runner, self._socket).start()
+            return
+        assert runner.server is not None
+        self._door = TlsDoor(self._socket, self._encryption.context, runner.server)
+        self._door.start()
+
+    # ---- the one path from input to effect -------------------------------------------------------------------------
+
+    def apply(self, event: ev.Input) -> None:
+        """Have the machine process an input, and carry out its answer."""
+        self._handle(event)
+        self._flush()
+
+    def order(self, event: ev.Input) -> str | None:
+        """Have the machine process an operator's order; return None once it is durable, else the reason it is not."""
+        if not self._saving.retry():
+            return f"not carried out: the coordinator can't save its state: {self.store_error}"
+        self.apply(event)
+        if self._failed:
+            return "not carried out: the coordinator stops because of an error, see its log"
+        if self.store_error is not None:
+            return f"carried out, but lost if the coordinator ends now: it can't save its state: {self.store_error}"
+        return None
+
+    @property
+    def store_error(self) -> str | None:
+        """Reason why some state is not written; None if all is."""
+        return self._saving.error
+
+    def _take(self, event: ev.Input) -> None:
+        """Process an input like `apply`, but flush together with other arrivals: a thousand reports are one
+        transaction.
+        """
+        self._handle(event)
+        if not self._flushing:
+            self._flushing = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _handle(self, event: ev.Input) -> None:
+        if self._stop.is_set():
+            return
+        now = self.now()
+        try:
+            actions = self.machine.handle(event, now)
+        except Exception as error:
+            # Supervisor boundary. The state in memory may be half changed, the stored state is not: affected tasks
+            # continue from the stored one, as after a restart.
+            logger.exception("input_failed input=%s", shortened(str(event), 400))
+            actions = self._contain(event, error, now)
+        for action in actions:
+            if isinstance(action, ev.SetTimer):
+                self._timers.set(action.key, action.seconds)
+            elif isinstance(action, ev.CancelTimer):
+                self._timers.cancel(action.key)
+        self._batch.add(time.time(), actions)
+
+    def _contain(self, event: ev.Input, error: Exception, now: float) -> list[ev.Action]:
+        """Limit the failure of an input to the tasks that it belongs to."""
+        if isinstance(event, ev.Started):
+            return self._start_without(event, now)
+        touched = set(self.machine.touched)
+        conns = {conn for conn, (task, _) in self.machine.cluster.conns.items() if task in touched}
+        self._batch.withhold(touched, conns)
+        self._timers.cancel_tasks(touched)
+        try:
+            return self.machine.contain(event, error, self.store.task, now)
+        except Exception:
+            logger.exception("machine_broken")
+            self._failed = True
+            self._stop.set()
+            self._batch = Batch()
+            return []
+
+    def _start_without(self, event: ev.Started, now: float) -> list[ev.Action]:
+        """Start without the tasks that cannot be restored: they are set aside."""
+        while True:
+            for task in self.machine.touched:
+                self.store.set_aside(task, "the coordinator cannot restore it")
+            self.machine = Machine(self._limits, self.store.load())
+            try:
+                return self.machine.handle(event, now)
+            except Exception:
+                logger.exception("task_not_restored tasks=%s", self.machine.touched)
+                if not self.machine.touched:
+                    raise
+
+    def _flush(self) -> None:
+        """Write the machine's decisions, then send messages."""
+        self._flushing = False
+        batch, self._batch = self._batch, Batch()
+        self._saving.write(batch)  # a full disk must not stop recovery: unwritten decisions are kept
+        for action in batch.actions():
+            match action:
+                case ev.Send(conn=conn, message=message):
+                    if conn in self._sessions:
+                        self._sessions[conn].send(batch.frame(message))
+                case ev.Close(conn=conn, reason=reason):
+                    if conn in self._sessions:
+                        self._sessions[conn].finish(reason)
+                case ev.Ask(question=question):
+                    self._ask(question)
+                case ev.Strike(signal=number):
+                    os.kill(os.getpid(), number)
+                case ev.StopServer(reason=reason):
+                    logger.info("coordinator_stops reason=%s", reason)
+                    self._stop.set()
+
+    def _ask(self, question: Question) -> None:
+        loop = asyncio.get_running_loop()
+        if not self._config.planner.enabled:
+            loop.call_soon(self.apply, keep(question))
+            return
+        known = Knowledge.of(self.machine.cluster, self._config.planner)
+        self._planning.ask(question, known, lambda answer: _call(loop, self.apply, answer))
+
+    def _plan_ahead(self) -> None:
+        """Update the plans for likely next events, every few seconds."""
+        question = standing(self.machine.cluster) if self._config.planner.enabled else None
+        if question is not None:
+            self._planning.plan_ahead(question, Knowledge.of(self.machine.cluster, self._config.planner))
+        self._ahead = asyncio.get_running_loop().call_later(_AHEAD_SECONDS, self._plan_ahead)
+
+    def _gone(self, place: tuple[str, str] | None) -> None:
+        """Skip the grace period of an agent whose connection has ended and whose process is known to be dead."""
+        if place is not None:
+            self._timers.expire_now("lost", *place)
+
+    # ---- connections -----------------------------------------------------------------------------------------
+
+    async def _serve_agent(self, request: web.Request) -> web.StreamResponse:
+        peer = request.remote or ""
+
+        def take(conn: int, data: str) -> None:
+            message = wire.decode_from_agent(data)
+            if isinstance(message, wire.Beat):
+                self._liveness.beat(conn)
+                self._sessions[conn].send(ANSWER)
+                return
+            self._liveness.heard(conn)
+            if isinstance(message, wire.Register):
+                message = wire.sealed(message)
+            if isinstance(message, wire.Register | wire.RendezvousBegin):
+                host = message.host if isinstance(message, wire.Register) else self._hosts.get(conn, peer)
+                self._hosts[conn] = host
+                store = message.store
+                if store is not None and (reason := misplaced(store.host, host, peer)) is not None:
+                    raise malformed.Misplaced(reason)
+                # Only the connection's own machine is probed for an open port.
+                self._presence.told(conn, store and wire.Address(host=peer, port=store.port))
+            self._take(ev.Received(conn=conn, message=message))
+
+        return await self._serve(request, take)
+
+    async def _serve_node(self, request: web.Request) -> web.StreamResponse:
+        def take(conn: int, data: str) -> None:
+            self._take(ev.NodeSaid(conn=conn, message=decode_from_node(data)))
+
+        return await self._serve(request, take)
+
+    async def _serve(self, request: web.Request, take: Callable[[int, str], None]) -> web.WebSocketResponse:
+        socket_ = web.WebSocketResponse(
+            heartbeat=self._config.detection.heartbeat,
+            max_msg_size=self._config.coordinator.max_message_bytes,
+            compress=False,
+            timeout=1.0,
+        )
+        await socket_.prepare(request)
+        assert request.transport is not None
+        raw = request.transport.get_extra_info("socket")
+        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        conn = next(self._conn_ids)
+        session = self._sessions[conn] = Session(socket_, request.transport)
+        try:
+            await self._read(conn, socket_, take)
+        finally:
+            del self._sessions[conn]
+            self._hosts.pop(conn, None)
+            place = self.machine.cluster.conns.get(conn)
+            self._presence.ended(conn, lambda: self._gone(place))
+            self._take(ev.Disconnected(conn=conn, silent=self._liveness.forget(conn)))
+            await session.stop()
+        return socket_
+
+    async def _read(self, conn: int, socket_: web.WebSocketResponse, take: Callable[[int, str], None]) -> None:
+        """Feed a peer's messages to the machine, until its connection ends or it sends a malformed message.
+
+        Args:
+            conn: number of the connection.
+            socket_: the connection.
+            take: decodes a message and passes it to the machine.
+        """
+        timeout: float | None = self._config.detection.register_timeout
+        while True:
+            try:
+                frame = await socket_.receive(timeout=timeout)
+            except asyncio.TimeoutError:
+                await socket_.close(code=WSCloseCode.POLICY_VIOLATION, message=b"no register message in time")
+                return
+            if frame.type is not WSMsgType.TEXT:
+                if frame.type is WSMsgType.BINARY:
+                    await socket_.close(code=WSCloseCode.UNSUPPORTED_DATA, message=b"expected text frames")
+                return
+            try:
+                take(conn, frame.data)
+            except malformed.UNREADABLE as error:
+                reason = malformed.described(frame.data, error)
+                logger.warning("message_malformed conn=%d error=%s", conn, reason)
+                if timeout is not None and malformed.is_first(frame.data):
+                    await socket_.send_str(wire.encode(wire.Refused(reason=reason)).decode())
+                reason = f"malformed message: {reason}"
+                await socket_.close(code=WSCloseCode.INVALID_TEXT, message=reason.encode()[:120])
+                return
+            timeout = None
+
+    # ---- about itself ----------------------------------------------------------------------------------------------
+
+    def now(self) -> float:
+        """Return the machine's time."""
+        return self._clock.now()
+
+    def about(self) -> dict[str, Any]:
+        """Describe this process: pid, version, address."""
+        try:
+            package = version("unicron-lightning")
+        except PackageNotFoundError:
+            package = "unknown"
+        return {"pid": os.getpid(), "version": package, "host": self._config.coordinator.host, "port": self.port}
+
+    def _announce(self) -> None:
+        path = self.state_dir / "coordinator.json"
+        partial = path.with_suffix(".partial")
+        try:
+            with open(partial, "w", encoding="utf-8", opener=open_private) as file:
+                file.write(json.dumps(self.about()))
+            partial.replace(path)
+        except OSError as error:
+            raise StoreUnusable(f"can't write {path}: {error.strerror or error}") from error
+        host = self._config.coordinator.host
+        logger.info("coordinator_listens host=%s port=%d state_dir=%s", host, self.port, self.state_dir)
+        if self._encryption is not None:
+            logger.info("links_encrypted certificate=sha256:%s", self._encryption.fingerprint)
+
+    def _note_set_aside(self) -> None:
+        if self.store.corrupt is not None:
+            fields = {"path": str(self.store.corrupt)}
+            self._batch.add(time.time(), [ev.Emit(name="store_set_aside", task=None, incident=None, fields=fields)])
+
+    def _look_for_ended(self) -> None:
+        """Report restored agents of this machine whose processes are gone, while agents are awaited.
+
+        Only for a coordinator started by an agent, which is known to share the agents' process ids.
+        """
+        if not self._config.coordinator.exit_when_idle:
+            return
+        here = {"127.0.0.1", "::1", "localhost", socket.gethostname()}
+        awaited = [agent for task in self.machine.tasks.values() if task.restoring for agent in task.agents.values()]
+        ended = tuple(a.id for a in awaited if a.conn is None and a.host in here and not _exists(a.pid))
+        if ended:
+            self.apply(ev.AgentsEnded(agents=ended))
+        if any(task.restoring for task in self.machine.tasks.values()) and not self._stop.is_set():
+            self._look = asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._look_for_ended)
+
+
+def serve(config: CoordinatorConfig) -> int:
+    """Run a coordinator to its end; return the exit status of the process."""
+    token = _token(config)
+    logger.info("token_found origin=%s", token.origin)
+
+    async def main() -> bool:
+        return await Server(config, token).run()
+
+    try:
+        return 0 if asyncio.run(main()) else 1
+    except PortInUse as error:
+        if config.coordinator.exit_when_idle:
+            logger.info("port_in_use %s", error)  # another agent's coordinator was faster, which is fine
+            return 0
+        logger.error("%s", error)
+        return 1
+
+
+def _token(config: CoordinatorConfig) -> Token:
+    host = config.coordinator.host
+    loopback = is_loopback(str(resolve(host, config.coordinator.port)[4][0]))
+    token = find_token(config.coordinator.token_file, make=loopback)
+    if token is None:
+        raise ConfigError(
+            f"coordinator.host={host} can be reached from other machines: set a token (UNICRON_TOKEN or "
+            f"coordinator.token_file), or make the file {user_file()}; it must be the same on all hosts"
+        )
+    return token
+
+
+def _call(loop: asyncio.AbstractEventLoop, function: Callable[[ev.Planned], None], answer: ev.Planned) -> None:
+    """Call a function in the loop from another thread; do nothing if the loop has ended meanwhile."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(function, answer)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,103 @@
+"""Decisions of the machine that are not carried out yet, of one input or of several that arrived together.
+
+A batch is written as one transaction, then sent. A message for many recipients is encoded once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Container, Iterator
+from typing import Final
+
+import msgspec
+
+from unicron_lightning import wire
+from unicron_lightning.coordinator import events as ev
+from unicron_lightning.coordinator.machine import Machine
+from unicron_lightning.coordinator.server.session import frame_of
+from unicron_lightning.coordinator.storage.store import NewEvent, Store
+
+logger = logging.getLogger(__name__)
+
+MOST_UNWRITTEN_EVENTS: Final = 10_000
+"""Newest events that are kept in memory while nothing can be written."""
+
+
+class Batch:
+    """Answers of the machine, in order."""
+
+    def __init__(self) -> None:
+        self._decided: list[tuple[float, list[ev.Action]]] = []
+        self._frames: dict[int, bytes] = {}
+        """Encoded messages by the messages' identities; ``_decided`` keeps the messages alive."""
+        self._changed: set[str] = set()
+        self._gone: set[str] = set()
+        self._lasting = False
+        self._news: list[NewEvent] = []
+
+    def add(self, now: float, actions: list[ev.Action]) -> None:
+        """Add an answer given at time.time() ``now``."""
+        self._decided.append((now, actions))
+        for action in actions:
+            match action:
+                case ev.Save(task=task):
+                    self._changed.add(task)
+                case ev.Forget(task=task):
+                    self._gone.add(task)
+                case ev.SaveLasting():
+                    self._lasting = True
+                case ev.Emit(name=name, task=of, incident=incident, fields=fields):
+                    self._news.append(NewEvent(at=now, name=name, task=of, incident=incident, fields=fields))
+                    logger.info("%s task=%s incident=%s %s", name, of, incident, fields)
+
+    def withhold(self, tasks: Container[str], conns: Container[int]) -> None:
+        """Discard changes of these tasks and messages for these connections, because the tasks are set back."""
+
+        def stays(action: ev.Action) -> bool:
+            return not (isinstance(action, ev.Send) and action.conn in conns)
+
+        self._decided = [(now, [each for each in actions if stays(each)]) for now, actions in self._decided]
+        self._changed = {task for task in self._changed if task not in tasks}
+        self._gone = {task for task in self._gone if task not in tasks}
+
+    def unwritten(self) -> Batch:
+        """Return the part that has to be written, without the messages."""
+        rest = Batch()
+        rest.follow(self)
+        return rest
+
+    def follow(self, later: Batch) -> None:
+        """Merge what a later batch writes into this one; drop its messages."""
+        self._changed |= later._changed
+        self._gone |= later._gone
+        self._lasting |= later._lasting
+        self._news += later._news
+        del self._news[:-MOST_UNWRITTEN_EVENTS]
+
+    def actions(self) -> Iterator[ev.Action]:
+        """Iterate over all actions."""
+        for _, actions in self._decided:
+            yield from actions
+
+    def frame(self, message: msgspec.Struct) -> bytes:
+        """Return a message of this batch as a frame of the connection."""
+        frame = self._frames.get(id(message))
+        if frame is None:
+            frame = self._frames[id(message)] = frame_of(wire.encode(message))
+        return frame
+
+    def write(self, store: Store, machine: Machine) -> bool:
+        """Write the batch in one transaction; return whether there was anything to write.
+
+        ``machine`` is in its state after the last answer.
+
+        Raises:
+            sqlite3.Error: e.g. the disk is full.
+        """
+        news, lasting = self._news, machine.lasting if self._lasting else None
+        save = [machine.tasks[task] for task in sorted(self._changed) if task in machine.tasks]
+        forget = sorted(task for task in self._gone if task not in machine.tasks)
+        if not (save or forget or news or lasting):
+            return False
+        store.write(save=save, forget=forget, events=news, lasting=lasting)
+        return True
