@@ -17,7 +17,7 @@ FAULTS ?= 200
 PYTEST_ARGS ?=
 WHEELS ?=
 ITEMS ?=
-COMPUTING := $(addprefix tests/,planner planning coordinator data simulate inject detection) $(wildcard tests/test_*.py)
+COMPUTING := $(addprefix tests/,planner cli coordinator data simulate inject detection) $(wildcard tests/test_*.py)
 # These start processes and mostly wait; their limits of time are generous (the fault tests pass at a load of ten).
 STARTING := $(addprefix tests/,strategies faults megatron)
 NONE_PICKED = $(if $(PYTEST_ARGS),|| test $$? = 5)

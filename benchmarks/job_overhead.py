@@ -36,8 +36,8 @@ def strategy(name: str, bucket_mib: float) -> Strategy:
 
 def unwatch() -> None:
     """Remove the statistics of steps: the training thread's activity is neither recorded nor watched."""
-    from unicron_lightning.worker.activity import Activity
-    from unicron_lightning.worker.control import HEARTBEAT_SECONDS, Control
+    from unicron_lightning.worker.control.activity import Activity
+    from unicron_lightning.worker.control.thread import HEARTBEAT_SECONDS, Control
 
     for method in ("enter", "waits", "computed", "committed"):
         setattr(Activity, method, lambda *_: None)

@@ -25,7 +25,7 @@ import torch.multiprocessing as mp  # noqa: E402
 from unicron_lightning.megatron import shim  # noqa: E402
 from unicron_lightning.megatron.sharded import ShardedOptimizer  # noqa: E402
 from unicron_lightning.replica.mirror import Mirror, Redundancy  # noqa: E402
-from unicron_lightning.worker.gloo import GlooCommunicator  # noqa: E402
+from unicron_lightning.worker.communication.gloo import GlooCommunicator  # noqa: E402
 
 WORLD = 2
 WARM_UP = 2

@@ -37,12 +37,12 @@ import numba
 import numpy as np
 from measure import Figures
 
-from unicron_lightning.planner.columns import Columns
-from unicron_lightning.planner.events import Finish
+from unicron_lightning.planner.events import TaskFinished
 from unicron_lightning.planner.explanation import explain
 from unicron_lightning.planner.performance.model import ParallelConfiguration
 from unicron_lightning.planner.quantum import moves_factor
 from unicron_lightning.planner.reward import Curve
+from unicron_lightning.planner.search.options import Columns
 from unicron_lightning.planner.solver import columns_of, solve
 from unicron_lightning.planner.state import ClusterState
 from unicron_lightning.planner.table import PlanTable
@@ -162,7 +162,7 @@ def measure(kind: str, size: str, runs: int, with_plain: bool) -> dict[str, Any]
     table = PlanTable.of(running)
     plan = table.look_up(running, loss)
     assert plan == solve(shocked)
-    event = Finish(task=largest)
+    event = TaskFinished(task=largest)
     shorter = PlanTable.of(dataclasses.replace(running, queued=running.queued[1:]))
     looked_up = [_look_up(table, running, event) for _ in range(runs)]
     figures = {
@@ -181,7 +181,7 @@ def measure(kind: str, size: str, runs: int, with_plain: bool) -> dict[str, Any]
     return figures
 
 
-def _look_up(table: PlanTable, state: ClusterState, event: Finish, count: int = 10_000) -> float:
+def _look_up(table: PlanTable, state: ClusterState, event: TaskFinished, count: int = 10_000) -> float:
     start = time.process_time()
     for _ in range(count):
         table.look_up(state, event)

@@ -28,7 +28,7 @@ from unicron_lightning.demo.waf import Work, longest_stand
 from unicron_lightning.planner.performance.table import MeasuredPoint, MeasuredTable
 from unicron_lightning.simulate.costs import Costs
 from unicron_lightning.simulate.run import simulate
-from unicron_lightning.simulate.trace import Cluster, Fault, Trace
+from unicron_lightning.simulate.trace import SimCluster, Trace, TraceFault
 from unicron_lightning.simulate.workload import SimTask
 
 NUM_NODES = 5
@@ -237,7 +237,7 @@ def predict(measured: Measured) -> dict[str, float]:
         )
         speed = MeasuredTable(points=points)
         tasks.append(SimTask(name=name, performance=speed, flops_per_step=1.0, weight=weight, max_workers=WHOLE[name]))
-    result = simulate("unicron", Cluster(num_nodes=NUM_NODES, workers_per_node=1), tasks, trace(), costs(measured))
+    result = simulate("unicron", SimCluster(num_nodes=NUM_NODES, workers_per_node=1), tasks, trace(), costs(measured))
     return {name: each.flops for name, each in result.tasks.items()}
 
 
@@ -255,7 +255,7 @@ def trace() -> Trace:
     """The trace for the simulator, in which the first task has the first nodes."""
     before = {"heavy": 0, "light": WHOLE["heavy"]}
     faults = [
-        Fault(
+        TraceFault(
             at=strike.at,
             kind="lost_connection" if strike.repair else "exited_abnormally",
             node=before[strike.task] + strike.index,

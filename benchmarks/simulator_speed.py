@@ -25,7 +25,7 @@ from unicron_lightning.planner.performance.sublinear import SublinearModel
 from unicron_lightning.simulate.cases import composed
 from unicron_lightning.simulate.costs import Costs
 from unicron_lightning.simulate.run import POLICIES, simulate
-from unicron_lightning.simulate.trace import Cluster, Fault, Trace
+from unicron_lightning.simulate.trace import SimCluster, Trace, TraceFault
 from unicron_lightning.simulate.workload import SimTask
 
 DAY = 86400.0
@@ -95,16 +95,16 @@ def trace_of(size: Size) -> Trace:
     for _ in range(size.faults):
         at, node = chance.uniform(0, size.days * DAY), chance.randrange(size.nodes)
         if chance.random() < 0.5:
-            faults.append(Fault(at=at, kind="ecc_error", node=node, repair=chance.uniform(0.1, 2.0) * DAY))
+            faults.append(TraceFault(at=at, kind="ecc_error", node=node, repair=chance.uniform(0.1, 2.0) * DAY))
         else:
-            faults.append(Fault(at=at, kind="exited_abnormally", node=node, worker=0))
+            faults.append(TraceFault(at=at, kind="exited_abnormally", node=node, worker=0))
     return Trace.of("speed", size.days * DAY, faults)
 
 
 def warm_up(policy: str) -> None:
     """Import and load everything."""
     size = Size(nodes=4, tasks=2, days=1, often=500)
-    simulate(policy, Cluster(num_nodes=4, workers_per_node=8), tasks_of(size), trace_of(size), COSTS)
+    simulate(policy, SimCluster(num_nodes=4, workers_per_node=8), tasks_of(size), trace_of(size), COSTS)
 
 
 def measure(policy: str, size: Size) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def measure(policy: str, size: Size) -> dict[str, Any]:
         _, _, trace = settings.scene()
         run = settings.run
     else:
-        cluster = Cluster(num_nodes=size.nodes, workers_per_node=NODE_WORKERS, cell=size.cell)
+        cluster = SimCluster(num_nodes=size.nodes, workers_per_node=NODE_WORKERS, cell=size.cell)
         tasks, trace = tasks_of(size), trace_of(size)
         run = partial(simulate, policy, cluster, tasks, trace, COSTS)
     cpu, wall = time.process_time(), time.perf_counter()

@@ -10,7 +10,7 @@ from unicron_lightning.callbacks.history import Sighting, in_words
 
 
 @dataclass(frozen=True, kw_only=True)
-class View:
+class TaskView:
     """The task as its first worker sees it.
 
     Attributes:
@@ -35,7 +35,7 @@ class View:
     newest: Sequence[Sighting] = field(default=())
 
 
-def picture(view: View) -> Any:
+def picture(view: TaskView) -> Any:
     """Return the view as a rich renderable."""
     from rich.console import Group
     from rich.markup import escape
@@ -60,7 +60,7 @@ def picture(view: View) -> Any:
     return Group(*parts)
 
 
-def _incidents(view: View) -> Any:
+def _incidents(view: TaskView) -> Any:
     from rich.table import Table
 
     table = Table(

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, get_args
 import lightning.pytorch as pl
 from typing_extensions import override
 
-from unicron_lightning.callbacks.display import View, picture
+from unicron_lightning.callbacks.display import TaskView, picture
 from unicron_lightning.callbacks.history import History
 from unicron_lightning.callbacks.strategy import engine_of
 from unicron_lightning.errors import ConfigError
@@ -124,11 +124,11 @@ class UnicronMonitor(pl.Callback):
 
     # ---- the display
 
-    def view(self) -> View:
+    def view(self) -> TaskView:
         """Return the task's present state."""
         trainer, engine = self._trainer, self._engine
         assert trainer is not None and engine is not None
-        return View(
+        return TaskView(
             world=engine.world.size,
             declared=trainer.num_nodes * trainer.num_devices,
             epoch=engine.world.epoch,

@@ -19,7 +19,7 @@ from unicron_lightning.data.seeding import random_states, restore_random_states
 from unicron_lightning.strategies.loggers import adopt_versions, versions
 from unicron_lightning.strategies.recording import RecordingResults
 from unicron_lightning.strategies.step_metrics import StepMetrics
-from unicron_lightning.strategies.sums import Layout
+from unicron_lightning.strategies.sums import SumsLayout
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.operations import Agreement, unpack_parts
@@ -74,7 +74,7 @@ def share_initial(module: pl.LightningModule, engine: Engine) -> None:
             tensor.copy_(value)
 
 
-def donate(trainer: pl.Trainer, layout: Layout, seed: int, fit: int, described: dict[str, str]) -> bytes:
+def donate(trainer: pl.Trainer, layout: SumsLayout, seed: int, fit: int, described: dict[str, str]) -> bytes:
     """Encode the state of this worker, which must be at a step boundary.
 
     Raises:
@@ -90,7 +90,7 @@ def donate(trainer: pl.Trainer, layout: Layout, seed: int, fit: int, described: 
     )
 
 
-def loop_state(trainer: pl.Trainer, layout: Layout, seed: int, fit: int) -> dict[str, Any]:
+def loop_state(trainer: pl.Trainer, layout: SumsLayout, seed: int, fit: int) -> dict[str, Any]:
     """Return the state of `donate` without its parts about single parameters."""
     checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     connector = trainer._logger_connector
@@ -189,7 +189,7 @@ def receive(trainer: pl.Trainer, state: dict[str, Any]) -> None:
     total.ready = total.started = total.completed = total.processed
 
 
-def arrive(trainer: pl.Trainer, state: dict[str, Any], layout: Layout, device: torch.device) -> None:
+def arrive(trainer: pl.Trainer, state: dict[str, Any], layout: SumsLayout, device: torch.device) -> None:
     """Restore the rest, when the joiner's loop is about to hand out its first batch."""
     fit_loop = trainer.fit_loop
     set_counters(fit_loop, state["counters"])

@@ -14,7 +14,7 @@ from unicron_lightning.errors import ConfigError
 from unicron_lightning.megatron.randomness import seed_micro_batch
 from unicron_lightning.strategies.module_buffers import ModuleBuffers
 from unicron_lightning.strategies.recording import LogCall, RecordingResults
-from unicron_lightning.strategies.sums import Layout, NormStatistics, StepSums
+from unicron_lightning.strategies.sums import NormStatistics, StepSums, SumsLayout
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.megatron import UnicronMegatronStrategy
@@ -68,7 +68,7 @@ class StageBatches:
 
         return output, loss
 
-    def sums(self, layout: Layout, micro_batches: Sequence[int]) -> StepSums:
+    def sums(self, layout: SumsLayout, micro_batches: Sequence[int]) -> StepSums:
         """Return the step's other sums, which one worker of each replica contributes."""
         assert self._strategy.lightning_module is not None
         norms, no_buffers = NormStatistics(self._strategy.lightning_module), ModuleBuffers(nn.Module())

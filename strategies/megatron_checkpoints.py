@@ -11,7 +11,7 @@ from unicron_lightning.megatron import checkpoint
 from unicron_lightning.megatron.model import ShardModel
 from unicron_lightning.replica.fabric import ReplicaFabric, run_released
 from unicron_lightning.worker.checkpoint_files import total
-from unicron_lightning.worker.communicator import gather_bytes
+from unicron_lightning.worker.communication.communicator import gather_bytes
 from unicron_lightning.worker.engine import Engine, Report
 from unicron_lightning.worker.operations import Indivisible
 

@@ -10,7 +10,7 @@ import msgspec
 
 from unicron_lightning.strategies.join_state import WHOLE
 from unicron_lightning.worker import codec
-from unicron_lightning.worker.control import terminable
+from unicron_lightning.worker.control.thread import terminable
 from unicron_lightning.worker.operations import Parting
 
 if TYPE_CHECKING:

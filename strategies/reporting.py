@@ -15,7 +15,7 @@ from unicron_lightning.errors import ConfigError
 from unicron_lightning.worker.agreement import ParametersDiffer
 from unicron_lightning.worker.balance import Balance
 from unicron_lightning.worker.commit import CommittedStep
-from unicron_lightning.worker.control import Control
+from unicron_lightning.worker.control.thread import Control
 from unicron_lightning.worker.engine import Engine
 
 _FIRST_STEP: dict[wire.EpochKind, str] = {

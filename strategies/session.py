@@ -16,15 +16,15 @@ from unicron_lightning import environ, wire
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.stacks import StackFile
 from unicron_lightning.strategies import default_group
-from unicron_lightning.worker.activity import Activity
-from unicron_lightning.worker.connect import connector
-from unicron_lightning.worker.control import Control
+from unicron_lightning.worker.communication.backends import connector
+from unicron_lightning.worker.communication.gloo import leave_buried, wait_buried
+from unicron_lightning.worker.communication.owned_group import wait_destroyed
+from unicron_lightning.worker.control.activity import Activity
+from unicron_lightning.worker.control.monitor import Monitor
+from unicron_lightning.worker.control.statistics import Summary
+from unicron_lightning.worker.control.thread import Control
 from unicron_lightning.worker.engine import Engine, Fabric, World
-from unicron_lightning.worker.gloo import leave_buried, wait_buried
 from unicron_lightning.worker.injector import Injector
-from unicron_lightning.worker.monitor import Monitor
-from unicron_lightning.worker.owned import wait_destroyed
-from unicron_lightning.worker.statistics import Summary
 
 logger = logging.getLogger(__name__)
 

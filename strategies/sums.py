@@ -22,7 +22,7 @@ from unicron_lightning.strategies.recording import LogCall, Options, merge_calls
 from unicron_lightning.strategies.step_metrics import StepMetrics
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.buckets import Bucket, FlatBucket
-from unicron_lightning.worker.communicator import gather_bytes
+from unicron_lightning.worker.communication.communicator import gather_bytes
 from unicron_lightning.worker.engine import Engine
 
 _LOSS, _COUNT, _CHANGED, _HEADER = 0, 1, 2, 3
@@ -38,7 +38,7 @@ class Uses(Protocol):
     def parameters(self) -> Sequence[nn.Parameter]: ...
 
 
-class Layout:
+class SumsLayout:
     """Agreement of the members from step to step: logged values of the vector, unused parameters, and changing
     buffers.
     """
@@ -128,7 +128,7 @@ class StepSums:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: SumsLayout,
         norms: NormStatistics,
         buffers: ModuleBuffers,
         gradients: Uses,

@@ -40,17 +40,17 @@ from unicron_lightning.strategies.recording import RecordingResults
 from unicron_lightning.strategies.reporting import StepReports, balance_of, report_exception, told_flops
 from unicron_lightning.strategies.session import Session
 from unicron_lightning.strategies.step_metrics import StepMetrics
-from unicron_lightning.strategies.sums import Layout, NormStatistics, StepSums
+from unicron_lightning.strategies.sums import NormStatistics, StepSums, SumsLayout
 from unicron_lightning.strategies.timed import TimedValidation
 from unicron_lightning.strategies.trained import TrainedParameters
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.agreement import check_agreement
 from unicron_lightning.worker.balance import Balance, deal
 from unicron_lightning.worker.buckets import GradientBuckets
+from unicron_lightning.worker.control.statistics import Summary
 from unicron_lightning.worker.engine import Engine, World
 from unicron_lightning.worker.ledger import share
 from unicron_lightning.worker.operations import Agreement, Join, unpack_parts
-from unicron_lightning.worker.statistics import Summary
 from unicron_lightning.worker.step import GradientStep
 
 _MIB = 1 << 20
@@ -118,7 +118,7 @@ class UnicronStrategy(CheckpointingStrategy):
         self._norms: NormStatistics | None = None
         self._metrics: StepMetrics | None = None
         self._buffers: ModuleBuffers | None = None
-        self._layout = Layout()
+        self._layout = SumsLayout()
         self._arrival: dict[str, Any] | None = None
         self._parts = False
         self._used: list[bool] = []

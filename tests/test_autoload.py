@@ -111,13 +111,13 @@ def test_an_unknown_registry_is_reported_not_raised(caplog: pytest.LogCaptureFix
 def test_a_failing_lifeline_is_swallowed(
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    lifeline = types.ModuleType("unicron_lightning.agent.lifeline")
+    lifeline = types.ModuleType("unicron_lightning.agent.workers.lifeline")
 
     def tie_to_agent() -> None:
         raise error
 
     lifeline.tie_to_agent = tie_to_agent  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "unicron_lightning.agent.lifeline", lifeline)
+    monkeypatch.setitem(sys.modules, "unicron_lightning.agent.workers.lifeline", lifeline)
     monkeypatch.setenv("UNICRON_AGENT_PID", "1")
     with caplog.at_level(logging.DEBUG, logger=autoload.__name__):
         autoload.install()
@@ -126,7 +126,7 @@ def test_a_failing_lifeline_is_swallowed(
 
 def test_the_lifeline_is_left_alone_outside_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("UNICRON_AGENT_PID", raising=False)
-    monkeypatch.setitem(sys.modules, "unicron_lightning.agent.lifeline", None)  # importing it would raise
+    monkeypatch.setitem(sys.modules, "unicron_lightning.agent.workers.lifeline", None)  # importing it would raise
     autoload.install()
 
 

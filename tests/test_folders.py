@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from unicron_lightning.agent.scratch import ScratchFolder
-from unicron_lightning.agent.slot_lock import SlotLock
+from unicron_lightning.agent.private_folder import ScratchFolder
+from unicron_lightning.agent.workers.slot_lock import SlotLock
 from unicron_lightning.coordinator.storage.database import default_state_dir, prepare_state_dir
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.folders import make_private, user_path

@@ -1,13 +1,25 @@
-"""The public names are these, they load lazily, and no other names are promised."""
+"""The public names are these, and load lazily; a class name, and a word of the glossary, stands for one thing."""
 
 from __future__ import annotations
 
+import ast
 import importlib
+import re
+from collections import Counter, defaultdict
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
+from prose import prose_of_markdown, prose_of_python
 
 import unicron_lightning
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = ("unicron_lightning", "strategies", "callbacks", "hydra_plugins")
+GLOSSARY = ROOT / "docs" / "glossary.md"
+PENDING = ("Cluster",)
+LEAST_USES = 2
+"""Uses of a term of the glossary in other documents and in the package's docstrings and comments."""
 
 
 def test_the_public_names() -> None:
@@ -30,3 +42,46 @@ def test_the_strategy_is_the_one_of_the_strategies_package() -> None:
 def test_an_unknown_name_says_so() -> None:
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = unicron_lightning.nothing
+
+
+def test_each_public_class_is_defined_once() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for path in sources():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(str(path.relative_to(ROOT)))
+    twice = {name: paths for name, paths in places.items() if len(paths) > 1}
+    assert {name: paths for name, paths in twice.items() if name not in PENDING} == {}
+
+
+def sources() -> list[Path]:
+    """The package's modules, each once."""
+    folders = [path for name in SOURCES for path in (ROOT / name).rglob("*.py")]
+    return [path for path in folders if path.resolve() == path]
+
+
+def terms() -> dict[str, str]:
+    """Terms of the glossary with their meanings; a row may define several."""
+    rows = re.findall(r"^\| \*\*(.+?)\*\* \| (.+) \|$", GLOSSARY.read_text(), re.MULTILINE)
+    return {term: meaning for words, meaning in rows for term in words.split(", ")}
+
+
+def test_each_term_of_the_glossary_has_one_row_and_one_meaning() -> None:
+    lines = [line for line in GLOSSARY.read_text().splitlines() if line.startswith("| **")]
+    words = Counter(re.sub(r"[*|]", "", line).split("  ")[0].strip().lower() for line in lines)
+    assert len(terms()) >= len(lines) > 50
+    assert [word for word, rows in words.items() if rows > 1] == []
+    # A meaning per context ("at an agent: ...; in placements: ...") is two meanings.
+    contexts = re.compile(
+        r"(?:^|[.;] )(?:At|In|Of|With) (?:an? |the )?[\w ]+: .*[.;] (?:at|in|of|with) [\w ]+:", re.IGNORECASE
+    )
+    assert {term: meaning for term, meaning in terms().items() if contexts.search(meaning)} == {}
+
+
+def test_terms_of_the_glossary_are_used() -> None:
+    documents = [path for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")] if path != GLOSSARY]
+    texts = [*(path.read_text() for path in documents if path.name != "CHANGELOG.md")]
+    texts = [*map(prose_of_markdown, texts), *(prose_of_python(path.read_text()) for path in sources())]
+    text = " ".join(" ".join(texts).split()).lower()
+    uses = {term: len(re.findall(rf"(?<!\w){re.escape(term.lower())}(?:s|es)?(?!\w)", text)) for term in terms()}
+    assert {term: number for term, number in uses.items() if number < LEAST_USES} == {}

@@ -38,7 +38,7 @@ def install() -> None:
     """Entry point: tie a worker to its agent, report its exceptions, and wait for Lightning. Never raises."""
     try:
         if os.environ.get("UNICRON_AGENT_PID"):
-            from unicron_lightning.agent.lifeline import tie_to_agent
+            from unicron_lightning.agent.workers.lifeline import tie_to_agent
 
             if tie_to_agent():
                 from unicron_lightning.detection.reporting import watch_exceptions

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import random
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from torchrun import Cluster, kill, until, workers_of
+from agent.torchrun import Cluster, kill, until, workers_of
 
 NODES = 3
 FAULTS = ("kill", "kill", "kill", "two", "stop", "agent", "coordinator", "kill and coordinator")

@@ -10,8 +10,8 @@ from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
 from unicron_lightning import environ, wire
 from unicron_lightning.agent import embedded, options
-from unicron_lightning.agent.outbox import RESEND_SECONDS, Outbox
-from unicron_lightning.agent.roster import Roster
+from unicron_lightning.agent.link.outbox import RESEND_SECONDS, Outbox
+from unicron_lightning.agent.workers.roster import Roster
 from unicron_lightning.errors import AgentUnavailable, ConfigError
 
 WORKER = "n-1/0#1"

@@ -17,12 +17,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from agent.fake_coordinator import FakeCoordinator
+from agent.torchrun import until
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from fake_coordinator import FakeCoordinator
-from torchrun import until
 
 from unicron_lightning import environ, wire
 from unicron_lightning.agent import embedded

@@ -44,7 +44,7 @@ try:
 except StopIteration:
     pass
 signal.signal(signal.SIGTERM, _terminate_process_handler)
-handler.Agent.leaving = lambda agent: told_to_end()
+handler.AgentThread.leaving = lambda agent: told_to_end()
 try:
     made.shutdown()
 except SignalException as error:

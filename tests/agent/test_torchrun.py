@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from torchrun import Cluster, kill, until, workers_of
+from agent.torchrun import Cluster, kill, until, workers_of
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(120)]
 

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from fake_coordinator import FakeCoordinator
-from test_handler import Bench, LocalWorker
-from torchrun import until
+from agent.fake_coordinator import FakeCoordinator
+from agent.test_handler import Bench, LocalWorker
+from agent.torchrun import until
 
 from unicron_lightning import environ, wire
-from unicron_lightning.agent.slot_lock import SlotLock
-
-sys.path.remove(str(Path(__file__).parent))
+from unicron_lightning.agent.workers.slot_lock import SlotLock
 
 
 class Sparing(FakeCoordinator):

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from unicron_lightning import wire
-from unicron_lightning.callbacks.display import View, picture
+from unicron_lightning.callbacks.display import TaskView, picture
 from unicron_lightning.callbacks.history import KEPT, History, in_words
 
 
@@ -85,7 +85,7 @@ def test_durations_in_words(seconds: float, words: str):
 def test_the_picture_shows_all_of_it():
     history = History()
     failure(history, 1)
-    view = View(
+    view = TaskView(
         world=1,
         declared=2,
         epoch=3,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from faults import cluster
 from faults.cluster import Cluster, kill
 
 from unicron_lightning import wire
@@ -14,7 +15,7 @@ from unicron_lightning.callbacks import UnicronMonitor
 from unicron_lightning.errors import ConfigError
 
 Logged = Callable[[], list[dict[str, float]]]
-SCRIPT = Path(__file__).parent / "monitored.py"
+SCRIPT = cluster.SCRIPT.with_name("monitored.py")
 
 
 def test_the_world_is_logged_at_once_and_then_as_often_as_all_else(train: Callable[..., Any], rows: Logged):

@@ -72,7 +72,7 @@ class World:
         self.oracles: dict[str, Oracle] = {}
         self.agents: dict[int, FakeAgent] = {}
         self.daemons: dict[int, Any] = {}
-        """Nodes' daemons by connection, see `coordinator.daemons`."""
+        """Nodes' daemons by connection, see `coordinator.fake_daemon`."""
         self.conns = 0
         self.nodes = (1, 4)
         self.answers_at_once = True
@@ -210,7 +210,7 @@ class World:
                 assert not (new_life and action.message.worker in established), "one that has the state is given up"
 
     def _observe(self, event: ev.Input) -> None:
-        if not isinstance(event, ev.Received) or event.conn not in self.agents:
+        if not isinstance(event, ev.AgentMessage) or event.conn not in self.agents:
             return
         oracle = self.oracles.setdefault(self.agents[event.conn].task, Oracle())
         if isinstance(event.message, wire.WorkerDied):
@@ -249,7 +249,7 @@ class World:
             case ev.Forget(task=task_id):
                 if task_id not in self.machine.tasks:
                     self.disk.pop(task_id, None)
-            case ev.Ask(question=question):
+            case ev.RequestPlan(question=question):
                 self.questions = [question]
             case ev.StopServer():
                 self.stopped = True

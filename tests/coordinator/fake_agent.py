@@ -111,7 +111,7 @@ class FakeAgent:
         if self.conn is None:
             self.outbox.append(message)
             return
-        self.world.do(ev.Received(conn=self.conn, message=message))
+        self.world.do(ev.AgentMessage(conn=self.conn, message=message))
 
     def drain(self, drained: bool = True) -> FakeAgent:
         """Drain this agent's node, or undrain it, as an operator."""

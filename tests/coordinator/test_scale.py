@@ -54,7 +54,7 @@ class Crowd:
     def say(self, messages: Iterable[tuple[int, wire.FromAgent]]) -> list[ev.Action]:
         actions = []
         for number, message in messages:
-            actions += self.machine.handle(ev.Received(conn=number, message=message), 1.0)
+            actions += self.machine.handle(ev.AgentMessage(conn=number, message=message), 1.0)
         return actions
 
     def settle(self) -> None:
@@ -117,7 +117,9 @@ def test_answers_that_come_together_are_one_transaction(tmp_path: Path):
         assert not batch.write(store, machine)
         batch.add(1.0, machine.handle(ev.Started(), 1.0))
         for number in range(2):
-            batch.add(2.0 + number, machine.handle(ev.Received(conn=number, message=register(number)), 2.0 + number))
+            batch.add(
+                2.0 + number, machine.handle(ev.AgentMessage(conn=number, message=register(number)), 2.0 + number)
+            )
         assert batch.write(store, machine)
         assert sorted(store.load().tasks["t"].agents) == ["n0", "n1"]
         logged = [(event["name"], event["at"]) for event in store.events(task="t")]

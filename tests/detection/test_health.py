@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 from coordinator.driver import World, members
-from coordinator.test_severity_at_work import joined
+from coordinator.severity.test_apply import joined
 
 from unicron_lightning import wire
-from unicron_lightning.agent import health as watching
-from unicron_lightning.agent.gpus import Gpus
-from unicron_lightning.agent.health import HealthWatch, read_host
+from unicron_lightning.agent.checks import health as watching
+from unicron_lightning.agent.checks.gpus import Gpus
+from unicron_lightning.agent.checks.health import HealthWatch, read_host
 from unicron_lightning.coordinator.severity.errors import SEVERITY
 from unicron_lightning.detection.health import HealthLimits, problems
 
@@ -98,7 +98,7 @@ def test_a_node_that_is_not_well_gets_no_slot_until_it_is() -> None:
     assert agent.last(wire.Barred).reason == ""
     assert len(agent.all(wire.Grant)) == 1
     assert [event.name for event in world.events].count("error_reported") == 1
-    assert world.event("node_well_again").fields["checks"] == ["disk /tmp"]
+    assert world.event("node_healthy").fields["checks"] == ["disk /tmp"]
 
 
 def test_a_broken_gpu_costs_the_node_its_workers_and_a_hot_one_does_not() -> None:

@@ -114,7 +114,7 @@ def test_a_node_is_kept_out_while_its_data_do_not_get_through(tmp_path: Path) ->
         assert (told["kind"], told["severity"], told["node"]) == ("link_degraded", "SEV3", "n1")
         assert re.match("the exchange of data failed with n0: .*connected.* within 1 s", told["cause"])
         (partner,) = told["details"]["partners"]
-        assert partner["partner_saw"] == "no agent has connected"
+        assert partner["partner_cause"] == "no agent has connected"
         until("two more tries", lambda: detour.exchanges >= 3)
         assert [event["node"] for event in cluster.events("slot_granted")] == ["n0"]
         assert "node_barred" in (tmp_path / "agent-n1.log").read_text()
@@ -124,7 +124,7 @@ def test_a_node_is_kept_out_while_its_data_do_not_get_through(tmp_path: Path) ->
         assert (checked["node"], checked["partner_node"]) == ("n1", "n0")
         assert checked["sent"] > 12.5e6 and checked["received"] > 12.5e6
         assert len(cluster.events("error_reported")) == 1
-        assert cluster.events("node_well_again")[0]["checks"] == ["exchange"]
+        assert cluster.events("node_healthy")[0]["checks"] == ["exchange"]
         assert not cluster.events("worker_died"), "who trained was left alone"
         until("a world of two", lambda: [e for e in cluster.events("epoch_published") if len(e["members"]) == 2])
         cluster.finish()

@@ -59,11 +59,11 @@ def test_training_continues_without_one_side_and_takes_it_back(
         assert out in ("n0", "n1") and left_out["unreached"] == [["n0", "n1"]]
         assert {line["node"] for line in world} == set(nodes) - {out}
         assert all(line["pid"] == pids[line["node"]] for line in world), "the others are not restarted"
-        assert not cluster.events("node_taken_back")
+        assert not cluster.events("node_readmitted")
         network.heal("n0", "n1", both=both)
         back = cluster.wait_world(len(nodes), after=time.time())
         assert {line["node"] for line in back} == set(nodes)
-        assert len(cluster.events("node_taken_back")) == 1
+        assert len(cluster.events("node_readmitted")) == 1
         assert not cluster.events("agent_lost")
         (cluster.folder / "finish_in_any_world").touch()
         cluster.watch(lambda: all(agent.poll() is not None for agent in cluster.agents.values()), "the end", 200)

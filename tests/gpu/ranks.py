@@ -20,10 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from unicron_lightning.worker.communicator import Communicator, CommunicatorAborted
-from unicron_lightning.worker.connecting import abandoned
-from unicron_lightning.worker.gloo import GlooCommunicator
-from unicron_lightning.worker.nccl import NcclCommunicator
+from unicron_lightning.worker.communication.background_connect import abandoned
+from unicron_lightning.worker.communication.communicator import Communicator, CommunicatorAborted
+from unicron_lightning.worker.communication.gloo import GlooCommunicator
+from unicron_lightning.worker.communication.nccl import NcclCommunicator
 
 NUMEL = 1 << 20
 WORKS = 4
@@ -140,7 +140,7 @@ def killed(rank: Rank) -> Measured:
 def absent(rank: Rank) -> Measured:
     """K4: the last rank connects gloo and no more; the caller of the others gives the attempt up."""
     from unicron_lightning import wire
-    from unicron_lightning.worker.connecting import Connecting
+    from unicron_lightning.worker.communication.background_connect import Connecting
 
     host = rank.host("absent", rank.world)
     if rank.is_last:

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from unicron_lightning import wire
-from unicron_lightning.agent.cut import Cut
-from unicron_lightning.agent.injection import AgentFaults
+from unicron_lightning.agent.injection import AgentFaults, Cut
 
 
 class Agent:
@@ -36,7 +35,7 @@ class Agent:
         return self.done
 
     def noted(self, fault: str, strikes: bool = True) -> list[tuple[Any, ...]]:
-        self.faults.take(wire.FaultNoted(worker="w", claim="c", fault=fault, strikes=strikes))
+        self.faults.take(wire.FaultRecorded(worker="w", claim="c", fault=fault, strikes=strikes))
         return self.done
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicron_lightning.faults.arrivals import Hazard, arrivals, draw
+from unicron_lightning.faults.arrivals import RateClock, arrivals, draw
 from unicron_lightning.faults.language import parse
 
 NODES = ["a", "b", "b", "c"]
@@ -71,9 +71,9 @@ def test_a_faults_own_seed_counts() -> None:
 
 
 def test_a_hazard_in_parts_strikes_as_often_as_one_in_a_piece() -> None:
-    fine, coarse = (Hazard(draw(parse("kill"), 1)) for _ in range(2))
+    fine, coarse = (RateClock(draw(parse("kill"), 1)) for _ in range(2))
     assert sum(fine.passed(0.01) for _ in range(100_000)) == pytest.approx(coarse.passed(1000.0), abs=1)
-    assert Hazard(draw(parse("kill"), 2)).passed(10_000.0) == pytest.approx(10_000, rel=0.05)
+    assert RateClock(draw(parse("kill"), 2)).passed(10_000.0) == pytest.approx(10_000, rel=0.05)
 
 
 def test_the_language_needs_neither_torch_nor_lightning() -> None:

@@ -27,7 +27,7 @@ def three() -> tuple[World, list[Any]]:
 
 
 def order(world: World, words: str, draw: float = 0.0) -> None:
-    given = ev.Inject(task="t", fault=parse(words), draw=draw)
+    given = ev.InjectFault(task="t", fault=parse(words), draw=draw)
     assert injection.refusal(world.task(), given) is None
     world.do(given)
 
@@ -60,7 +60,7 @@ def test_an_order_goes_to_whom_it_strikes(words: str, draw: float, told: dict[in
 
 def test_the_coordinator_strikes_itself_last() -> None:
     world, _ = three()
-    given = ev.Inject(task="t", fault=parse("kill coordinator SIGTERM"), draw=0.0)
+    given = ev.InjectFault(task="t", fault=parse("kill coordinator SIGTERM"), draw=0.0)
     actions = world.machine.handle(given, world.now)
     assert actions[-1] == ev.Strike(signal=15)
     (event,) = [action for action in actions if isinstance(action, ev.Emit)]
@@ -87,7 +87,7 @@ def test_an_agent_can_be_struck_before_anybody_trains() -> None:
 )
 def test_an_order_that_cannot_be_carried_out_is_refused(words: str, reason: str) -> None:
     world, _ = three()
-    refused = injection.refusal(world.task(), ev.Inject(task="t", fault=parse(words), draw=0.0))
+    refused = injection.refusal(world.task(), ev.InjectFault(task="t", fault=parse(words), draw=0.0))
     assert refused is not None and reason in refused and words in refused
 
 
@@ -97,17 +97,17 @@ def test_an_order_for_an_agent_that_is_away_is_refused_instead_of_lost() -> None
     for agent in (a, c):
         agent.register()
     for words in ("kill rank=1", "kill agent node=node-b"):
-        refused = injection.refusal(world.task(), ev.Inject(task="t", fault=parse(words), draw=0.0))
+        refused = injection.refusal(world.task(), ev.InjectFault(task="t", fault=parse(words), draw=0.0))
         assert refused is not None and "1 on node-b, whose agent is away, 2 on node-c" in refused
     order(world, "kill rank=2")
     assert c.last(wire.Inject).worker == "c/0#1"
 
 
-def due(agent: Any, claim: str, most: int | None = 1, fault: str = "kill", key: str = "0: kill") -> wire.FaultNoted:
+def due(agent: Any, claim: str, most: int | None = 1, fault: str = "kill", key: str = "0: kill") -> wire.FaultRecorded:
     """Return the answer to a worker's due fault."""
     worker = f"{agent.name}/0#1"
     agent.say(wire.FaultDue(worker=worker, claim=claim, key=key, most=most, fault=fault, fields={"rank": 1}))
-    noted: wire.FaultNoted = agent.last(wire.FaultNoted)
+    noted: wire.FaultRecorded = agent.last(wire.FaultRecorded)
     assert noted.claim == claim
     return noted
 

@@ -17,20 +17,19 @@ from hypothesis import strategies as st
 
 from unicron_lightning import wire
 from unicron_lightning.detection.exceptions import describe
+from unicron_lightning.faults.due import FaultTimer, Point
 from unicron_lightning.faults.examples import EXAMPLES
 from unicron_lightning.faults.fault import HANGS
 from unicron_lightning.faults.language import parse
-from unicron_lightning.faults.watch import Point, Watch
-from unicron_lightning.worker import strikes
-from unicron_lightning.worker.communicator import CommunicatorAborted
+from unicron_lightning.worker.communication.communicator import CommunicatorAborted
 from unicron_lightning.worker.engine import Engine, World
-from unicron_lightning.worker.injector import Injector
+from unicron_lightning.worker.injector import Injector, corrupt_next_gradient, hang, library_error
 
 HERE = Point(phase="forward", index=0, step=5, rank=1, nodes=("a", "b", "b"), has_state=True, at=1.0)
 
 
-def watch(words: str, choice: float = 0.5) -> Watch:
-    return Watch(parse(words), choice, Random(1))
+def watch(words: str, choice: float = 0.5) -> FaultTimer:
+    return FaultTimer(parse(words), choice, Random(1))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +87,7 @@ def test_all_workers_choose_the_same_victim(choice: float, size: int) -> None:
 
 def test_a_rate_is_shared_by_those_that_fit() -> None:
     struck = [0, 0, 0]
-    watches = [Watch(parse("kill node=b rate=3600/h"), 0.0, Random(rank)) for rank in range(3)]
+    watches = [FaultTimer(parse("kill node=b rate=3600/h"), 0.0, Random(rank)) for rank in range(3)]
     for tick in range(20_000):
         for rank, looked in enumerate(watches):
             struck[rank] += looked.due(replace(HERE, rank=rank, at=tick / 10))
@@ -112,12 +111,12 @@ class FakeControl:
         self.answers = list(answers)
         self.asked: list[wire.FaultDue] = []
 
-    def claim(self, due: wire.FaultDue, seconds: float) -> wire.FaultNoted | None:
+    def claim(self, due: wire.FaultDue, seconds: float) -> wire.FaultRecorded | None:
         self.asked.append(due)
         answer = self.answers.pop(0)
         if answer is None:
             return None
-        return wire.FaultNoted(worker=due.worker, claim=due.claim, fault=due.fault, strikes=answer)
+        return wire.FaultRecorded(worker=due.worker, claim=due.claim, fault=due.fault, strikes=answer)
 
 
 def engine_of(control: FakeControl | None, size: int = 1) -> Engine:
@@ -204,7 +203,7 @@ def test_a_hang_lasts_as_long_as_it_says_and_gil_stops_the_other_threads(how: st
     thread.start()
     try:
         began = time.monotonic()
-        strikes.hang(how, seconds)
+        hang(how, seconds)
         ended = time.monotonic()
     finally:
         over.set()
@@ -290,7 +289,7 @@ def test_a_corrupt_gradient_is_nan_once() -> None:
 
 
 def test_a_model_without_gradients_is_spared() -> None:
-    strikes.corrupt_next_gradient(torch.nn.Linear(1, 1).requires_grad_(False))
+    corrupt_next_gradient(torch.nn.Linear(1, 1).requires_grad_(False))
 
 
 def test_an_order_strikes_the_worker_it_was_sent_to() -> None:
@@ -305,4 +304,4 @@ def test_an_order_strikes_the_worker_it_was_sent_to() -> None:
 @pytest.mark.parametrize("kind", EXAMPLES)
 @pytest.mark.parametrize("in_operation", [True, False])
 def test_what_is_raised_is_classified_as_what_it_is(kind: str, in_operation: bool) -> None:
-    assert describe(strikes.error(kind, in_operation)).kind == kind
+    assert describe(library_error(kind, in_operation)).kind == kind

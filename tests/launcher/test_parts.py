@@ -22,7 +22,7 @@ from unicron_lightning.launcher import result
 from unicron_lightning.launcher.config import LauncherConfig
 from unicron_lightning.launcher.job import Script, config_flags, job_name, job_of, quoted
 from unicron_lightning.launcher.launch import SweepJobFailed, finish
-from unicron_lightning.launcher.result import Result, ResultCallback, plain
+from unicron_lightning.launcher.result import ResultCallback, ScriptResult, plain
 from unicron_lightning.launcher.sweep import Ended, Sweep
 
 
@@ -133,14 +133,14 @@ def test_the_lowest_ranks_result_counts(tmp_path: Path, monkeypatch: pytest.Monk
     for rank in (10, 2, 0):
         monkeypatch.setenv("RANK", str(rank))
         ResultCallback().on_job_end(told(tmp_path), returned(JobStatus.COMPLETED, rank))
-        assert result.read(tmp_path) == Result(value=rank)
+        assert result.read(tmp_path) == ScriptResult(value=rank)
     result.forget(tmp_path)
     assert result.read(tmp_path) is None
 
 
 @pytest.mark.parametrize("text", ["", "[1]", '{"value": 1, "code": "x"}', "\x80"])
 def test_a_result_that_is_none_of_ours_is_none(tmp_path: Path, text: str) -> None:
-    result.write(tmp_path, 0, Result(value=1))
+    result.write(tmp_path, 0, ScriptResult(value=1))
     (tmp_path / ".unicron" / "rank0.json").write_text(text)
     assert result.read(tmp_path) is None
 

@@ -16,7 +16,7 @@ from unicron_lightning.megatron.grid import Grid, Shape
 from unicron_lightning.replica.channels import Channels
 from unicron_lightning.replica.fabric import ReplicaFabric
 from unicron_lightning.replica.peers import PeerGroup, ProcessGroup, ReduceScatter
-from unicron_lightning.worker.gloo import wait_buried
+from unicron_lightning.worker.communication.gloo import wait_buried
 
 if TYPE_CHECKING:
     from pathlib import Path

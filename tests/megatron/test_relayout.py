@@ -34,7 +34,7 @@ def test_pipelines_become_slices_without_losing_a_step(tmp_path: Path, worlds: A
             cluster.order("relayout", "task", "--tp", "1", "--pp", "8")
         assert not cluster.events("layout_ordered")
         cluster.order("relayout", "task", "--tp", "2", "--pp", "2")
-        (given_up,) = cluster.watch(lambda: cluster.events("layout_given_up"), "the layout's end", 300, 150)
+        (given_up,) = cluster.watch(lambda: cluster.events("layout_abandoned"), "the layout's end", 300, 150)
         wait_replicas(cluster, tp=1, after=given_up["at"])
         cluster.order("relayout", "task", "--tp", "2", "--pp", "1")
         moved = wait_replicas(cluster, tp=2, after=time.time())
@@ -54,7 +54,7 @@ def check_log(folder: Path, events: list[dict[str, Any]]) -> None:
     named = {event["name"]: event for event in events}
     changes = ["layout_ordered", "layout_changes"]
     told = [event["name"] for event in events if event["name"].startswith("layout_")]
-    assert told == [*changes, "layout_given_up", *changes]
+    assert told == [*changes, "layout_abandoned", *changes]
     assert "no model with tp=2, pp=2" in named["error_reported"]["cause"]
     restarts = [event for event in events if event["name"] == "task_restarts"]
     assert len(restarts) == 3 and (folder / "struck-0").exists()

@@ -37,7 +37,7 @@ from megatron.core.optimizer import OptimizerConfig  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
 from unicron_lightning.megatron import toy  # noqa: E402
-from unicron_lightning.worker.communicator import CommunicatorAborted  # noqa: E402
+from unicron_lightning.worker.communication.communicator import CommunicatorAborted  # noqa: E402
 
 MICRO_BATCH = 2
 VALIDATION = {"samples": 22, "batch": 3}  # two global batches, and the last batch is smaller

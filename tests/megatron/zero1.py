@@ -20,8 +20,8 @@ from unicron_lightning.megatron import shim, toy
 from unicron_lightning.megatron.sharded import ShardedOptimizer
 from unicron_lightning.replica.mirror import Mirror, Redundancy, ShardsLost
 from unicron_lightning.replica.shards import newest_common
-from unicron_lightning.worker.communicator import CommunicatorAborted, SoloCommunicator
-from unicron_lightning.worker.gloo import GlooCommunicator
+from unicron_lightning.worker.communication.communicator import CommunicatorAborted, SoloCommunicator
+from unicron_lightning.worker.communication.gloo import GlooCommunicator
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -18,7 +18,7 @@ def test_a_job_runs_on_two_nodes_and_ends_well(tmp_path: Path) -> None:
     with Managed(tmp_path) as managed:
         managed.start("n0")
         managed.start("n1")
-        managed.submit("j", "node/greeting_worker.py", min_nodes=2, max_nodes=2, environment={"GREETING": "hello"})
+        managed.submit("j", "agent/greeting_worker.py", min_nodes=2, max_nodes=2, environment={"GREETING": "hello"})
         managed.wait_events(2, "go", world=2)
         top = managed.unicron("top", "--once", "--interval", "0.1")
         assert "2 of 2:2" in top

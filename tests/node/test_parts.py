@@ -22,7 +22,7 @@ from unicron_lightning.node.daemon import Daemon
 from unicron_lightning.node.logs import LogPipe, RotatingFile
 from unicron_lightning.node.options import NodeOptions, make_options
 from unicron_lightning.node.process import CANT_START
-from unicron_lightning.node.reconcile import GIVEN_UP_SECONDS, KILLED_SECONDS, Key, State, Steps, steps
+from unicron_lightning.node.reconcile import GIVEN_UP_SECONDS, KILLED_SECONDS, AgentState, DueSteps, Key, steps
 from unicron_lightning.node.slots import Slot, slots_of, visible_devices
 from unicron_lightning.wire.daemon import Launch, NodeRun
 
@@ -72,29 +72,29 @@ KEY = Key("j", 5.0, "0")
 @pytest.mark.parametrize(
     ("wanted", "state", "expected"),
     [
-        (launch(), None, Steps(start=(launch(),))),
-        (launch(), State(running=True), Steps()),
-        (launch(), State(running=False, code=0, ended_at=100.0), Steps()),
-        (launch(), State(running=False, code=1, ended_at=90.0), Steps(wake_at=90.0 + GIVEN_UP_SECONDS)),
-        (launch(), State(running=False, code=1, ended_at=100.0 - GIVEN_UP_SECONDS), Steps(start=(launch(),))),
-        (launch(), State(running=False, code=-9, ended_at=100.0), Steps(wake_at=100.0 + KILLED_SECONDS)),
-        (launch(), State(running=True, stopping=True), Steps()),
-        (launch(), State(running=False, stopping=True, code=0, ended_at=100.0), Steps(start=(launch(),))),
-        (launch(ending=True), None, Steps()),
-        (launch(ending=True), State(running=False, code=-9), Steps()),
-        (None, State(running=True), Steps(stop=(KEY,))),
-        (None, State(running=True, stopping=True), Steps()),
-        (None, State(running=False, code=0), Steps(forget=(KEY,))),
+        (launch(), None, DueSteps(start=(launch(),))),
+        (launch(), AgentState(running=True), DueSteps()),
+        (launch(), AgentState(running=False, code=0, ended_at=100.0), DueSteps()),
+        (launch(), AgentState(running=False, code=1, ended_at=90.0), DueSteps(wake_at=90.0 + GIVEN_UP_SECONDS)),
+        (launch(), AgentState(running=False, code=1, ended_at=100.0 - GIVEN_UP_SECONDS), DueSteps(start=(launch(),))),
+        (launch(), AgentState(running=False, code=-9, ended_at=100.0), DueSteps(wake_at=100.0 + KILLED_SECONDS)),
+        (launch(), AgentState(running=True, stopping=True), DueSteps()),
+        (launch(), AgentState(running=False, stopping=True, code=0, ended_at=100.0), DueSteps(start=(launch(),))),
+        (launch(ending=True), None, DueSteps()),
+        (launch(ending=True), AgentState(running=False, code=-9), DueSteps()),
+        (None, AgentState(running=True), DueSteps(stop=(KEY,))),
+        (None, AgentState(running=True, stopping=True), DueSteps()),
+        (None, AgentState(running=False, code=0), DueSteps(forget=(KEY,))),
     ],
 )
-def test_what_is_to_be_done(wanted: Launch | None, state: State | None, expected: Steps) -> None:
+def test_what_is_to_be_done(wanted: Launch | None, state: AgentState | None, expected: DueSteps) -> None:
     known = {} if state is None else {KEY: state}
     assert steps([wanted] if wanted else [], known, 100.0) == expected
 
 
 def test_a_job_of_the_same_name_is_another_one() -> None:
     other = Launch(job=Job(name="j", command=["train.py"], submitted_at=6.0), slot="0")
-    assert steps([other], {KEY: State(running=True)}, 0.0) == Steps(start=(other,), stop=(KEY,))
+    assert steps([other], {KEY: AgentState(running=True)}, 0.0) == DueSteps(start=(other,), stop=(KEY,))
 
 
 def test_a_full_file_is_turned_over(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_speeds_are_of_the_last_half_minute() -> None:
     speeds = Speeds()
 
     def saw(now: float, step: int) -> None:
-        speeds.saw({"tasks": {"t": {"progress": {"step": step}}}}, now)
+        speeds.update({"tasks": {"t": {"progress": {"step": step}}}}, now)
 
     saw(0.0, 100)
     assert speeds.of("t") is None

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from planner.situations import cluster, task
 
-from unicron_lightning.planner.events import Finish, Join, Launch, Loss
+from unicron_lightning.planner.events import NodesJoined, TaskFinished, TaskLaunched, WorkersLost
 from unicron_lightning.planner.state import ClusterState
 
 
@@ -19,45 +19,51 @@ def state() -> ClusterState:
 
 
 def test_a_loss_keeps_what_tasks_had_and_says_what_they_lost(state: ClusterState) -> None:
-    after = state.after(Loss(num_workers=4, by_task={"b": 2}))
+    after = state.after(WorkersLost(num_workers=4, by_task={"b": 2}))
     assert (after.num_workers, dict(after.allocation), dict(after.lost)) == (6, {"a": 5, "b": 3}, {"b": 2})
     assert (after.pivot, state.num_idle, after.num_idle) == ("b", 2, 0)
 
 
 def test_losses_add_up_until_a_plan_is_adopted(state: ClusterState) -> None:
-    twice = state.after(Loss(num_workers=1, by_task={"a": 1})).after(Loss(num_workers=2, by_task={"a": 1, "b": 1}))
+    twice = state.after(WorkersLost(num_workers=1, by_task={"a": 1})).after(
+        WorkersLost(num_workers=2, by_task={"a": 1, "b": 1})
+    )
     assert (dict(twice.lost), twice.num_workers) == ({"a": 2, "b": 1}, 7)
     adopted = twice.adopt({"a": 4, "b": 0})
     assert (dict(adopted.allocation), dict(adopted.lost), adopted.pivot) == ({"a": 4}, {}, None)
 
 
 def test_joining_finishing_and_launching(state: ClusterState) -> None:
-    assert state.after(Join(num_workers=3)).num_workers == 13
-    ended = state.after(Finish(task="a"))
+    assert state.after(NodesJoined(num_workers=3)).num_workers == 13
+    ended = state.after(TaskFinished(task="a"))
     assert (ended.names, dict(ended.allocation), ended.num_idle) == (("b",), {"b": 3}, 7)
-    launched = state.after(Launch(task="q"))
+    launched = state.after(TaskLaunched(task="q"))
     assert (launched.names, launched.queued, launched.pivot) == (("a", "b", "q"), (), "q")
 
 
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("a", Loss(num_workers=4, by_task={"a": 4})),
-        ("b", Loss(num_workers=4, by_task={"b": 3})),  # a node with one idle worker
-        (None, Loss(num_workers=2)),
+        ("a", WorkersLost(num_workers=4, by_task={"a": 4})),
+        ("b", WorkersLost(num_workers=4, by_task={"b": 3})),  # a node with one idle worker
+        (None, WorkersLost(num_workers=2)),
     ],
 )
-def test_a_nodes_loss(state: ClusterState, name: str | None, expected: Loss) -> None:
+def test_a_nodes_loss(state: ClusterState, name: str | None, expected: WorkersLost) -> None:
     assert state.loss_of(name) == expected
 
 
 def test_who_has_nothing_loses_nothing(state: ClusterState) -> None:
-    assert state.after(Launch(task="q")).loss_of("q") is None
+    assert state.after(TaskLaunched(task="q")).loss_of("q") is None
     assert dataclasses.replace(state, num_workers=8).loss_of(None) is None
 
 
 def test_what_follows_keeps_the_quantum(state: ClusterState) -> None:
-    after = state.after(Loss(num_workers=4, by_task={"a": 2})).after(Launch(task="q")).after(Finish(task="a"))
+    after = (
+        state.after(WorkersLost(num_workers=4, by_task={"a": 2}))
+        .after(TaskLaunched(task="q"))
+        .after(TaskFinished(task="a"))
+    )
     assert after.quantum_flop == state.quantum_flop
 
 
@@ -89,7 +95,13 @@ def test_wrong_values_are_quoted(state: ClusterState, change: dict, message: str
 
 
 @pytest.mark.parametrize(
-    "event", [Finish(task="q"), Launch(task="a"), Loss(num_workers=1, by_task={"q": 1}), Loss(num_workers=11)]
+    "event",
+    [
+        TaskFinished(task="q"),
+        TaskLaunched(task="a"),
+        WorkersLost(num_workers=1, by_task={"q": 1}),
+        WorkersLost(num_workers=11),
+    ],
 )
 def test_what_cannot_happen_is_refused(state: ClusterState, event: object) -> None:
     with pytest.raises(ValueError, match="expected"):
@@ -107,12 +119,12 @@ def test_what_cannot_happen_is_refused(state: ClusterState, event: object) -> No
 )
 def test_losses_that_cannot_be(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Loss(**arguments)
+        WorkersLost(**arguments)
 
 
 def test_joining_takes_somebody() -> None:
     with pytest.raises(ValueError, match="num_workers=0"):
-        Join(num_workers=0)
+        NodesJoined(num_workers=0)
 
 
 def test_a_running_time_that_depends_on_the_workers() -> None:

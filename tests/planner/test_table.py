@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from planner.situations import SHAPES, cluster, shaped, states, task
 
-from unicron_lightning.planner import recursion
-from unicron_lightning.planner.events import Finish, Join, Launch, Loss
+from unicron_lightning.planner.events import NodesJoined, TaskFinished, TaskLaunched, WorkersLost
 from unicron_lightning.planner.reward import Curve
+from unicron_lightning.planner.search import dynamic_program
 from unicron_lightning.planner.solver import solve
 from unicron_lightning.planner.state import ClusterState
 from unicron_lightning.planner.table import PlanTable, StaleTable, foreseen
@@ -46,18 +46,18 @@ def test_what_is_foreseen() -> None:
     tasks = [task(name, range(20)) for name in ("a", "b", "c")]
     state = cluster(tasks, 9, 4, queued=[task("q", range(20))], allocation={"a": 6, "b": 2}, node_workers=4)
     assert foreseen(state) == [
-        Loss(num_workers=1),  # the idle worker
-        Loss(num_workers=4, by_task={"a": 4}),
-        Loss(num_workers=3, by_task={"b": 2}),  # all workers of b, and the idle one; c has none to lose
-        Join(num_workers=4),
-        *(Finish(task=name) for name in ("a", "b", "c")),
-        Launch(task="q"),
+        WorkersLost(num_workers=1),  # the idle worker
+        WorkersLost(num_workers=4, by_task={"a": 4}),
+        WorkersLost(num_workers=3, by_task={"b": 2}),  # all workers of b, and the idle one; c has none to lose
+        NodesJoined(num_workers=4),
+        *(TaskFinished(task=name) for name in ("a", "b", "c")),
+        TaskLaunched(task="q"),
     ]
 
 
 def test_workers_beyond_the_curves_are_not_foreseen() -> None:
     state = cluster([task("a", range(9))], 8, allocation={"a": 8})
-    assert not any(isinstance(event, Join) for event in foreseen(state))
+    assert not any(isinstance(event, NodesJoined) for event in foreseen(state))
 
 
 def test_minimums_that_stop_to_fit_are_planned_for() -> None:
@@ -70,8 +70,8 @@ def test_minimums_that_stop_to_fit_are_planned_for() -> None:
     assert_fresh(table, state)
     plan = table.look_up(state, state.loss_of("b"))
     assert (plan.allocation, plan.infeasible) == ({"a": 0, "b": 3, "c": 3}, ("a",))
-    assert table.look_up(state, Launch(task="q")).infeasible == ("a",)
-    assert table.look_up(state, Finish(task="b")).infeasible == ()
+    assert table.look_up(state, TaskLaunched(task="q")).infeasible == ("a",)
+    assert table.look_up(state, TaskFinished(task="b")).infeasible == ()
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def changes(state: ClusterState) -> dict[str, ClusterState]:
         "allocation": replace(state, allocation=shifted),
         "weight": replace(state, tasks=(heavier, *others)),
         "transition": replace(state, tasks=(slower, *others)),
-        "a task less": state.after(Finish(task=first.task.name)),
+        "a task less": state.after(TaskFinished(task=first.task.name)),
         "queue": replace(state, queued=()),
         "affected": replace(state, lost={giver: 0}),
         "failure rate": replace(state, running_seconds=lambda n: 3.7e6 / n),
@@ -124,7 +124,7 @@ CHANGES = (
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_table_is_never_used_for_another_state(running: ClusterState, change: str) -> None:
     table = PlanTable.of(running)
-    event = Finish(task=running.names[1])
+    event = TaskFinished(task=running.names[1])
     assert table.look_up(running, event) is not None
     with pytest.raises(StaleTable, match=running.fingerprint):
         table.look_up(changes(running)[change], event)
@@ -137,24 +137,24 @@ def test_every_change_is_tried(running: ClusterState) -> None:
 def test_the_same_state_made_again_is_the_same(running: ClusterState) -> None:
     again = dataclasses.replace(running, tasks=running.tasks[::-1])
     assert again is not running
-    assert PlanTable.of(running).look_up(again, Launch(task="t004")) is not None
+    assert PlanTable.of(running).look_up(again, TaskLaunched(task="t004")) is not None
 
 
 def test_what_was_not_foreseen_has_no_plan(running: ClusterState) -> None:
-    assert PlanTable.of(running).look_up(running, Join(num_workers=7)) is None
+    assert PlanTable.of(running).look_up(running, NodesJoined(num_workers=7)) is None
 
 
 def test_tables_are_filled_once_per_group_of_cases_not_once_per_case(
     running: ClusterState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = []
-    original = recursion.fill
+    original = dynamic_program.fill
 
     def counted(*arguments: object) -> None:
         steps.append(abs(arguments[4] - arguments[3]))
         original(*arguments)
 
-    monkeypatch.setattr(recursion, "fill", counted)
+    monkeypatch.setattr(dynamic_program, "fill", counted)
     table = PlanTable.of(running)
     groups = len({plan.state.num_workers for plan in table.plans.values()})
     # Two sweeps over the tasks for each number of workers, and another one if the first guess was insufficient.

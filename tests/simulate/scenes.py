@@ -7,10 +7,10 @@ from typing import Any
 
 from unicron_lightning.planner.performance.sublinear import SublinearModel
 from unicron_lightning.simulate.costs import Costs
-from unicron_lightning.simulate.trace import Cluster, Fault, Trace
+from unicron_lightning.simulate.trace import SimCluster, Trace, TraceFault
 from unicron_lightning.simulate.workload import SimTask
 
-CLUSTER = Cluster(num_nodes=6, workers_per_node=4)
+CLUSTER = SimCluster(num_nodes=6, workers_per_node=4)
 HARDWARE = ("lost_connection", "ecc_error")
 SOFTWARE = ("exited_abnormally", "task_hang", "cuda_error", "connection_failed")
 
@@ -38,7 +38,7 @@ def costs(**changes: Any) -> Costs:
     return Costs(**{**given, **changes})
 
 
-def random_trace(seed: int, cluster: Cluster = CLUSTER, *, seconds: float = 40_000.0, faults: int = 25) -> Trace:
+def random_trace(seed: int, cluster: SimCluster = CLUSTER, *, seconds: float = 40_000.0, faults: int = 25) -> Trace:
     """Create faults of all kinds; some at the same moment, some during the recovery from the previous one."""
     chance = random.Random(seed)
     moments = [chance.uniform(0, seconds) for _ in range(faults)]
@@ -46,9 +46,9 @@ def random_trace(seed: int, cluster: Cluster = CLUSTER, *, seconds: float = 40_0
     return Trace.of(f"random-{seed}", seconds, [_fault(chance, at, cluster) for at in moments])
 
 
-def _fault(chance: random.Random, at: float, cluster: Cluster) -> Fault:
+def _fault(chance: random.Random, at: float, cluster: SimCluster) -> TraceFault:
     node = chance.randrange(cluster.num_nodes)
     if chance.random() < 0.4:
-        return Fault(at=at, kind=chance.choice(HARDWARE), node=node, repair=chance.uniform(10.0, 4_000.0))
+        return TraceFault(at=at, kind=chance.choice(HARDWARE), node=node, repair=chance.uniform(10.0, 4_000.0))
     worker = chance.randrange(cluster.workers_per_node)
-    return Fault(at=at, kind=chance.choice(SOFTWARE), node=node, worker=worker)
+    return TraceFault(at=at, kind=chance.choice(SOFTWARE), node=node, worker=worker)

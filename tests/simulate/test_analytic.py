@@ -9,20 +9,20 @@ from simulate.scenes import CLUSTER, costs, random_trace, task, two_tasks
 
 from unicron_lightning.simulate import clock as order
 from unicron_lightning.simulate.clock import Clock
-from unicron_lightning.simulate.result import Result
+from unicron_lightning.simulate.result import SimulationResult
 from unicron_lightning.simulate.run import simulate
-from unicron_lightning.simulate.trace import Fault, Trace
-from unicron_lightning.simulate.unicron.shell import Shell
+from unicron_lightning.simulate.trace import Trace, TraceFault
+from unicron_lightning.simulate.unicron.shell import SimShell
 
 SECONDS = 5000.0
 WORKERS = CLUSTER.num_workers
 """All are the task's: 24 of 1 FLOP/s each; a step takes 10 s, with one node less 12 s."""
-DIES = Fault(at=1003.0, kind="exited_abnormally", node=2, worker=0)
-LOST = Fault(at=1003.0, kind="lost_connection", node=2, repair=1000.0)
-BROKEN = Fault(at=1003.0, kind="connection_failed", node=2, worker=0)
+DIES = TraceFault(at=1003.0, kind="exited_abnormally", node=2, worker=0)
+LOST = TraceFault(at=1003.0, kind="lost_connection", node=2, repair=1000.0)
+BROKEN = TraceFault(at=1003.0, kind="connection_failed", node=2, worker=0)
 
 
-def one(policy: str, *faults: Fault, **changes: object) -> Result:
+def one(policy: str, *faults: TraceFault, **changes: object) -> SimulationResult:
     return simulate(policy, CLUSTER, [task("t")], Trace.of("one", SECONDS, faults), costs(**changes))
 
 
@@ -79,7 +79,7 @@ def test_out_of_band_a_failure_is_known_after_half_an_hour():
 
 
 def test_when_nobody_is_left_memory_or_disk_has_the_state():
-    all_die = [Fault(at=1003.0, kind="lost_connection", node=node, repair=50.0) for node in range(6)]
+    all_die = [TraceFault(at=1003.0, kind="lost_connection", node=node, repair=50.0) for node in range(6)]
     memory = one("unicron", *all_die, memory_checkpoint_interval=100.0)
     disk = one("unicron_no_memory_checkpoint", *all_die, memory_checkpoint_interval=100.0)
     assert memory.counts["checkpoints_loaded"] == disk.counts["checkpoints_loaded"] == 1
@@ -99,7 +99,7 @@ def test_unicron_moves_a_node_to_where_it_is_worth_more():
 def test_what_comes_together_is_as_if_it_came_one_by_one(monkeypatch: pytest.MonkeyPatch):
     trace = random_trace(5, faults=8)
     together = simulate("unicron", CLUSTER, two_tasks(), trace, costs())
-    monkeypatch.setattr(Shell, "say", lambda shell, said: shell._clock.after(0.0, partial(shell.do, said)))
+    monkeypatch.setattr(SimShell, "say", lambda shell, said: shell._clock.after(0.0, partial(shell.do, said)))
     alone = simulate("unicron", CLUSTER, two_tasks(), trace, costs())
     assert alone.accumulated_waf == pytest.approx(together.accumulated_waf, rel=1e-3)
 
@@ -117,5 +117,5 @@ def test_what_happens_at_one_moment_has_an_order():
     assert seen == ["fault", "repair", "departure", "arrival", "first", "second"]
 
 
-def _waf(result: Result, at: float) -> float:
+def _waf(result: SimulationResult, at: float) -> float:
     return float(result.values[result.times <= at][-1])

@@ -11,7 +11,7 @@ from PIL import Image
 
 from unicron_lightning.simulate import experiments
 from unicron_lightning.simulate.cases import at_our_worst, at_their_best, cases_of, composed, for_nothing, run, swings
-from unicron_lightning.simulate.pictures import sweep_picture, tornado_picture
+from unicron_lightning.simulate.output.pictures import sweep_picture, tornado_picture
 
 SHORT = ("trace=b_quick", "trace.days=0.5")
 

@@ -9,9 +9,9 @@ import pytest
 from simulate.scenes import CLUSTER, costs, random_trace, task, two_tasks
 
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.simulate.result import MICRO, Result
+from unicron_lightning.simulate.result import MICRO, SimulationResult
 from unicron_lightning.simulate.run import POLICIES, simulate
-from unicron_lightning.simulate.trace import Cluster, Fault, Trace
+from unicron_lightning.simulate.trace import SimCluster, Trace, TraceFault
 
 
 @pytest.fixture(params=POLICIES)
@@ -19,7 +19,7 @@ def policy(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def check_accounts(result: Result, cluster: Cluster) -> None:
+def check_accounts(result: SimulationResult, cluster: SimCluster) -> None:
     """Check that every microsecond of every worker is accounted for, and every FLOP of the ideal."""
     assert sum(result.worker_micros.values()) == round(result.seconds * MICRO) * cluster.num_workers
     assert min(result.worker_micros.values()) >= 0
@@ -71,8 +71,8 @@ def test_the_same_trace_gives_the_same_bytes(policy: str):
 
 
 def test_a_cell_is_lost_as_a_whole(policy: str):
-    cells = Cluster(num_nodes=12, workers_per_node=2, cell=2)
-    faults = [Fault(at=100.0, kind="lost_connection", node=3, repair=500.0)]
+    cells = SimCluster(num_nodes=12, workers_per_node=2, cell=2)
+    faults = [TraceFault(at=100.0, kind="lost_connection", node=3, repair=500.0)]
     trace = Trace.of("one", 4000.0, faults)
     result = simulate(policy, cells, two_tasks(), trace, costs())
     check_accounts(result, cells)
@@ -81,7 +81,7 @@ def test_a_cell_is_lost_as_a_whole(policy: str):
 
 
 def test_all_nodes_may_fail_and_come_back(policy: str):
-    faults = [Fault(at=1000.0, kind="lost_connection", node=node, repair=2000.0 + node) for node in range(6)]
+    faults = [TraceFault(at=1000.0, kind="lost_connection", node=node, repair=2000.0 + node) for node in range(6)]
     result = simulate(policy, CLUSTER, two_tasks(), Trace.of("all", 20_000.0, faults), costs())
     check_accounts(result, CLUSTER)
     assert result.values[-1] == pytest.approx(result.values[0]), "everybody has all again"
@@ -89,7 +89,7 @@ def test_all_nodes_may_fail_and_come_back(policy: str):
 
 
 def test_what_cannot_be_simulated_is_refused(policy: str):
-    bad = Trace.of("bad", 10.0, [Fault(at=1.0, kind="task_hang", node=6)])
+    bad = Trace.of("bad", 10.0, [TraceFault(at=1.0, kind="task_hang", node=6)])
     with pytest.raises(ConfigError, match="6 nodes of 4 workers"):
         simulate(policy, CLUSTER, two_tasks(), bad, costs())
     with pytest.raises(ConfigError, match="different names"):

@@ -10,7 +10,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.simulate.ideal import optimum
+from unicron_lightning.simulate.accounts.ideal import optimum
 from unicron_lightning.simulate.scenario import SizeConfig, WorkloadConfig, read_size, read_workload, scene
 
 TABLE = {"points": [{"workers": n, "tflops_per_worker": 100} for n in (8, 64)], "beyond": "extend"}

@@ -9,18 +9,18 @@ import pytest
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.planner.performance.sublinear import SublinearModel
 from unicron_lightning.simulate.costs import Costs
-from unicron_lightning.simulate.trace import Cluster, Fault, Trace, order
+from unicron_lightning.simulate.trace import SimCluster, Trace, TraceFault, order
 from unicron_lightning.simulate.workload import SimTask
 
 
 def test_faults_of_one_moment_have_one_order():
     faults = [
-        Fault(at=5.0, kind="lost_connection", node=1, repair=9.0),
-        Fault(at=5.0, kind="lost_connection", node=2),
-        Fault(at=5.0, kind="exited_abnormally", node=0, worker=0),
-        Fault(at=5.0, kind="exited_abnormally", node=0, worker=1),
-        Fault(at=5.0, kind="task_hang", node=0),
-        Fault(at=6.0, kind="lost_connection", node=0),
+        TraceFault(at=5.0, kind="lost_connection", node=1, repair=9.0),
+        TraceFault(at=5.0, kind="lost_connection", node=2),
+        TraceFault(at=5.0, kind="exited_abnormally", node=0, worker=0),
+        TraceFault(at=5.0, kind="exited_abnormally", node=0, worker=1),
+        TraceFault(at=5.0, kind="task_hang", node=0),
+        TraceFault(at=6.0, kind="lost_connection", node=0),
     ]
     for seed in range(5):
         shuffled = random.Random(seed).sample(faults, len(faults))
@@ -32,11 +32,11 @@ def test_faults_of_one_moment_have_one_order():
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Fault(at=1.0, kind="flood", node=0), "'flood'"),
-        (lambda: Fault(at=-1.0, kind="task_hang", node=0), "at=-1.0"),
-        (lambda: Fault(at=1.0, kind="task_hang", node=-1), "node=-1"),
+        (lambda: TraceFault(at=1.0, kind="flood", node=0), "'flood'"),
+        (lambda: TraceFault(at=-1.0, kind="task_hang", node=0), "at=-1.0"),
+        (lambda: TraceFault(at=1.0, kind="task_hang", node=-1), "node=-1"),
         (lambda: Trace(name="x", seconds=0.0), "seconds=0.0"),
-        (lambda: Cluster(num_nodes=10, workers_per_node=8, cell=4), "cell=4"),
+        (lambda: SimCluster(num_nodes=10, workers_per_node=8, cell=4), "cell=4"),
         (lambda: Costs(system="s", detection={}, change={}), "default"),
         (lambda: Costs(system="s", detection={"default": 1.0, "flood": 1.0}, change={}), "flood"),
         (lambda: Costs(system="s", detection={"default": -1.0}, change={}), "-1.0"),

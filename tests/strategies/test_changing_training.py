@@ -5,25 +5,14 @@ from __future__ import annotations
 import json
 import signal
 import sqlite3
-import sys
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
-
-import changing_worker  # noqa: E402 - a script as well
-
-sys.path.remove(str(HERE))
-sys.path.insert(0, str(HERE.parent / "agent"))
-
-from torchrun import Cluster, until  # noqa: E402 - test helpers of the agent
-
-sys.path.remove(str(HERE.parent / "agent"))
+from agent.torchrun import Cluster, until
+from programs import changing_worker
+from programs.launching import PROGRAMS
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(240)]
 
@@ -59,7 +48,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     then terminated, and the second one passes them on to its replacement.
     """
     folder = tmp_path_factory.mktemp("changing")
-    with Cluster(folder, str(HERE / "changing_worker.py"), "1:2") as cluster:
+    with Cluster(folder, str(PROGRAMS / "changing_worker.py"), "1:2") as cluster:
         cluster.start()
         until("the changes", lambda: any(line["step"] > FREEZE_STEP for line in cluster.events("step")), START)
         cluster.start()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from worker.simulation import Coordinator, Fault, Killed, run_threads
 
 from unicron_lightning.strategies.module_buffers import ModuleBuffers
-from unicron_lightning.strategies.sums import Layout, NormStatistics, StepSums
+from unicron_lightning.strategies.sums import NormStatistics, StepSums, SumsLayout
 from unicron_lightning.worker.buckets import GradientBuckets
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.operations import Agreement
@@ -64,7 +64,7 @@ class Rank:
     def __call__(self) -> Rank:
         self.engine.run(Agreement("start", lambda rank: b""))
         gradients = GradientBuckets(self.module.named_parameters(), 1, True)
-        layout, norms, buffers = Layout(), NormStatistics(self.module), ModuleBuffers(self.module)
+        layout, norms, buffers = SumsLayout(), NormStatistics(self.module), ModuleBuffers(self.module)
         for step in range(STEPS):
             gradients.begin()
             buffers.begin(0, layout.buffers)

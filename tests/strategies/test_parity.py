@@ -6,29 +6,17 @@ global batch; a few also in a world of two.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from agent.torchrun import free_port
+from programs import jobs
+from programs.launching import PROGRAMS, launch
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
-
-import jobs  # noqa: E402 - a script as well
-
-sys.path.remove(str(HERE))
-sys.path.insert(0, str(HERE.parent / "agent"))
-
-from torchrun import free_port  # noqa: E402 - test helper of the agent
-
-sys.path.remove(str(HERE.parent / "agent"))
-
-from unicron_lightning.errors import ConfigError  # noqa: E402
-from unicron_lightning.strategies.checkpointing import count_steps  # noqa: E402
+from unicron_lightning.errors import ConfigError
+from unicron_lightning.strategies.checkpointing import count_steps
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Metric `SpearmanCorrcoef` will save:UserWarning"),
@@ -41,27 +29,13 @@ STEP_VALUES = ("loss_step", "loss")
 """Under ddp with accumulation these cover the last micro-batches only; unicron logs the whole step's."""
 
 
-def launch(arguments: list[str], folder: Path, seconds: float = 300, **environment: str) -> None:
-    """Run torchrun to its end."""
-    command = [sys.executable, "-m", "torch.distributed.run", *arguments]
-    settings = os.environ | {"OMP_NUM_THREADS": "1"} | environment
-    with (folder / "torchrun.log").open("w") as log:
-        process = subprocess.Popen(command, cwd=folder, env=settings, stdout=log, stderr=log)
-        try:
-            code = process.wait(seconds)
-        finally:
-            process.terminate()
-            process.wait(30)
-    assert code == 0, (folder / "torchrun.log").read_text()[-4000:]
-
-
 @pytest.fixture(scope="module")
 def ddp(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Results of each case under ddp."""
     folder = tmp_path_factory.mktemp("ddp")
     out = folder / "out"
     port = ["--nproc-per-node", "2", "--master-port", str(free_port())]
-    launch([*port, str(HERE / "jobs.py"), "ddp", str(out), *jobs.CASES], folder)
+    launch([*port, str(PROGRAMS / "jobs.py"), "ddp", str(out), *jobs.CASES], folder)
     return out
 
 
@@ -91,7 +65,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     agent = ["--nnodes", "1", "--nproc-per-node", "2", "--rdzv-backend", "unicron", "--rdzv-id", "parity"]
     endpoint = ["--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
     launch(
-        [*agent, *endpoint, str(HERE / "jobs.py"), "unicron", str(out), *WORLD_OF_TWO],
+        [*agent, *endpoint, str(PROGRAMS / "jobs.py"), "unicron", str(out), *WORLD_OF_TWO],
         folder,
         UNICRON_STATE_DIR=str(folder / "state"),
     )

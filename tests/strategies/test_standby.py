@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
-
-from test_parity import free_port, launch  # noqa: E402 - test helpers
-
-sys.path.remove(str(HERE))
+from agent.torchrun import free_port
+from programs.launching import PROGRAMS, launch
 
 SCRIPT = """
-import os, sys
-sys.path.insert(0, {here!r})
+import os
 from pathlib import Path
 import scenarios
 from unicron_lightning.strategies.unicron import UnicronStrategy
@@ -26,10 +20,16 @@ Path({folder!r}, "trained-" + os.environ["RANK"]).write_text(str(len(result["los
 def run(folder: Path, settings: str, agents: int = 1) -> list[str]:
     """The number of steps of each worker that trained."""
     script = folder / "script.py"
-    script.write_text(SCRIPT.format(here=str(HERE), folder=str(folder), settings=settings))
+    script.write_text(SCRIPT.format(folder=str(folder), settings=settings))
     command = [*("--nnodes", f"1:{agents}"), *("--nproc-per-node", "2"), *("--rdzv-backend", "unicron")]
     endpoint = [*("--rdzv-id", "standby"), *("--rdzv-endpoint", f"127.0.0.1:{free_port()}")]
-    launch([*command, *endpoint, str(script)], folder, 60, UNICRON_STATE_DIR=str(folder / "state"))
+    launch(
+        [*command, *endpoint, str(script)],
+        folder,
+        60,
+        UNICRON_STATE_DIR=str(folder / "state"),
+        PYTHONPATH=str(PROGRAMS),
+    )
     return [path.read_text() for path in folder.glob("trained-*")]
 
 

@@ -16,7 +16,7 @@ from worker.simulation import Coordinator, run_threads
 from unicron_lightning.strategies.module_buffers import ModuleBuffers
 from unicron_lightning.strategies.recording import LogCall, Options, RecordingResults, merge_calls
 from unicron_lightning.strategies.step_metrics import StepMetrics
-from unicron_lightning.strategies.sums import Layout, NormStatistics, StepSums
+from unicron_lightning.strategies.sums import NormStatistics, StepSums, SumsLayout
 from unicron_lightning.strategies.torch_metrics import merge_metric_states, metric_states
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.buckets import GradientBuckets
@@ -135,7 +135,7 @@ class Rank:
     def __call__(self) -> Rank:
         self.engine.run(Agreement("start", lambda rank: b""))
         buckets = GradientBuckets(self.module.named_parameters(), 1, True)
-        layout, norms = Layout(), NormStatistics(self.module)
+        layout, norms = SumsLayout(), NormStatistics(self.module)
         for calls in self.steps:
             buckets.begin()
             sums = StepSums(layout, norms, ModuleBuffers(nn.Module()), buckets)

@@ -10,8 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+from programs.launching import PROGRAMS
 
-SCRIPT = Path(__file__).parent / "changing_worker.py"
+SCRIPT = PROGRAMS / "changing_worker.py"
 
 
 @pytest.mark.parametrize("place", ["training_step", "validation_step", "epoch_start"])

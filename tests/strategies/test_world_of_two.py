@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
-
-import scenarios  # noqa: E402 - a script as well
-from test_parity import free_port, launch  # noqa: E402
-
-sys.path.remove(str(HERE))
+from agent.torchrun import free_port
+from programs import scenarios
+from programs.launching import PROGRAMS, launch
 
 pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")
 
@@ -29,7 +22,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
     folder = tmp_path_factory.mktemp("two")
     agent = ["--nnodes", "1", "--nproc-per-node", "2", "--rdzv-backend", "unicron", "--rdzv-id", "scenarios"]
     endpoint = ["--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
-    script = [str(HERE / "scenarios.py"), str(folder)]
+    script = [str(PROGRAMS / "scenarios.py"), str(folder)]
     launch([*agent, *endpoint, *script], folder, UNICRON_STATE_DIR=str(folder / "state"))
     return [torch.load(folder / f"result-{rank}.pt", weights_only=False) for rank in range(2)]
 

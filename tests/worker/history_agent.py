@@ -1,4 +1,4 @@
-"""One agent of a history: real `Roster` and `Outbox`, and around them what `agent.Agent` does with each message."""
+"""One agent of a history: real `Roster` and `Outbox`, and around them what `AgentThread` does with each message."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from worker.history_worker import SimWorker
 
 from unicron_lightning import environ, wire
-from unicron_lightning.agent.outbox import Outbox
-from unicron_lightning.agent.roster import Roster
+from unicron_lightning.agent.link.outbox import Outbox
+from unicron_lightning.agent.workers.roster import Roster
 from unicron_lightning.coordinator import events as ev
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class SimAgent:
 
     def _to_coordinator(self, message: Any) -> None:
         if self.conn is not None:
-            self.history.do(ev.Received(conn=self.conn, message=message))
+            self.history.do(ev.AgentMessage(conn=self.conn, message=message))
 
     def _from_coordinator(self, message: Any) -> None:
         worker = self.worker
@@ -147,7 +147,7 @@ class SimAgent:
             case wire.Epoch():
                 self.roster.saw_epoch(message)
                 self._tell(message)
-            case wire.Welcome() | wire.Go() | wire.Ask():
+            case wire.Welcome() | wire.Go() | wire.ActivityQuery():
                 self._tell(message)
             case wire.LookupReply():
                 self.roster.saw_reply(message)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from worker.simulation import HubCommunicator
 
-from unicron_lightning.worker.communicator import CommunicatorAborted, Handle
+from unicron_lightning.worker.communication.communicator import CommunicatorAborted, Handle
 
 if TYPE_CHECKING:
     from worker.history import History

@@ -12,10 +12,10 @@ import torch
 from worker.history_data import SimConnecting
 
 from unicron_lightning import wire
-from unicron_lightning.worker import control as control_module
 from unicron_lightning.worker import engine as engine_module
 from unicron_lightning.worker.buckets import FlatBucket
-from unicron_lightning.worker.control import Control
+from unicron_lightning.worker.control import thread as control_module
+from unicron_lightning.worker.control.thread import Control
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.evaluation import Evaluation
 from unicron_lightning.worker.operations import Agreement, Join, unpack_parts

@@ -15,8 +15,8 @@ from worker.nccl_stand_in import Host, Network
 from worker.simulation import Coordinator, FakeCommunicator, Fault, run_threads
 from worker.test_engine import Program, check
 
-from unicron_lightning.worker.communicator import Handle
-from unicron_lightning.worker.nccl import NcclCommunicator
+from unicron_lightning.worker.communication.communicator import Handle
+from unicron_lightning.worker.communication.nccl import NcclCommunicator
 
 
 class Routed(NcclCommunicator):

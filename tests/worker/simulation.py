@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from unicron_lightning import wire
-from unicron_lightning.worker.communicator import CommunicatorAborted, Handle
+from unicron_lightning.worker.communication.communicator import CommunicatorAborted, Handle
 from unicron_lightning.worker.engine import Engine, World
 
 SECONDS = 10.0

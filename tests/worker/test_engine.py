@@ -15,7 +15,7 @@ from torch import nn
 from worker.simulation import Coordinator, Fault, Killed, TaskIsOver, run_threads
 
 from unicron_lightning.worker.buckets import FlatBucket, GradientBuckets
-from unicron_lightning.worker.communicator import gather_bytes
+from unicron_lightning.worker.communication.communicator import gather_bytes
 from unicron_lightning.worker.engine import Engine, ProgramsDiffer
 from unicron_lightning.worker.evaluation import Evaluation
 from unicron_lightning.worker.operations import Agreement, Join, LeaderAction, unpack_parts

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from coordinator.driver import World, running, settle
 
 from unicron_lightning import wire
-from unicron_lightning.worker.connect import connector
-from unicron_lightning.worker.gloo import wait_buried
+from unicron_lightning.worker.communication.backends import connector
+from unicron_lightning.worker.communication.gloo import wait_buried
 
 
 def epoch_of(number: int, key: str, port: int) -> wire.Epoch:

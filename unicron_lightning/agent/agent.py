@@ -1,8 +1,8 @@
 """The agent: a thread with an event loop that joins session, local socket and supervision.
 
-The main thread belongs to torchelastic. It calls the methods of `Agent` marked as such; everything else runs in the
-agent's thread. The two share a `SharedView` under one condition, on which the main thread waits in short steps so that
-its signal handlers run.
+The main thread belongs to torchelastic. It calls the methods of `AgentThread` marked as such; everything else runs in
+the agent's thread. The two share a `SharedView` under one condition, on which the main thread waits in short steps so
+that its signal handlers run.
 
 Guarantees: a worker's death is reported to the coordinator before the agent's next rendezvous; the present round's
 workers are never touched because the coordinator is away; `close` leaves no thread, socket or file.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
 import signal
 import threading
@@ -23,24 +24,22 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from unicron_lightning import environ, wire
-from unicron_lightning.agent.calling import call
-from unicron_lightning.agent.deaths import Deaths
+from unicron_lightning.agent.checks.exchange import Exchanges
+from unicron_lightning.agent.checks.health import HealthWatch
+from unicron_lightning.agent.checks.probes import Prober
 from unicron_lightning.agent.embedded import EmbeddedCoordinator
-from unicron_lightning.agent.exchange import Exchanges
-from unicron_lightning.agent.gate import Gate
-from unicron_lightning.agent.health import HealthWatch
 from unicron_lightning.agent.injection import AgentFaults
-from unicron_lightning.agent.inspection import Inspector
-from unicron_lightning.agent.local import LocalHooks, LocalServer
+from unicron_lightning.agent.link.session import CoordinatorSession, SessionHooks
 from unicron_lightning.agent.options import AgentOptions
-from unicron_lightning.agent.probing import Prober
-from unicron_lightning.agent.registration import registration
-from unicron_lightning.agent.roster import ENDING_SECONDS, Roster
-from unicron_lightning.agent.scratch import ScratchFolder
-from unicron_lightning.agent.session import CoordinatorSession, SessionHooks
-from unicron_lightning.agent.slot_lock import SlotLock
-from unicron_lightning.agent.supervisor import Exit, Supervisor, WatchedProcess
-from unicron_lightning.agent.view import RoundView, SharedView
+from unicron_lightning.agent.private_folder import ScratchFolder
+from unicron_lightning.agent.round_view import RoundView, SharedView, call
+from unicron_lightning.agent.workers.gate import SlotGate
+from unicron_lightning.agent.workers.inspection import Inspector
+from unicron_lightning.agent.workers.kernel_evidence import Deaths
+from unicron_lightning.agent.workers.local_socket import LocalHooks, LocalServer
+from unicron_lightning.agent.workers.roster import ENDING_SECONDS, Roster
+from unicron_lightning.agent.workers.slot_lock import SlotLock
+from unicron_lightning.agent.workers.supervisor import Exit, Supervisor, WatchedProcess
 from unicron_lightning.detection.exits import LEFT_EARLY
 from unicron_lightning.errors import SessionRefused, UnicronError
 
@@ -56,7 +55,7 @@ _LOOKS: Final = 50
 """Number of short waits for the last messages of a worker that has ended."""
 
 
-class Agent:
+class AgentThread:
     """One agent. Created, started, queried and closed by the main thread.
 
     Args:
@@ -85,7 +84,7 @@ class Agent:
             self.socket_path,
             LocalHooks(accept=self._accept, received=self._from_worker, left=self._roster.leaves),
         )
-        self._gate = Gate(lock, self._goes_on, self._local.send)
+        self._gate = SlotGate(lock, self._goes_on, self._local.send)
         self._fenced: set[str] = set()
         self._undecided: set[str] = set()
         """Workers that have ended with status 0 in the middle of a run: unread messages may explain it."""
@@ -331,10 +330,10 @@ class Agent:
                 self._local.broadcast(message)
             case wire.Go() | wire.Notice():
                 self._local.broadcast(message)
-            case wire.Ask():
+            case wire.ActivityQuery():
                 self._inspector.asked(self._roster.names)
                 self._local.broadcast(message)
-            case wire.Inject() | wire.FaultNoted():
+            case wire.Inject() | wire.FaultRecorded():
                 self._faults.take(message)
             case wire.Inspect():
                 self._inspector.begin(message)
@@ -439,3 +438,31 @@ class Agent:
         if not self._leaving and self._shared.now.stop is None:
             for sibling in self._roster.names:
                 self._give_up(sibling, "signal")
+
+
+def registration(
+    options: AgentOptions, view: RoundView, roster: Roster, reading: wire.NodeReading | None, secret: str
+) -> wire.Register:
+    """Describe the agent and its workers as of now."""
+    return wire.Register(
+        protocol=wire.PROTOCOL_VERSION,
+        task=options.task,
+        agent=options.agent,
+        node=options.node,
+        host=options.host,
+        pid=os.getpid(),
+        min_nodes=options.min_nodes,
+        max_nodes=options.max_nodes,
+        round=view.number,
+        waiting=view.waiting,
+        granted=view.grant is not None and not view.grant.warm,
+        store=view.store,
+        local_world=view.local_world,
+        workers=roster.infos(),
+        epoch=roster.epoch,
+        slot=options.slot,
+        weight=options.weight,
+        warm=view.grant is not None and view.grant.warm,
+        reading=reading,
+        secret=secret,
+    )

@@ -25,12 +25,12 @@ from typing_extensions import override
 from unicron_lightning import environ, wire
 from unicron_lightning.agent import nccl_environment
 from unicron_lightning.agent import options as agent_options
-from unicron_lightning.agent.agent import Agent
+from unicron_lightning.agent.agent import AgentThread
 from unicron_lightning.agent.rank_store import RankStore
 from unicron_lightning.agent.round_store import RoundStore
+from unicron_lightning.agent.round_view import RoundView
 from unicron_lightning.agent.signals import SignalWatch, clean_exit_on_sigterm, held_signals
-from unicron_lightning.agent.slot_lock import SlotLock
-from unicron_lightning.agent.view import RoundView
+from unicron_lightning.agent.workers.slot_lock import SlotLock
 from unicron_lightning.errors import CoordinatorUnavailable, UnicronError
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class UnicronRendezvousHandler(RendezvousHandler):
     def __init__(self, parameters: RendezvousParameters) -> None:
         self._backend = parameters.backend
         self._options = agent_options.from_parameters(parameters)
-        self._agent: Agent | None = None
+        self._agent: AgentThread | None = None
         self._signals: SignalWatch | None = None
         self._store: RoundStore | None = None
         slot = self._options.slot
@@ -149,9 +149,9 @@ class UnicronRendezvousHandler(RendezvousHandler):
         if self._hidden is not None:
             os.environ[environ.TOKEN], self._hidden = self._hidden, None
 
-    def _start(self) -> Agent:
+    def _start(self) -> AgentThread:
         atexit.register(self.shutdown)  # first: a signal may end the process from here on
-        agent = self._agent = Agent(self._options, self._num_keys, self._lock)
+        agent = self._agent = AgentThread(self._options, self._num_keys, self._lock)
         self._signals = SignalWatch(agent.leaving)
         agent.start()
         logger.info("agent_started agent=%s task=%s endpoint=%s", self._options.agent, self._options.task,
@@ -162,7 +162,7 @@ class UnicronRendezvousHandler(RendezvousHandler):
         store = self._store
         return 0 if store is None else store.num_keys()
 
-    def _wait_for_grant(self, agent: Agent) -> wire.Grant:
+    def _wait_for_grant(self, agent: AgentThread) -> wire.Grant:
         def decided(view: RoundView) -> wire.Grant | wire.TaskOver | CoordinatorUnavailable | None:
             if (away := agent.away_seconds()) > self._options.timeout:
                 return CoordinatorUnavailable(
@@ -188,7 +188,7 @@ class UnicronRendezvousHandler(RendezvousHandler):
         assert isinstance(decision, wire.Grant)
         return decision
 
-    def _begin_round(self, agent: Agent) -> tuple[int, wire.Grant]:
+    def _begin_round(self, agent: AgentThread) -> tuple[int, wire.Grant]:
         old_store = self._store
         self._store = RoundStore(self._options.host)
         number = agent.begin_round(self._store.address)
@@ -196,7 +196,7 @@ class UnicronRendezvousHandler(RendezvousHandler):
             old_store.close()
         return number, self._wait_for_grant(agent)
 
-    def _slot_is_ours(self, agent: Agent) -> bool:
+    def _slot_is_ours(self, agent: AgentThread) -> bool:
         """Wait until no other agent on this machine has workers in the slot; False if the grant is taken back first."""
         waits = False
         while self._lock is not None and not self._lock.acquire():
@@ -207,7 +207,7 @@ class UnicronRendezvousHandler(RendezvousHandler):
                 return False
         return True
 
-    def _prepare_environment(self, agent: Agent, number: int) -> None:
+    def _prepare_environment(self, agent: AgentThread, number: int) -> None:
         """Set the environment that the workers inherit from this process."""
         options = self._options
         # Scripts do not need the token, and their children and output must not contain it.
@@ -232,7 +232,7 @@ class UnicronRendezvousHandler(RendezvousHandler):
             for name in environ.KEEP_FREED:
                 os.environ.setdefault(name, environ.MALLOC_THRESHOLD)
 
-    def _rank_store(self, agent: Agent, grant: wire.Grant) -> RankStore:
+    def _rank_store(self, agent: AgentThread, grant: wire.Grant) -> RankStore:
         def ranks_of(local_world: int) -> tuple[int, int]:
             agent.announce_local_world(local_world)
             answer: Any = None

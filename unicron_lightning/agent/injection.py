@@ -7,10 +7,14 @@ strikes once the coordinator reports that it is in the event log. Other faults a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
+import select
 import signal
+import socket
 from collections.abc import Callable
+from typing import Final
 
 from unicron_lightning import wire
 from unicron_lightning.errors import ConfigError
@@ -39,7 +43,7 @@ class AgentFaults:
         self._tell = tell
         self._cut = cut
 
-    def take(self, message: wire.Inject | wire.FaultNoted) -> None:
+    def take(self, message: wire.Inject | wire.FaultRecorded) -> None:
         """Carry out an order, or a fault of a worker's script that is now in the event log."""
         try:
             fault = parse(message.fault)
@@ -70,3 +74,61 @@ class AgentFaults:
                 os.kill(os.getpid(), fault.signal)
             case "drop network":
                 self._cut(fault.duration)
+
+
+_SEND_SECONDS: Final = 1.0
+_CHUNK_BYTES: Final = 1 << 16
+
+
+class Cut:
+    """A cut of one connection, from its creation on. Requires asyncio's own event loop and ``dup2``.
+
+    Args:
+        transport: transport of a TCP connection.
+    """
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._place: int = transport.get_extra_info("socket").fileno()
+        self._real: int | None = os.dup(self._place)
+        nowhere, self._written = socket.socketpair()
+        nowhere.setblocking(False)
+        self._written.setblocking(False)
+        self._put(nowhere.fileno())
+        nowhere.close()
+
+    def heal(self) -> None:
+        """Restore the connection; if either end has closed it meanwhile, it ends now."""
+        if self._real is None:
+            return
+        if not self._transport.is_closing():
+            with contextlib.suppress(OSError):
+                self._send_late(self._real)
+            self._put(self._real)
+        self.forget()
+
+    def forget(self) -> None:
+        """Close the socket that was set aside."""
+        if self._real is not None:
+            os.close(self._real)
+            self._real = None
+            self._written.close()
+
+    def _put(self, source: int) -> None:
+        self._transport.pause_reading()  # the loop must not watch the old socket under the new one's number
+        os.dup2(source, self._place, inheritable=False)
+        self._transport.resume_reading()
+
+    def _send_late(self, real: int) -> None:
+        while data := self._read_written():
+            while data:
+                _, writable, _ = select.select([], [real], [], _SEND_SECONDS)
+                if not writable:
+                    return
+                data = data[os.write(real, data) :]
+
+    def _read_written(self) -> bytes:
+        try:
+            return self._written.recv(_CHUNK_BYTES)
+        except BlockingIOError:
+            return b""

@@ -29,8 +29,8 @@ import sys
 
 from unicron_lightning.cli import certs, incidents, inject, inspection, jobs, node, orders, top
 from unicron_lightning.cli.output import visible
+from unicron_lightning.cli.plan.command import add_parser as add_plan_parser
 from unicron_lightning.errors import UnicronError
-from unicron_lightning.planning.command import add_parser as add_plan_parser
 
 
 def main(arguments: list[str] | None = None) -> None:

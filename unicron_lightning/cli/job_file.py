@@ -11,7 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.jobs import Job, problem
-from unicron_lightning.planning.sections import read_section
+from unicron_lightning.sections import read_section
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,12 +27,12 @@ def _top(options: argparse.Namespace) -> int:
     access = access_of(options)
     speeds = Speeds()
     status = all_visible(fetch(options.endpoint, "/v1/status", access))
-    speeds.saw(status, time.monotonic())
+    speeds.update(status, time.monotonic())
     screen = console()
     if options.once:
         time.sleep(options.interval)  # two looks make a speed
         status = all_visible(fetch(options.endpoint, "/v1/status", access))
-        speeds.saw(status, time.monotonic())
+        speeds.update(status, time.monotonic())
         screen.print(picture(status, speeds, None))
         return 0
     try:
@@ -42,7 +42,7 @@ def _top(options: argparse.Namespace) -> int:
                 away = None
                 try:
                     status = all_visible(fetch(options.endpoint, "/v1/status", access))
-                    speeds.saw(status, time.monotonic())
+                    speeds.update(status, time.monotonic())
                 except CoordinatorUnavailable as error:
                     away = str(error)
                 live.update(picture(status, speeds, away), refresh=True)
@@ -58,7 +58,7 @@ class Speeds:
     def __init__(self) -> None:
         self._seen: dict[str, list[tuple[float, int]]] = {}
 
-    def saw(self, status: dict[str, Any], now: float) -> None:
+    def update(self, status: dict[str, Any], now: float) -> None:
         """Record a status.
 
         Args:

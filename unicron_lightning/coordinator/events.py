@@ -86,7 +86,7 @@ class Started:
     """Description of the process for the event log."""
 
 
-class Received(msgspec.Struct, frozen=True, kw_only=True):
+class AgentMessage(msgspec.Struct, frozen=True, kw_only=True):
     """A message arrived on connection ``conn``. The first one of a connection must be `wire.Register`."""
 
     conn: int
@@ -94,7 +94,7 @@ class Received(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeSaid:
+class DaemonMessage:
     """A daemon's message arrived on connection ``conn``. The first one of a connection must be `NodeHello`."""
 
     conn: int
@@ -102,10 +102,10 @@ class NodeSaid:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Together:
+class MessageBatch:
     """Messages that arrived at the same time, in order; their consequences are derived once, after the last one."""
 
-    received: tuple[Received | NodeSaid, ...]
+    received: tuple[AgentMessage | DaemonMessage, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +162,7 @@ class Cancel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inject:
+class InjectFault:
     """An operator injects a fault; `injection.refusal` has accepted it. ``draw``: a random number from 0 to 1."""
 
     task: str
@@ -172,7 +172,7 @@ class Inject:
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """The planner's answer to `Ask`: the number of places of each task.
+    """The planner's answer to `RequestPlan`: the number of places of each task.
 
     Attributes:
         key: the key of the question.
@@ -198,9 +198,9 @@ class TimerFired:
 
 Input = Union[
     Started,
-    Received,
-    Together,
-    NodeSaid,
+    AgentMessage,
+    MessageBatch,
+    DaemonMessage,
     Disconnected,
     AgentsEnded,
     Drain,
@@ -208,7 +208,7 @@ Input = Union[
     Relayout,
     Submit,
     Cancel,
-    Inject,
+    InjectFault,
     Planned,
     TimerFired,
 ]
@@ -276,7 +276,7 @@ class Forget:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ask:
+class RequestPlan:
     """Ask the planner for a plan; it answers with `Planned`. A newer question replaces an older one."""
 
     question: Question
@@ -296,4 +296,4 @@ class StopServer:
     reason: str
 
 
-Action = Union[Send, Close, SetTimer, CancelTimer, Emit, Save, SaveLasting, Forget, Ask, Strike, StopServer]
+Action = Union[Send, Close, SetTimer, CancelTimer, Emit, Save, SaveLasting, Forget, RequestPlan, Strike, StopServer]

@@ -14,12 +14,12 @@ from typing import Final
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
+from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.connectivity import pairing
 from unicron_lightning.coordinator.membership import registration
 from unicron_lightning.coordinator.orders import jobs
 from unicron_lightning.coordinator.severity import apply as severity
 from unicron_lightning.coordinator.state import Agent, Cluster, Task
-from unicron_lightning.coordinator.turn import Turn
 from unicron_lightning.coordinator.watch import hangs
 from unicron_lightning.wire.fields import shortened
 
@@ -57,7 +57,7 @@ def diagnosis(error: Exception) -> str:
 
 def agent_of(event: ev.Input, cluster: Cluster) -> str | None:
     """Return the agent that sent the input; None if none did."""
-    if not isinstance(event, ev.Received):
+    if not isinstance(event, ev.AgentMessage):
         return None
     if isinstance(event.message, wire.Register):
         return event.message.agent
@@ -75,7 +75,7 @@ def set_back(cluster: Cluster, turn: Turn, task_id: str, stored: Task | None, wh
         severity.restore(stored)
         hangs.restore(stored, turn)
         pairing.restore(stored)
-        turn.concerned[task_id] = stored
+        turn.to_review[task_id] = stored
         return
     turn.actions.append(ev.Forget(task=task_id))
     _log(turn, "task_set_back", task_id, why)
@@ -106,7 +106,7 @@ def stop(cluster: Cluster, turn: Turn, task_id: str, why: str) -> None:
     jobs.ended(task, turn, succeeded=False, reason=reason)
     _log(turn, "task_stopped", task_id, reason)
     turn.save(task)
-    turn.concerned[task_id] = task
+    turn.to_review[task_id] = task
 
 
 def _disconnect(cluster: Cluster, turn: Turn, task_id: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator import isolation, state
+from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.allocation.places import DaemonPlaces, competing_tasks
 from unicron_lightning.coordinator.allocation.plans import gather, gathered, review_allocation, take_plan
 from unicron_lightning.coordinator.connectivity import pairing, partition
@@ -19,7 +20,6 @@ from unicron_lightning.coordinator.orders import injection, jobs, operator, rela
 from unicron_lightning.coordinator.severity import apply as severity
 from unicron_lightning.coordinator.severity import reports
 from unicron_lightning.coordinator.state import Agent, Cluster, Lasting, Pending, Task
-from unicron_lightning.coordinator.turn import Turn
 from unicron_lightning.coordinator.watch import hangs
 from unicron_lightning.wire.daemon import NodeHello
 
@@ -35,7 +35,7 @@ class Machine:
     def __init__(self, limits: ev.Limits, cluster: Cluster | None = None) -> None:
         self.limits = limits
         self._cluster = Cluster() if cluster is None else cluster
-        self._told, self._daemons = daemons.Told(), DaemonPlaces()
+        self._told, self._daemons = daemons.SentOrders(), DaemonPlaces()
         self._failures = isolation.Failures()
         self._touched: dict[str, None] = {}
 
@@ -92,7 +92,7 @@ class Machine:
         """
         why, touched = isolation.diagnosis(error), self.touched
         sender = isolation.agent_of(event, self._cluster)
-        conn = event.conn if isinstance(event, ev.Received | ev.NodeSaid) else None
+        conn = event.conn if isinstance(event, ev.AgentMessage | ev.DaemonMessage) else None
         turn = self._begin(now)
         if conn is not None and sender is not None and self._failures.of_agent(sender, now):
             turn.refuse(conn, f"the coordinator cannot handle the messages of {sender}: {why}")
@@ -122,8 +122,8 @@ class Machine:
         match event:
             case ev.Started():
                 self._start(turn, event)
-            case ev.Received() | ev.NodeSaid() | ev.Together():
-                for each in event.received if isinstance(event, ev.Together) else (event,):
+            case ev.AgentMessage() | ev.DaemonMessage() | ev.MessageBatch():
+                for each in event.received if isinstance(event, ev.MessageBatch) else (event,):
                     self._said(turn, each)
             case ev.Disconnected():
                 self._disconnected(turn, event)
@@ -139,7 +139,7 @@ class Machine:
                 jobs.submit(self._cluster, turn, event.job)
             case ev.Cancel():
                 self._cancel(turn, event)
-            case ev.Inject():
+            case ev.InjectFault():
                 injection.order(self._cluster.tasks[event.task], turn, event)
             case ev.Planned():
                 take_plan(self._cluster, turn, event)
@@ -149,8 +149,8 @@ class Machine:
     def _follow(self, turn: Turn) -> None:
         """Carry out the consequences of an input."""
         self._replay_pending(turn)
-        while turn.concerned:
-            self._review(turn, turn.concerned.pop(next(iter(turn.concerned))))
+        while turn.to_review:
+            self._review(turn, turn.to_review.pop(next(iter(turn.to_review))))
             self._replay_pending(turn)  # of a task that ended in the review
         while turn.cordoned:
             turn.cordoned = False
@@ -188,8 +188,8 @@ class Machine:
         if self.limits.exit_when_idle:
             turn.timer("idle", self.limits.startup_linger)
 
-    def _said(self, turn: Turn, event: ev.Received | ev.NodeSaid) -> None:
-        if isinstance(event, ev.Received):
+    def _said(self, turn: Turn, event: ev.AgentMessage | ev.DaemonMessage) -> None:
+        if isinstance(event, ev.AgentMessage):
             self._received(turn, event.conn, event.message)
         else:
             self._node_said(turn, event)
@@ -211,7 +211,7 @@ class Machine:
                 step = task.severity.step
                 self._from_agent(turn, task, agent, message)
                 if turn.decisions or task.severity.step != step or not workers.changes_nothing(task, message):
-                    turn.concerned[task.id] = task
+                    turn.to_review[task.id] = task
 
     def _register(self, turn: Turn, conn: int, message: wire.Register) -> None:
         task = self._cluster.tasks.get(message.task)
@@ -247,12 +247,12 @@ class Machine:
         self._cluster.conns[conn] = (task.id, message.agent)
         registration.register(task, turn, conn, message, created=created)
         gather(self._cluster, turn, task.agents[message.agent], old is None)
-        turn.concerned[task.id] = task
+        turn.to_review[task.id] = task
 
     def _from_agent(self, turn: Turn, task: Task, agent: Agent, message: wire.FromAgent) -> None:
         match message:
             case wire.WorkerReady():  # first, as thousands arrive at once
-                workers.said(task, turn, agent, message)
+                workers.receive(task, turn, agent, message)
             case wire.Register() | wire.Beat():
                 raise AssertionError("handled by the caller")
             case wire.Bye():
@@ -276,22 +276,22 @@ class Machine:
                 severity.worker_died(task, turn, agent, message)
                 workers.worker_died(task, turn, agent, message)
             case wire.ErrorReport() | wire.NodeReading():
-                reports.told(task, turn, agent, message)
+                reports.receive(task, turn, agent, message)
             case wire.PairServing() | wire.PairResult():
-                pairing.told(task, turn, agent, message)
+                pairing.receive(task, turn, agent, message)
             case wire.Probed():
-                partition.told(task, turn, agent, message)
+                partition.receive(task, turn, agent, message)
             case wire.WorkerHello():
                 workers.hello(task, turn, agent, message)
-            case wire.Doing():
-                hangs.doing(task, turn, agent, message)
+            case wire.ActivityReport():
+                hangs.receive_activity(task, turn, agent, message)
             case wire.Record():
                 workers.record(task, turn, agent, message)
             case _:
-                severity.heard(task, turn, agent, message)
-                workers.said(task, turn, agent, message)
+                severity.receive(task, turn, agent, message)
+                workers.receive(task, turn, agent, message)
 
-    def _node_said(self, turn: Turn, event: ev.NodeSaid) -> None:
+    def _node_said(self, turn: Turn, event: ev.DaemonMessage) -> None:
         if isinstance(event.message, NodeHello):
             daemons.hello(self._cluster, turn, event.conn, event.message)
         elif (node := daemons.of_conn(self._cluster, event.conn)) is not None:
@@ -360,9 +360,9 @@ class Machine:
             case "missing" if agent is not None:
                 registration.missing_due(task, turn, agent)
             case "pair" if agent is not None:
-                pairing.due(task, turn, agent)
+                pairing.timer_fired(task, turn, agent)
             case "probe" | "enter" | "parted":
-                partition.due(task, turn, key.kind)
+                partition.timer_fired(task, turn, key.kind)
             case "restore" if task.restoring:
                 registration.restore_due(task, turn)
             case "rebuild" if task.rebuilding:
@@ -412,8 +412,8 @@ class Machine:
         """Update measurements and accounts. They decide nothing."""
         for task, logged in list(turn.news):
             self._touched[task.id] = None
-            measurements.take(task, turn, logged)
-            accounting.take(task, turn, logged)
+            measurements.record_event(task, turn, logged)
+            accounting.record_event(task, turn, logged)
         if turn.actions:
             accounting.review(self._cluster.tasks.values(), turn)
         workers.send_notices(turn)

@@ -12,15 +12,15 @@ from typing import Any, Literal
 import msgspec
 
 from unicron_lightning import wire
-from unicron_lightning.coordinator.connectivity.record import Paired, Probing
+from unicron_lightning.coordinator.connectivity.record import PairCheck, ProbeState
 from unicron_lightning.coordinator.incidents.record import Accounts, Lifetimes, Measured
-from unicron_lightning.coordinator.severity.record import Record
-from unicron_lightning.coordinator.watch.record import Watch
+from unicron_lightning.coordinator.severity.record import SeverityRecord
+from unicron_lightning.coordinator.watch.record import WatchRecord
 from unicron_lightning.jobs import Job
 from unicron_lightning.wire.daemon import Launch, NodeTask
 
 
-class Layouts(msgspec.Struct, kw_only=True):
+class LayoutRecord(msgspec.Struct, kw_only=True):
     """Layouts of one task; empty for tasks whose workers hold the whole model."""
 
     spread: wire.Spread | None = None
@@ -77,7 +77,7 @@ class Agent(msgspec.Struct, kw_only=True):
     """Problems of its node, by `detection.health.Problem.check`."""
     unhealthy: str = ""
     """Problem of its node that bars it from a slot; "" if there is none."""
-    paired: Paired = msgspec.field(default_factory=Paired)
+    paired: PairCheck = msgspec.field(default_factory=PairCheck)
     """Its data exchanges with other agents."""
     parted: str = ""
     """Nodes that its node does not reach, which bars it from a slot; "" if it reaches all."""
@@ -179,7 +179,7 @@ class Task(msgspec.Struct, kw_only=True):
     """Epoch that `replicas` describes."""
     replicas_at_once: int | None = None
     """Number of replicas that may leave at the same time; None: all but one."""
-    layouts: Layouts = msgspec.field(default_factory=Layouts)
+    layouts: LayoutRecord = msgspec.field(default_factory=LayoutRecord)
     join_due: bool = False
     """Whether candidates have waited long enough for their siblings."""
     join_timer: bool = False
@@ -192,10 +192,10 @@ class Task(msgspec.Struct, kw_only=True):
     empty_grace: bool = False
     """No agent is present. Lost agents are given time to return; a job waits for them without limit."""
 
-    severity: Record = msgspec.field(default_factory=Record)
+    severity: SeverityRecord = msgspec.field(default_factory=SeverityRecord)
     """Records of the severity workflow."""
-    watch: Watch = msgspec.field(default_factory=Watch)
-    probing: Probing = msgspec.field(default_factory=Probing)
+    watch: WatchRecord = msgspec.field(default_factory=WatchRecord)
+    probing: ProbeState = msgspec.field(default_factory=ProbeState)
     """Probes between nodes, and nodes that were left out."""
     incident: str | None = None
     incidents: int = 0
@@ -289,7 +289,7 @@ class Node(msgspec.Struct, kw_only=True):
     """Agents that it is ordered to run."""
     tasks: list[NodeTask] = []
     """Agents that it runs, as it reports."""
-    untold: bool = False
+    unsent: bool = False
     """Whether ``launches`` has not been sent to it since it connected."""
 
     @property

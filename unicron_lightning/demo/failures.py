@@ -31,7 +31,7 @@ _GAP_SECONDS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fault:
+class DemoFault:
     """A fault injected into the run."""
 
     name: str
@@ -44,7 +44,7 @@ class Run:
     """The records of a run."""
 
     diary: list[Line]
-    faults: list[Fault]
+    faults: list[DemoFault]
     dead: set[int]
     events: list[Line]
 
@@ -81,11 +81,11 @@ def show(console: Console, out: Path, steps_per_epoch: int) -> bool:
 
 
 def _train_through_failures(cluster: Cluster, console: Console) -> Run:
-    faults: list[Fault] = []
+    faults: list[DemoFault] = []
     dead: set[int] = set()
 
     def struck(name: str, at: float) -> None:
-        faults.append(Fault(name=name, at=at, step=cluster.step()))
+        faults.append(DemoFault(name=name, at=at, step=cluster.step()))
         console.print(f"step {cluster.step():>3}: {name}")
 
     cluster.until(lambda: _in_step(cluster, 20, 1))

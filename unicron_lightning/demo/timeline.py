@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moment:
+class TimelineEvent:
     """One event; ``milliseconds`` after the kill."""
 
     what: str
@@ -16,10 +16,13 @@ class Moment:
     detail: str
 
 
-def moments(events: Sequence[dict[str, Any]], killed_at: float, until: float) -> list[Moment]:
+def moments(events: Sequence[dict[str, Any]], killed_at: float, until: float) -> list[TimelineEvent]:
     """Events after a kill, in order; all times by one machine's clock."""
     found = [m for event in events if killed_at <= event["at"] < until for m in _moment(event)]
-    return [Moment(what=what, milliseconds=1e3 * (at - killed_at), detail=detail) for at, what, detail in sorted(found)]
+    return [
+        TimelineEvent(what=what, milliseconds=1e3 * (at - killed_at), detail=detail)
+        for at, what, detail in sorted(found)
+    ]
 
 
 def _moment(event: dict[str, Any]) -> Iterator[tuple[float, str, str]]:
@@ -44,7 +47,7 @@ def _moment(event: dict[str, Any]) -> Iterator[tuple[float, str, str]]:
             yield fields["at"], "rejoined", f"step {fields['step']} finished by {fields['world']}"
 
 
-def first_of_each(story: Sequence[Moment]) -> list[Moment]:
+def first_of_each(story: Sequence[TimelineEvent]) -> list[TimelineEvent]:
     """The events without repetitions by several workers."""
     seen: set[tuple[str, str]] = set()
     result = []

@@ -24,7 +24,7 @@ from unicron_lightning.demo.text import Windows
 LENGTH = 64
 
 
-class Diary(Callback):
+class DiaryCallback(Callback):
     """Writes this worker's activities, line by line, to a file of its own."""
 
     def __init__(self, folder: Path) -> None:
@@ -53,7 +53,7 @@ class Diary(Callback):
 class DemoGPT(GPT):
     """The model, which records each micro-batch in the diary after its forward."""
 
-    diary: Diary
+    diary: DiaryCallback
     pace: float
     """Seconds of sleep per micro-batch, in place of an accelerator's work."""
     flops_per_step: float
@@ -66,7 +66,7 @@ class DemoGPT(GPT):
         return loss
 
 
-class StopWhenTold(Callback):
+class StopOnRequest(Callback):
     """Ends the training when a file ``stop`` exists, at a step that all workers agree on."""
 
     def __init__(self, path: Path) -> None:
@@ -96,7 +96,7 @@ def main() -> None:
     windows = options.steps_per_epoch * options.nodes * options.accumulate * options.batch_size
     train = DataLoader(Windows(0.0, 0.9, LENGTH, windows), batch_size=options.batch_size, shuffle=True)
     validate = DataLoader(Windows(0.9, 1.0, LENGTH, 120), batch_size=8)
-    diary = Diary(options.out)
+    diary = DiaryCallback(options.out)
     model = DemoGPT(length=LENGTH, steps=options.epochs * options.steps_per_epoch)
     model.diary, model.pace = diary, options.pace
     tokens = options.nodes * options.accumulate * options.batch_size * LENGTH
@@ -114,7 +114,7 @@ def main() -> None:
         callbacks=[
             diary,
             ModelCheckpoint(options.out / "checkpoints", save_last=True),
-            StopWhenTold(options.out / "stop"),
+            StopOnRequest(options.out / "stop"),
         ][: 3 if options.until_told else 2],
         logger=False,
         enable_progress_bar=False,

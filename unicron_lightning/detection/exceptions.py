@@ -44,7 +44,7 @@ PHASES: Final = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class ExceptionReport:
     """Contents of a `wire.ErrorReport`."""
 
     kind: str
@@ -53,7 +53,7 @@ class Told:
     details: dict[str, Any]
 
 
-def describe(exception: BaseException) -> Told:
+def describe(exception: BaseException) -> ExceptionReport:
     """Describe an exception, with its traceback. Pure, and never raises for an odd exception."""
     chain = _chain(exception)
     texts = [f"{_type_of(each)}: {_text(each)}" for each in chain]
@@ -69,7 +69,7 @@ def describe(exception: BaseException) -> Told:
     lines = [line.strip() for line in _text(exception).splitlines() if line.strip()]
     cause = f"{type(exception).__name__}: {lines[0]}" if lines else type(exception).__name__
     kind = UNKNOWN if found is None else found.kind
-    return Told(
+    return ExceptionReport(
         kind=CONFIG if isinstance(exception, ConfigError) else kind,
         cause=cause[:_CAUSE_CHARACTERS],
         phase=phase_of([(frame.filename, frame.name) for frame in frames]),

@@ -37,13 +37,13 @@ class PairLimits:
         return Amount(size=max(1, round(self.size * _MIB)), seconds=self.seconds)
 
 
-class Bad(msgspec.Struct, frozen=True, kw_only=True):
+class FailedExchange(msgspec.Struct, frozen=True, kw_only=True):
     """A failed exchange with an agent."""
 
     agent: str
     node: str
     cause: str
-    saw: str = ""
+    partner_cause: str = ""
     """The failure as the other agent observed it."""
 
 
@@ -57,7 +57,7 @@ def fault(result: PairResult, limits: PairLimits) -> str:
     return ""
 
 
-def conclude(bad: Sequence[Bad], *, others: bool, before: bool) -> Literal["try", "admit", "bar"]:
+def conclude(bad: Sequence[FailedExchange], *, others: bool, before: bool) -> Literal["try", "admit", "bar"]:
     """Decide the next step for a node without a successful exchange.
 
     Args:
@@ -74,7 +74,7 @@ def conclude(bad: Sequence[Bad], *, others: bool, before: bool) -> Literal["try"
     return "admit" if not bad or (len(bad) == 1 and before) else "bar"
 
 
-def cause(bad: Sequence[Bad]) -> str:
+def cause(bad: Sequence[FailedExchange]) -> str:
     """Explain why a node is not admitted."""
     failed = "; ".join(f"with {each.node}: {each.cause}" for each in bad)
     whose = "its own link" if len(bad) >= PARTNERS else "without a third node, either link may be at fault"

@@ -33,7 +33,7 @@ def arrivals(fault: Fault, *names: object, seed: int = 0) -> Iterator[float]:
         struck += 1
 
 
-class Hazard:
+class RateClock:
     """The clock of a process whose rate changes, e.g. for one of n workers that share a task's rate.
 
     Args:

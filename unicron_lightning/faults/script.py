@@ -13,7 +13,7 @@ from unicron_lightning.faults.fault import Fault, Kind, Phase
 from unicron_lightning.faults.language import parse, read_faults, text
 
 
-class Place(TypedDict, total=False):
+class FaultPlace(TypedDict, total=False):
     """Place and time, as in `Fault`."""
 
     task: str
@@ -50,52 +50,52 @@ class Faults(Sequence[Fault]):
         """Each fault as text."""
         return [text(fault) for fault in self._faults]
 
-    def kill(self, signal: str | None = None, **place: Unpack[Place]) -> Faults:
+    def kill(self, signal: str | None = None, **place: Unpack[FaultPlace]) -> Faults:
         """Send a signal to a worker, SIGKILL by default."""
         return self._with("kill", place, signal)
 
-    def kill_agent(self, signal: str | None = None, **place: Unpack[Place]) -> Faults:
+    def kill_agent(self, signal: str | None = None, **place: Unpack[FaultPlace]) -> Faults:
         """Send a signal to an agent, whose workers die with it."""
         return self._with("kill agent", place, signal)
 
-    def kill_coordinator(self, signal: str | None = None, **place: Unpack[Place]) -> Faults:
+    def kill_coordinator(self, signal: str | None = None, **place: Unpack[FaultPlace]) -> Faults:
         """Send a signal to the coordinator."""
         return self._with("kill coordinator", place, signal)
 
-    def stop(self, seconds: float | None = None, **place: Unpack[Place]) -> Faults:
+    def stop(self, seconds: float | None = None, **place: Unpack[FaultPlace]) -> Faults:
         """Send SIGSTOP to a worker, and SIGCONT after a number of seconds."""
         return self._with("stop", place, duration=seconds)
 
-    def hang(self, how: str | None = None, seconds: float | None = None, **place: Unpack[Place]) -> Faults:
+    def hang(self, how: str | None = None, seconds: float | None = None, **place: Unpack[FaultPlace]) -> Faults:
         """Block a worker's main thread: it sleeps, spins, or holds the interpreter's lock (``gil``)."""
         return self._with("hang", place, how, seconds)
 
-    def raise_error(self, error: str, **place: Unpack[Place]) -> Faults:
+    def raise_error(self, error: str, **place: Unpack[FaultPlace]) -> Faults:
         """Raise an error of a kind of `examples.EXAMPLES` in a worker."""
         return self._with("raise", place, error)
 
-    def exit(self, status: int, **place: Unpack[Place]) -> Faults:
+    def exit(self, status: int, **place: Unpack[FaultPlace]) -> Faults:
         """End a worker's process immediately."""
         return self._with("exit", place, status)
 
     def slow(
-        self, factor: float, seconds: float | None = None, *, steps: int | None = None, **place: Unpack[Place]
+        self, factor: float, seconds: float | None = None, *, steps: int | None = None, **place: Unpack[FaultPlace]
     ) -> Faults:
         """Multiply the duration of a worker's micro-batches by a factor."""
         return self._with("slow", place, float(factor), seconds, steps)
 
-    def drop_network(self, seconds: float | None = None, **place: Unpack[Place]) -> Faults:
+    def drop_network(self, seconds: float | None = None, **place: Unpack[FaultPlace]) -> Faults:
         """Make an agent's connection to the coordinator carry nothing, without either end being notified."""
         return self._with("drop network", place, duration=seconds)
 
-    def corrupt_gradient(self, **place: Unpack[Place]) -> Faults:
+    def corrupt_gradient(self, **place: Unpack[FaultPlace]) -> Faults:
         """Make a worker's gradient NaN in one backward."""
         return self._with("corrupt gradient", place)
 
     def _with(
         self,
         kind: Kind,
-        place: Place,
+        place: FaultPlace,
         argument: str | float | None = None,
         duration: float | None = None,
         steps: int | None = None,

@@ -21,7 +21,7 @@ _FOLDER: Final = ".unicron"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class ScriptResult:
     """The end of a job's process.
 
     Attributes:
@@ -41,12 +41,12 @@ class ResultCallback(Callback):
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
         given = job_return._return_value  # the property raises it if it is an exception
         if job_return.status is not JobStatus.COMPLETED:
-            result = Result(error=f"{type(given).__name__}: {given}")
+            result = ScriptResult(error=f"{type(given).__name__}: {given}")
         else:
             try:
-                result = Result(value=plain(given))
+                result = ScriptResult(value=plain(given))
             except TypeError:
-                result = Result(odd=f"{type(given).__module__}.{type(given).__qualname__}")
+                result = ScriptResult(odd=f"{type(given).__module__}.{type(given).__qualname__}")
         write(Path(config.hydra.runtime.output_dir), int(os.environ.get("RANK", "0")), result)
 
 
@@ -61,7 +61,7 @@ def plain(value: Any) -> Any:
     return json.loads(json.dumps(value, default=_scalar))
 
 
-def write(folder: Path, rank: int, result: Result) -> None:
+def write(folder: Path, rank: int, result: ScriptResult) -> None:
     """Write the result of the process with this rank.
 
     Args:
@@ -76,13 +76,13 @@ def write(folder: Path, rank: int, result: Result) -> None:
     partial.replace(path)
 
 
-def read(folder: Path) -> Result | None:
+def read(folder: Path) -> ScriptResult | None:
     """Read the result of the lowest rank that has one; None if none has, or the file is invalid."""
     paths = sorted((folder / _FOLDER).glob("rank*.json"), key=lambda path: (len(path.name), path.name))
     if not paths:
         return None
     try:
-        return Result(**json.loads(paths[0].read_text(encoding="utf-8")))
+        return ScriptResult(**json.loads(paths[0].read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
 

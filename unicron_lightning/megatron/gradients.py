@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from unicron_lightning.worker.communicator import CommunicatorAborted
+from unicron_lightning.worker.communication.communicator import CommunicatorAborted
 
 _State = Literal["local", "held", "reduced"]
 

@@ -16,7 +16,7 @@ from unicron_lightning.megatron.sharded import ShardedOptimizer
 from unicron_lightning.replica.channels import Channels
 from unicron_lightning.replica.fabric import run_released, start_anew
 from unicron_lightning.replica.mirror import Mirror, Redundancy
-from unicron_lightning.worker.communicator import gather_rows
+from unicron_lightning.worker.communication.communicator import gather_rows
 from unicron_lightning.worker.engine import Engine
 
 

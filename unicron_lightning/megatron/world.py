@@ -21,8 +21,8 @@ from torch._C._distributed_c10d import FakeProcessGroup
 from unicron_lightning.megatron.grid import Shape
 from unicron_lightning.replica.channels import Channels, Topology
 from unicron_lightning.replica.peers import ProcessGroup
-from unicron_lightning.worker.gloo import OPERATION_TIMEOUT
-from unicron_lightning.worker.lazy_groups import Retirement, connect_apart
+from unicron_lightning.worker.communication.gloo import OPERATION_TIMEOUT
+from unicron_lightning.worker.communication.lazy_groups import Retirement, connect_apart
 
 BACKEND: Final = "unicron"
 ROLES: Final = (

@@ -21,7 +21,7 @@ from unicron_lightning.node.command import hand_token, torchrun_command, torchru
 from unicron_lightning.node.launch import pipe_name
 from unicron_lightning.node.logs import LogPipe, RotatingFile
 from unicron_lightning.node.options import NodeOptions, log_folder
-from unicron_lightning.node.reconcile import State
+from unicron_lightning.node.reconcile import AgentState
 from unicron_lightning.wire.daemon import Launch, NodeTask
 from unicron_lightning.wire.fields import shortened
 
@@ -53,10 +53,10 @@ class AgentProcess:
         self._below: list[psutil.Process] = []
         self._starts = 0
         self._reason = ""
-        self._state = State(running=False)
+        self._state = AgentState(running=False)
 
     @property
-    def state(self) -> State:
+    def state(self) -> AgentState:
         """Its state for `reconcile.steps`."""
         return self._state
 
@@ -106,7 +106,7 @@ class AgentProcess:
         """
         if self._process is None or self._terminated:
             return
-        self._state = State(running=True, stopping=True)
+        self._state = AgentState(running=True, stopping=True)
         self._set_timer(patience_seconds, self._terminate)
 
     def _terminate(self) -> None:
@@ -151,7 +151,7 @@ class AgentProcess:
                 stderr=output,
                 start_new_session=True,  # its group receives the signals; a terminal's Ctrl-C goes to the daemon
             )
-        self._state = State(running=True)
+        self._state = AgentState(running=True)
         self._pidfd = os.pidfd_open(self._process.pid)
         asyncio.get_running_loop().add_reader(self._pidfd, self._exited)
         self._note(f"started as process {self._process.pid}, start {self._starts}")
@@ -183,7 +183,7 @@ class AgentProcess:
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
         self._process, self._below, self._scratch, self._terminated = None, [], None, False
-        self._state = State(running=False, stopping=self._state.stopping, code=code, ended_at=time.monotonic())
+        self._state = AgentState(running=False, stopping=self._state.stopping, code=code, ended_at=time.monotonic())
         self._on_exit()
 
     def _note(self, words: str) -> None:

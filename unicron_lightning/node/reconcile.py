@@ -25,7 +25,7 @@ class Key(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class State:
+class AgentState:
     """A torchrun agent known to the daemon; times as by time.monotonic().
 
     Attributes:
@@ -42,7 +42,7 @@ class State:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Steps:
+class DueSteps:
     """Steps to take now.
 
     Attributes:
@@ -63,7 +63,7 @@ def key_of(each: Launch | NodeTask) -> Key:
     return Key(each.job.name, each.job.submitted_at, each.slot)
 
 
-def steps(wanted: Sequence[Launch], known: Mapping[Key, State], now: float) -> Steps:
+def steps(wanted: Sequence[Launch], known: Mapping[Key, AgentState], now: float) -> DueSteps:
     """Compare wanted agents with known ones.
 
     An agent that succeeded is not started again; one that failed is, after a pause. One that was stopped and is wanted
@@ -82,7 +82,7 @@ def steps(wanted: Sequence[Launch], known: Mapping[Key, State], now: float) -> S
             wake.append(due)
     keys = {key_of(launch) for launch in wanted}
     others = [(key, state) for key, state in known.items() if key not in keys]
-    return Steps(
+    return DueSteps(
         start=tuple(start),
         stop=tuple(key for key, state in others if state.running and not state.stopping),
         forget=tuple(key for key, state in others if not state.running),
@@ -90,7 +90,7 @@ def steps(wanted: Sequence[Launch], known: Mapping[Key, State], now: float) -> S
     )
 
 
-def _due(state: State) -> float:
+def _due(state: AgentState) -> float:
     if state.stopping or state.code is None:
         return state.ended_at
     return state.ended_at + (GIVEN_UP_SECONDS if state.code > 0 else KILLED_SECONDS)

@@ -1,9 +1,9 @@
 """Possible next events of a cluster, which plans are made ahead for.
 
-* `Loss`: workers fail, of one or several tasks, or idle ones.
-* `Join`: workers are added, new or repaired.
-* `Finish`: a task ends.
-* `Launch`: a queued task is to run.
+* `WorkersLost`: workers fail, of one or several tasks, or idle ones.
+* `NodesJoined`: workers are added, new or repaired.
+* `TaskFinished`: a task ends.
+* `TaskLaunched`: a queued task is to run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loss:
+class WorkersLost:
     """Workers fail.
 
     Attributes:
@@ -40,7 +40,7 @@ class Loss:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Join:
+class NodesJoined:
     """``num_workers`` workers are added.
 
     Raises:
@@ -55,17 +55,17 @@ class Join:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finish:
+class TaskFinished:
     """The running task ``task`` ends and frees its workers."""
 
     task: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launch:
+class TaskLaunched:
     """The queued task ``task`` is to run."""
 
     task: str
 
 
-Event = Loss | Join | Finish | Launch
+Event = WorkersLost | NodesJoined | TaskFinished | TaskLaunched

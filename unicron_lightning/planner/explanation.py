@@ -1,7 +1,7 @@
 """Explains why a plan is the best one, by the cost of giving any task a little more or less.
 
 The best plan in which a task has its next larger or next smaller size is a variant of the problem, with one option for
-that task; all of them share one pair of tables (`unicron_lightning.planner.search`).
+that task; all of them share one pair of tables (`unicron_lightning.planner.search.exact`).
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from unicron_lightning.planner.columns import Column
 from unicron_lightning.planner.plan import Plan, neighbours
-from unicron_lightning.planner.problem import Problem, Variant
 from unicron_lightning.planner.quantum import moves_factor
-from unicron_lightning.planner.search import best_choices
+from unicron_lightning.planner.search.exact import best_choices
+from unicron_lightning.planner.search.options import Column
+from unicron_lightning.planner.search.variants import SearchProblem, Variant
 from unicron_lightning.planner.solver import columns_of
 
 
@@ -73,7 +73,7 @@ def explain(plan: Plan) -> tuple[Explanation, ...]:
         if own is not None and least - int(columns[index].units[0]) + size // state.unit <= num_units:
             wanted.append((index, size))
             variants.append(Variant(position=index, replaces=True, column=own))
-    choices = best_choices(Problem.of(columns, num_units, variants)) if variants else []
+    choices = best_choices(SearchProblem.of(columns, num_units, variants)) if variants else []
     found = {pair: choice.units for pair, choice in zip(wanted, choices, strict=True)}
     return tuple(_explanation(plan, index, found) for index in range(len(plan.names)))
 

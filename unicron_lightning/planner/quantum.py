@@ -7,7 +7,7 @@ workers form one 64-bit integer, a *key*:
     key = round(G / quantum) * W  -  moved units,      W > any sum of moved units
 
 Among plans of equal reward the one with fewer moved workers thus has the greater key. F * D_running is rounded by its
-*increments* from size to size (`unicron_lightning.planner.kernels.keys_of`), by at most 0.75 quanta each, which keeps
+*increments* from size to size (`search.kernels.keys_of`), by at most 0.75 quanta each, which keeps
 concave stretches concave. The rounding error of a plan of n' units on m tasks is hence below 0.75 n' + 0.5 m quanta,
 and the chosen plan's value is at most twice this error below the best one's. The quantum is a small power of two: with
 the default, this bound, as a share of the largest possible reward of n' units, is below 3e-13 for 6 tasks on 128 units

@@ -13,7 +13,7 @@ Remaining ties are broken by names only, never by the order in which tasks are g
 
 Without a pivot all tasks belong to 2.
 
-Workers that would add no reward stay spare. If minimums do not fit, see `unicron_lightning.planner.minimums`.
+Workers that would add no reward stay spare. If minimums do not fit, see `unicron_lightning.planner.search.minimums`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from __future__ import annotations
 import bisect
 from typing import TYPE_CHECKING
 
-from unicron_lightning.planner.columns import NOTHING, Column, column
-from unicron_lightning.planner.minimums import must_pause
 from unicron_lightning.planner.plan import Plan
-from unicron_lightning.planner.problem import Problem, Variant
 from unicron_lightning.planner.quantum import moves_factor
-from unicron_lightning.planner.search import best_choices
+from unicron_lightning.planner.search.exact import best_choices
+from unicron_lightning.planner.search.minimums import must_pause
+from unicron_lightning.planner.search.options import NOTHING, Column, column
+from unicron_lightning.planner.search.variants import SearchProblem, Variant
 
 if TYPE_CHECKING:
     from unicron_lightning.planner.state import ClusterState
@@ -36,7 +36,7 @@ def solve(state: ClusterState) -> Plan:
     """The best plan in ``state``."""
     paused = must_pause(state)
     columns = columns_of(state, paused, moves_factor(state))
-    problem = Problem.of(columns, state.num_workers // state.unit, [_around_pivot(state, columns)])
+    problem = SearchProblem.of(columns, state.num_workers // state.unit, [_around_pivot(state, columns)])
     (choice,) = best_choices(problem)
     workers = tuple((choice.units * state.unit).tolist())
     return Plan(state=state, names=state.names, workers=workers, infeasible=paused)

@@ -11,7 +11,7 @@ from functools import cached_property
 from types import MappingProxyType
 
 from unicron_lightning.planner import quantum
-from unicron_lightning.planner.events import Event, Finish, Join, Launch, Loss
+from unicron_lightning.planner.events import Event, NodesJoined, TaskFinished, TaskLaunched, WorkersLost
 from unicron_lightning.planner.reward import Curve
 
 
@@ -137,16 +137,16 @@ class ClusterState:
         """
         change = dataclasses.replace
         match event:
-            case Loss():
+            case WorkersLost():
                 lost = {name: number + self.lost.get(name, 0) for name, number in event.by_task}
                 left = self.num_workers - event.num_workers
                 pivot = event.by_task[0][0] if event.by_task else None
                 return change(self, num_workers=left, lost={**self.lost, **lost}, pivot=pivot)
-            case Join():
+            case NodesJoined():
                 return change(self, num_workers=self.num_workers + event.num_workers, pivot=None)
-            case Finish():
+            case TaskFinished():
                 return self._without(event.task)
-            case Launch():
+            case TaskLaunched():
                 coming = [curve for curve in self.queued if curve.task.name == event.task]
                 if not coming:
                     raise ValueError(f"{event!r}: expected a queued task, one of {[c.task.name for c in self.queued]}")
@@ -155,7 +155,7 @@ class ClusterState:
 
     def _without(self, name: str) -> ClusterState:
         if name not in self.names:
-            raise ValueError(f"{Finish(task=name)!r}: expected one of the tasks {list(self.names)}")
+            raise ValueError(f"{TaskFinished(task=name)!r}: expected one of the tasks {list(self.names)}")
         return dataclasses.replace(
             self,
             tasks=tuple(curve for curve in self.tasks if curve.task.name != name),
@@ -173,7 +173,7 @@ class ClusterState:
         """Healthy workers without a task."""
         return self.num_workers - sum(self.allocation.values()) + sum(self.lost.values())
 
-    def loss_of(self, name: str | None) -> Loss | None:
+    def loss_of(self, name: str | None) -> WorkersLost | None:
         """The loss of a node of ``name``, as planned ahead (None: of a node with idle workers only).
 
         A task that has fewer workers than a node loses all of them, and idle workers, if any, fail with them.
@@ -182,11 +182,11 @@ class ClusterState:
             None if no worker can be lost.
         """
         if name is None:
-            return Loss(num_workers=min(self.node_workers, self.num_idle)) if self.num_idle else None
+            return WorkersLost(num_workers=min(self.node_workers, self.num_idle)) if self.num_idle else None
         has = self.allocation.get(name, 0) - self.lost.get(name, 0)
         lost = min(has, self.node_workers)
         idle = min(self.num_idle, self.node_workers - lost)
-        return Loss(num_workers=lost + idle, by_task=((name, lost),)) if lost else None
+        return WorkersLost(num_workers=lost + idle, by_task=((name, lost),)) if lost else None
 
 
 def _name(curve: Curve) -> str:

@@ -2,7 +2,7 @@
 
 Foreseen are: the loss of a node by each task that has workers, and of an idle one; a node that joins; the end of each
 task; the launch of each queued task. Cases with the same number of healthy workers differ in one task only, so they are
-variants of one problem and share its prefix and suffix tables (`unicron_lightning.planner.search`). Each plan equals
+variants of one problem and share its prefix and suffix tables (`search.exact`). Each plan equals
 the one that `unicron_lightning.planner.solver.solve` makes for the state after the event, ties included.
 
 A table is valid only for the state it was made for. The state's fingerprint covers everything that plans depend on
@@ -20,13 +20,13 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from unicron_lightning.errors import UnicronError
-from unicron_lightning.planner.columns import NOTHING, Column, column
-from unicron_lightning.planner.events import Event, Finish, Join, Launch
-from unicron_lightning.planner.minimums import must_pause
+from unicron_lightning.planner.events import Event, NodesJoined, TaskFinished, TaskLaunched
 from unicron_lightning.planner.plan import Plan
-from unicron_lightning.planner.problem import Choice, Problem, Variant
 from unicron_lightning.planner.quantum import moves_factor
-from unicron_lightning.planner.search import best_choices
+from unicron_lightning.planner.search.exact import best_choices
+from unicron_lightning.planner.search.minimums import must_pause
+from unicron_lightning.planner.search.options import NOTHING, Column, column
+from unicron_lightning.planner.search.variants import Choice, SearchProblem, Variant
 from unicron_lightning.planner.state import ClusterState
 
 
@@ -96,9 +96,11 @@ class PlanTable:
 def foreseen(state: ClusterState) -> list[Event]:
     """Foreseen events: those that a table has plans for."""
     losses = [loss for name in (None, *state.names) if (loss := state.loss_of(name)) is not None]
-    joins = [Join(num_workers=state.node_workers)] if _knows(state, state.num_workers + state.node_workers) else []
-    ends = [Finish(task=name) for name in state.names]
-    return [*losses, *joins, *ends, *(Launch(task=curve.task.name) for curve in state.queued)]
+    joins = (
+        [NodesJoined(num_workers=state.node_workers)] if _knows(state, state.num_workers + state.node_workers) else []
+    )
+    ends = [TaskFinished(task=name) for name in state.names]
+    return [*losses, *joins, *ends, *(TaskLaunched(task=curve.task.name) for curve in state.queued)]
 
 
 def _knows(state: ClusterState, num_workers: int) -> bool:
@@ -150,9 +152,9 @@ class _Case:
     def workers(self, choice: Choice, variant: Variant) -> tuple[int, ...]:
         """The plan in workers."""
         units = choice.units.tolist()
-        if isinstance(self.event, Finish):
+        if isinstance(self.event, TaskFinished):
             del units[variant.position]
-        elif isinstance(self.event, Launch):
+        elif isinstance(self.event, TaskLaunched):
             units.insert(variant.position, choice.own_units)
         return tuple(k * self.state.unit for k in units)
 
@@ -184,7 +186,7 @@ def _solve_together(
             found[index] = workers
     missing = [index for index in range(len(cases)) if index not in found]
     if missing:
-        problem = Problem.of(columns, num_units, [variants[index] for index in missing])
+        problem = SearchProblem.of(columns, num_units, [variants[index] for index in missing])
         for index, choice in zip(missing, best_choices(problem), strict=True):
             found[index] = cases[index].workers(choice, variants[index])
     return [(case, digests[index], found[index]) for index, case in enumerate(cases)]

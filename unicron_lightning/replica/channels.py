@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from unicron_lightning.replica.peers import PeerGroup
-from unicron_lightning.worker.communicator import SoloCommunicator
-from unicron_lightning.worker.gloo import GlooCommunicator
-from unicron_lightning.worker.lazy_groups import abort_apart
+from unicron_lightning.worker.communication.communicator import SoloCommunicator
+from unicron_lightning.worker.communication.gloo import GlooCommunicator
+from unicron_lightning.worker.communication.lazy_groups import abort_apart
 
 
 class Topology(Protocol):

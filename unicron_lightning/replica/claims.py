@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
-from unicron_lightning.worker.control import Control
+from unicron_lightning.worker.control.thread import Control
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from unicron_lightning.replica.fabric import ReplicaFabric, run_released
-from unicron_lightning.worker.communicator import gather_bytes
+from unicron_lightning.worker.communication.communicator import gather_bytes
 from unicron_lightning.worker.engine import Engine, Report
 from unicron_lightning.worker.evaluation import unfinished
 from unicron_lightning.worker.ledger import share

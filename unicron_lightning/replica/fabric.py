@@ -31,12 +31,12 @@ from unicron_lightning.replica.claims import LACKING, claim_shard, wait_lacking
 from unicron_lightning.replica.layout import ReplicaLayout, ReplicaShape, StateLost, Word, plan_layout
 from unicron_lightning.replica.partners import PartnerWatch
 from unicron_lightning.replica.peers import PeerGroup
-from unicron_lightning.worker.communicator import Communicator, CommunicatorAborted, Handle
-from unicron_lightning.worker.connect import connector, open_store
-from unicron_lightning.worker.connecting import Connect
-from unicron_lightning.worker.control import EXIT_EXPELLED, Control
+from unicron_lightning.worker.communication.backends import connector, open_store
+from unicron_lightning.worker.communication.background_connect import Connect
+from unicron_lightning.worker.communication.communicator import Communicator, CommunicatorAborted, Handle
+from unicron_lightning.worker.communication.lazy_groups import abort_apart
+from unicron_lightning.worker.control.thread import EXIT_EXPELLED, Control
 from unicron_lightning.worker.engine import Report
-from unicron_lightning.worker.lazy_groups import abort_apart
 
 logger = logging.getLogger(__name__)
 

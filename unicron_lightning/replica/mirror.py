@@ -41,7 +41,7 @@ from unicron_lightning.errors import ConfigError, UnicronError
 from unicron_lightning.replica import shards
 from unicron_lightning.replica.copies import ROWS, Ring, Stored, VersionBuffers, assemble, cut
 from unicron_lightning.replica.shards import Holding, Piece
-from unicron_lightning.worker.communicator import Communicator, Handle, SoloCommunicator, gather_bytes
+from unicron_lightning.worker.communication.communicator import Communicator, Handle, SoloCommunicator, gather_bytes
 
 
 class ShardsLost(UnicronError):
@@ -52,7 +52,7 @@ class Exchange(Communicator, Protocol):
     """A communicator of the data-parallel group for tensors in host memory, such as a `GlooCommunicator`."""
 
     def all_to_all(self, sent: Tensor, sent_to: list[int], received: Tensor, received_from: list[int]) -> Handle:
-        """See `unicron_lightning.worker.gloo.GlooCommunicator.all_to_all`."""
+        """See `unicron_lightning.worker.communication.gloo.GlooCommunicator.all_to_all`."""
         ...
 
 

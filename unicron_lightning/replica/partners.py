@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from unicron_lightning.worker.gloo import GlooGroup
+from unicron_lightning.worker.communication.gloo import GlooGroup
 
 LOOK_SECONDS: Final = 0.1
 

@@ -1,7 +1,7 @@
 """Groups of peers whose waits can be released at any moment, for collectives in the library.
 
 gloo forgets a partly received message when its connection breaks: the wait for it ends with gloo's own time-out,
-minutes later. Megatron waits in the library, not at a `worker.communicator.Gate`. Therefore `torch.distributed` gets
+minutes later. Megatron waits in the library, not at a `Gate` of the communicator. Therefore `torch.distributed` gets
 groups whose waits check the connections periodically, and end once gloo has closed all of them, as it does soon after a
 cut. From then on nothing is written into the tensors. With CUDA, groups are aborted by NCCL, and this module is unused.
 
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unicron_lightning.worker.gloo import Ending, GlooGroup
+from unicron_lightning.worker.communication.gloo import Ending, GlooGroup
 
 LOOK_UP: Final = timedelta(seconds=0.1)
 """Interval at which a wait checks whether the group has been cut; a wait that gloo ends itself ends at once."""

@@ -10,7 +10,7 @@ import torch
 from unicron_lightning.replica.channels import Channels
 from unicron_lightning.replica.fabric import ReplicaFabric, run_released
 from unicron_lightning.replica.model import ReplicaModel
-from unicron_lightning.worker.communicator import gather_bytes
+from unicron_lightning.worker.communication.communicator import gather_bytes
 from unicron_lightning.worker.engine import Engine, Report
 from unicron_lightning.worker.operations import Indivisible
 

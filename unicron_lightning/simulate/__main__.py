@@ -50,10 +50,10 @@ def job(composed: DictConfig) -> float:
         Accumulated WAF as a fraction of the ideal.
     """
     # Computing modules are imported only here, so that --cfg and --help are quick.
-    from unicron_lightning.simulate.rows import row_of
-    from unicron_lightning.simulate.saving import save_result
+    from unicron_lightning.simulate.output.files import save_result
+    from unicron_lightning.simulate.output.summaries import row_of
+    from unicron_lightning.simulate.output.tables import as_table, console
     from unicron_lightning.simulate.settings import read_settings
-    from unicron_lightning.simulate.tables import as_table, console
 
     data = cast("dict[str, Any]", OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
     settings = read_settings(data)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, get_args
 
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.planning.sections import read_section
+from unicron_lightning.sections import read_section
 from unicron_lightning.simulate.costs import Change, Costs
 
 Origin = Literal["measured", "published", "code", "derived", "guess", "given"]

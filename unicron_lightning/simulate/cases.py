@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from unicron_lightning.simulate.calibration import Calibration, moved
-from unicron_lightning.simulate.pictures import Curve
-from unicron_lightning.simulate.rows import row_of
+from unicron_lightning.simulate.output.pictures import WafCurve
+from unicron_lightning.simulate.output.summaries import row_of
 from unicron_lightning.simulate.settings import Settings, read_settings
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class SimulationCase:
     """One simulation.
 
     Attributes:
@@ -42,7 +42,7 @@ def composed(overrides: tuple[str, ...]) -> Settings:
     return read_settings({str(key): value for key, value in data.items()})
 
 
-def run(case: Case) -> Curve:
+def run(case: SimulationCase) -> WafCurve:
     """Simulate a case."""
     settings = composed(case.overrides)
     costs = settings.costs
@@ -59,15 +59,15 @@ def run(case: Case) -> Curve:
         num_workers=cluster.num_workers,
         num_faults=len(trace.faults),
     )
-    return Curve(row=row, seconds=result.times, waf=result.values)
+    return WafCurve(row=row, seconds=result.times, waf=result.values)
 
 
 def cases_of(
     policies: Iterable[str], seeds: int, *overrides: str, variant: str = "", moves: tuple[tuple[str, float], ...] = ()
-) -> list[Case]:
+) -> list[SimulationCase]:
     """Create cases of policies and seeds that are otherwise equal."""
     return [
-        Case(policy=policy, seed=seed, overrides=overrides, variant=variant, moves=moves)
+        SimulationCase(policy=policy, seed=seed, overrides=overrides, variant=variant, moves=moves)
         for policy in policies
         for seed in range(seeds)
     ]

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import track
 
 from unicron_lightning.simulate.cases import (
-    Case,
+    SimulationCase,
     at_our_worst,
     at_their_best,
     cases_of,
@@ -27,10 +27,16 @@ from unicron_lightning.simulate.cases import (
     run,
     swings,
 )
-from unicron_lightning.simulate.pictures import Curve, curves_picture, losses_picture, sweep_picture, tornado_picture
+from unicron_lightning.simulate.output.pictures import (
+    WafCurve,
+    curves_picture,
+    losses_picture,
+    sweep_picture,
+    tornado_picture,
+)
+from unicron_lightning.simulate.output.summaries import Row, summary, with_ratio
+from unicron_lightning.simulate.output.tables import as_markdown
 from unicron_lightning.simulate.pool import processes
-from unicron_lightning.simulate.rows import Row, summary, with_ratio
-from unicron_lightning.simulate.tables import as_markdown
 
 ALL: Final = ("unicron", "megatron", "oobleck", "varuna", "bamboo", "torchft", "inprocess")
 ABLATIONS: Final = (
@@ -61,16 +67,16 @@ class Experiment:
     name: str
     title: str
     text: str
-    cases: Callable[[int], list[Case]]
-    show: Callable[[Sequence[Curve], Path], str]
+    cases: Callable[[int], list[SimulationCase]]
+    show: Callable[[Sequence[WafCurve], Path], str]
 
 
-def means_of(curves: Sequence[Curve]) -> list[Row]:
+def means_of(curves: Sequence[WafCurve]) -> list[Row]:
     """Return the summary, with ratios to `REFERENCE`."""
     return summary(with_ratio([curve.row for curve in curves], REFERENCE))
 
 
-def table(curves: Sequence[Curve], _folder: Path) -> str:
+def table(curves: Sequence[WafCurve], _folder: Path) -> str:
     """Render only the table."""
     return as_markdown(means_of(curves))
 
@@ -78,7 +84,7 @@ def table(curves: Sequence[Curve], _folder: Path) -> str:
 # ---- the experiments
 
 
-def _headline(seeds: int) -> list[Case]:
+def _headline(seeds: int) -> list[SimulationCase]:
     made = [case for trace in ("a", "b", "b_quick") for case in cases_of(ALL, seeds, f"trace={trace}")]
     nothing = for_nothing(composed(()).costs)
     for trace in ("a", "b", "b_quick"):
@@ -101,7 +107,7 @@ def verdict(rows: Sequence[Row], trace: str) -> str:
     )
 
 
-def _show_headline(curves: Sequence[Curve], folder: Path) -> str:
+def _show_headline(curves: Sequence[WafCurve], folder: Path) -> str:
     ours = [curve for curve in curves if not curve.row["variant"]]
     curves_picture(folder / "simulator-waf.png", [curve for curve in ours if curve.row["trace"] != "b_quick"])
     losses_picture(folder / "simulator-losses.png", means_of(ours))
@@ -111,18 +117,18 @@ def _show_headline(curves: Sequence[Curve], folder: Path) -> str:
     return f"{verdicts}\n\n{as_markdown(rows)}\n\n{pictures}"
 
 
-def _llama3(seeds: int) -> list[Case]:
+def _llama3(seeds: int) -> list[SimulationCase]:
     return cases_of(ALL, min(seeds, 2), "experiment=llama3")
 
 
-def _ablations(seeds: int) -> list[Case]:
+def _ablations(seeds: int) -> list[SimulationCase]:
     made = []
     for trace in ("a", "b"):
         made += cases_of((*ABLATIONS, REFERENCE), min(seeds, 2), f"trace={trace}")
     return made
 
 
-def _workloads(seeds: int) -> list[Case]:
+def _workloads(seeds: int) -> list[SimulationCase]:
     workloads = ("equal", "sizes", "weights", "churn")
     policies = ("unicron", REFERENCE, "varuna", "torchft")
     return [
@@ -133,7 +139,7 @@ def _workloads(seeds: int) -> list[Case]:
 _SIZES: Final = (1024, 4096, 16384, 98304)
 
 
-def _sizes(_seeds: int) -> list[Case]:
+def _sizes(_seeds: int) -> list[SimulationCase]:
     made = []
     for workers in _SIZES:
         spare = max(1, round(workers / 128 / 16))
@@ -145,7 +151,7 @@ def _sizes(_seeds: int) -> list[Case]:
     return made
 
 
-def _show_sizes(curves: Sequence[Curve], folder: Path) -> str:
+def _show_sizes(curves: Sequence[WafCurve], folder: Path) -> str:
     rows = means_of(curves)
     values = {f"{size:,} GPUs": float(size) for size in _SIZES}
     path = folder / "simulator-sizes.png"
@@ -156,7 +162,7 @@ def _show_sizes(curves: Sequence[Curve], folder: Path) -> str:
 _INTERVALS: Final = (300, 900, 1800, 3600, 7200)
 
 
-def _intervals(seeds: int) -> list[Case]:
+def _intervals(seeds: int) -> list[SimulationCase]:
     made = []
     for interval in _INTERVALS:
         policies = (REFERENCE, "varuna", "inprocess", "unicron")
@@ -166,7 +172,7 @@ def _intervals(seeds: int) -> list[Case]:
     return made
 
 
-def _show_intervals(curves: Sequence[Curve], folder: Path) -> str:
+def _show_intervals(curves: Sequence[WafCurve], folder: Path) -> str:
     rows = means_of(curves)
     values = {f"{each} s": float(each) for each in _INTERVALS}
     path = folder / "simulator-intervals.png"
@@ -177,7 +183,7 @@ def _show_intervals(curves: Sequence[Curve], folder: Path) -> str:
 _FREQUENCIES: Final = (0.25, 1, 4, 16, 64)
 
 
-def _mtbf(seeds: int) -> list[Case]:
+def _mtbf(seeds: int) -> list[SimulationCase]:
     made = []
     for frequency in _FREQUENCIES:
         overrides = (
@@ -192,7 +198,7 @@ def _mtbf(seeds: int) -> list[Case]:
     return made
 
 
-def _show_mtbf(curves: Sequence[Curve], folder: Path) -> str:
+def _show_mtbf(curves: Sequence[WafCurve], folder: Path) -> str:
     rows = means_of(curves)
     values = {f"a x {each:g}": each for each in _FREQUENCIES}
     path = folder / "simulator-frequencies.png"
@@ -200,7 +206,7 @@ def _show_mtbf(curves: Sequence[Curve], folder: Path) -> str:
     return f"{as_markdown(rows)}\n\n![WAF by frequency of failures](images/simulator-frequencies.png)"
 
 
-def _favour(seeds: int) -> list[Case]:
+def _favour(seeds: int) -> list[SimulationCase]:
     costs = composed(()).costs
     made = []
     for trace in ("a", "b", "b_quick"):
@@ -213,7 +219,7 @@ def _favour(seeds: int) -> list[Case]:
     return made
 
 
-def _sensitivity(_seeds: int) -> list[Case]:
+def _sensitivity(_seeds: int) -> list[SimulationCase]:
     costs = composed(()).costs
     made = cases_of(ALL, 1, "trace=b_quick", variant="as it is")
     for key, least, most in swings(costs):
@@ -225,7 +231,7 @@ def _sensitivity(_seeds: int) -> list[Case]:
     return made
 
 
-def _show_sensitivity(curves: Sequence[Curve], folder: Path) -> str:
+def _show_sensitivity(curves: Sequence[WafCurve], folder: Path) -> str:
     found = {(str(curve.row["variant"]), str(curve.row["policy"])): float(curve.row["of_ideal"]) for curve in curves}
     figures = dict(composed(()).costs.figures())
 
@@ -333,7 +339,7 @@ incidents. Brackets show the minimum and maximum over seeds.
 """
 
 
-def sections(found: Iterable[tuple[Experiment, Sequence[Curve]]], folder: Path) -> Iterator[str]:
+def sections(found: Iterable[tuple[Experiment, Sequence[WafCurve]]], folder: Path) -> Iterator[str]:
     """Render each experiment as Markdown."""
     for experiment, curves in found:
         yield f"## {experiment.title}\n\n{experiment.text}\n\n{experiment.show(curves, folder)}\n"
@@ -353,7 +359,7 @@ def main(arguments: list[str] | None = None) -> None:
     images.mkdir(parents=True, exist_ok=True)
     chosen = [each for each in EXPERIMENTS if not options.only or each.name in options.only]
     cases = [(experiment, case) for experiment in chosen for case in experiment.cases(options.seeds)]
-    found: dict[str, list[Curve]] = {experiment.name: [] for experiment in chosen}
+    found: dict[str, list[WafCurve]] = {experiment.name: [] for experiment in chosen}
     with processes(options.processes) as pool:
         # Neighbouring cases share their settings, and so cached results.
         results = pool.map(run, [case for _, case in cases], chunksize=5)

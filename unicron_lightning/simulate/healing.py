@@ -14,20 +14,20 @@ from functools import partial
 from typing import Literal
 
 from unicron_lightning.simulate import clock as order
-from unicron_lightning.simulate.books import Books
+from unicron_lightning.simulate.accounts.books import Books
 from unicron_lightning.simulate.clock import Clock, micros
 from unicron_lightning.simulate.costs import Costs
-from unicron_lightning.simulate.policies.policy import Policy, Reaction, Situation
-from unicron_lightning.simulate.result import Result
+from unicron_lightning.simulate.policies.policy import Policy, Reaction, TaskSituation
+from unicron_lightning.simulate.result import SimulationResult
 from unicron_lightning.simulate.speeds import least_places
-from unicron_lightning.simulate.trace import Cluster, Fault, Trace
+from unicron_lightning.simulate.trace import SimCluster, Trace, TraceFault
 from unicron_lightning.simulate.workload import SimTask
 
 Doing = Literal["queued", "running", "detecting", "transition", "waiting", "over"]
 
 
 @dataclass(kw_only=True)
-class Job:
+class TaskState:
     """State of a task."""
 
     task: SimTask
@@ -43,7 +43,7 @@ class Job:
     """
     ready: set[int] = field(default_factory=set)
     """Places that are started and wait to be admitted."""
-    faults: list[Fault] = field(default_factory=list)
+    faults: list[TraceFault] = field(default_factory=list)
     version: int = 0
     """Rises with each change, which invalidates calls scheduled before it."""
 
@@ -59,13 +59,15 @@ class Healing:
         costs: costs of the system.
     """
 
-    def __init__(self, policy: Policy, cluster: Cluster, tasks: Sequence[SimTask], trace: Trace, costs: Costs) -> None:
+    def __init__(
+        self, policy: Policy, cluster: SimCluster, tasks: Sequence[SimTask], trace: Trace, costs: Costs
+    ) -> None:
         self.policy = policy
         self.costs = costs
         self.clock = Clock()
         self.books = Books(cluster, tasks, trace, costs, self.clock)
         self.free = set(range(cluster.num_places))
-        self.jobs = {t.name: Job(task=t, least=least_places(t, cluster.place_workers)) for t in tasks}
+        self.jobs = {t.name: TaskState(task=t, least=least_places(t, cluster.place_workers)) for t in tasks}
         self._cell = cluster.cell
         self._owner: dict[int, str] = {}
         """Present or previous owner of each place."""
@@ -75,12 +77,12 @@ class Healing:
         for fault in trace.faults:
             self.clock.at(micros(fault.at), partial(self._fault, fault), order.FAULT)
 
-    def run(self) -> Result:
+    def run(self) -> SimulationResult:
         """Simulate the whole trace."""
         self.clock.run(micros(self.books.trace.seconds))
         return self.books.result(self.policy.name)
 
-    def _expect(self, job: Job) -> None:
+    def _expect(self, job: TaskState) -> None:
         task = job.task
         if task.arrival > 0:
             self.clock.at(micros(task.arrival), partial(self._arrives, job), order.ARRIVAL)
@@ -91,16 +93,16 @@ class Healing:
 
     # ---- tasks come and go
 
-    def _arrives(self, job: Job) -> None:
+    def _arrives(self, job: TaskState) -> None:
         for other in self.jobs.values():
             self.books.meters[other.task.name].bills.forgive()
         self._start(job)
 
-    def _start(self, job: Job) -> None:
+    def _start(self, job: TaskState) -> None:
         if self._takes_places(job):
             self._change(job, Reaction(places=job.declared, seconds=self.costs.takes("restart")))
 
-    def _takes_places(self, job: Job) -> bool:
+    def _takes_places(self, job: TaskState) -> bool:
         """Give a new task the places it would have in the ideal, as far as they are free."""
         wanted = int(self.books.ideal.places[job.task.name].at(self.clock.now))
         taken = sorted(self.free)[: max(wanted, job.least)]
@@ -110,12 +112,12 @@ class Healing:
         self._take(job, taken)
         return True
 
-    def _take(self, job: Job, places: list[int]) -> None:
+    def _take(self, job: TaskState, places: list[int]) -> None:
         self.free.difference_update(places)
         job.alive.update(places)
         self._owner.update(dict.fromkeys(places, job.task.name))
 
-    def _departs(self, job: Job) -> None:
+    def _departs(self, job: TaskState) -> None:
         if job.doing == "over":
             return
         job.doing = "over"
@@ -130,7 +132,7 @@ class Healing:
 
     # ---- faults
 
-    def _fault(self, fault: Fault) -> None:
+    def _fault(self, fault: TraceFault) -> None:
         if fault.node in self.books.down:
             return
         place = fault.node // self._cell
@@ -157,14 +159,14 @@ class Healing:
         elif job is not None and job.doing not in ("over", "queued"):
             self._tell(job)
 
-    def _repair_later(self, fault: Fault) -> None:
+    def _repair_later(self, fault: TraceFault) -> None:
         if fault.repair <= 0:
             return
         self.books.node_down(fault.node)
         moment = micros(fault.at + fault.repair)
         self.clock.at(moment, partial(self._repaired, fault.node), order.REPAIR)
 
-    def _leaves(self, place: int, job: Job | None) -> None:
+    def _leaves(self, place: int, job: TaskState | None) -> None:
         self.free.discard(place)
         if job is not None:
             for places in (job.alive, job.dead, job.ready):
@@ -173,7 +175,7 @@ class Healing:
             if job.doing not in ("over", "queued"):
                 self._tell(job)
 
-    def _stops(self, job: Job, fault: Fault) -> None:
+    def _stops(self, job: TaskState, fault: TraceFault) -> None:
         seconds = self.policy.notices(self.costs, fault)
         if job.doing != "detecting":
             job.doing = "detecting"
@@ -181,7 +183,7 @@ class Healing:
             self.clock.after(seconds, partial(self._known, job, job.version))
         self._tell(job)
 
-    def _known(self, job: Job, version: int) -> None:
+    def _known(self, job: TaskState, version: int) -> None:
         if job.version != version:
             return
         self.books.meters[job.task.name].bills.known(self.clock.now)
@@ -191,8 +193,8 @@ class Healing:
 
     # ---- changes
 
-    def _situation(self, job: Job) -> Situation:
-        return Situation(
+    def _situation(self, job: TaskState) -> TaskSituation:
+        return TaskSituation(
             task=job.task,
             costs=self.costs,
             declared=job.declared,
@@ -203,7 +205,7 @@ class Healing:
             faults=tuple(job.faults),
         )
 
-    def _change(self, job: Job, reaction: Reaction) -> None:
+    def _change(self, job: TaskState, reaction: Reaction) -> None:
         """Carry out a reaction."""
         meter = self.books.meters[job.task.name]
         meter.settle(self.clock.now)
@@ -232,7 +234,7 @@ class Healing:
         self._tell(job)
         self.clock.after(reaction.seconds, partial(self._done, job, job.version))
 
-    def _lose(self, job: Job, reaction: Reaction) -> None:
+    def _lose(self, job: TaskState, reaction: Reaction) -> None:
         position = self.books.meters[job.task.name].position
         if reaction.loses == "step":
             position.lose(position.fraction)
@@ -240,44 +242,44 @@ class Healing:
             self.books.counts["checkpoints_loaded"] += 1
             position.back_to_checkpoint(memory=reaction.loses == "memory")
 
-    def _starts(self, job: Job, place: int) -> None:
+    def _starts(self, job: TaskState, place: int) -> None:
         """Start a place's workers while the others continue."""
         job.dead.discard(place)
         self._starts_so_far += 1
         job.starting[place] = self._starts_so_far
         self.clock.after(self.costs.change.get("start", 0.0), partial(self._started, job, place, self._starts_so_far))
 
-    def _started(self, job: Job, place: int, number: int) -> None:
+    def _started(self, job: TaskState, place: int, number: int) -> None:
         if job.starting.get(place) == number:
             del job.starting[place]
             job.ready.add(place)
             self._tell(job)
             self._consider(job)
 
-    def _done(self, job: Job, version: int) -> None:
+    def _done(self, job: TaskState, version: int) -> None:
         if job.version == version:
             self._runs(job)
             self._consider(job)
 
-    def _runs(self, job: Job) -> None:
+    def _runs(self, job: TaskState) -> None:
         job.doing = "running"
         job.version += 1
         self._tell(job)
         if job.task.steps is not None:
             self._expect_end(job)
 
-    def _expect_end(self, job: Job) -> None:
+    def _expect_end(self, job: TaskState) -> None:
         meter = self.books.meters[job.task.name]
         assert job.task.steps is not None
         left, rate = job.task.steps - meter.position.steps, meter.rate(len(job.alive))
         if rate:
             self.clock.after(max(0.0, left) / rate, partial(self._ends, job, job.version))
 
-    def _ends(self, job: Job, version: int) -> None:
+    def _ends(self, job: TaskState, version: int) -> None:
         if job.version == version:
             self._departs(job)
 
-    def _consider(self, job: Job) -> None:
+    def _consider(self, job: TaskState) -> None:
         """Let the policy admit places beyond those that the task runs with."""
         if job.doing == "waiting":
             resumed = self.policy.resumes(self._situation(job))
@@ -296,7 +298,7 @@ class Healing:
             elif spares:
                 self._tell(job)
 
-    def _tell(self, job: Job) -> None:
+    def _tell(self, job: TaskState) -> None:
         """Report the task's state to the books."""
         doing, name = job.doing, job.task.name
         if doing == "running":

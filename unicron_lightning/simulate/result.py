@@ -37,7 +37,7 @@ MICRO: Final = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Incident:
+class SimIncident:
     """A failure of a task, with all its consequences.
 
     Attributes:
@@ -85,7 +85,7 @@ class TaskResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class SimulationResult:
     """Results of one policy on one trace.
 
     Attributes:
@@ -113,7 +113,7 @@ class Result:
     worker_micros: Mapping[State, int]
     lost: Mapping[Loss, float]
     tasks: Mapping[str, TaskResult]
-    incidents: tuple[Incident, ...]
+    incidents: tuple[SimIncident, ...]
     counts: Mapping[str, int] = field(default_factory=dict)
 
     @property

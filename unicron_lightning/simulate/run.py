@@ -11,8 +11,8 @@ from unicron_lightning.errors import ConfigError
 from unicron_lightning.simulate.costs import Costs
 from unicron_lightning.simulate.healing import Healing
 from unicron_lightning.simulate.policies.systems import SYSTEMS
-from unicron_lightning.simulate.result import Result
-from unicron_lightning.simulate.trace import Cluster, Trace
+from unicron_lightning.simulate.result import SimulationResult
+from unicron_lightning.simulate.trace import SimCluster, Trace
 from unicron_lightning.simulate.unicron.system import ABLATIONS, System
 from unicron_lightning.simulate.workload import SimTask
 
@@ -22,7 +22,9 @@ POLICIES: Final = (*_ABLATIONS, *_SYSTEMS)
 """Names of all policies."""
 
 
-def simulate(policy: str, cluster: Cluster, tasks: Sequence[SimTask], trace: Trace, costs: Costs) -> Result:
+def simulate(
+    policy: str, cluster: SimCluster, tasks: Sequence[SimTask], trace: Trace, costs: Costs
+) -> SimulationResult:
     """Replay a trace.
 
     Args:

@@ -12,17 +12,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from unicron_lightning.cli.plan.config import PerformanceConfig, PlanClusterConfig, read
+from unicron_lightning.cli.plan.situation import nodes_of, performance_of
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.planner.performance.model import PerformanceModel
 from unicron_lightning.planner.performance.transformer import TransformerModel
-from unicron_lightning.planning.config import ClusterConfig, PerformanceConfig, read
-from unicron_lightning.planning.sections import read_section
-from unicron_lightning.planning.situation import nodes_of, performance_of
-from unicron_lightning.simulate.trace import Cluster
+from unicron_lightning.sections import read_section
+from unicron_lightning.simulate.trace import SimCluster
 from unicron_lightning.simulate.workload import SimTask
 
 HOUR = 3600.0
-_SCENES: dict[tuple[str, str, Path], tuple[Cluster, tuple[SimTask, ...]]] = {}
+_SCENES: dict[tuple[str, str, Path], tuple[SimCluster, tuple[SimTask, ...]]] = {}
 """The newest scene, shared by the jobs of a sweep. A table in a CSV file stays as it was first read."""
 
 
@@ -35,7 +35,7 @@ class SizeConfig:
     workers_per_node: int | None = None
     """Accelerators of each node."""
     cell: int | None = None
-    """Nodes that are allocated, and lost, together; see `unicron_lightning.simulate.trace.Cluster`."""
+    """Nodes that are allocated, and lost, together; see `unicron_lightning.simulate.trace.SimCluster`."""
     accelerator: str | None = None
     """A800, A100, H100 or H200, for tasks with ``performance.transformer``."""
 
@@ -101,7 +101,7 @@ def read_size(data: Mapping[str, Any]) -> SizeConfig:
     return read_section(SizeConfig, data, "cluster")
 
 
-def scene(workload: WorkloadConfig, size: SizeConfig, folder: Path = Path()) -> tuple[Cluster, tuple[SimTask, ...]]:
+def scene(workload: WorkloadConfig, size: SizeConfig, folder: Path = Path()) -> tuple[SimCluster, tuple[SimTask, ...]]:
     """Create the cluster and its tasks. Those of a file are read each time; others are cached, as models search long.
 
     Args:
@@ -122,16 +122,16 @@ def scene(workload: WorkloadConfig, size: SizeConfig, folder: Path = Path()) -> 
     return made
 
 
-def _scene(workload: WorkloadConfig, size: SizeConfig, folder: Path) -> tuple[Cluster, tuple[SimTask, ...]]:
+def _scene(workload: WorkloadConfig, size: SizeConfig, folder: Path) -> tuple[SimCluster, tuple[SimTask, ...]]:
     own, tasks, base = workload.cluster, dict(workload.tasks), folder
     if workload.file is not None:
         base = folder / Path(workload.file).parent
         plan = read(folder / workload.file, [])
         nodes = nodes_of(plan.cluster)
-        if len({node.num_slots for node in nodes}) > 1:
+        if len({node.num_accelerators for node in nodes}) > 1:
             raise ConfigError(f"workload.file={workload.file}: nodes of several sizes: expected equal ones")
         own = SizeConfig(
-            num_nodes=len(nodes), workers_per_node=nodes[0].num_slots, accelerator=plan.cluster.accelerator
+            num_nodes=len(nodes), workers_per_node=nodes[0].num_accelerators, accelerator=plan.cluster.accelerator
         )
         for name, task in plan.tasks.items():
             tasks[name] = SimTaskConfig(
@@ -145,22 +145,22 @@ def _scene(workload: WorkloadConfig, size: SizeConfig, folder: Path) -> tuple[Cl
     if not tasks:
         raise ConfigError("workload: no tasks: expected at least one in workload.tasks or workload.file")
     accelerator = size.accelerator or own.accelerator
-    machines = ClusterConfig(
+    machines = PlanClusterConfig(
         num_nodes=cluster.num_nodes, workers_per_node=cluster.workers_per_node, accelerator=accelerator
     )
     made = [each for name, task in tasks.items() for each in _tasks(name, task, machines, base)]
     return cluster, tuple(made)
 
 
-def _cluster(own: SizeConfig, size: SizeConfig) -> Cluster:
+def _cluster(own: SizeConfig, size: SizeConfig) -> SimCluster:
     num_nodes, workers = size.num_nodes or own.num_nodes, size.workers_per_node or own.workers_per_node
     if num_nodes is None or workers is None:
         given = f"num_nodes={num_nodes}, workers_per_node={workers}"
         raise ConfigError(f"cluster: {given}: expected both, there or in workload.cluster")
-    return Cluster(num_nodes=num_nodes, workers_per_node=workers, cell=size.cell or own.cell or 1)
+    return SimCluster(num_nodes=num_nodes, workers_per_node=workers, cell=size.cell or own.cell or 1)
 
 
-def _tasks(name: str, config: SimTaskConfig, machines: ClusterConfig, folder: Path) -> Iterator[SimTask]:
+def _tasks(name: str, config: SimTaskConfig, machines: PlanClusterConfig, folder: Path) -> Iterator[SimTask]:
     where = f"workload.tasks.{name}"
     try:
         performance = performance_of(config.performance, machines, folder)

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.planning.sections import read_section
+from unicron_lightning.sections import read_section
 from unicron_lightning.simulate.calibration import Calibration, read_calibration
-from unicron_lightning.simulate.result import Result
+from unicron_lightning.simulate.result import SimulationResult
 from unicron_lightning.simulate.run import POLICIES, simulate
 from unicron_lightning.simulate.scenario import SizeConfig, WorkloadConfig, read_size, read_workload, scene
-from unicron_lightning.simulate.trace import Cluster, Trace
+from unicron_lightning.simulate.trace import SimCluster, Trace
 from unicron_lightning.simulate.traces.config import TraceConfig, read_trace
 from unicron_lightning.simulate.traces.generate import generate
 from unicron_lightning.simulate.workload import SimTask
@@ -54,12 +54,12 @@ class Settings:
     costs: Calibration
     output: OutputConfig = field(default_factory=OutputConfig)
 
-    def scene(self, folder: Path = Path()) -> tuple[Cluster, tuple[SimTask, ...], Trace]:
+    def scene(self, folder: Path = Path()) -> tuple[SimCluster, tuple[SimTask, ...], Trace]:
         """Return cluster, tasks and trace; relative paths begin at ``folder``."""
         cluster, tasks = scene(self.workload, self.cluster, folder)
         return cluster, tasks, generate(self.trace, cluster, self.seed, folder)
 
-    def run(self, folder: Path = Path()) -> Result:
+    def run(self, folder: Path = Path()) -> SimulationResult:
         """Simulate.
 
         Raises:

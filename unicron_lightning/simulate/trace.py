@@ -19,7 +19,7 @@ _ORDER: Final = {kind.name: place for place, kind in enumerate(KINDS)}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cluster:
+class SimCluster:
     """Equal nodes.
 
     Attributes:
@@ -60,7 +60,7 @@ class Cluster:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fault:
+class TraceFault:
     """A failure of a component.
 
     Attributes:
@@ -111,7 +111,7 @@ class Trace:
 
     name: str
     seconds: float
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[TraceFault, ...] = ()
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.seconds) and self.seconds > 0):
@@ -120,13 +120,13 @@ class Trace:
             raise ConfigError(f"trace {self.name!r}: expected faults in their order, as Trace.of makes it")
 
     @classmethod
-    def of(cls, name: str, seconds: float, faults: Iterable[Fault]) -> Trace:
+    def of(cls, name: str, seconds: float, faults: Iterable[TraceFault]) -> Trace:
         """Create a trace of faults in any order; those at or after its end are left out."""
         kept = sorted((fault for fault in faults if fault.at < seconds), key=order)
         return cls(name=name, seconds=seconds, faults=tuple(kept))
 
 
-def order(fault: Fault) -> tuple[float, int, int, int, float]:
+def order(fault: TraceFault) -> tuple[float, int, int, int, float]:
     """Sort key of faults."""
     worker = -1 if fault.worker is None else fault.worker
     return fault.at, _ORDER[fault.kind], fault.node, worker, fault.repair

@@ -21,7 +21,7 @@ from typing import Union
 
 import msgspec
 
-from unicron_lightning.wire.activity import Ask, Doing, Inspect, Pace, Progress, WatchLimits
+from unicron_lightning.wire.activity import ActivityQuery, ActivityReport, Inspect, Pace, Progress, WatchLimits
 from unicron_lightning.wire.agent import (
     PROTOCOL_VERSION,
     Address,
@@ -52,7 +52,7 @@ from unicron_lightning.wire.coordinator import (
     TaskOver,
     Welcome,
 )
-from unicron_lightning.wire.faults import FaultDue, FaultNoted, Inject
+from unicron_lightning.wire.faults import FaultDue, FaultRecorded, Inject
 from unicron_lightning.wire.fields import Message
 from unicron_lightning.wire.health import Barred, ErrorReport, GpuReading, NodeReading
 from unicron_lightning.wire.peers import (
@@ -83,21 +83,21 @@ from unicron_lightning.wire.worker import (
 __all__ = [
     "PLANNED",
     "PROTOCOL_VERSION",
+    "ActivityQuery",
+    "ActivityReport",
     "Address",
     "Amount",
-    "Ask",
     "Barred",
     "Beat",
     "Bye",
     "Checkpoint",
     "CheckpointSaved",
     "CommError",
-    "Doing",
     "Epoch",
     "EpochKind",
     "ErrorReport",
     "FaultDue",
-    "FaultNoted",
+    "FaultRecorded",
     "Fence",
     "Forwarded",
     "FromAgent",
@@ -168,11 +168,11 @@ Forwarded = Union[
     WorkerDone,
     ErrorReport,
     FaultDue,
-    Doing,
+    ActivityReport,
     Replicas,
 ]
 FromWorker = Union[Forwarded, Heartbeat, Training]
-ToWorker = Union[Welcome, Epoch, Go, LookupReply, TaskOver, Notice, FaultNoted, Inject, Ask]
+ToWorker = Union[Welcome, Epoch, Go, LookupReply, TaskOver, Notice, FaultRecorded, Inject, ActivityQuery]
 FromPair = Union[PairServing, PairResult]
 ToPair = Union[PairServe, PairConnect, PairEnd]
 FromAgent = Union[

@@ -23,7 +23,7 @@ class WatchLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's recent speed, by its own statistics; times in seconds. See `worker.statistics.Summary`."""
+    """A worker's recent speed, by its own statistics; times in seconds. See `worker.control.statistics.Summary`."""
 
     steps: Count
     mean: Seconds | None = None
@@ -52,11 +52,11 @@ class Progress(Message, frozen=True, kw_only=True, tag="progress"):
     pace: Pace | None = None
 
 
-class Doing(Message, frozen=True, kw_only=True, tag="doing"):
+class ActivityReport(Message, frozen=True, kw_only=True, tag="activity_report"):
     """Activity of the worker's training thread.
 
     Sent when the worker becomes overdue, again each second while it is, once when it continues, when it has waited in a
-    collective for 1, 2, 4, ... s, and in answer to `Ask`.
+    collective for 1, 2, 4, ... s, and in answer to `ActivityQuery`.
     """
 
     worker: Id
@@ -65,7 +65,7 @@ class Doing(Message, frozen=True, kw_only=True, tag="doing"):
     step: Count
     """Number of finished optimizer steps."""
     phase: Word
-    """See `worker.activity.Phase`."""
+    """See `worker.control.activity.Phase`."""
     waiting: bool
     """Whether the training thread waits for other ranks in a collective."""
     overdue: bool
@@ -81,8 +81,8 @@ class Doing(Message, frozen=True, kw_only=True, tag="doing"):
     """Time that the training thread has waited in this collective."""
 
 
-class Ask(Message, frozen=True, kw_only=True, tag="ask"):
-    """[to the workers] Request for the present activity. Answered at once by the control thread, by `Doing`."""
+class ActivityQuery(Message, frozen=True, kw_only=True, tag="activity_query"):
+    """[to the workers] Request for the present activity, answered at once by an `ActivityReport`."""
 
 
 class Inspect(Message, frozen=True, kw_only=True, tag="inspect"):

@@ -11,7 +11,7 @@ from unicron_lightning.wire.fields import Count, Id, Key, Message
 
 
 class FaultDue(Message, frozen=True, kw_only=True, tag="fault_due"):
-    """A fault of the worker's own script is due. The worker waits for `FaultNoted`, and injects it if allowed there."""
+    """A fault of the worker's own script is due. It strikes if the answer, `FaultRecorded`, allows it."""
 
     worker: Id
     claim: Key
@@ -25,7 +25,7 @@ class FaultDue(Message, frozen=True, kw_only=True, tag="fault_due"):
     """Place of the strike, for the event log: rank, step, phase."""
 
 
-class FaultNoted(Message, frozen=True, kw_only=True, tag="fault_noted"):
+class FaultRecorded(Message, frozen=True, kw_only=True, tag="fault_recorded"):
     """[to the worker] Answer to `FaultDue`: the fault is in the event log.
 
     Effects that the worker cannot cause itself are caused by its agent when it forwards this message, or by the

@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from unicron_lightning.worker.buckets import Bucket
-from unicron_lightning.worker.communicator import gather_rows
+from unicron_lightning.worker.communication.communicator import gather_rows
 from unicron_lightning.worker.engine import Engine
 
 _encode = msgspec.msgpack.Encoder().encode

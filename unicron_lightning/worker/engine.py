@@ -20,17 +20,17 @@ import torch
 
 from unicron_lightning import wire
 from unicron_lightning.errors import UnicronError
-from unicron_lightning.worker.activity import Activity
-from unicron_lightning.worker.communicator import (
+from unicron_lightning.worker.communication.background_connect import Connect, Connecting
+from unicron_lightning.worker.communication.communicator import (
     Communicator,
     CommunicatorAborted,
     ProgramsDiffer,
     SoloCommunicator,
+    WatchedCommunicator,
     broadcast_bytes,
 )
-from unicron_lightning.worker.connecting import Connect, Connecting
-from unicron_lightning.worker.control import Control
-from unicron_lightning.worker.watched import WatchedCommunicator
+from unicron_lightning.worker.control.activity import Activity
+from unicron_lightning.worker.control.thread import Control
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from unicron_lightning.worker.communicator import gather_bytes
+from unicron_lightning.worker.communication.communicator import gather_bytes
 from unicron_lightning.worker.engine import Engine, Report
 from unicron_lightning.worker.ledger import share
 from unicron_lightning.worker.operations import pack_parts

@@ -6,21 +6,28 @@ happens: the worker first asks the coordinator, which also knows the strikes on 
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import logging
+import math
 import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from typing import Any, Final
+
+import torch
+from torch import Tensor
 
 from unicron_lightning import environ, wire
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.faults.arrivals import draw
+from unicron_lightning.faults.due import SCRIPT, FaultTimer, Point
+from unicron_lightning.faults.examples import EXAMPLES, Example
 from unicron_lightning.faults.fault import Fault
 from unicron_lightning.faults.language import parse, text
-from unicron_lightning.faults.watch import SCRIPT, Point, Watch
-from unicron_lightning.worker import strikes
+from unicron_lightning.worker.communication.communicator import CommunicatorAborted
 from unicron_lightning.worker.engine import Engine
 
 logger = logging.getLogger(__name__)
@@ -44,7 +51,7 @@ class Injector:
         self._engine = engine
         self._claim = claim or self._noted
         self._others: Callable[..., None] = engine.fault
-        self._watches: list[tuple[str, Watch]] = []
+        self._watches: list[tuple[str, FaultTimer]] = []
         self._struck: dict[str, int] = {}
         self._claims = itertools.count(1)
         self._began = time.monotonic()
@@ -74,7 +81,7 @@ class Injector:
         if fault.task not in (None, own.task if own else None):
             return
         start = (self._engine.world.rank, own.round) if own else ()
-        watch = Watch(fault, draw(fault, key, seed=seed).random(), draw(fault, key, *start, seed=seed))
+        watch = FaultTimer(fault, draw(fault, key, seed=seed).random(), draw(fault, key, *start, seed=seed))
         self._watches = [*self._watches, (key, watch)]
 
     def order(self, order: wire.Inject) -> None:
@@ -119,7 +126,7 @@ class Injector:
             at=now - self._began,
         )
 
-    def _strike(self, key: str, watch: Watch, point: Point, where: tuple[Any, ...]) -> None:
+    def _strike(self, key: str, watch: FaultTimer, point: Point, where: tuple[Any, ...]) -> None:
         fault = watch.fault
         if fault.rank == "all":
             key = f"{key} at rank {point.rank}"
@@ -133,18 +140,18 @@ class Injector:
             case "kill":
                 os.kill(os.getpid(), fault.signal)
             case "hang":
-                strikes.hang(str(fault.argument or "sleep"), fault.duration)
+                hang(str(fault.argument or "sleep"), fault.duration)
             case "raise":
                 inside = point.phase not in _OUTSIDE and self._engine.control is not None
-                raise strikes.error(str(fault.argument), inside)
+                raise library_error(str(fault.argument), inside)
             case "exit":
-                strikes.leave(int(fault.argument or 0))
+                leave(int(fault.argument or 0))
             case "slow":
                 until = None if fault.duration is None else time.monotonic() + fault.duration
                 last = None if fault.steps is None else point.step + fault.steps - 1
                 self._slow = float(fault.argument or 1), until, last
             case "corrupt gradient":
-                strikes.corrupt_next_gradient(where[2])
+                corrupt_next_gradient(where[2])
 
     def _drag(self, point: Point) -> None:
         """Delay a slow worker's micro-batch in proportion to the duration of the one before."""
@@ -187,3 +194,66 @@ class Injector:
             logger.warning("fault_refused fault=%r reason=%s", text(fault), reason)
             return False
         return True
+
+
+_NAP_SECONDS = 0.05
+_HOLD_SECONDS = 4000
+"""Longest sleep of usleep in whole seconds; its limit in microseconds is slightly higher."""
+
+
+def hang(how: str, seconds: float | None) -> None:
+    """Block for ``seconds`` (None: for ever).
+
+    Args:
+        how: ``sleep``, ``spin``, or ``gil``: sleep with the interpreter's lock, so that no other thread runs either,
+            except for a moment at a signal.
+        seconds: duration.
+    """
+    end = math.inf if seconds is None else time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        if how == "sleep":
+            time.sleep(min(_NAP_SECONDS, left))
+        elif how == "gil":
+            ctypes.PyDLL(None).usleep(ctypes.c_uint(int(1e6 * min(_HOLD_SECONDS, left))))
+
+
+def leave(status: int) -> None:
+    """End the process at once, as a library's ``exit`` does."""
+    logging.shutdown()
+    os._exit(status)
+
+
+def library_error(kind: str, in_operation: bool) -> Exception:
+    """The exception that a library raises for an error of this kind.
+
+    Args:
+        kind: one of `EXAMPLES`.
+        in_operation: whether the error is raised in an operation of the engine. There, collectives raise broken
+            connections as `CommunicatorAborted`, which is handled in place.
+    """
+    example = EXAMPLES[kind]
+    raised = _class_of(example)(example.text)
+    if not (example.collective and in_operation):
+        return raised
+    aborted = CommunicatorAborted(example.text)
+    aborted.__cause__ = raised
+    return aborted
+
+
+def corrupt_next_gradient(module: torch.nn.Module) -> None:
+    """Make the next backward produce NaN for the first parameter that needs a gradient."""
+    parameter = next((p for p in module.parameters() if p.requires_grad), None)
+    if parameter is None:
+        return
+
+    def spoil(gradient: Tensor) -> Tensor:
+        handle.remove()
+        return torch.full_like(gradient, float("nan"))
+
+    handle = parameter.register_hook(spoil)
+
+
+def _class_of(example: Example) -> type[Exception]:
+    path, _, name = example.exception.rpartition(".")
+    found: type[Exception] = getattr(import_module(path or "builtins"), name, RuntimeError)
+    return found

@@ -8,7 +8,7 @@ from typing import Final, NoReturn
 
 import msgspec
 
-from unicron_lightning.worker.communicator import broadcast_bytes, gather_bytes
+from unicron_lightning.worker.communication.communicator import broadcast_bytes, gather_bytes
 from unicron_lightning.worker.engine import JOIN, NEEDS_STATE, Engine, EpochChanged, Report
 
 logger = logging.getLogger(__name__)

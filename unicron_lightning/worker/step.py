@@ -24,7 +24,7 @@ from unicron_lightning.worker.agreement import odd_ranks
 from unicron_lightning.worker.balance import Balance
 from unicron_lightning.worker.buckets import Bucket, GradientBuckets
 from unicron_lightning.worker.commit import Sums, adopt_commit, commit
-from unicron_lightning.worker.communicator import Communicator, CommunicatorAborted, Handle
+from unicron_lightning.worker.communication.communicator import Communicator, CommunicatorAborted, Handle
 from unicron_lightning.worker.engine import Engine, Report
 from unicron_lightning.worker.ledger import StepPlan, StepReport, plan_step
 

@@ -8,9 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.optimize import isotonic_regression
 
-from unicron_lightning.planner.performance.isotonic import isotonic
 from unicron_lightning.planner.performance.model import ParallelConfiguration, PerformanceModel
-from unicron_lightning.planner.performance.online import OnlineModel, OnlinePoint
+from unicron_lightning.planner.performance.online import OnlineModel, OnlinePoint, isotonic
 
 POINTS = st.lists(
     st.builds(

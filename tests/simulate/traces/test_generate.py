@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.simulate.trace import Cluster, Trace, order
+from unicron_lightning.simulate.trace import SimCluster, Trace, order
 from unicron_lightning.simulate.traces.config import (
     CauseConfig,
     RepairConfig,
@@ -24,7 +24,7 @@ from unicron_lightning.simulate.traces.config import (
 from unicron_lightning.simulate.traces.generate import DAY, generate, repair_seconds
 from unicron_lightning.simulate.traces.table import write_table
 
-PAPER = Cluster(num_nodes=16, workers_per_node=8)
+PAPER = SimCluster(num_nodes=16, workers_per_node=8)
 LOST = {"lost": CauseConfig(kind="lost_connection", count=1)}
 CRASH = {"crash": CauseConfig(kind="exited_abnormally", count=1)}
 LONG = RepairConfig(distribution="fixed", hours=24)
@@ -35,7 +35,7 @@ def preset(name: str) -> dict:
         return OmegaConf.to_container(compose(config_name=f"trace/{name}").trace)
 
 
-def trace(name: str, cluster: Cluster, seed: int = 0) -> Trace:
+def trace(name: str, cluster: SimCluster, seed: int = 0) -> Trace:
     return generate(read_trace(preset(name)), cluster, seed)
 
 
@@ -56,7 +56,7 @@ def test_a_source_more_does_not_change_the_others() -> None:
 
 
 def test_llama3_has_the_published_counts() -> None:
-    faults = trace("llama3", Cluster(num_nodes=2048, workers_per_node=8)).faults
+    faults = trace("llama3", SimCluster(num_nodes=2048, workers_per_node=8)).faults
     assert len(faults) == 419
     kinds = Counter(fault.kind for fault in faults)
     # GPU 148, system processor 17, thermal 6; HBM3 72, SRAM 19, silent corruption 6; bugs 54 and dependencies 2.
@@ -66,7 +66,9 @@ def test_llama3_has_the_published_counts() -> None:
 
 
 def test_llama3_on_more_nodes_has_as_many_more() -> None:
-    assert len(trace("llama3", Cluster(num_nodes=12_500, workers_per_node=8)).faults) == round(419 * 100_000 / 16_384)
+    assert len(trace("llama3", SimCluster(num_nodes=12_500, workers_per_node=8)).faults) == round(
+        419 * 100_000 / 16_384
+    )
 
 
 def test_a_and_b_are_what_they_say() -> None:

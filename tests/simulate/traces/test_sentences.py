@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.simulate.trace import Cluster, Fault
+from unicron_lightning.simulate.trace import SimCluster, TraceFault
 from unicron_lightning.simulate.traces.config import read_trace
 from unicron_lightning.simulate.traces.generate import DAY, generate
 from unicron_lightning.simulate.traces.sentences import replay
 
-CLUSTER = Cluster(num_nodes=4, workers_per_node=8)
+CLUSTER = SimCluster(num_nodes=4, workers_per_node=8)
 
 
-def faults(*sentences: str, seed: int = 1) -> tuple[Fault, ...]:
+def faults(*sentences: str, seed: int = 1) -> tuple[TraceFault, ...]:
     trace = read_trace({"name": "x", "days": 10, "faults": list(sentences)})
     return generate(trace, CLUSTER, seed).faults
 

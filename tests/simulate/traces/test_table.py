@@ -10,19 +10,19 @@ from hypothesis import strategies as st
 
 from unicron_lightning.coordinator.severity.errors import SEVERITY
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.simulate.trace import Cluster, Fault
+from unicron_lightning.simulate.trace import SimCluster, TraceFault
 from unicron_lightning.simulate.traces.config import TraceConfig
 from unicron_lightning.simulate.traces.generate import generate
 from unicron_lightning.simulate.traces.table import parse_table, write_table
 
-CLUSTER = Cluster(num_nodes=4, workers_per_node=2)
+CLUSTER = SimCluster(num_nodes=4, workers_per_node=2)
 
 
 @settings(max_examples=50, deadline=None)
 @given(
     st.lists(
         st.builds(
-            Fault,
+            TraceFault,
             at=st.floats(0, 1e9),
             kind=st.sampled_from(sorted(SEVERITY)),
             node=st.integers(0, 3),
@@ -31,15 +31,15 @@ CLUSTER = Cluster(num_nodes=4, workers_per_node=2)
         )
     )
 )
-def test_what_was_written_is_read_back(faults: list[Fault]) -> None:
+def test_what_was_written_is_read_back(faults: list[TraceFault]) -> None:
     assert parse_table(write_table(faults), CLUSTER, "x") == faults
 
 
 def test_times_comments_and_order_of_columns() -> None:
     text = "# ours\n\nnode,at,kind,repair\n1,2026-03-02T00:00:00Z,ecc_error,60\n0,2026-03-01,lost_connection,\n"
     assert parse_table(text, CLUSTER, "x") == [
-        Fault(at=86400.0, kind="ecc_error", node=1, repair=60.0),
-        Fault(at=0.0, kind="lost_connection", node=0),
+        TraceFault(at=86400.0, kind="ecc_error", node=1, repair=60.0),
+        TraceFault(at=0.0, kind="lost_connection", node=0),
     ]
     late = parse_table("# start 2026-02-28\n" + text, CLUSTER, "x")
     assert [fault.at for fault in late] == [2 * 86400.0, 86400.0]

@@ -156,7 +156,7 @@ class Ahead:
 
 def event_between(standing: Question, question: Question) -> Event | None:
     """Return the event between two situations, if it is one that is planned ahead; None otherwise."""
-    from unicron_lightning.planner.events import Finish, Join, Loss
+    from unicron_lightning.planner.events import NodesJoined, TaskFinished, WorkersLost
 
     old = {task.name: task for task in standing.tasks}
     new = {task.name: task for task in question.tasks}
@@ -166,10 +166,10 @@ def event_between(standing: Question, question: Question) -> Event | None:
     struck = {name: task.before - task.left for name, task in new.items() if task.before > task.left}
     lost = standing.num_places - question.num_places
     if gone:
-        return Finish(task=gone[0]) if len(gone) == 1 and not struck and not lost else None
+        return TaskFinished(task=gone[0]) if len(gone) == 1 and not struck and not lost else None
     if lost > 0 and len(struck) <= 1:
-        return Loss(num_workers=lost, by_task=tuple(struck.items()))
-    return Join(num_workers=-lost) if lost < 0 and not struck else None
+        return WorkersLost(num_workers=lost, by_task=tuple(struck.items()))
+    return NodesJoined(num_workers=-lost) if lost < 0 and not struck else None
 
 
 def _terms(task: Competitor) -> tuple[object, ...]:

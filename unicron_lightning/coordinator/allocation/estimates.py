@@ -35,7 +35,7 @@ from unicron_lightning.coordinator.state import Task
 from unicron_lightning.jobs import Job
 
 if TYPE_CHECKING:
-    from unicron_lightning.planner.failures import FailureModel
+    from unicron_lightning.planner.failures.model import FailureModel
     from unicron_lightning.planner.performance.model import PerformanceModel
     from unicron_lightning.planner.performance.online import OnlineModel
     from unicron_lightning.planner.transitions import TransitionTimes
@@ -154,8 +154,8 @@ def failure_model(
         slot_mtbf: mean seconds between the failures of one slot's agent, weighted like one observed failure.
         worker_mtbf: the same for the workers of one slot.
     """
-    from unicron_lightning.planner.failure_rate import RateBelief
-    from unicron_lightning.planner.failures import FailureModel
+    from unicron_lightning.planner.failures.model import FailureModel
+    from unicron_lightning.planner.failures.rate import RateBelief
 
     slots, workers = RateBelief.from_mtbf(slot_mtbf), RateBelief.from_mtbf(worker_mtbf)
     for each in (past, *(task.measured.lifetimes for task in tasks.values())):

@@ -16,7 +16,7 @@ import msgspec
 
 from unicron_lightning.coordinator.state import Agent, Cluster, Node, Task
 
-NOBODY: Final = ""
+NO_TASK: Final = ""
 """Task name of a place that the plan leaves unused."""
 
 
@@ -152,7 +152,7 @@ def _competing(cluster: Cluster) -> Iterator[Task]:
 
 
 def is_elsewhere(cluster: Cluster, agent: Agent) -> bool:
-    """Whether the plan gives the agent's place to another task, or to none (`NOBODY`)."""
+    """Whether the plan gives the agent's place to another task, or to none (`NO_TASK`)."""
     return agent.place is not None and cluster.lasting.assigned.get(agent.place, agent.task) != agent.task
 
 

@@ -1,8 +1,8 @@
 """The places of each task: the plan is requested when its inputs change, and put in force.
 
-The machine does not plan itself. When the usable places or the competing tasks change, it asks (`events.Ask` with a
-`Question`), and the shell answers with the planner's numbers (`events.Planned`). An answer to an older question is
-dropped, since the newer question covers all later changes. Until the answer arrives the assignment stays as it is,
+The machine does not plan itself. When the usable places or the competing tasks change, it asks (`events.RequestPlan`
+with a `Question`), and the shell answers with the planner's numbers (`events.Planned`). An answer to an older question
+is dropped, since the newer question covers all later changes. Until the answer arrives the assignment stays as it is,
 except that places that are gone are released. A single task needs no planner: it gets every place it can use.
 
 Putting a plan in force only records the task of each place (`state.Lasting.assigned`). An agent whose place belongs to
@@ -19,9 +19,10 @@ from collections.abc import Mapping
 import msgspec
 
 from unicron_lightning.coordinator import events as ev
+from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.allocation.assignment import assign
 from unicron_lightning.coordinator.allocation.places import (
-    NOBODY,
+    NO_TASK,
     Places,
     competing_tasks,
     several_compete,
@@ -32,7 +33,6 @@ from unicron_lightning.coordinator.allocation.request import Competitor, Questio
 from unicron_lightning.coordinator.membership.epochs import pause
 from unicron_lightning.coordinator.membership.replicas import keep_together, worth
 from unicron_lightning.coordinator.state import Agent, Cluster, Task, has_multiple
-from unicron_lightning.coordinator.turn import Turn
 
 
 def review_allocation(cluster: Cluster, turn: Turn) -> None:
@@ -49,7 +49,7 @@ def review_allocation(cluster: Cluster, turn: Turn) -> None:
     elif key != cluster.asked and len(tasks) > 1:
         cluster.asked = key
         _keep_standing(cluster, turn, places)
-        turn.actions.append(ev.Ask(question=_question(cluster, key, places, tasks)))
+        turn.actions.append(ev.RequestPlan(question=_question(cluster, key, places, tasks)))
     elif key != cluster.asked:
         wanted = {task.id: _alone(task, len(places)) for task in tasks}
         _put_in_force(cluster, turn, key, places, wanted, about={})
@@ -101,7 +101,7 @@ def _put_in_force(
 ) -> None:
     lasting = cluster.lasting
     before = dict(lasting.assigned)
-    nobody = dict.fromkeys((place.name for place in places), NOBODY)
+    nobody = dict.fromkeys((place.name for place in places), NO_TASK)
     worths = [worth(cluster.tasks[task], before) for task in wanted if task in cluster.tasks]
     after = {**nobody, **assign(places, wanted, before, {k: v for each in worths for k, v in each.items()})}
     lasting.assigned = keep_together(competing_tasks(cluster), places, after)
@@ -125,7 +125,7 @@ def _keep_standing(cluster: Cluster, turn: Turn, places: Places) -> None:
     standing = {
         name: task
         for name, task in lasting.assigned.items()
-        if name in usable and (task == NOBODY or task in usable[name])
+        if name in usable and (task == NO_TASK or task in usable[name])
     }
     if standing != lasting.assigned:
         lasting.assigned = standing

@@ -20,10 +20,12 @@ from __future__ import annotations
 
 from typing import Final
 
+import msgspec
+
 from unicron_lightning import wire
+from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.severity import reports
 from unicron_lightning.coordinator.state import Agent, Task
-from unicron_lightning.coordinator.turn import Turn
 from unicron_lightning.detection import pairs
 
 ANSWER_SECONDS: Final = 10.0
@@ -49,7 +51,7 @@ def review(task: Task, turn: Turn) -> None:
             _go_on(task, turn, agent)
 
 
-def told(task: Task, turn: Turn, agent: Agent, message: wire.PairServing | wire.PairResult) -> None:
+def receive(task: Task, turn: Turn, agent: Agent, message: wire.PairServing | wire.PairResult) -> None:
     """Handle an agent's report of an exchange."""
     newcomer = task.agents.get(message.check.rpartition("#")[0])
     if newcomer is None or newcomer.paired.check != message.check:
@@ -63,14 +65,14 @@ def told(task: Task, turn: Turn, agent: Agent, message: wire.PairServing | wire.
     elif agent is newcomer:
         _newcomer_told(task, turn, newcomer, message)
     elif agent is partner and message.cause:
-        if paired.asked and not paired.told:
-            paired.saw = message.cause
+        if paired.asked and not paired.own_cause:
+            paired.partner_cause = message.cause
             turn.save(task)
         else:
-            _failed(task, turn, newcomer, paired.told or f"it cannot serve: {message.cause}", message.cause)
+            _failed(task, turn, newcomer, paired.own_cause or f"it cannot serve: {message.cause}", message.cause)
 
 
-def due(task: Task, turn: Turn, agent: Agent) -> None:
+def timer_fired(task: Task, turn: Turn, agent: Agent) -> None:
     """Retry an agent that was barred, or fail its exchange that has timed out."""
     paired = agent.paired
     if paired.rests:
@@ -78,7 +80,7 @@ def due(task: Task, turn: Turn, agent: Agent) -> None:
         turn.save(task)
     elif paired.check:
         silent = "its agent does not answer" if not paired.asked else "this agent sent no report"
-        _failed(task, turn, agent, paired.told or silent, "nothing" if paired.told else "")
+        _failed(task, turn, agent, paired.own_cause or silent, "nothing" if paired.own_cause else "")
 
 
 def restore(task: Task) -> None:
@@ -165,10 +167,10 @@ def _newcomer_told(task: Task, turn: Turn, agent: Agent, result: wire.PairResult
     wrong = pairs.fault(result, turn.limits.pairs)
     if not wrong:
         _succeeded(task, turn, agent, result)
-    elif paired.saw or not result.cause:
-        _failed(task, turn, agent, wrong, paired.saw)
+    elif paired.partner_cause or not result.cause:
+        _failed(task, turn, agent, wrong, paired.partner_cause)
     else:
-        paired.told = wrong
+        paired.own_cause = wrong
         turn.send(task.agents[paired.partner], wire.PairEnd(check=paired.check))
         turn.timer("pair", ANSWER_SECONDS, task=task.id, agent=agent.id)
         turn.save(task)
@@ -178,7 +180,8 @@ def _failed(task: Task, turn: Turn, agent: Agent, why: str, saw: str) -> None:
     paired = agent.paired
     partner = task.agents.get(paired.partner)
     if partner is not None:
-        paired.bad = [*paired.bad, pairs.Bad(agent=partner.id, node=partner.node, cause=why, saw=saw)]
+        failed = pairs.FailedExchange(agent=partner.id, node=partner.node, cause=why, partner_cause=saw)
+        paired.bad = [*paired.bad, failed]
     paired.ended()
     turn.cancel("pair", task=task.id, agent=agent.id)
     turn.save(task)
@@ -209,7 +212,7 @@ def _succeeded(task: Task, turn: Turn, agent: Agent, result: wire.PairResult) ->
         _suspect(task, turn, each, agent)
 
 
-def _suspect(task: Task, turn: Turn, bad: pairs.Bad, agent: Agent) -> None:
+def _suspect(task: Task, turn: Turn, bad: pairs.FailedExchange, agent: Agent) -> None:
     """Suspect an agent whose exchange with this one failed, while this one succeeded with another."""
     other = task.agents.get(bad.agent)
     if other is None or other.paired.suspect:
@@ -228,7 +231,7 @@ def _admit(task: Task, turn: Turn, agent: Agent, proof: str) -> None:
     turn.cancel("pair", task=task.id, agent=agent.id)
     if paired.reason:
         paired.reason = ""
-        turn.emit_for(task, None, "node_well_again", {"agent": agent.id, "node": agent.node, "checks": ["exchange"]})
+        turn.emit_for(task, None, "node_healthy", {"agent": agent.id, "node": agent.node, "checks": ["exchange"]})
         turn.send(agent, wire.Barred(reason=agent.barred))
     if not known:
         turn.places_changed = True
@@ -247,7 +250,7 @@ def _bar(task: Task, turn: Turn, agent: Agent) -> None:
     turn.send(agent, wire.Barred(reason=agent.barred))
     if any(one.node == agent.node and one.paired.reason for one in task.agents.values() if one is not agent):
         return  # the node was reported already
-    partners = [{"agent": b.agent, "node": b.node, "cause": b.cause, "partner_saw": b.saw} for b in paired.bad]
+    partners = [msgspec.structs.asdict(failed) for failed in paired.bad]
     word = wire.ErrorReport(
         worker=None,
         kind=KIND,
@@ -257,4 +260,4 @@ def _bar(task: Task, turn: Turn, agent: Agent) -> None:
         at=turn.now,
         details={"check": "exchange", "partners": partners},
     )
-    reports.reported(task, turn, agent, word)
+    reports.handle_error(task, turn, agent, word)

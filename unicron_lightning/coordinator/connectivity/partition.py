@@ -19,12 +19,12 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from unicron_lightning import wire
+from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.connectivity.reachability import Candidate, Pair, continuing, returning
-from unicron_lightning.coordinator.connectivity.record import Parted
+from unicron_lightning.coordinator.connectivity.record import NodeExclusion
 from unicron_lightning.coordinator.membership import epochs
 from unicron_lightning.coordinator.membership.slots import revoke
 from unicron_lightning.coordinator.state import Agent, Task
-from unicron_lightning.coordinator.turn import Turn
 
 ANSWER_SECONDS: Final = 1.5
 """Time to wait for an agent's answer after the probe's own time limit."""
@@ -54,7 +54,7 @@ def suspect(task: Task, turn: Turn, *, weakly: bool = False) -> None:
     rests_until = probing.weak_rests_until if weakly else probing.rests_until
     if probing.asked or turn.now < rests_until or task.finishing or task.over is not None:
         return
-    agents = [task.agents[agent] for agent in epochs.concerned(task) if agent in task.agents]
+    agents = [task.agents[agent] for agent in epochs.agents_to_notify(task) if agent in task.agents]
     _begin(task, turn, agents, {agent.id: [*_elsewhere(agent, agents)] for agent in agents})
 
 
@@ -65,7 +65,7 @@ def delays(task: Task, turn: Turn) -> bool:
     return bool(task.probing.asked)
 
 
-def told(task: Task, turn: Turn, agent: Agent, message: wire.Probed) -> None:
+def receive(task: Task, turn: Turn, agent: Agent, message: wire.Probed) -> None:
     """Process an agent's report of the peers that it did not reach."""
     probing = task.probing
     if message.number == probing.number and agent.id in probing.asked and agent.id not in probing.missed:
@@ -74,7 +74,7 @@ def told(task: Task, turn: Turn, agent: Agent, message: wire.Probed) -> None:
             _conclude(task, turn)
 
 
-def due(task: Task, turn: Turn, kind: str) -> None:
+def timer_fired(task: Task, turn: Turn, kind: str) -> None:
     """Process a timer: of a probe (``probe``), of an epoch's members (``enter``), or of excluded nodes (``parted``)."""
     if kind == "probe":
         _conclude(task, turn)
@@ -160,7 +160,7 @@ def _look_at_entries(task: Task, turn: Turn) -> None:
         return
     missing = [member.worker for member in task.live_members() if member.worker not in record.entered]
     probing.looks += 1
-    if missing and (record.tells or probing.looks <= FIRST_LOOKS):
+    if missing and (record.reports_entry or probing.looks <= FIRST_LOOKS):
         suspect(task, turn)
         turn.timer("enter", ENTER_SECONDS, task=task.id)
 
@@ -195,7 +195,7 @@ def _conclude(task: Task, turn: Turn) -> None:
 
 def _part(task: Task, turn: Turn, cut: set[Pair]) -> None:
     """Continue without nodes that the others do not reach."""
-    concerned = [task.agents[agent] for agent in epochs.concerned(task) if agent in task.agents]
+    concerned = [task.agents[agent] for agent in epochs.agents_to_notify(task) if agent in task.agents]
     concerned.sort(key=lambda agent: task.slots.index(agent.id) if agent.id in task.slots else len(task.slots))
     nodes = list(dict.fromkeys(agent.node for agent in concerned))
     inside = continuing([_candidate(task, node) for node in nodes], cut, _whole_replicas(task))
@@ -211,7 +211,7 @@ def _part(task: Task, turn: Turn, cut: set[Pair]) -> None:
     for node in outside:
         own = sorted({other for pair in pairs if node in pair for other in pair} - {node})
         reason = f"it does not reach {', '.join(own[:_MOST_NAMED])}, or is not reached"
-        parted = task.probing.nodes.setdefault(node, Parted())
+        parted = task.probing.nodes.setdefault(node, NodeExclusion())
         parted.times = [*(at for at in parted.times if turn.now - at < WINDOW_SECONDS), turn.now]
         parted.reason, parted.reached_since = reason, 0.0
         for agent in [agent for agent in task.agents.values() if agent.node == node]:
@@ -219,7 +219,7 @@ def _part(task: Task, turn: Turn, cut: set[Pair]) -> None:
             turn.send(agent, wire.Barred(reason=agent.barred))
             if agent.id in task.slots:
                 for worker in task.workers_of(agent.id):
-                    epochs.bury(task, worker)
+                    epochs.remove_worker(task, worker)
                 revoke(task, turn, agent, reason, STOP_SECONDS)
     turn.places_changed = True
     turn.timer("parted", RETRY_SECONDS, task=task.id)
@@ -264,7 +264,7 @@ def _admit(task: Task, turn: Turn, node: str) -> None:
         agent.parted = ""
         turn.send(agent, wire.Barred(reason=agent.barred))
     turn.places_changed = True
-    turn.emit_for(task, None, "node_taken_back", {"node": node, "seconds": seconds})
+    turn.emit_for(task, None, "node_readmitted", {"node": node, "seconds": seconds})
 
 
 # ---- queries ---------------------------------------------------------------------------------------------------------

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import msgspec
 
-from unicron_lightning.detection.pairs import Bad
+from unicron_lightning.detection.pairs import FailedExchange
 
 
-class Paired(msgspec.Struct, kw_only=True):
+class PairCheck(msgspec.Struct, kw_only=True):
     """Exchanges of one agent. Used only where the check is enabled; see `pairing`."""
 
     passed: bool = False
@@ -26,12 +26,12 @@ class Paired(msgspec.Struct, kw_only=True):
     """Partner of the exchange in progress."""
     asked: bool = False
     """Whether the partner serves, and the agent was notified of its address."""
-    told: str = ""
+    own_cause: str = ""
     """Cause of the failure as reported by the agent, while the partner's report is awaited."""
-    saw: str = ""
+    partner_cause: str = ""
     """Cause of the failure as reported by the partner, while the agent's report is awaited."""
 
-    bad: list[Bad] = []
+    bad: list[FailedExchange] = []
     """Failed exchanges of the present attempt."""
     reason: str = ""
     """Reason why the agent is not admitted; "" if it is, or the result is open."""
@@ -40,11 +40,11 @@ class Paired(msgspec.Struct, kw_only=True):
 
     def ended(self) -> None:
         """Clear the exchange in progress."""
-        self.check = self.partner = self.told = self.saw = ""
+        self.check = self.partner = self.own_cause = self.partner_cause = ""
         self.asked = False
 
 
-class Parted(msgspec.Struct, kw_only=True):
+class NodeExclusion(msgspec.Struct, kw_only=True):
     """State of one node of a task that is excluded, or was recently."""
 
     reason: str = ""
@@ -55,7 +55,7 @@ class Parted(msgspec.Struct, kw_only=True):
     """Time since which the node and the others have reached each other; 0 if they do not."""
 
 
-class Probing(msgspec.Struct, kw_only=True):
+class ProbeState(msgspec.Struct, kw_only=True):
     """State of one task: the probe in progress, and excluded nodes."""
 
     number: int = 0
@@ -74,5 +74,5 @@ class Probing(msgspec.Struct, kw_only=True):
     """Epoch whose members are watched while they connect."""
     looks: int = 0
     """Number of checks of that epoch's members."""
-    nodes: dict[str, Parted] = {}
+    nodes: dict[str, NodeExclusion] = {}
     """By label."""

@@ -25,10 +25,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from unicron_lightning.coordinator import events as ev
+from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.allocation import estimates
 from unicron_lightning.coordinator.incidents.record import PHASES, Accounts, Incident, Level, Loss, Phase
 from unicron_lightning.coordinator.state import Cluster, Lasting, Task
-from unicron_lightning.coordinator.turn import Turn
 from unicron_lightning.jobs import Job
 
 CLOSED: Final = "incident_closed"
@@ -43,8 +43,8 @@ _HAPPENED: Final = {"worker_died": "died_at", "agent_lost": "away_since", "error
 """Field that holds the time of occurrence, by event name."""
 
 
-def take(task: Task, turn: Turn, event: ev.Emit) -> None:
-    """Process an event of the task's log; `measurements.take` has processed it before."""
+def record_event(task: Task, turn: Turn, event: ev.Emit) -> None:
+    """Process an event of the task's log; `measurements.record_event` has processed it before."""
     accounts = task.accounts
     if event.incident is not None and _number(event.incident) > accounts.opened:
         _open(task, turn, event)

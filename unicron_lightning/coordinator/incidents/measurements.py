@@ -17,16 +17,16 @@ from typing import Any, Final
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
+from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.incidents.record import (
     Level,
     Measured,
     MeasuredTransition,
-    Pace,
     Speed,
+    SpeedMeasurement,
     TransitionName,
 )
 from unicron_lightning.coordinator.state import Task
-from unicron_lightning.coordinator.turn import Turn
 
 _WINDOW: Final = 32
 """Number of intervals whose median is taken."""
@@ -70,7 +70,7 @@ def progressed(task: Task, turn: Turn, message: wire.Progress) -> bool:
     return first
 
 
-def take(task: Task, turn: Turn, event: ev.Emit) -> None:
+def record_event(task: Task, turn: Turn, event: ev.Emit) -> None:
     """Process an event of the task's log."""
     measured = task.measured
     match event.name:
@@ -104,7 +104,7 @@ def _settled(task: Task, turn: Turn, fields: Mapping[str, Any]) -> None:
     _resize(measured, turn, level)
     if fields["kind"] in wire.PLANNED:
         measured.begun = turn.now
-    measured.pace = Pace(epoch=fields["number"], level=level, before=before, step=max(steps, default=0))
+    measured.pace = SpeedMeasurement(epoch=fields["number"], level=level, before=before, step=max(steps, default=0))
 
 
 def _stepped(task: Task, turn: Turn, kind: TransitionName) -> None:
@@ -137,7 +137,7 @@ def _keep_lifetimes(measured: Measured, turn: Turn) -> None:
     turn.save_lasting()
 
 
-def _conclude(task: Task, turn: Turn, pace: Pace) -> None:
+def _conclude(task: Task, turn: Turn, pace: SpeedMeasurement) -> None:
     """Record the step time of this size, if there are enough measurements and it has changed."""
     number, known = len(pace.seconds), task.measured.speeds.get(pace.level.slots)
     if known is not None and known.workers != pace.level.workers:

@@ -34,7 +34,7 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
     """time.time() of the newest measurement."""
 
 
-class Pace(msgspec.Struct, kw_only=True):
+class SpeedMeasurement(msgspec.Struct, kw_only=True):
     """The measurement in progress, of one settled epoch."""
 
     epoch: int = 0
@@ -78,7 +78,7 @@ class Measured(msgspec.Struct, kw_only=True):
 
     flops_per_step: float | None = None
     """FLOPs per step, as reported by the workers."""
-    pace: Pace = msgspec.field(default_factory=Pace)
+    pace: SpeedMeasurement = msgspec.field(default_factory=SpeedMeasurement)
     speeds: dict[int, Speed] = {}
     """Step times by number of slots."""
     transitions: list[MeasuredTransition] = []

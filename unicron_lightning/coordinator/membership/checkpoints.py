@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Final
 
 from unicron_lightning import wire
+from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.state import Task
-from unicron_lightning.coordinator.turn import Turn
 
 KEPT: Final = 8
 """Checkpoints on record: older ones matter only if newer ones were changed or are gone."""

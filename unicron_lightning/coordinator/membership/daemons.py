@@ -14,10 +14,10 @@ from collections.abc import Sequence
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
+from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.membership.epochs import finish
 from unicron_lightning.coordinator.orders import jobs
 from unicron_lightning.coordinator.state import Cluster, Lasting, Node, Task
-from unicron_lightning.coordinator.turn import Turn
 from unicron_lightning.jobs import Job, problem
 from unicron_lightning.wire.daemon import Launch, NodeHello, NodeReport, NodeRun, NodeTask
 
@@ -54,7 +54,7 @@ def hello(cluster: Cluster, turn: Turn, conn: int, message: NodeHello) -> None:
         slots=message.slots,
         launches=[Launch(job=each.job, slot=each.slot) for each in tasks],
         tasks=tasks,
-        untold=True,
+        unsent=True,
     )
     fields = {"node": message.node, "host": message.host, "pid": message.pid, "slots": message.slots, "resumed": same}
     turn.actions.append(ev.Emit(name="node_registered", task=None, incident=None, fields=fields))
@@ -98,7 +98,7 @@ def restore(cluster: Cluster, turn: Turn) -> None:
         turn.timer("node_lost", turn.limits.restart_grace, agent=node.label)
 
 
-class Told:
+class SentOrders:
     """The orders already sent to all daemons, which spares a look at each node while nothing changes."""
 
     def __init__(self) -> None:
@@ -116,18 +116,18 @@ class Told:
         self._jobs = dict(cluster.lasting.jobs)
 
 
-def review(cluster: Cluster, turn: Turn, told: Told) -> None:
+def review(cluster: Cluster, turn: Turn, told: SentOrders) -> None:
     """Send each daemon the agents it has to run, if they have changed. Idempotent."""
     have = told.have(cluster.lasting)
     for node in cluster.nodes.values():
-        if not node.untold and (have or _is_told(cluster, node)):
+        if not node.unsent and (have or _is_told(cluster, node)):
             continue
         launches = _wanted(cluster, node)
-        if launches == node.launches and not node.untold:
+        if launches == node.launches and not node.unsent:
             continue
         node.launches = launches
         if node.conn is not None:
-            node.untold = False
+            node.unsent = False
             turn.actions.append(ev.Send(conn=node.conn, message=NodeRun(launches=launches)))
     if not have:
         told.are(cluster)

@@ -19,12 +19,12 @@ from collections import Counter
 from typing import Any
 
 from unicron_lightning import wire
+from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.membership.replicas import awaited, bearable, fewest
 from unicron_lightning.coordinator.membership.slots import leaving, revoke
 from unicron_lightning.coordinator.orders import relayout
 from unicron_lightning.coordinator.orders.jobs import ended
 from unicron_lightning.coordinator.state import Agent, Task, Worker
-from unicron_lightning.coordinator.turn import Turn
 
 _JOIN = "join"
 """Name of the operation in which members hand over the state, as in `worker.engine`."""
@@ -52,7 +52,7 @@ def review_members(task: Task, turn: Turn) -> None:
         _resize(task, turn)
 
 
-def concerned(task: Task) -> list[str]:
+def agents_to_notify(task: Task) -> list[str]:
     """List the agents that the newest epoch is sent to."""
     return list(dict.fromkeys(task.workers[w].agent for w in needed(task) if w in task.workers))
 
@@ -71,7 +71,7 @@ def open_incident(task: Task) -> None:
         task.incident = f"i{task.incidents}"
 
 
-def bury(task: Task, worker: Worker) -> None:
+def remove_worker(task: Task, worker: Worker) -> None:
     """Remove a worker that died, was fenced or finished from the task, permanently."""
     del task.workers[worker.id]
     agent = task.agents.get(worker.agent)
@@ -82,7 +82,7 @@ def bury(task: Task, worker: Worker) -> None:
 def expel(task: Task, turn: Turn, worker: Worker, reason: str) -> None:
     """Remove a live worker and have its process killed."""
     agent = task.agents.get(worker.agent)
-    bury(task, worker)
+    remove_worker(task, worker)
     if agent is not None:
         turn.send(agent, wire.Fence(worker=worker.id, reason=reason))
 
@@ -228,7 +228,7 @@ def _dismiss(task: Task, turn: Turn, agent_id: str, reason: str | None = None) -
     """Continue without the workers of an agent: they wait, or have not started, and are stopped."""
     agent = task.agents[agent_id]
     for worker in task.workers_of(agent_id):
-        bury(task, worker)
+        remove_worker(task, worker)
     revoke(task, turn, agent, reason or turn.why_without_workers(agent))
 
 
@@ -243,16 +243,16 @@ def pause(task: Task, turn: Turn) -> None:
         _new_life(task, turn)
 
 
-def start_anew(task: Task, turn: Turn) -> None:
+def start_new_life(task: Task, turn: Turn) -> None:
     """Begin the next life from the checkpoint that all waiting members have written, maybe in another layout."""
-    relayout.take_up(task, turn)
+    relayout.put_in_force(task, turn)
     _begin_in_another_layout(task, turn)
 
 
 def go_back(task: Task, turn: Turn, reason: str) -> None:
     """Return to the previous layout if the workers fail in the one that was ordered."""
     if task.layouts.untried:  # and no worker was left meanwhile
-        relayout.give_up(task, turn, reason)
+        relayout.abandon(task, turn, reason)
         _begin_in_another_layout(task, turn)
 
 
@@ -361,7 +361,7 @@ def _publish(task: Task, turn: Turn, kind: wire.EpochKind, members: list[wire.Me
         published_at=turn.now,
         key=_key(turn.limits.secret, f"{task.id}/{task.number}/{turn.now}"),
     )
-    for agent_id in concerned(task):
+    for agent_id in agents_to_notify(task):
         turn.send(task.agents[agent_id], task.epoch)
     fields: dict[str, Any] = {"number": task.number, "kind": kind, "hold": task.epoch.hold}
     turn.emit(task, "epoch_published", **fields, members=[member.worker for member in members])
@@ -383,7 +383,7 @@ def _nobody_left(task: Task, turn: Turn) -> None:
         # Members finish the same step together: one that succeeded had completed all of the task's work.
         finish(task, turn, succeeded=True, reason="all members finished")
         return
-    relayout.give_up(task, turn)
+    relayout.abandon(task, turn)
     _new_life(task, turn)
 
 

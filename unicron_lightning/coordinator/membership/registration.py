@@ -18,13 +18,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from unicron_lightning import wire
+from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.membership import replicas, slots, standby, workers
-from unicron_lightning.coordinator.membership.epochs import concerned, finish, open_incident, send_go, welcome
+from unicron_lightning.coordinator.membership.epochs import agents_to_notify, finish, open_incident, send_go, welcome
 from unicron_lightning.coordinator.orders.jobs import is_job
 from unicron_lightning.coordinator.severity import apply as severity
 from unicron_lightning.coordinator.severity import reports
 from unicron_lightning.coordinator.state import Agent, Task
-from unicron_lightning.coordinator.turn import Turn
 from unicron_lightning.wire.fields import shortened
 
 _LOST_REMEMBERED = 1000
@@ -91,7 +91,7 @@ def register(task: Task, turn: Turn, conn: int, message: wire.Register, *, creat
         turn.cancel("lost", task=task.id, agent=agent.id)
     turn.send(agent, _registered(turn))
     if message.reading is not None:
-        reports.take(task, turn, agent, message.reading)
+        reports.handle_reading(task, turn, agent, message.reading)
     fields = {"agent": agent.id, "node": agent.node, "host": agent.host, "pid": agent.pid, "resumed": resumed}
     turn.emit_for(task, None, "agent_registered", fields)
     if task.over is not None:
@@ -136,7 +136,7 @@ def _was_cut(task: Task, turn: Turn, agent: Agent) -> None:
         word = wire.ErrorReport(
             worker=None, kind="link_flapping", cause=cause, phase="", step=None, at=turn.now, details={}
         )
-        reports.reported(task, turn, agent, word)
+        reports.handle_error(task, turn, agent, word)
 
 
 def _place_is_free(turn: Turn, agent: Agent) -> bool:
@@ -264,7 +264,7 @@ def review_end(task: Task, turn: Turn) -> None:
 
 
 def _declare_lost(task: Task, turn: Turn, agent: Agent) -> None:
-    if agent.id in concerned(task) or not task.elastic:
+    if agent.id in agents_to_notify(task) or not task.elastic:
         open_incident(task)
     severity.agent_lost(task, turn, agent)
     had_slot = agent.id in task.slots
@@ -380,7 +380,7 @@ def _reconcile_workers(task: Task, turn: Turn, agent: Agent, message: wire.Regis
             if not known.built and known.id in task.workers:
                 welcome(task, turn, agent, known)  # it may not know that it is no founder
         if info.replicas is not None and info.worker in task.workers:
-            replicas.told(task, turn, info.replicas)
+            replicas.record_replicas(task, turn, info.replicas)
     agent.missing = [worker.id for worker in task.workers_of(agent.id) if worker.id not in named]
     if agent.missing:
         turn.timer("missing", turn.limits.reconnect_grace, task=task.id, agent=agent.id)
@@ -388,7 +388,7 @@ def _reconcile_workers(task: Task, turn: Turn, agent: Agent, message: wire.Regis
 
 def _repeat_epoch(task: Task, turn: Turn, agent: Agent, seen: int) -> None:
     """Send the newest epoch and its go again if the agent's members may have missed them."""
-    if task.epoch is None or agent.id not in concerned(task):
+    if task.epoch is None or agent.id not in agents_to_notify(task):
         return
     if task.earlier is not None:  # without it a worker would wait for the next epoch, which the others wait to leave
         turn.send(agent, task.earlier)

@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from unicron_lightning import wire
-from unicron_lightning.coordinator.allocation.places import NOBODY, Places, users
+from unicron_lightning.coordinator.actions import Turn
+from unicron_lightning.coordinator.allocation.places import NO_TASK, Places, users
 from unicron_lightning.coordinator.orders import relayout
 from unicron_lightning.coordinator.state import Agent, Task
-from unicron_lightning.coordinator.turn import Turn
 
 
 def hello(task: Task, turn: Turn, agent: Agent, message: wire.WorkerHello) -> None:
@@ -33,12 +33,12 @@ def hello(task: Task, turn: Turn, agent: Agent, message: wire.WorkerHello) -> No
         turn.save(task)
 
 
-def told(task: Task, turn: Turn, message: wire.Replicas) -> None:
+def record_replicas(task: Task, turn: Turn, message: wire.Replicas) -> None:
     """Record the members of each replica, as a worker reports them."""
     if message.epoch == task.number:
         task.replicas, task.replicas_of, task.replicas_at_once = message.replicas, message.epoch, message.at_once
         turn.places_changed = True
-        relayout.told(task, turn, message.spread)
+        relayout.record_spread(task, turn, message.spread)
         turn.save(task)
 
 
@@ -118,7 +118,7 @@ def keep_together(tasks: Sequence[Task], places: Places, assigned: dict[str, str
             others = [
                 other
                 for other, whose in result.items()
-                if whose == task.id and other not in held and (owner == NOBODY or owner in able.get(other, ()))
+                if whose == task.id and other not in held and (owner == NO_TASK or owner in able.get(other, ()))
             ]
             if others:
                 result[place], result[min(others, key=lambda other: (other in used, other))] = task.id, owner

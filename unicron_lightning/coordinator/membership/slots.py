@@ -18,9 +18,9 @@ Rules:
 from __future__ import annotations
 
 from unicron_lightning import wire
+from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.membership.replicas import most_needed_first
 from unicron_lightning.coordinator.state import Agent, Task
-from unicron_lightning.coordinator.turn import Turn
 
 
 def review_slots(task: Task, turn: Turn) -> None:

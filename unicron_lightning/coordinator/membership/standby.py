@@ -19,10 +19,10 @@ Rules:
 from __future__ import annotations
 
 from unicron_lightning import wire
+from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.membership import workers
 from unicron_lightning.coordinator.membership.slots import leave_slot, next_in_line, review_slots
 from unicron_lightning.coordinator.state import Agent, Task
-from unicron_lightning.coordinator.turn import Turn
 
 
 def review_standbys(task: Task, turn: Turn) -> None:

@@ -10,24 +10,24 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from unicron_lightning import wire
+from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.connectivity import partition
 from unicron_lightning.coordinator.incidents import accounting, measurements
 from unicron_lightning.coordinator.membership import checkpoints, replicas
 from unicron_lightning.coordinator.membership.epochs import (
-    bury,
-    concerned,
+    agents_to_notify,
     expel,
     needed,
     open_incident,
-    start_anew,
+    remove_worker,
+    start_new_life,
     welcome,
 )
 from unicron_lightning.coordinator.orders import injection, relayout
 from unicron_lightning.coordinator.state import Agent, Task, Worker, round_of
-from unicron_lightning.coordinator.turn import Turn
 from unicron_lightning.coordinator.watch import slowness
 
-Said = (
+Handled = (
     wire.WorkerReady
     | wire.CommError
     | wire.Progress
@@ -77,7 +77,7 @@ def hello(task: Task, turn: Turn, agent: Agent, message: wire.WorkerHello) -> No
     welcome(task, turn, agent, worker)
 
 
-def said(task: Task, turn: Turn, agent: Agent, message: Said) -> None:
+def receive(task: Task, turn: Turn, agent: Agent, message: Handled) -> None:
     """Handle any later message of a worker that has sent its hello."""
     worker = task.workers.get(message.worker)
     if worker is None or worker.agent != agent.id:
@@ -105,11 +105,11 @@ def said(task: Task, turn: Turn, agent: Agent, message: Said) -> None:
             # Only a training worker reports a valid checkpoint: a new life loads it.
             checkpoints.saved(task, turn, message)
             if message.parting:
-                start_anew(task, turn)
+                start_new_life(task, turn)
         case wire.FaultDue():
             injection.due(task, turn, agent, message)
         case wire.Replicas():
-            replicas.told(task, turn, message)
+            replicas.record_replicas(task, turn, message)
         case wire.WorkerDone():
             finished(task, turn, worker, how="done")
 
@@ -165,9 +165,9 @@ def worker_died(task: Task, turn: Turn, agent: Agent, message: wire.WorkerDied) 
         elif not ended_well and not task.regrouping and not agent.stopping:  # else: stopped on our order
             if not task.elastic:
                 open_incident(task)
-            cause = REPORTED if message.worker in task.severity.told else message.cause
+            cause = REPORTED if message.worker in task.severity.unattributed else message.cause
             _log_death(task, turn, message.worker, cause, message.code, message.at, message.meaning)
-        task.severity.told.pop(message.worker, None)
+        task.severity.unattributed.pop(message.worker, None)
 
 
 def died(
@@ -193,7 +193,7 @@ def died(
     for worker in lost:
         own = worker in workers
         if own:
-            bury(task, worker)
+            remove_worker(task, worker)
         else:
             expel(task, turn, worker, f"{workers[0].id} of the same agent died")
         if own:
@@ -206,7 +206,7 @@ def finished(task: Task, turn: Turn, worker: Worker, *, how: str) -> None:
     """Handle a worker whose program has ended successfully, or is about to."""
     if worker.id in needed(task):
         task.finished.append(worker.id)
-    bury(task, worker)
+    remove_worker(task, worker)
     turn.emit_for(task, None, "worker_finished", {"worker": worker.id, "how": how, "step": worker.step})
 
 
@@ -219,7 +219,7 @@ def changes_nothing(task: Task, message: wire.FromAgent) -> bool:
                 return False
             others = (task.workers.get(member.worker) for member in reversed(task.members()))
             return any(other is not None and other.ready != task.number for other in others)
-        case wire.Progress() | wire.Lookup() | wire.FaultDue() | wire.Doing() | wire.NodeReading():
+        case wire.Progress() | wire.Lookup() | wire.FaultDue() | wire.ActivityReport() | wire.NodeReading():
             return True
         case wire.WorkerEvent():
             return message.name != "entered_epoch"
@@ -284,6 +284,6 @@ def send_notices(turn: Turn) -> None:
         of_incident = event.incident is not None and event.name not in _NEVER and not event.name.startswith("worker.")
         if of_incident or event.name in _ALSO:
             notice = wire.Notice(name=event.name, at=turn.now, incident=event.incident, fields=event.fields)
-            for agent_id in concerned(task):
+            for agent_id in agents_to_notify(task):
                 if (agent := task.agents.get(agent_id)) is not None:
                     turn.send(agent, notice)

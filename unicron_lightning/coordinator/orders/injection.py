@@ -12,8 +12,8 @@ from typing import Any, Final
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
+from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.state import Agent, Task
-from unicron_lightning.coordinator.turn import Turn
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.faults.fault import OF_AGENT, Fault
 from unicron_lightning.faults.language import parse, text
@@ -23,7 +23,7 @@ COORDINATOR: Final = "coordinator"
 """The only target of a fault that strikes the coordinator."""
 
 
-def refusal(task: Task, order: ev.Inject) -> str | None:
+def refusal(task: Task, order: ev.InjectFault) -> str | None:
     """Return why an order cannot be carried out now; None if it can."""
     fault = order.fault
     if fault.task not in (None, task.id):
@@ -41,7 +41,7 @@ def refusal(task: Task, order: ev.Inject) -> str | None:
     return None
 
 
-def targets(task: Task, order: ev.Inject) -> list[str]:
+def targets(task: Task, order: ev.InjectFault) -> list[str]:
     """Return an order's targets: workers, agents, or the coordinator; none whose agent is away and unreachable."""
     fault = order.fault
     if fault.kind == "kill coordinator" and not fault.waits:
@@ -62,7 +62,7 @@ def _reached(task: Task, agent: str) -> bool:
     return agent in task.agents and task.agents[agent].conn is not None
 
 
-def order(task: Task, turn: Turn, event: ev.Inject) -> None:
+def order(task: Task, turn: Turn, event: ev.InjectFault) -> None:
     """Carry out an order."""
     fault = event.fault
     at_once = fault.kind in OF_AGENT and not fault.waits
@@ -105,7 +105,7 @@ def due(task: Task, turn: Turn, agent: Agent, message: wire.FaultDue) -> None:
         _log(task, turn, "fault_injected", fault, target=target, **about)
         if of_coordinator:
             turn.actions.append(ev.Strike(signal=fault.signal))
-    answer = wire.FaultNoted(
+    answer = wire.FaultRecorded(
         worker=message.worker, claim=message.claim, fault=message.fault, strikes=not reason, reason=reason
     )
     turn.send(agent, answer)

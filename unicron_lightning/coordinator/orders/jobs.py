@@ -10,8 +10,8 @@ from typing import Final, Literal
 
 import msgspec
 
+from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.state import Cluster, JobResult, Lasting, Task
-from unicron_lightning.coordinator.turn import Turn
 from unicron_lightning.jobs import Job
 
 JobState = Literal["queued", "running", "succeeded", "failed", "cancelled"]

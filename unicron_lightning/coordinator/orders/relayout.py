@@ -17,8 +17,8 @@ import math
 from typing import Any
 
 from unicron_lightning import wire
+from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.state import Agent, Task, has_multiple
-from unicron_lightning.coordinator.turn import Turn
 
 
 def refusal(task: Task, layout: wire.Layout) -> str | None:
@@ -40,10 +40,10 @@ def order(task: Task, turn: Turn, layout: wire.Layout) -> None:
     """Record an operator's order that `refusal` has accepted."""
     task.layouts.ordered = layout
     turn.emit_for(task, None, "layout_ordered", {**layout.plain(), "before": _before(task)})
-    turn.concerned[task.id] = task
+    turn.to_review[task.id] = task
 
 
-def told(task: Task, turn: Turn, spread: wire.Spread | None) -> None:
+def record_spread(task: Task, turn: Turn, spread: wire.Spread | None) -> None:
     """Record a worker's report of how the model is spread."""
     layouts = task.layouts
     if spread is None or spread == layouts.spread:
@@ -63,7 +63,7 @@ def due(task: Task) -> bool:
     return ordered is not None and epoch is not None and not epoch.hold and len(epoch.members) >= ordered.workers
 
 
-def take_up(task: Task, turn: Turn) -> None:
+def put_in_force(task: Task, turn: Turn) -> None:
     """Put the ordered layout in force: all members wait to be restarted.
 
     Without an order, which was lost with the coordinator's store, the layout stays.
@@ -77,7 +77,7 @@ def take_up(task: Task, turn: Turn) -> None:
     turn.emit_for(task, None, "layout_changes", {**layouts.in_force.plain(), "before": _before(task), "step": step})
 
 
-def give_up(task: Task, turn: Turn, reason: str = "no member was left before a step was finished in it") -> None:
+def abandon(task: Task, turn: Turn, reason: str = "no member was left before a step was finished in it") -> None:
     """Drop an order, or a layout without a finished step, because no worker with the task's state is left."""
     layouts = task.layouts
     if layouts.ordered is not None:
@@ -88,7 +88,7 @@ def give_up(task: Task, turn: Turn, reason: str = "no member was left before a s
         layouts.in_force, layouts.before, layouts.untried = layouts.before, None, False
     else:
         return
-    turn.emit(task, "layout_given_up", **given_up.plain(), reason=reason)
+    turn.emit(task, "layout_abandoned", **given_up.plain(), reason=reason)
 
 
 def stepped(task: Task, turn: Turn) -> None:
@@ -98,10 +98,10 @@ def stepped(task: Task, turn: Turn) -> None:
         turn.save(task)
 
 
-def granularity(task: Task, told: int | None) -> int | None:
+def granularity(task: Task, reported: int | None) -> int | None:
     """Return the workers of a replica in this life, given the number reported for the script's layout."""
     in_force = task.layouts.in_force
-    return told if told is None or in_force is None else in_force.workers
+    return reported if reported is None or in_force is None else in_force.workers
 
 
 def nodes_of(agent: Agent, workers: int) -> int:

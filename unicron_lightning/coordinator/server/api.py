@@ -178,7 +178,9 @@ class Api:
             fault = parse(msgspec.json.decode(await request.read(), type=dict[str, str]).get("fault", ""))
         except (msgspec.DecodeError, UnicodeError, ConfigError) as error:
             return web.json_response({"error": f"expected a fault: {error}"}, status=400)
-        order = ev.Inject(task=name, fault=fault, draw=random.random() if fault.seed is None else draw(fault).random())
+        order = ev.InjectFault(
+            task=name, fault=fault, draw=random.random() if fault.seed is None else draw(fault).random()
+        )
         refused = injection.refusal(task, order)
         if refused is not None:
             return web.json_response({"error": refused}, status=409)

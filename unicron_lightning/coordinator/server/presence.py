@@ -67,7 +67,7 @@ class Presence:
         self._reached: set[int] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def told(self, conn: int, address: wire.Address | None) -> None:
+    def record_store(self, conn: int, address: wire.Address | None) -> None:
         """Record the address of an agent's store."""
         self._forget(conn)
         if address is None:

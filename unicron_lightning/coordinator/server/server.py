@@ -43,7 +43,7 @@ from unicron_lightning.coordinator.server.listening import TlsDoor, bind, resolv
 from unicron_lightning.coordinator.server.liveness import ANSWER, Liveness
 from unicron_lightning.coordinator.server.malformed import request_logger
 from unicron_lightning.coordinator.server.presence import Presence
-from unicron_lightning.coordinator.server.session import Session
+from unicron_lightning.coordinator.server.session import PeerConnection
 from unicron_lightning.coordinator.server.timers import SteadyClock, Timers
 from unicron_lightning.coordinator.server.unproven import UnprovenConnections
 from unicron_lightning.coordinator.storage.batch import Batch
@@ -100,7 +100,7 @@ class Server:
             self.machine = Machine(self._limits, self.store.load())
         except sqlite3.Error as error:
             raise StoreUnusable(f"can't read {self.state_dir}: {error}") from error
-        self._sessions: dict[int, Session] = {}
+        self._sessions: dict[int, PeerConnection] = {}
         self._timers = Timers(lambda key: self.apply(ev.TimerFired(key=key)))
         self._liveness = Liveness(
             config.detection.silence(), lambda conn: self._sessions[conn].abort(), self._timers.stalled
@@ -271,7 +271,7 @@ class Server:
                 case ev.Close(conn=conn, reason=reason):
                     if conn in self._sessions:
                         self._sessions[conn].finish(reason)
-                case ev.Ask(question=question):
+                case ev.RequestPlan(question=question):
                     self._ask(question)
                 case ev.Strike(signal=number):
                     os.kill(os.getpid(), number)
@@ -320,14 +320,14 @@ class Server:
                 if store is not None and (reason := misplaced(store.host, host, peer)) is not None:
                     raise malformed.Misplaced(reason)
                 # Only the connection's own machine is probed for an open port.
-                self._presence.told(conn, store and wire.Address(host=peer, port=store.port))
-            self._take(ev.Received(conn=conn, message=message))
+                self._presence.record_store(conn, store and wire.Address(host=peer, port=store.port))
+            self._take(ev.AgentMessage(conn=conn, message=message))
 
         return await self._serve(request, take)
 
     async def _serve_node(self, request: web.Request) -> web.StreamResponse:
         def take(conn: int, data: str) -> None:
-            self._take(ev.NodeSaid(conn=conn, message=decode_from_node(data)))
+            self._take(ev.DaemonMessage(conn=conn, message=decode_from_node(data)))
 
         return await self._serve(request, take)
 
@@ -343,7 +343,7 @@ class Server:
         raw = request.transport.get_extra_info("socket")
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         conn = next(self._conn_ids)
-        session = self._sessions[conn] = Session(socket_, request.transport)
+        session = self._sessions[conn] = PeerConnection(socket_, request.transport)
         try:
             await self._read(conn, socket_, take)
         finally:

@@ -23,7 +23,7 @@ def frame_of(payload: bytes) -> bytes:
     return struct.pack("!BBQ", _TEXT, 127, size) + payload
 
 
-class Session:
+class PeerConnection:
     """Sends messages in order, without making the machine wait for a slow peer.
 
     Frames go straight to the transport, whole ones at a time, so that aiohttp's own (pings, closing) can be sent in

@@ -1,6 +1,6 @@
 """The severity workflow applied to a task: its inputs, and the effects of its decisions.
 
-`worker_died`, `agent_lost` and `heard` process messages before they change the task. `review`, after each input,
+`worker_died`, `agent_lost` and `receive` process messages before they change the task. `review`, after each input,
 determines by itself which epochs were published and settled, and when a new life began.
 """
 
@@ -9,23 +9,23 @@ from __future__ import annotations
 import signal
 
 from unicron_lightning import wire
+from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.connectivity import partition
 from unicron_lightning.coordinator.membership import epochs
 from unicron_lightning.coordinator.severity.errors import known
-from unicron_lightning.coordinator.severity.record import Awaited, Failure, Told
-from unicron_lightning.coordinator.severity.rules import Decision, View
+from unicron_lightning.coordinator.severity.record import Awaited, Failure, UnattributedError
+from unicron_lightning.coordinator.severity.rules import Decision, FailureContext
 from unicron_lightning.coordinator.severity.workflow import (
     Error,
     Named,
     NewLife,
     Overdue,
-    Progress,
     Seen,
     Settled,
+    StepsFinished,
     handle,
 )
 from unicron_lightning.coordinator.state import Agent, Task, Worker, round_of
-from unicron_lightning.coordinator.turn import Turn
 
 _FIRST_STEPS = ("started", "recovered", "grown", "shrunk")
 """Events of a worker that has finished its first step in an epoch."""
@@ -41,10 +41,12 @@ def worker_died(task: Task, turn: Turn, agent: Agent, message: wire.WorkerDied) 
     # Workers in `gone` were stopped or killed on order, or died with a sibling that was reported.
     starting = round_of(message.worker) == agent.round and message.worker not in agent.gone
     starting = starting and agent.id in task.slots and not agent.stopping
-    if not concerned(task) or task.finishing or ended_well or not (registered or starting):
+    if not decides_errors(task) or task.finishing or ended_well or not (registered or starting):
         return
     kind = known(message.kind or ("silent" if message.cause == "silent" else "exited_abnormally"))
-    told = task.severity.told.get(message.worker) or Told(kind=kind, cause=message.meaning or _cause(message))
+    told = task.severity.unattributed.get(message.worker) or UnattributedError(
+        kind=kind, cause=message.meaning or _cause(message)
+    )
     failure = failure_of(task, turn, agent, told, message.worker)
     sent = message.cause == "signal" and message.code in _SENT and message.kind is None
     error = Error(failure=failure, round=agent.round, training=bool(task.established), sent=sent)
@@ -54,13 +56,13 @@ def worker_died(task: Task, turn: Turn, agent: Agent, message: wire.WorkerDied) 
 def agent_lost(task: Task, turn: Turn, agent: Agent) -> None:
     """Handle the loss of an agent with its workers, before they are removed."""
     members = [worker for worker in task.workers_of(agent.id) if worker.id in task.severity.joined]
-    if concerned(task) and not task.finishing and members:
-        lost = Told(kind="lost_connection", cause="the agent was lost")
+    if decides_errors(task) and not task.finishing and members:
+        lost = UnattributedError(kind="lost_connection", cause="the agent was lost")
         failure = failure_of(task, turn, agent, lost, members[0].id)
         feed(task, turn, Error(failure=failure))
 
 
-def heard(task: Task, turn: Turn, agent: Agent, message: wire.FromAgent) -> None:
+def receive(task: Task, turn: Turn, agent: Agent, message: wire.FromAgent) -> None:
     """Handle a worker's report of its progress, or of a failed connection."""
     record = task.severity
     step = None
@@ -73,13 +75,13 @@ def heard(task: Task, turn: Turn, agent: Agent, message: wire.FromAgent) -> None
             if message.name in _FIRST_STEPS:
                 step = message.fields.get("step")
             elif message.name == "entered_epoch" and message.fields.get("epoch") == task.number:
-                record.tells = True
+                record.reports_entry = True
                 record.entered.append(message.worker)
         case wire.CommError() if message.worker in record.joined and message.epoch in (record.epoch, task.number):
             feed(task, turn, Named(agent=agent.id))
     if isinstance(step, int) and step > record.step:
         weighs = bool(record.attempts or record.lives or record.starts or record.series or record.reattempts)
-        feed(task, turn, Progress(step=step))
+        feed(task, turn, StepsFinished(step=step))
         if weighs:
             turn.save(task)
 
@@ -89,7 +91,7 @@ def comm_error_due(task: Task, turn: Turn) -> None:
     if partition.delays(task, turn):
         return
     pending = task.epoch is not None and not task.settled and task.epoch.kind not in wire.PLANNED
-    if not concerned(task) or task.comm_error_epoch != task.number or task.epoch is None or pending:
+    if not decides_errors(task) or task.comm_error_epoch != task.number or task.epoch is None or pending:
         epochs.comm_error_due(task, turn)
         return
     # The first to report it need not be the cause: see `workflow.suspect`.
@@ -101,7 +103,7 @@ def comm_error_due(task: Task, turn: Turn) -> None:
 def overdue(task: Task, turn: Turn) -> None:
     """Handle the timeout of the newest epoch."""
     record, late = task.severity, []
-    if concerned(task) and task.epoch is not None:
+    if decides_errors(task) and task.epoch is not None:
         live = [task.workers[member.worker] for member in task.live_members()]
         late = [w.agent for w in live if (w.id not in record.entered if task.settled else w.ready != task.number)]
     record.awaited = ""
@@ -127,7 +129,7 @@ def review(task: Task, turn: Turn) -> bool:
     Returns:
         Whether the task has changed, and has to be reviewed again.
     """
-    if not concerned(task):
+    if not decides_errors(task):
         return False
     record = task.severity
     if task.life != record.life:
@@ -152,7 +154,7 @@ def review(task: Task, turn: Turn) -> bool:
     return any(changed)
 
 
-def concerned(task: Task) -> bool:
+def decides_errors(task: Task) -> bool:
     """Whether errors of the task are decided on."""
     return task.elastic and task.over is None and not task.rebuilding
 
@@ -160,21 +162,21 @@ def concerned(task: Task) -> bool:
 def feed(task: Task, turn: Turn, seen: Seen) -> None:
     """Feed the workflow; its decisions are carried out at the end of the turn."""
     # The members matter only where an error is decided on; listing a thousand for every step would be slow.
-    idle = isinstance(seen, Progress | Named) or (isinstance(seen, Settled) and not task.severity.unjudged)
-    view = View() if idle else _view(task, turn)
+    idle = isinstance(seen, StepsFinished | Named) or (isinstance(seen, Settled) and not task.severity.unjudged)
+    view = FailureContext() if idle else _view(task, turn)
     decisions = handle(task.severity, seen, turn.limits, view, turn.now)
     turn.decisions.setdefault(task.id, []).extend(decisions)
 
 
-def _view(task: Task, turn: Turn) -> View:
+def _view(task: Task, turn: Turn) -> FailureContext:
     members = tuple((member.agent, member.node) for member in task.live_members())
     record = task.severity
     nodes = {agent.node for agent in task.agents.values()} | {failure.node for failure in record.unjudged}
     spared, agents = turn.spared(task, nodes), frozenset(task.agents)
-    return View(members=members, spared=spared, agents=agents, trial=task.layouts.untried)
+    return FailureContext(members=members, spared=spared, agents=agents, trial=task.layouts.untried)
 
 
-def failure_of(task: Task, turn: Turn, agent: Agent, told: Told, worker: str | None) -> Failure:
+def failure_of(task: Task, turn: Turn, agent: Agent, told: UnattributedError, worker: str | None) -> Failure:
     """Describe an error for the workflow; with a worker if the error ended it."""
     return Failure(
         kind=told.kind,
@@ -189,11 +191,13 @@ def failure_of(task: Task, turn: Turn, agent: Agent, told: Told, worker: str | N
     )
 
 
-def refused(task: Task, turn: Turn, agent: Agent, told: Told, worker: str) -> None:
+def refused(task: Task, turn: Turn, agent: Agent, told: UnattributedError, worker: str) -> None:
     """Stop a task without registered workers, one of which ends by a wrong setting before it registers."""
     if task.over is None and not task.finishing:
         failure = failure_of(task, turn, agent, told, worker)
-        decisions = handle(task.severity, Error(failure=failure, training=False), turn.limits, View(), turn.now)
+        decisions = handle(
+            task.severity, Error(failure=failure, training=False), turn.limits, FailureContext(), turn.now
+        )
         for decision in decisions:
             if decision.action == "stop":
                 _stop(task, turn, decision)
@@ -219,7 +223,7 @@ def _set_timer(task: Task, turn: Turn, *, planned: bool, renewed: bool) -> None:
     awaited: Awaited = ""
     if task.epoch is not None and not task.settled:
         awaited = "reports" if not planned or any(_waits(task, worker) for worker in task.established) else ""
-    elif task.epoch is not None and record.tells:
+    elif task.epoch is not None and record.reports_entry:
         awaited = "entries" if any(m.worker not in record.entered for m in task.live_members()) else ""
     if awaited == record.awaited and not (awaited and renewed):
         return

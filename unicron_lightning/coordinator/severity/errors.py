@@ -111,7 +111,7 @@ KINDS: Final = (
 SEVERITY: Final[dict[str, Severity]] = {kind.name: kind.severity for kind in KINDS}
 """Severity by name of the kind."""
 
-TOLD_ONLY: Final = ("link_flapping", "link_degraded", "nan_loss", "node_degraded")
+REPORTED_ONLY: Final = ("link_flapping", "link_degraded", "nan_loss", "node_degraded")
 """Kinds that end nothing: they are only logged."""
 
 STOPPING: Final = ("parameters_differ",)

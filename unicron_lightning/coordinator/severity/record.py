@@ -32,7 +32,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """The last frames of an exception, the innermost last."""
 
 
-class Told(msgspec.Struct, frozen=True, kw_only=True):
+class UnattributedError(msgspec.Struct, frozen=True, kw_only=True):
     """Error that a worker without a hello reported before its process ended."""
 
     kind: str
@@ -54,12 +54,12 @@ class Series(msgspec.Struct, kw_only=True):
 
     times: list[float] = []
     mark: int = 0
-    """`Record.mark` at the first failure."""
+    """`SeverityRecord.mark` at the first failure."""
     step: int = 0
-    """`Record.step` at the last failure: a worker that joins later and lasts ends the series."""
+    """`SeverityRecord.step` at the last failure: a worker that joins later and lasts ends the series."""
 
 
-class Record(msgspec.Struct, kw_only=True):
+class SeverityRecord(msgspec.Struct, kw_only=True):
     """Basis of all decisions. Steps are finished optimizer steps."""
 
     epoch: int = 0
@@ -79,7 +79,7 @@ class Record(msgspec.Struct, kw_only=True):
     """Event that the newest epoch's timer waits for."""
     entered: list[str] = []
     """Members that reported their entry into the newest epoch."""
-    tells: bool = False
+    reports_entry: bool = False
     """Whether the task's workers report their entry into an epoch."""
 
     unjudged: list[Failure] = []
@@ -107,7 +107,7 @@ class Record(msgspec.Struct, kw_only=True):
     series: dict[str, Series] = {}
     """Consecutive failures by node."""
 
-    told: dict[str, Told] = {}
+    unattributed: dict[str, UnattributedError] = {}
     """Errors reported by workers without a hello in an agent's present round, by worker."""
     reports: list[tuple[str, str, float]] = []
     """Source, kind and time of the newest errors that ended nothing; an agent repeats some."""

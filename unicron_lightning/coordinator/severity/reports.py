@@ -17,13 +17,13 @@ from typing import Any, Final
 import msgspec
 
 from unicron_lightning import wire
+from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.membership import epochs, workers
 from unicron_lightning.coordinator.severity import apply
-from unicron_lightning.coordinator.severity.errors import SEVERITY, STOPPING, TOLD_ONLY, known
-from unicron_lightning.coordinator.severity.record import Told
+from unicron_lightning.coordinator.severity.errors import REPORTED_ONLY, SEVERITY, STOPPING, known
+from unicron_lightning.coordinator.severity.record import UnattributedError
 from unicron_lightning.coordinator.severity.workflow import Error, Named
 from unicron_lightning.coordinator.state import Agent, Task, Worker, round_of
-from unicron_lightning.coordinator.turn import Turn
 from unicron_lightning.detection.health import problems
 from unicron_lightning.detection.patterns import Pattern
 
@@ -32,7 +32,7 @@ _SHOWN: Final = 6
 """Frames of an exception that are kept for the diagnosis of a stopped task."""
 
 
-def reported(task: Task, turn: Turn, agent: Agent, message: wire.ErrorReport) -> None:
+def handle_error(task: Task, turn: Turn, agent: Agent, message: wire.ErrorReport) -> None:
     """Handle an error report of a worker, or of an agent."""
     message = _judged(message, turn.limits.patterns)
     kind = known(message.kind)
@@ -44,9 +44,9 @@ def reported(task: Task, turn: Turn, agent: Agent, message: wire.ErrorReport) ->
     elif message.worker is not None:
         _unknown(task, turn, agent, message)
         return
-    told = (message.worker or agent.id, kind, message.at)
-    if told not in task.severity.reports:
-        task.severity.reports = [*task.severity.reports, told][-_KEPT:]
+    report = (message.worker or agent.id, kind, message.at)
+    if report not in task.severity.reports:
+        task.severity.reports = [*task.severity.reports, report][-_KEPT:]
         _goes_on(task, turn, agent, message)
 
 
@@ -67,7 +67,7 @@ def _lost(task: Task, turn: Turn, agent: Agent, worker: Worker, message: wire.Er
     if worker.id in epochs.needed(task):
         epochs.open_incident(task)
     _log(task, turn, agent, message, task.incident, symptom=symptom)
-    if apply.concerned(task) and not task.finishing and not symptom:
+    if apply.decides_errors(task) and not task.finishing and not symptom:
         failure = apply.failure_of(task, turn, agent, _told(message), worker.id)
         apply.feed(task, turn, Error(failure=failure, round=agent.round, training=bool(task.established)))
     workers.died(task, turn, [worker], workers.REPORTED, at=message.at)
@@ -80,24 +80,24 @@ def _unknown(task: Task, turn: Turn, agent: Agent, message: wire.ErrorReport) ->
     ends.
     """
     assert message.worker is not None
-    told = task.severity.told
+    unattributed = task.severity.unattributed
     present = round_of(message.worker) == agent.round and message.worker not in agent.gone and not agent.stopping
-    if not present or message.worker in told:
+    if not present or message.worker in unattributed:
         return
     if message.ends:
-        told[message.worker] = _told(message)
+        unattributed[message.worker] = _told(message)
         if not task.elastic and not task.regrouping:
             epochs.open_incident(task)
     _log(task, turn, agent, message, None if task.elastic else task.incident)
     if message.ends and not task.elastic and known(message.kind) == "config_error":
-        apply.refused(task, turn, agent, told[message.worker], message.worker)
+        apply.refused(task, turn, agent, unattributed[message.worker], message.worker)
 
 
-def _told(message: wire.ErrorReport) -> Told:
+def _told(message: wire.ErrorReport) -> UnattributedError:
     """Describe an error that ends a worker for the workflow."""
     kind = known(message.kind)
     frames = frames_of(message)[-_SHOWN:]
-    return Told(kind=kind, cause=message.cause, fault=fault_of(message, kind), frames=frames)
+    return UnattributedError(kind=kind, cause=message.cause, fault=fault_of(message, kind), frames=frames)
 
 
 def _goes_on(task: Task, turn: Turn, agent: Agent, message: wire.ErrorReport) -> None:
@@ -105,16 +105,16 @@ def _goes_on(task: Task, turn: Turn, agent: Agent, message: wire.ErrorReport) ->
     kind = known(message.kind)
     if kind in STOPPING and task.over is not None:
         return  # another worker has reported it
-    in_place = SEVERITY[kind] == "SEV3" and kind not in (*TOLD_ONLY, *STOPPING)
+    in_place = SEVERITY[kind] == "SEV3" and kind not in (*REPORTED_ONLY, *STOPPING)
     if in_place and task.incident is not None:
         return  # the cause of the broken connection is known
-    acts = apply.concerned(task) and not task.finishing
+    acts = apply.decides_errors(task) and not task.finishing
     if in_place and acts:
         epochs.open_incident(task)
         apply.feed(task, turn, Named(agent=agent.id))
     _log(task, turn, agent, message, task.incident if in_place or SEVERITY[kind] != "SEV3" else None)
-    if acts or kind in TOLD_ONLY:
-        failure = apply.failure_of(task, turn, agent, Told(kind=kind, cause=message.cause), None)
+    if acts or kind in REPORTED_ONLY:
+        failure = apply.failure_of(task, turn, agent, UnattributedError(kind=kind, cause=message.cause), None)
         apply.feed(task, turn, Error(failure=failure))
 
 
@@ -145,15 +145,15 @@ def _log(
     turn.emit_for(task, incident, "error_reported", fields)
 
 
-def told(task: Task, turn: Turn, agent: Agent, message: wire.ErrorReport | wire.NodeReading) -> None:
+def receive(task: Task, turn: Turn, agent: Agent, message: wire.ErrorReport | wire.NodeReading) -> None:
     """Handle an agent's report of an error or of its node's health."""
     if isinstance(message, wire.NodeReading):
-        take(task, turn, agent, message)
+        handle_reading(task, turn, agent, message)
     else:
-        reported(task, turn, agent, message)
+        handle_error(task, turn, agent, message)
 
 
-def take(task: Task, turn: Turn, agent: Agent, reading: wire.NodeReading) -> None:
+def handle_reading(task: Task, turn: Turn, agent: Agent, reading: wire.NodeReading) -> None:
     """Handle an agent's reading of its node's health."""
     now = {problem.check: problem for problem in problems(reading, turn.limits.health)}
     elsewhere = {check for other in task.agents.values() if other.node == agent.node for check in other.problems}
@@ -169,11 +169,11 @@ def take(task: Task, turn: Turn, agent: Agent, reading: wire.NodeReading) -> Non
                 at=turn.now,
                 details={"check": check},
             )
-            reported(task, turn, agent, word)
+            handle_error(task, turn, agent, word)
     gone = sorted(set(agent.problems) - set(now))
     agent.problems = list(now)
     if gone:
-        turn.emit_for(task, None, "node_well_again", {"agent": agent.id, "node": agent.node, "checks": gone})
+        turn.emit_for(task, None, "node_healthy", {"agent": agent.id, "node": agent.node, "checks": gone})
     before, agent.unhealthy = agent.unhealthy, "; ".join(barred)
     if before != agent.unhealthy:
         turn.places_changed = True

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from unicron_lightning.coordinator.events import Limits
-from unicron_lightning.coordinator.severity.errors import STOPPING, TOLD_ONLY
-from unicron_lightning.coordinator.severity.record import Failure, Record
+from unicron_lightning.coordinator.severity.errors import REPORTED_ONLY, STOPPING
+from unicron_lightning.coordinator.severity.record import Failure, SeverityRecord
 
 Trigger = Literal["SEV3", "SEV2", "SEV1", "judged"]
 Action = Literal["tell", "reattempt", "escalate", "restart", "isolate", "cordon", "revert", "stop"]
@@ -21,7 +21,7 @@ TRIALS: Final = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class View:
+class FailureContext:
     """The present situation.
 
     Attributes:
@@ -41,9 +41,9 @@ class View:
 class Case:
     """The basis of a rule's decision. ``error`` is None when epochs or starts are judged."""
 
-    record: Record
+    record: SeverityRecord
     limits: Limits
-    view: View
+    view: FailureContext
     now: float
     error: Failure | None = None
     alone: bool = False
@@ -152,8 +152,8 @@ RULES: Final = (
     Rule(
         name="nothing has failed",
         on="SEV3",
-        when=f"the kind is {' or '.join(f'`{kind}`' for kind in TOLD_ONLY)}",
-        holds=lambda case: case.error is not None and case.error.kind in TOLD_ONLY,
+        when=f"the kind is {' or '.join(f'`{kind}`' for kind in REPORTED_ONLY)}",
+        holds=lambda case: case.error is not None and case.error.kind in REPORTED_ONLY,
         action="tell",
         then="the event log records it; workers are not affected",
     ),

@@ -1,12 +1,12 @@
 """The severity workflow of one task: a pure state machine, inputs in, `Decision`s out.
 
-It keeps a `Record`, which it changes in place; times are arguments. It distinguishes failures *with progress between*
-from those without. A task that finishes steps may fail any number of times: that is its purpose.
+It keeps a `SeverityRecord`, which it changes in place; times are arguments. It distinguishes failures *with progress*
+between them from those without. A task that finishes steps may fail any number of times: that is its purpose.
 
 *Progress* is a step beyond all steps ever known to be finished. An *attempt* is a settled epoch. It has failed if one
-of its workers failed, and counts if it got no further than the newest known step (`Record.mark`), or finished no step
-at all. Failures on the way back to that step from a checkpoint do not count, but the life does, once, if no worker
-survives it.
+of its workers failed, and counts if it got no further than the newest known step (`SeverityRecord.mark`), or finished
+no step at all. Failures on the way back to that step from a checkpoint do not count, but the life does, once, if no
+worker survives it.
 
 The progress of an epoch is known when the next one is settled, as all members then report their position: its failures
 are judged there, or where a new life begins.
@@ -23,8 +23,8 @@ from typing import Union
 
 from unicron_lightning.coordinator.events import Limits
 from unicron_lightning.coordinator.severity.errors import SEVERITY
-from unicron_lightning.coordinator.severity.record import KEPT, Failure, Joined, Record, Series
-from unicron_lightning.coordinator.severity.rules import Case, Decision, Rule, View, first
+from unicron_lightning.coordinator.severity.record import KEPT, Failure, Joined, Series, SeverityRecord
+from unicron_lightning.coordinator.severity.rules import Case, Decision, FailureContext, Rule, first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class Named:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class StepsFinished:
     """This number of steps is finished in this life."""
 
     step: int
@@ -79,17 +79,17 @@ class Overdue:
     agents: tuple[tuple[str, str], ...]
 
 
-Seen = Union[Error, Named, Progress, Settled, NewLife, Overdue]
+Seen = Union[Error, Named, StepsFinished, Settled, NewLife, Overdue]
 
 
-def handle(record: Record, seen: Seen, limits: Limits, view: View, now: float) -> list[Decision]:
+def handle(record: SeverityRecord, seen: Seen, limits: Limits, view: FailureContext, now: float) -> list[Decision]:
     """Process one input; ``now`` is time.time()."""
     match seen:
         case Error():
             return _error(record, seen, limits, view, now)
         case Named():
             record.named[seen.agent] = record.named.get(seen.agent, 0) + 1
-        case Progress():
+        case StepsFinished():
             _progress(record, seen.step, limits)
         case Settled():
             decisions = _judge(record, seen.step, limits, view, now)
@@ -108,7 +108,7 @@ def handle(record: Record, seen: Seen, limits: Limits, view: View, now: float) -
     return []
 
 
-def suspect(record: Record, view: View) -> tuple[str, str, str] | None:
+def suspect(record: SeverityRecord, view: FailureContext) -> tuple[str, str, str] | None:
     """Return the suspect of a connection that keeps failing: agent, node, and reason; None without members.
 
     Both ends of a broken connection report it, so reports alone may not decide: among the agents named most often, the
@@ -123,7 +123,7 @@ def suspect(record: Record, view: View) -> tuple[str, str, str] | None:
     return (*named[-1], why)
 
 
-def _error(record: Record, seen: Error, limits: Limits, view: View, now: float) -> list[Decision]:
+def _error(record: SeverityRecord, seen: Error, limits: Limits, view: FailureContext, now: float) -> list[Decision]:
     failure = seen.failure
     alone = failure.worker in record.joined or not seen.training
     case = Case(record=record, limits=limits, view=view, now=now, error=failure, alone=alone)
@@ -150,7 +150,9 @@ def _error(record: Record, seen: Error, limits: Limits, view: View, now: float) 
     return [*_decide(record, failure, limits, view, now), *_give_up(record, limits, view, now)]
 
 
-def _connection(record: Record, failure: Failure, limits: Limits, view: View, now: float) -> list[Decision]:
+def _connection(
+    record: SeverityRecord, failure: Failure, limits: Limits, view: FailureContext, now: float
+) -> list[Decision]:
     case = Case(record=record, limits=limits, view=view, now=now, error=failure)
     rule = first("SEV3", case)
     assert rule is not None
@@ -174,14 +176,16 @@ def _connection(record: Record, failure: Failure, limits: Limits, view: View, no
     return [decision, *_alive(record, escalated, limits, view, now)]
 
 
-def _alive(record: Record, failure: Failure, limits: Limits, view: View, now: float) -> list[Decision]:
+def _alive(
+    record: SeverityRecord, failure: Failure, limits: Limits, view: FailureContext, now: float
+) -> list[Decision]:
     """Handle an error of an agent as a whole: it is decided at once, but it may also fail the epoch."""
     record.unjudged.append(failure)
     _count(record, failure)
     return _decide(record, failure, limits, view, now)
 
 
-def _progress(record: Record, step: int, limits: Limits) -> None:
+def _progress(record: SeverityRecord, step: int, limits: Limits) -> None:
     if step > record.step:
         record.step = step
         record.reattempts.clear()
@@ -198,7 +202,7 @@ def _progress(record: Record, step: int, limits: Limits) -> None:
         record.failed.clear()
 
 
-def _judge(record: Record, step: int, limits: Limits, view: View, now: float) -> list[Decision]:
+def _judge(record: SeverityRecord, step: int, limits: Limits, view: FailureContext, now: float) -> list[Decision]:
     """Judge the failures of the ended epoch, now that its progress is known."""
     for failure in record.unjudged:
         came = record.joined.pop(failure.worker or "", None)  # it has no part in steps that finish from here on
@@ -221,7 +225,7 @@ def _judge(record: Record, step: int, limits: Limits, view: View, now: float) ->
     return [*decided, *_give_up(record, limits, view, now)]
 
 
-def _new_life(record: Record, limits: Limits, view: View, now: float) -> list[Decision]:
+def _new_life(record: SeverityRecord, limits: Limits, view: FailureContext, now: float) -> list[Decision]:
     # Counted once per life: its members often fail by the same exception, one after the other.
     raised, record.raised = [*record.raised, *(failure.fault for failure in record.unjudged)], []
     for fault in _unique(filter(None, raised)):
@@ -237,7 +241,9 @@ def _new_life(record: Record, limits: Limits, view: View, now: float) -> list[De
     return decisions
 
 
-def _decide(record: Record, failure: Failure, limits: Limits, view: View, now: float) -> list[Decision]:
+def _decide(
+    record: SeverityRecord, failure: Failure, limits: Limits, view: FailureContext, now: float
+) -> list[Decision]:
     case = Case(record=record, limits=limits, view=view, now=now, error=failure)
     # For a process that is gone, SEV3's reaction in place comes too late.
     severity = max(SEVERITY[failure.kind], "SEV2", key=("SEV3", "SEV2", "SEV1").index)
@@ -255,7 +261,7 @@ def _decide(record: Record, failure: Failure, limits: Limits, view: View, now: f
     return [Decision(rule=rule.name, action=rule.action, error=failure, reason=reason, facts=facts)]
 
 
-def _give_up(record: Record, limits: Limits, view: View, now: float) -> list[Decision]:
+def _give_up(record: SeverityRecord, limits: Limits, view: FailureContext, now: float) -> list[Decision]:
     rule = first("judged", Case(record=record, limits=limits, view=view, now=now))
     if rule is None:
         return []
@@ -282,7 +288,7 @@ def _give_up(record: Record, limits: Limits, view: View, now: float) -> list[Dec
     return [Decision(rule=rule.name, action=rule.action, error=None, reason=reason, facts=facts)]
 
 
-def _hopeless(record: Record, rule: Rule, facts: dict[str, object]) -> Decision:
+def _hopeless(record: SeverityRecord, rule: Rule, facts: dict[str, object]) -> Decision:
     """Stop a task whose program raises the same exception at each try."""
     fault = record.repeated
     assert fault is not None
@@ -306,25 +312,25 @@ def _stopped(rule: Rule, reason: str, failure: Failure, facts: dict[str, object]
     return Decision(rule=rule.name, action="stop", error=None, reason="\n".join(lines), facts=facts)
 
 
-def _repeat(record: Record, fault: str) -> None:
+def _repeat(record: SeverityRecord, fault: str) -> None:
     record.faults[fault] = record.faults.get(fault, 0) + 1
 
 
-def _count(record: Record, failure: Failure) -> None:
+def _count(record: SeverityRecord, failure: Failure) -> None:
     """Add a failure to its node's series."""
     series = record.series.setdefault(failure.node, Series(mark=record.mark))
     series.times = [*series.times, failure.at][-KEPT:]
     series.step = record.step
 
 
-def _lasted(record: Record, member: Joined) -> None:
+def _lasted(record: SeverityRecord, member: Joined) -> None:
     """End the series of a member's node if the member joined after its failures and has lasted."""
     series = record.series.get(member.node)
     if series is not None and member.step >= series.step:
         del record.series[member.node]
 
 
-def _remember(record: Record, failure: Failure) -> None:
+def _remember(record: SeverityRecord, failure: Failure) -> None:
     record.failed = [*record.failed, failure][-KEPT:]
 
 

@@ -18,7 +18,7 @@ from unicron_lightning.private import MODE, open_private
 
 logger = logging.getLogger(__name__)
 
-_SCHEMA_VERSION = 1
+_SCHEMA_VERSION = 2
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS tasks (id TEXT PRIMARY KEY, state BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS events (

@@ -12,6 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from unicron_lightning import wire
+from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.connectivity import partition
 from unicron_lightning.coordinator.membership import epochs
 from unicron_lightning.coordinator.severity import apply, reports
@@ -19,8 +20,7 @@ from unicron_lightning.coordinator.severity.errors import SEVERITY
 from unicron_lightning.coordinator.severity.record import Failure
 from unicron_lightning.coordinator.severity.workflow import Error
 from unicron_lightning.coordinator.state import Agent, Task, Worker
-from unicron_lightning.coordinator.turn import Turn
-from unicron_lightning.coordinator.watch.record import Watch
+from unicron_lightning.coordinator.watch.record import WatchRecord
 from unicron_lightning.coordinator.watch.verdict import judge
 
 BETWEEN: Final = ("validation", "checkpoint", "epoch_end")
@@ -37,7 +37,7 @@ STACKS_SECONDS: Final = 2.0
 """Seconds after which an agent that has not reported stacks is assumed to have none."""
 
 
-def doing(task: Task, turn: Turn, agent: Agent, message: wire.Doing) -> None:
+def receive_activity(task: Task, turn: Turn, agent: Agent, message: wire.ActivityReport) -> None:
     """Handle a worker's report of its activity."""
     worker = task.workers.get(message.worker)
     if worker is None or worker.agent != agent.id or not _trains(task, message.epoch):
@@ -47,14 +47,14 @@ def doing(task: Task, turn: Turn, agent: Agent, message: wire.Doing) -> None:
         return
     if message.waiting and message.waits >= LONG_WAIT:
         partition.suspect(task, turn, weakly=True)
-    known = worker.id in watch.said
-    watch.said[worker.id] = message
+    known = worker.id in watch.reports
+    watch.reports[worker.id] = message
     if message.overdue and not watch.since:
         watch.since, watch.pause = turn.now, FIRST_PAUSE
-        watch.said = {worker.id: message}
+        watch.reports = {worker.id: message}
         _ask(task, turn)
     # Thousands of waiting workers report every second: they are judged once all have reported, and by the timer.
-    if watch.since and (not message.waiting or (not known and len(watch.said) == len(_members(task)))):
+    if watch.since and (not message.waiting or (not known and len(watch.reports) == len(_members(task)))):
         _judge(task, turn, watch)
 
 
@@ -75,7 +75,7 @@ def timer(task: Task, turn: Turn, kind: str, agent: Agent | None) -> bool:
 
 def restore(task: Task, turn: Turn) -> None:
     """Reset after a restart of the coordinator: hanging workers report again."""
-    task.watch = Watch()
+    task.watch = WatchRecord()
     for agent_id in dict.fromkeys(worker.agent for worker in task.workers.values() if not worker.built):
         turn.timer("start", turn.limits.watch.start_time, task=task.id, agent=agent_id)
 
@@ -84,7 +84,7 @@ def _watch_due(task: Task, turn: Turn) -> None:
     watch = _watch(task)
     if not watch.since:
         return
-    if not any(said.overdue for said in watch.said.values()):
+    if not any(said.overdue for said in watch.reports.values()):
         _forget(watch)
         return
     watch.inspected = {name: order for name, order in watch.inspected.items() if not order.silent}
@@ -96,7 +96,7 @@ def _watch_due(task: Task, turn: Turn) -> None:
 
 def _start_due(task: Task, turn: Turn, agent: Agent) -> None:
     late = [worker for worker in task.workers_of(agent.id) if not worker.built]
-    for worker in late if apply.concerned(task) else []:
+    for worker in late if apply.decides_errors(task) else []:
         cause = f"not ready {turn.limits.watch.start_time:g} s after it was welcomed"
         _inspect(task, turn, wire.Inspect(worker=worker.id, cause=cause, phase="start", step=None, details={}))
 
@@ -116,17 +116,17 @@ def _stacks_due(task: Task, turn: Turn, agent: Agent) -> None:
                 at=turn.now,
                 details={**inspect.details, "stacks": ""},
             )
-            reports.reported(task, turn, agent, report)
+            reports.handle_error(task, turn, agent, report)
 
 
 def _trains(task: Task, epoch: int) -> bool:
     """Whether workers in that epoch train: a recovery has a time limit of its own, and older reports do not count."""
-    if not apply.concerned(task) or task.epoch is None:
+    if not apply.decides_errors(task) or task.epoch is None:
         return False
     return epoch == task.number if task.settled else task.epoch.kind in wire.PLANNED and epoch < task.number
 
 
-def _watch(task: Task) -> Watch:
+def _watch(task: Task) -> WatchRecord:
     watch = task.watch
     if watch.epoch != task.number:
         _forget(watch)
@@ -135,9 +135,9 @@ def _watch(task: Task) -> Watch:
     return watch
 
 
-def _forget(watch: Watch) -> None:
+def _forget(watch: WatchRecord) -> None:
     watch.since = watch.pause = 0.0
-    watch.said.clear()
+    watch.reports.clear()
 
 
 def _members(task: Task) -> list[str]:
@@ -146,46 +146,46 @@ def _members(task: Task) -> list[str]:
 
 def _ask(task: Task, turn: Turn) -> None:
     for agent_id in dict.fromkeys(task.workers[worker].agent for worker in _members(task)):
-        turn.send(task.agents[agent_id], wire.Ask())
+        turn.send(task.agents[agent_id], wire.ActivityQuery())
     turn.timer("watch", task.watch.pause, task=task.id)
 
 
-def _judge(task: Task, turn: Turn, watch: Watch) -> None:
+def _judge(task: Task, turn: Turn, watch: WatchRecord) -> None:
     members, limits = _members(task), turn.limits
     connected = {agent.id for agent in task.agents.values() if agent.conn is not None}
     verdict = judge(
         members,
-        watch.said,
+        watch.reports,
         reachable=frozenset(worker for worker in members if task.workers[worker].agent in connected),
         asked=turn.now - watch.since,
         mute_time=ANSWER_SECONDS,
         collective_time=limits.watch.stall_time if _between(watch) else limits.collective_time,
         stall_time=limits.watch.stall_time,
     )
-    if all(member in watch.said and watch.said[member].waiting for member in members):
+    if all(member in watch.reports and watch.reports[member].waiting for member in members):
         partition.suspect(task, turn)
     if verdict.collective:
         _communicator_hangs(task, turn, watch)
-    others = sum(said.waiting for said in watch.said.values())
-    allowed = max((said.limit or 0.0 for said in watch.said.values() if said.waiting), default=0.0)
+    others = sum(said.waiting for said in watch.reports.values())
+    allowed = max((said.limit or 0.0 for said in watch.reports.values() if said.waiting), default=0.0)
     asked = turn.now - watch.since
     patient, gentle = asked >= min(limits.mute_time, (PATIENCE - 1) * allowed), False
     if between := _between(watch):  # a batch or a checkpoint may compute for as long as it takes
         patient, gentle = False, between != "validation" and asked < limits.mute_time
     for name in verdict.culprits:
-        worker, said = task.workers[name], watch.said.get(name)
+        worker, said = task.workers[name], watch.reports.get(name)
         order = _reason(worker, said, asked, others)
         if order.silent:
             order = msgspec.structs.replace(order, phase=between, patient=patient, gentle=gentle)
         _inspect(task, turn, order)
 
 
-def _between(watch: Watch) -> str:
+def _between(watch: WatchRecord) -> str:
     """Return the phase in which members wait if it is one between steps; empty if it is one of a step."""
-    return next((said.phase for said in watch.said.values() if said.waiting and said.phase in BETWEEN), "")
+    return next((said.phase for said in watch.reports.values() if said.waiting and said.phase in BETWEEN), "")
 
 
-def _reason(worker: Worker, said: wire.Doing | None, asked: float, others: int) -> wire.Inspect:
+def _reason(worker: Worker, said: wire.ActivityReport | None, asked: float, others: int) -> wire.Inspect:
     if said is None:
         cause = f"does not answer for {asked:.2f} s; {others} others wait in a collective"
         details: dict[str, Any] = {"seconds": asked, "waiting": others}
@@ -206,11 +206,11 @@ def _inspect(task: Task, turn: Turn, order: wire.Inspect) -> None:
     turn.timer("stacks", STACKS_SECONDS, task=task.id, agent=agent.id)
 
 
-def _communicator_hangs(task: Task, turn: Turn, watch: Watch) -> None:
+def _communicator_hangs(task: Task, turn: Turn, watch: WatchRecord) -> None:
     """Renew the communicator as if a connection had broken: all members wait in a collective and none is missing."""
-    said = next(iter(watch.said.values()))
+    said = next(iter(watch.reports.values()))
     seconds = turn.now - watch.since
-    cause = f"all {len(watch.said)} members wait in {said.phase}, none is missing, for {seconds:.1f} s"
+    cause = f"all {len(watch.reports)} members wait in {said.phase}, none is missing, for {seconds:.1f} s"
     epochs.open_incident(task)
     where = {"node": None, "agent": None, "worker": None, "rank": None, "phase": said.phase, "step": said.step}
     about = {"kind": "nccl_timeout", "severity": SEVERITY["nccl_timeout"], "cause": cause, "ends": False}

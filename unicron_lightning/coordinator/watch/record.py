@@ -7,7 +7,7 @@ import msgspec
 from unicron_lightning import wire
 
 
-class Watch(msgspec.Struct, kw_only=True):
+class WatchRecord(msgspec.Struct, kw_only=True):
     """Detection state. All times are time.time() of the coordinator."""
 
     epoch: int = 0
@@ -16,7 +16,7 @@ class Watch(msgspec.Struct, kw_only=True):
     """Time at which the first member was overdue; 0: none is."""
     pause: float = 0.0
     """Seconds until the members are asked again."""
-    said: dict[str, wire.Doing] = {}
+    reports: dict[str, wire.ActivityReport] = {}
     """Reported activity of each member."""
     inspected: dict[str, wire.Inspect] = {}
     """Orders to agents to record stacks, by worker."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 
+from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.state import Task
-from unicron_lightning.coordinator.turn import Turn
 
 
 def progressed(task: Task, turn: Turn, worker: str) -> None:

@@ -33,7 +33,7 @@ NOTHING = Verdict()
 
 def judge(
     members: Sequence[str],
-    said: Mapping[str, wire.Doing],
+    said: Mapping[str, wire.ActivityReport],
     *,
     reachable: frozenset[str],
     asked: float,

@@ -16,7 +16,7 @@ GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cluster:
+class Hardware:
     """Equal nodes with equal accelerators, and a network that gives every accelerator the same share.
 
     Attributes:
@@ -83,7 +83,7 @@ class Cluster:
 # "NVIDIA A100 Tensor Core GPU" data sheet (A100 80GB SXM): 312 TFLOP/s BF16 and FP16, 156 TF32, 19.5 FP32, 80 GB at
 # 2,039 GB/s, NVLink 600 GB/s. Nodes of Selene: 8 accelerators, 8 HDR InfiniBand adapters of 200 Gb/s for applications
 # (arXiv 2104.04473, section 5).
-A100 = Cluster(
+A100 = Hardware(
     name="A100-80GB-SXM",
     peak_flops={"bf16": 312e12, "fp16": 312e12, "tf32": 156e12, "fp32": 19.5e12},
     memory_bytes=80 * 10**9,
@@ -96,7 +96,7 @@ A100 = Cluster(
 A800 = replace(A100, name="A800-80GB-SXM", intra_bandwidth=200e9)
 # "NVIDIA H100 Tensor Core GPU" data sheet (SXM): 989.4 TFLOP/s BF16 and FP16, 1,978.9 FP8, 494.7 TF32, 66.9 FP32, 80 GB
 # at 3.35 TB/s, NVLink 900 GB/s. Nodes: arXiv 2407.21783, section 3.3: 8 accelerators, each with 400 Gb/s of network.
-H100 = Cluster(
+H100 = Hardware(
     name="H100-SXM",
     peak_flops={"bf16": 989.4e12, "fp16": 989.4e12, "fp8": 1978.9e12, "tf32": 494.7e12, "fp32": 66.9e12},
     memory_bytes=80 * 10**9,
@@ -108,4 +108,4 @@ H100 = Cluster(
 # "NVIDIA H200 Tensor Core GPU" data sheet (SXM): as the H100, with 141 GB at 4.8 TB/s.
 H200 = replace(H100, name="H200-SXM", memory_bytes=141 * 10**9, memory_bandwidth=4.8e12)
 
-PRESETS: Mapping[str, Cluster] = MappingProxyType({"A100": A100, "A800": A800, "H100": H100, "H200": H200})
+PRESETS: Mapping[str, Hardware] = MappingProxyType({"A100": A100, "A800": A800, "H100": H100, "H200": H200})

@@ -19,12 +19,40 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from unicron_lightning.planner.performance.isotonic import isotonic
 from unicron_lightning.planner.performance.model import ParallelConfiguration, check_num_workers
+
+
+def isotonic(values: Sequence[float], weights: Sequence[float]) -> list[tuple[int, float]]:
+    """The non-decreasing sequence with the least weighted sum of squared distances to ``values``.
+
+    Args:
+        values: in the order in which they should rise.
+        weights: of each value, above 0.
+
+    Returns:
+        Blocks of equal fitted values, in order: the number of values in each, and their weighted mean.
+
+    Raises:
+        ValueError: lengths differ, or a weight is not above 0.
+    """
+    if len(values) != len(weights):
+        raise ValueError(f"{len(values)} values with {len(weights)} weights: expected equal numbers")
+    blocks: list[tuple[int, float, float]] = []
+    for value, weight in zip(values, weights, strict=True):
+        if not weight > 0:
+            raise ValueError(f"weight={weight!r}: expected more than 0")
+        count, mean, total = 1, float(value), float(weight)
+        while blocks and blocks[-1][1] >= mean:
+            before, its_mean, its_total = blocks.pop()
+            mean = (its_mean * its_total + mean * total) / (its_total + total)
+            count, total = count + before, total + its_total
+        blocks.append((count, mean, total))
+    return [(count, mean) for count, mean, _ in blocks]
+
 
 _UNIFORM = 1 / math.sqrt(12)  # standard deviation of a uniform distribution over an interval of length 1
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from unicron_lightning.planner.performance.cluster import A100, H100, Cluster
+from unicron_lightning.planner.performance.cluster import A100, H100, Hardware
 from unicron_lightning.planner.performance.layouts import Layouts
 from unicron_lightning.planner.performance.memory import worker_bytes
 from unicron_lightning.planner.performance.model import ParallelConfiguration
@@ -47,7 +47,7 @@ class PublishedRun:
     source: str
     name: str
     shape: ModelShape
-    cluster: Cluster
+    cluster: Hardware
     recipe: Recipe
     global_batch_size: int
     tensor_parallel: int

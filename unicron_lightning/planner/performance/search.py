@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from unicron_lightning.planner.performance.cluster import Cluster
+from unicron_lightning.planner.performance.cluster import Hardware
 from unicron_lightning.planner.performance.layouts import RECOMPUTE, FloatArray, IntArray, Layouts
 from unicron_lightning.planner.performance.memory import worker_bytes
 from unicron_lightning.planner.performance.recipe import Recipe
@@ -67,7 +67,7 @@ class SearchSpace:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class BestConfigurations:
     """The best configuration for each number of workers that has one.
 
     Attributes:
@@ -83,7 +83,9 @@ class Found:
     layouts: Layouts
 
 
-def search(shape: ModelShape, cluster: Cluster, recipe: Recipe, space: SearchSpace, global_batch_size: int) -> Found:
+def search(
+    shape: ModelShape, cluster: Hardware, recipe: Recipe, space: SearchSpace, global_batch_size: int
+) -> BestConfigurations:
     """Find the best configurations of a task, over all numbers of workers.
 
     Among equally fast ones the order of the search decides: less PP, less TP, less interleaving, less recomputation,
@@ -102,7 +104,7 @@ def search(shape: ModelShape, cluster: Cluster, recipe: Recipe, space: SearchSpa
     memory = np.concatenate([part[2] for part in parts])
     best = _best_per_count(layouts.num_workers, seconds)
     layouts = layouts.at(best)
-    return Found(
+    return BestConfigurations(
         num_workers=layouts.num_workers, step_seconds=seconds[best], memory_bytes=memory[best], layouts=layouts
     )
 
@@ -116,7 +118,7 @@ def _best_per_count(num_workers: IntArray, seconds: FloatArray) -> IntArray:
 
 
 def _candidates(
-    shape: ModelShape, cluster: Cluster, recipe: Recipe, space: SearchSpace, global_batch_size: int
+    shape: ModelShape, cluster: Hardware, recipe: Recipe, space: SearchSpace, global_batch_size: int
 ) -> Iterator[Layouts]:
     """Candidates, one PP at a time to bound the memory of the arrays."""
     batches = np.array(list(_batches(space, global_batch_size)), dtype=np.int64).reshape(-1, 3)
@@ -147,7 +149,7 @@ def _candidates(
         ).at(allowed)
 
 
-def _tensor_degrees(shape: ModelShape, cluster: Cluster, space: SearchSpace) -> list[int]:
+def _tensor_degrees(shape: ModelShape, cluster: Hardware, space: SearchSpace) -> list[int]:
     kv = shape.kv_heads
     return [
         t

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from unicron_lightning.planner.performance.cluster import Cluster
+from unicron_lightning.planner.performance.cluster import Hardware
 from unicron_lightning.planner.performance.layouts import RECOMPUTE, FloatArray, IntArray, Layouts
 from unicron_lightning.planner.performance.memory import core_bytes, linear_bytes, stage_parameters
 from unicron_lightning.planner.performance.recipe import Recipe
@@ -71,7 +71,7 @@ class StepSeconds:
         return self.stages + self.bubble + self.data + self.optimizer
 
 
-def layer_seconds(shape: ModelShape, cluster: Cluster, recipe: Recipe, layouts: Layouts) -> LayerSeconds:
+def layer_seconds(shape: ModelShape, cluster: Hardware, recipe: Recipe, layouts: Layouts) -> LayerSeconds:
     """Seconds of one layer for one micro-batch, on each of the TP workers that share it."""
     speed = recipe.efficiency.matmul * cluster.peak(recipe.precision)
     memory_speed = recipe.efficiency.memory * cluster.memory_bandwidth
@@ -90,7 +90,7 @@ def layer_seconds(shape: ModelShape, cluster: Cluster, recipe: Recipe, layouts: 
     return LayerSeconds(forward=forward, backward=2 * matrices + core_backward + rest + reduction + again)
 
 
-def step_seconds(shape: ModelShape, cluster: Cluster, recipe: Recipe, layouts: Layouts) -> StepSeconds:
+def step_seconds(shape: ModelShape, cluster: Hardware, recipe: Recipe, layouts: Layouts) -> StepSeconds:
     """Seconds of an optimizer step by its parts."""
     p, v, m = layouts.pipeline, layouts.interleave, layouts.num_micro_batches
     layer = layer_seconds(shape, cluster, recipe, layouts)
@@ -108,7 +108,7 @@ def step_seconds(shape: ModelShape, cluster: Cluster, recipe: Recipe, layouts: L
     )
 
 
-def _tensor_seconds(shape: ModelShape, cluster: Cluster, recipe: Recipe, layouts: Layouts) -> FloatArray:
+def _tensor_seconds(shape: ModelShape, cluster: Hardware, recipe: Recipe, layouts: Layouts) -> FloatArray:
     """An all-reduce of a layer's output over TP; with sequence parallelism its two halves at the same cost."""
     t = layouts.tensor
     within = t <= cluster.accelerators_per_node
@@ -119,7 +119,7 @@ def _tensor_seconds(shape: ModelShape, cluster: Cluster, recipe: Recipe, layouts
     return seconds * (1 - recipe.efficiency.tensor_overlap)
 
 
-def _head_seconds(shape: ModelShape, cluster: Cluster, recipe: Recipe, layouts: Layouts) -> FloatArray:
+def _head_seconds(shape: ModelShape, cluster: Hardware, recipe: Recipe, layouts: Layouts) -> FloatArray:
     """The output layer and the loss, forward and backward: 6 s b h V / t products; fp32 results written and read."""
     speed = recipe.efficiency.matmul * cluster.peak(recipe.attention_precision)
     per_sample = 3 * shape.head_flops(1) / speed
@@ -128,7 +128,7 @@ def _head_seconds(shape: ModelShape, cluster: Cluster, recipe: Recipe, layouts: 
     return layouts.micro_batch * per_sample / layouts.tensor
 
 
-def _pipeline_seconds(shape: ModelShape, cluster: Cluster, recipe: Recipe, layouts: Layouts) -> FloatArray:
+def _pipeline_seconds(shape: ModelShape, cluster: Hardware, recipe: Recipe, layouts: Layouts) -> FloatArray:
     """Sending one micro-batch to the next stage and its gradient back, v times; each TP worker sends its part."""
     within = layouts.tensor * layouts.data * 2 <= cluster.accelerators_per_node
     bandwidth = np.where(within, cluster.intra_bandwidth, cluster.inter_bandwidth) * recipe.efficiency.network
@@ -138,7 +138,7 @@ def _pipeline_seconds(shape: ModelShape, cluster: Cluster, recipe: Recipe, layou
     return np.where(layouts.pipeline > 1, seconds, 0.0)
 
 
-def _data_bandwidth(cluster: Cluster, layouts: Layouts) -> tuple[FloatArray, FloatArray]:
+def _data_bandwidth(cluster: Hardware, layouts: Layouts) -> tuple[FloatArray, FloatArray]:
     """Bytes/s of a data-parallel ring and its latency: TP's members are neighbours, then DP's, then PP's.
 
     A node's adapters are shared by the rings that leave it; a ring has as many shares as it has members on the node.
@@ -152,7 +152,7 @@ def _data_bandwidth(cluster: Cluster, layouts: Layouts) -> tuple[FloatArray, Flo
 
 def _data_seconds(
     shape: ModelShape,
-    cluster: Cluster,
+    cluster: Hardware,
     recipe: Recipe,
     layouts: Layouts,
     first_forward: FloatArray,
@@ -173,7 +173,7 @@ def _data_seconds(
     return np.maximum(reduce - last_backward, 0.0) + np.maximum(gather - first_forward, 0.0)
 
 
-def _optimizer_seconds(shape: ModelShape, cluster: Cluster, recipe: Recipe, layouts: Layouts) -> FloatArray:
+def _optimizer_seconds(shape: ModelShape, cluster: Hardware, recipe: Recipe, layouts: Layouts) -> FloatArray:
     """The update: its state, the gradients and the weights read and written once."""
     divided: IntArray = layouts.data if recipe.distributed_optimizer else np.ones_like(layouts.data)
     bytes_moved = 2 * (recipe.weight_bytes + recipe.gradient_bytes + recipe.optimizer_bytes) / divided

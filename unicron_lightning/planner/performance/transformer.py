@@ -8,11 +8,11 @@ from functools import cached_property
 
 import numpy as np
 
-from unicron_lightning.planner.performance.cluster import Cluster
+from unicron_lightning.planner.performance.cluster import Hardware
 from unicron_lightning.planner.performance.layouts import FloatArray
 from unicron_lightning.planner.performance.model import ParallelConfiguration, check_num_workers
 from unicron_lightning.planner.performance.recipe import MEGATRON_CORE, Recipe
-from unicron_lightning.planner.performance.search import Found, SearchSpace, search
+from unicron_lightning.planner.performance.search import BestConfigurations, SearchSpace, search
 from unicron_lightning.planner.performance.shape import ModelShape
 
 # Root mean square of the relative errors against published runs, rounded up (benchmarks/planner_model.py prints them).
@@ -40,7 +40,7 @@ class TransformerModel:
     """
 
     shape: ModelShape
-    cluster: Cluster
+    cluster: Hardware
     global_batch_size: int
     recipe: Recipe = MEGATRON_CORE
     space: SearchSpace = field(default_factory=SearchSpace)
@@ -83,14 +83,14 @@ class TransformerModel:
         return tuple(int(count) for count in self._best.num_workers)
 
     @cached_property
-    def _best(self) -> Found:
+    def _best(self) -> BestConfigurations:
         """The best configuration for each count; if workers may idle, only counts that beat all smaller ones."""
         found = search(self.shape, self.cluster, self.recipe, self.space, self.global_batch_size)
         if not self.may_idle or not len(found.num_workers):
             return found
         record = np.minimum.accumulate(found.step_seconds)
         better = np.concatenate([[True], found.step_seconds[1:] < record[:-1]])
-        return Found(
+        return BestConfigurations(
             num_workers=found.num_workers[better],
             step_seconds=found.step_seconds[better],
             memory_bytes=found.memory_bytes[better],

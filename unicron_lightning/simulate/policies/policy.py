@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from unicron_lightning.simulate.costs import Costs
-from unicron_lightning.simulate.trace import Fault
+from unicron_lightning.simulate.trace import TraceFault
 from unicron_lightning.simulate.workload import SimTask
 
 Loses = Literal["nothing", "step", "memory", "checkpoint"]
@@ -16,7 +16,7 @@ processes; all since the newest persistent checkpoint.
 
 
 @dataclass(frozen=True, kw_only=True)
-class Situation:
+class TaskSituation:
     """State of a task when a decision is due, in places.
 
     Attributes:
@@ -37,7 +37,7 @@ class Situation:
     alive: int
     dead: int
     spares: int
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[TraceFault, ...] = ()
 
     @property
     def whole(self) -> int:
@@ -72,19 +72,19 @@ class Policy:
     starts_dead: ClassVar[bool] = True
     """Whether workers that died are started again while the others continue."""
 
-    def notices(self, costs: Costs, fault: Fault) -> float:
+    def notices(self, costs: Costs, fault: TraceFault) -> float:
         """Return the seconds from a fault, at which its task stops, to its detection."""
         return costs.detects(fault.kind)
 
-    def reacts(self, now: Situation) -> Reaction:
+    def reacts(self, now: TaskSituation) -> Reaction:
         """Decide on the reaction to detected faults."""
         raise NotImplementedError
 
-    def resumes(self, now: Situation) -> Reaction:
+    def resumes(self, now: TaskSituation) -> Reaction:
         """Decide for a waiting task that may have enough nodes now; with 0 places it keeps waiting."""
         raise NotImplementedError
 
-    def grows(self, now: Situation) -> Reaction | None:
+    def grows(self, now: TaskSituation) -> Reaction | None:
         """Decide how a running task admits places, assuming all that are alive; None: it never does."""
         return None
 
@@ -92,13 +92,13 @@ class Policy:
 class Restarting(Policy):
     """A task that runs with all its places or not at all: every change is a restart from a checkpoint."""
 
-    def reacts(self, now: Situation) -> Reaction:
+    def reacts(self, now: TaskSituation) -> Reaction:
         return self._restart(now)
 
-    def resumes(self, now: Situation) -> Reaction:
+    def resumes(self, now: TaskSituation) -> Reaction:
         return self._restart(now)
 
-    def _restart(self, now: Situation) -> Reaction:
+    def _restart(self, now: TaskSituation) -> Reaction:
         if now.whole + now.spares < now.declared:
             return Reaction(places=0, loses="checkpoint")
         return Reaction(places=now.declared, seconds=now.costs.takes("restart"), loses="checkpoint")
@@ -110,20 +110,20 @@ class Shrinking(Policy):
     shrink_loses: ClassVar[Loses] = "step"
     grow_loses: ClassVar[Loses] = "nothing"
 
-    def reacts(self, now: Situation) -> Reaction:
+    def reacts(self, now: TaskSituation) -> Reaction:
         if now.nobody_died:
             return Reaction(places=now.alive, seconds=self.shrink_seconds(now.costs), loses=self.shrink_loses)
         if now.alive >= now.least:
             return Reaction(places=now.alive, seconds=self.shrink_seconds(now.costs), loses=self.shrink_loses)
         return self.resumes(now)
 
-    def resumes(self, now: Situation) -> Reaction:
+    def resumes(self, now: TaskSituation) -> Reaction:
         there = min(now.declared, now.whole + now.spares)
         if there < now.least:
             return Reaction(places=0, loses="checkpoint")
         return Reaction(places=there, seconds=now.costs.takes("restart"), loses="checkpoint")
 
-    def grows(self, now: Situation) -> Reaction | None:
+    def grows(self, now: TaskSituation) -> Reaction | None:
         return Reaction(
             places=min(now.declared, now.alive), seconds=self.grow_seconds(now.costs), loses=self.grow_loses
         )

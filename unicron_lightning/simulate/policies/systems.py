@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from unicron_lightning.simulate.costs import Costs
-from unicron_lightning.simulate.policies.policy import Loses, Policy, Reaction, Restarting, Shrinking, Situation
+from unicron_lightning.simulate.policies.policy import Loses, Policy, Reaction, Restarting, Shrinking, TaskSituation
 
 
 class Megatron(Restarting):
@@ -82,7 +82,7 @@ class InProcess(Policy):
     name = "inprocess"
     starts_dead: ClassVar[bool] = False
 
-    def reacts(self, now: Situation) -> Reaction:
+    def reacts(self, now: TaskSituation) -> Reaction:
         if now.nobody_died:
             return Reaction(places=now.alive, seconds=now.costs.takes("continue"), loses="memory")
         missing = now.declared - now.alive
@@ -91,13 +91,13 @@ class InProcess(Policy):
             return Reaction(places=now.alive, seconds=now.costs.takes("continue"), loses="memory")
         return self.resumes(now)
 
-    def resumes(self, now: Situation) -> Reaction:
+    def resumes(self, now: TaskSituation) -> Reaction:
         there = min(now.declared, now.whole + now.spares)
         if there < now.least:
             return Reaction(places=0, loses="checkpoint")
         return Reaction(places=there, seconds=now.costs.takes("restart"), loses="checkpoint")
 
-    def grows(self, now: Situation) -> Reaction | None:
+    def grows(self, now: TaskSituation) -> Reaction | None:
         there = min(now.declared, now.whole)
         return Reaction(places=there, seconds=now.costs.takes("restart"), loses="memory")
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from unicron_lightning.coordinator.severity.errors import SEVERITY
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.planning.sections import read_section
+from unicron_lightning.sections import read_section
 
 Process = Literal["poisson", "weibull", "bursts", "exact"]
 Distribution = Literal["lognormal", "uniform", "fixed", "none"]

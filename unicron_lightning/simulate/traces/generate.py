@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unicron_lightning.coordinator.severity.errors import SEVERITY
-from unicron_lightning.simulate.trace import Cluster, Fault, Trace, order
+from unicron_lightning.simulate.trace import SimCluster, Trace, TraceFault, order
 from unicron_lightning.simulate.traces.arrivals import HOUR, arrivals
 from unicron_lightning.simulate.traces.config import RepairConfig, SourceConfig, TraceConfig
 from unicron_lightning.simulate.traces.sentences import replay
@@ -38,11 +38,11 @@ class _Drawn:
         elsewhere: first candidate for another node if the drawn one is down; None: the failure is left out then.
     """
 
-    fault: Fault
+    fault: TraceFault
     elsewhere: int | None
 
 
-def generate(config: TraceConfig, cluster: Cluster, seed: int, folder: Path = Path()) -> Trace:
+def generate(config: TraceConfig, cluster: SimCluster, seed: int, folder: Path = Path()) -> Trace:
     """Generate the trace of a configuration.
 
     Args:
@@ -67,7 +67,7 @@ def generate(config: TraceConfig, cluster: Cluster, seed: int, folder: Path = Pa
     return Trace.of(config.name, seconds, faults)
 
 
-def _faults(source: SourceConfig, cluster: Cluster, seconds: float, random: np.random.Generator) -> Iterator[_Drawn]:
+def _faults(source: SourceConfig, cluster: SimCluster, seconds: float, random: np.random.Generator) -> Iterator[_Drawn]:
     per_switch = source.nodes_per_switch
     sizes = {
         "worker": cluster.num_workers,
@@ -91,7 +91,7 @@ def _faults(source: SourceConfig, cluster: Cluster, seconds: float, random: np.r
         whole = SEVERITY[kind] == "SEV1"
         worker = component % cluster.workers_per_node if source.component == "worker" else int(ranks[index])
         for node in nodes:
-            fault = Fault(
+            fault = TraceFault(
                 at=float(times[index]),
                 kind=kind,
                 node=node,
@@ -124,7 +124,7 @@ def repair_seconds(repair: RepairConfig, num: int, random: np.random.Generator) 
     return np.round(hours * HOUR, 6)
 
 
-def _where_nodes_are_up(drawn: list[_Drawn], cluster: Cluster) -> Iterator[Fault]:
+def _where_nodes_are_up(drawn: list[_Drawn], cluster: SimCluster) -> Iterator[TraceFault]:
     """Drop, or move, failures that would strike a node that is down."""
     down: dict[int, float] = {}
     returns: list[tuple[float, int]] = []

@@ -15,7 +15,7 @@ from unicron_lightning.errors import ConfigError
 from unicron_lightning.faults import fault as words
 from unicron_lightning.faults.arrivals import arrivals, draw
 from unicron_lightning.faults.language import parse, text
-from unicron_lightning.simulate.trace import Cluster, Fault
+from unicron_lightning.simulate.trace import SimCluster, TraceFault
 
 SEEN_AS: Final[dict[words.Kind, str]] = {
     "kill": "exited_abnormally",
@@ -28,7 +28,7 @@ SEEN_AS: Final[dict[words.Kind, str]] = {
 """The kind of error that a fault appears as; ``raise`` names its own."""
 
 
-def replay(sentences: Sequence[str], cluster: Cluster, seconds: float, seed: int) -> Iterator[Fault]:
+def replay(sentences: Sequence[str], cluster: SimCluster, seconds: float, seed: int) -> Iterator[TraceFault]:
     """Generate the faults of sentences.
 
     Args:
@@ -51,12 +51,12 @@ def replay(sentences: Sequence[str], cluster: Cluster, seconds: float, seed: int
 
 
 def _strike(
-    fault: words.Fault, kind: str, node: int | None, at: float, cluster: Cluster, random: Random, seconds: float
-) -> Fault:
+    fault: words.Fault, kind: str, node: int | None, at: float, cluster: SimCluster, random: Random, seconds: float
+) -> TraceFault:
     drawn, worker = random.randrange(cluster.num_nodes), random.randrange(cluster.workers_per_node)
     whole = SEVERITY[kind] == "SEV1"
     lasts = seconds if fault.duration is None else fault.duration  # without ``for=`` it does not return in this trace
-    return Fault(
+    return TraceFault(
         at=at,
         kind=kind,
         node=drawn if node is None else node,
@@ -76,7 +76,7 @@ def _kind(fault: words.Fault) -> str:
     return kind
 
 
-def _node(fault: words.Fault, cluster: Cluster) -> int | None:
+def _node(fault: words.Fault, cluster: SimCluster) -> int | None:
     if fault.node is None:
         return None
     if not (fault.node.isdecimal() and int(fault.node) < cluster.num_nodes):

@@ -19,14 +19,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.simulate.trace import Cluster, Fault
+from unicron_lightning.simulate.trace import SimCluster, TraceFault
 
 COLUMNS = ("at", "kind", "node", "worker", "repair")
 _OPTIONAL = ("worker", "repair")
 _START = "# start "
 
 
-def write_table(faults: Iterable[Fault]) -> str:
+def write_table(faults: Iterable[TraceFault]) -> str:
     """Return CSV text that `parse_table` reads back as the same faults."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -37,7 +37,7 @@ def write_table(faults: Iterable[Fault]) -> str:
     return text.getvalue()
 
 
-def read_table(path: Path, cluster: Cluster) -> list[Fault]:
+def read_table(path: Path, cluster: SimCluster) -> list[TraceFault]:
     """Read a file.
 
     Raises:
@@ -50,7 +50,7 @@ def read_table(path: Path, cluster: Cluster) -> list[Fault]:
     return parse_table(text, cluster, str(path))
 
 
-def parse_table(text: str, cluster: Cluster, name: str) -> list[Fault]:
+def parse_table(text: str, cluster: SimCluster, name: str) -> list[TraceFault]:
     """Read text.
 
     Args:
@@ -123,14 +123,14 @@ def _since(at: datetime.datetime, begin: datetime.datetime | None, where: str) -
     return seconds
 
 
-def _fault(at: float, values: Mapping[str, str], cluster: Cluster, where: str) -> Fault:
+def _fault(at: float, values: Mapping[str, str], cluster: SimCluster, where: str) -> TraceFault:
     node = _number(values["node"], "node", cluster.num_nodes, where)
     worker = None
     if values.get("worker"):
         worker = _number(values["worker"], "worker", cluster.workers_per_node, where)
     text = values.get("repair") or "0"
     try:
-        return Fault(at=at, kind=values["kind"], node=node, worker=worker, repair=float(text))
+        return TraceFault(at=at, kind=values["kind"], node=node, worker=worker, repair=float(text))
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
     except ValueError as error:

@@ -14,9 +14,9 @@ from unicron_lightning.jobs import Job
 from unicron_lightning.wire.daemon import NodeHello, NodeRun, ToNode
 
 if TYPE_CHECKING:
-    from unicron_lightning.simulate.unicron.shell import Shell
+    from unicron_lightning.simulate.unicron.shell import SimShell
     from unicron_lightning.simulate.unicron.system import System
-    from unicron_lightning.simulate.unicron.training import Training
+    from unicron_lightning.simulate.unicron.training import SimTraining
 
 SLOT: Final = "0"
 _KILLED: Final = 9
@@ -43,7 +43,7 @@ class SimDaemon:
         self._life = 0
 
     @property
-    def shell(self) -> Shell:
+    def shell(self) -> SimShell:
         """The coordinator."""
         return self.system.shell
 
@@ -63,7 +63,7 @@ class SimDaemon:
             slots=[SLOT],
             tasks=[],
         )
-        self.shell.say(ev.NodeSaid(conn=self._conn, message=message))
+        self.shell.say(ev.DaemonMessage(conn=self._conn, message=message))
 
     def down(self, noticed_in: float) -> None:
         """Kill everything on the node; the coordinator sees its connections end after a number of seconds."""
@@ -105,7 +105,7 @@ class SimAgent:
         self.daemon = daemon
         self.place = daemon.place
         self.job = job
-        self.training: Training = system.trainings[job.name]
+        self.training: SimTraining = system.trainings[job.name]
         self.id = f"{daemon.label}-{system.next_number()}"
         self.conn: int | None = None
         self.alive = True
@@ -126,7 +126,7 @@ class SimAgent:
     def say(self, message: wire.FromAgent) -> None:
         """Send a message to the coordinator."""
         if self.alive and self.conn is not None:
-            self.system.shell.say(ev.Received(conn=self.conn, message=message))
+            self.system.shell.say(ev.AgentMessage(conn=self.conn, message=message))
 
     def receive(self, message: wire.ToAgent | ToNode) -> None:
         """Process a message of the coordinator."""

@@ -21,7 +21,7 @@ _ORIGIN: Final = 1e9
 """time.time() at the beginning of the trace; 0 is reserved by the machine for unset times."""
 
 
-class Peer(Protocol):
+class SimPeer(Protocol):
     """The owner of a connection."""
 
     def receive(self, message: wire.ToAgent | ToNode) -> None:
@@ -31,7 +31,7 @@ class Peer(Protocol):
         """Called when the coordinator has closed the connection."""
 
 
-class Shell:
+class SimShell:
     """One coordinator.
 
     Args:
@@ -52,12 +52,12 @@ class Shell:
         self._clock = clock
         self._plan = plan
         self._seen = seen
-        self._peers: dict[int, Peer] = {}
+        self._peers: dict[int, SimPeer] = {}
         self._conns = itertools.count(1)
         self._timers: dict[ev.TimerKey, int] = {}
         """Number of the valid setting of each timer."""
         self._settings = itertools.count()
-        self._said: list[ev.Received | ev.NodeSaid] = []
+        self._said: list[ev.AgentMessage | ev.DaemonMessage] = []
         self.do(ev.Started())
 
     @property
@@ -65,7 +65,7 @@ class Shell:
         """time.time()."""
         return _ORIGIN + self._clock.seconds
 
-    def connect(self, peer: Peer) -> int:
+    def connect(self, peer: SimPeer) -> int:
         """Open a connection."""
         conn = next(self._conns)
         self._peers[conn] = peer
@@ -76,7 +76,7 @@ class Shell:
         if self._peers.pop(conn, None) is not None:
             self.do(ev.Disconnected(conn=conn))
 
-    def say(self, said: ev.Received | ev.NodeSaid) -> None:
+    def say(self, said: ev.AgentMessage | ev.DaemonMessage) -> None:
         """Queue a message, to be processed with all others of this moment."""
         if not self._said:
             self._clock.after(0.0, self._take_in)
@@ -90,7 +90,7 @@ class Shell:
     def _take_in(self) -> None:
         said, self._said = self._said, []
         if said:
-            self._handle(ev.Together(received=tuple(said)) if len(said) > 1 else said[0])
+            self._handle(ev.MessageBatch(received=tuple(said)) if len(said) > 1 else said[0])
 
     def _handle(self, event: ev.Input) -> None:
         peers = self._peers
@@ -109,7 +109,7 @@ class Shell:
                     self._timers.pop(key, None)
                 case ev.Close(conn=conn):
                     self._clock.after(0.0, lambda conn=conn: self._close(conn))  # type: ignore[misc]
-                case ev.Ask(question=question):
+                case ev.RequestPlan(question=question):
                     self._clock.after(0.0, lambda question=question: self.do(self._plan(question)))  # type: ignore[misc]
 
     def _close(self, conn: int) -> None:

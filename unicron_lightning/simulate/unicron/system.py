@@ -13,16 +13,16 @@ from unicron_lightning.coordinator.allocation.answers import keep
 from unicron_lightning.coordinator.allocation.request import Question
 from unicron_lightning.jobs import Job
 from unicron_lightning.simulate import clock as order
-from unicron_lightning.simulate.books import Books
+from unicron_lightning.simulate.accounts.books import Books
 from unicron_lightning.simulate.clock import Clock, micros
 from unicron_lightning.simulate.costs import Costs
-from unicron_lightning.simulate.result import Result
+from unicron_lightning.simulate.result import SimulationResult
 from unicron_lightning.simulate.speeds import PlaceSpeed
-from unicron_lightning.simulate.trace import Cluster, Fault, Trace
+from unicron_lightning.simulate.trace import SimCluster, Trace, TraceFault
 from unicron_lightning.simulate.unicron.agents import SimAgent, SimDaemon, died_of
 from unicron_lightning.simulate.unicron.planner import answer, knowledge
-from unicron_lightning.simulate.unicron.shell import Shell
-from unicron_lightning.simulate.unicron.training import Training
+from unicron_lightning.simulate.unicron.shell import SimShell
+from unicron_lightning.simulate.unicron.training import SimTraining
 from unicron_lightning.simulate.workload import SimTask
 
 _NOT_IN_BAND_SECONDS: Final = 1800.0
@@ -63,7 +63,7 @@ class System:
     """
 
     def __init__(
-        self, ablation: Ablation, cluster: Cluster, tasks: Sequence[SimTask], trace: Trace, costs: Costs
+        self, ablation: Ablation, cluster: SimCluster, tasks: Sequence[SimTask], trace: Trace, costs: Costs
     ) -> None:
         self.ablation = ablation
         self.cluster = cluster
@@ -77,8 +77,8 @@ class System:
         self.books = Books(cluster, tasks, trace, costs, self.clock)
         self._numbers = 0
         self._speeds = {task.name: PlaceSpeed(task, cluster.place_workers) for task in tasks}
-        self.trainings = {task.name: Training(self, task) for task in tasks}
-        self.shell = Shell(self.clock, self._limits, self._plan, self._seen)
+        self.trainings = {task.name: SimTraining(self, task) for task in tasks}
+        self.shell = SimShell(self.clock, self._limits, self._plan, self._seen)
         self.daemons = [SimDaemon(self, place) for place in range(cluster.num_places)]
         for task in tasks:
             self._expect(task)
@@ -87,7 +87,7 @@ class System:
         for fault in trace.faults:
             self.clock.at(micros(fault.at), partial(self._fault, fault), order.FAULT)
 
-    def run(self) -> Result:
+    def run(self) -> SimulationResult:
         """Simulate the whole trace."""
         self.clock.run(micros(self.books.trace.seconds))
         return self.books.result(self.ablation.name)
@@ -151,7 +151,7 @@ class System:
 
     # ---- faults
 
-    def _fault(self, fault: Fault) -> None:
+    def _fault(self, fault: TraceFault) -> None:
         place = fault.node // self.cluster.cell
         if fault.node in self.books.down:
             return
@@ -170,7 +170,7 @@ class System:
         if whole:
             self._out_of_order(fault, daemon)
 
-    def _out_of_order(self, fault: Fault, daemon: SimDaemon) -> None:
+    def _out_of_order(self, fault: TraceFault, daemon: SimDaemon) -> None:
         """Keep the node down until it is repaired, at least until its failure is detected."""
         if fault.repair > 0:
             self.books.node_down(fault.node)
@@ -187,7 +187,7 @@ class System:
         if not daemon.up and self.books.place_is_up(daemon.place):
             daemon.start()
 
-    def _worker_fault(self, fault: Fault, daemon: SimDaemon, member: Training | None) -> None:
+    def _worker_fault(self, fault: TraceFault, daemon: SimDaemon, member: SimTraining | None) -> None:
         seconds = self.costs.detects(fault.kind)
         if fault.severity == "SEV3":
             if member is not None and member.runs:
@@ -203,7 +203,7 @@ class System:
             agent.worker_dies(seconds, died_of(fault.kind))
 
 
-def _tell(agent: SimAgent, fault: Fault) -> None:
+def _tell(agent: SimAgent, fault: TraceFault) -> None:
     """Report a failed collective that no newer epoch explains."""
     epoch = agent.training.epoch_number
     agent.say(wire.CommError(worker=agent.worker, epoch=epoch, error=fault.kind))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from unicron_lightning import wire
 from unicron_lightning.simulate.speeds import least_places, most_places
-from unicron_lightning.simulate.trace import Fault
+from unicron_lightning.simulate.trace import TraceFault
 from unicron_lightning.simulate.workload import SimTask
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _TELLS: Final[dict[str, str]] = {
 """Event of the first finished step in an epoch, by kind."""
 
 
-class Training:
+class SimTraining:
     """Training of one task.
 
     Args:
@@ -74,7 +74,7 @@ class Training:
 
     # ---- what fails
 
-    def struck(self, place: int, fault: Fault) -> None:
+    def struck(self, place: int, fault: TraceFault) -> None:
         """Fail a member, or its connection: all are blocked until they receive a new epoch."""
         now, meter = self.system.clock.now, self.meter
         meter.settle(now)

@@ -1,0 +1,127 @@
+"""Diagnosis of a real process that does not answer: stopped, holding the interpreter's lock, or without a CPU."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from unicron_lightning import wire
+from unicron_lightning.agent.workers import inspection
+from unicron_lightning.agent.workers.inspection import look
+from unicron_lightning.detection.frozen import Frozen, frozen
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="needs the kernel's schedule counts")
+
+THREADED = """
+import ctypes, sys, threading, time
+
+def ticks():
+    while True:
+        time.sleep(0.01)
+
+threading.Thread(target=ticks, daemon=True).start()
+print(1, flush=True)
+"""
+HOLDS = "\nwhile True:\n    ctypes.PyDLL(None).usleep(4_000_000_000)"
+COMPUTES = "\nwhile True:\n    pow(3, 1 << 30)"
+SLEEPS = "\ntime.sleep(600)"
+
+
+def judged(pid: int, *expected: Frozen | None) -> bool:
+    """Return whether the process is judged so within a minute."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        before = look(pid)
+        time.sleep(0.3)
+        if frozen(before, look(pid)) in expected:
+            return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [(HOLDS, ("holds",)), (COMPUTES, ("computes", None))],  # None: a busy machine keeps it from the CPU
+)
+def test_a_call_that_holds_the_lock(code: str, expected: tuple[Frozen | None, ...]) -> None:
+    with subprocess.Popen([sys.executable, "-c", THREADED + code], stdout=-1) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == b"1\n"
+            assert judged(process.pid, *expected)
+        finally:
+            process.kill()
+
+
+def test_a_stopped_process_until_it_is_continued() -> None:
+    with subprocess.Popen([sys.executable, "-c", THREADED + SLEEPS], stdout=-1) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == b"1\n"
+            process.send_signal(signal.SIGSTOP)
+            assert judged(process.pid, "stopped")
+            process.send_signal(signal.SIGCONT)
+            assert judged(process.pid, "holds"), "it sleeps: only a silent one is asked about"
+        finally:
+            process.kill()
+
+
+async def test_a_process_that_others_keep_from_the_cpu_is_slow_only():
+    cpu = min(os.sched_getaffinity(0))
+    code = f"import os\nos.sched_setaffinity(0, {{{cpu}}})\nprint(1, flush=True)\nwhile True:\n    pass"
+    processes = [await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=-1) for _ in range(5)]
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            assert await process.stdout.readline() == b"1\n"
+        assert judged(processes[0].pid, None)
+    finally:
+        for process in processes:
+            process.kill()
+            await process.wait()
+
+
+@pytest.mark.parametrize(("stops", "gentle", "hangs"), [(True, True, True), (False, True, False), (False, False, True)])
+async def test_gently_only_a_stopped_process_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops: bool, gentle: bool, hangs: bool
+) -> None:
+    """A checkpoint may be written by a call that sleeps with the interpreter's lock."""
+
+    async def stacks(*about: object) -> str:
+        return "File train.py"
+
+    monkeypatch.setattr(inspection, "capture", stacks)
+    code = THREADED + (SLEEPS if stops else HOLDS)
+    with subprocess.Popen([sys.executable, "-c", code], stdout=-1) as process:  # noqa: ASYNC220
+        supervisor = SimpleNamespace(find=lambda worker: SimpleNamespace(pid=process.pid, pidfd=-1))
+        sent: list[wire.Message] = []
+        inspector = inspection.Inspector(tmp_path, supervisor, sent.append)  # type: ignore[arg-type]
+        about: dict[str, Any] = {"worker": "w", "cause": "silent", "phase": "checkpoint", "step": 7, "details": {}}
+        try:
+            assert process.stdout is not None and process.stdout.readline() == b"1\n"
+            if stops:
+                process.send_signal(signal.SIGSTOP)
+            await asyncio.sleep(0.3)
+            deadline = time.monotonic() + (60 if hangs else 2)
+            while not sent and time.monotonic() < deadline:
+                inspector.asked(["w"])
+                inspector.begin(wire.Inspect(**about, silent=True, gentle=gentle))
+                await asyncio.sleep(0.4)
+            assert bool(sent) is hangs
+        finally:
+            inspector.close()
+            process.kill()
+
+
+def test_of_a_process_that_is_gone_nothing_is_said() -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        before = look(process.pid)
+        process.kill()
+        process.wait()
+        assert frozen(before, look(process.pid)) is None

@@ -1,0 +1,232 @@
+"""`unicron plan` as a user meets it: a real process, a file in, a table, JSON or a picture out."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+EXAMPLE = ROOT / "conf" / "examples" / "six_tasks_128_gpus.yaml"
+SMALL = """
+cluster: {num_nodes: 4, workers_per_node: 4, nodes_per_switch: 2, unit: 4}
+failures: {node_mtbf_hours: 1000}
+tasks:
+  a:
+    transition_seconds: 10
+    performance: {flops: {4: 1e15, 8: 1.9e15, 12: 2.7e15}}
+    accelerators: {node0: 4, node1: 4}
+  b:
+    weight: 2
+    transition_seconds: 10
+    performance: {csv: b.csv}
+    accelerators: {node2: 4, node3: 4}
+queued:
+  c: {weight: 5, transition_seconds: 1, performance: {flops: {8: 2e15}}}
+"""
+TABLE = """
+workers, tflops_per_worker, tensor_parallel, pipeline_parallel, data_parallel, micro_batch_size
+4, 200, 2, 1, 2, 1
+8, 190, 2, 1, 4, 1
+"""
+
+
+def unicron(*arguments: str | Path, code: str = "") -> subprocess.CompletedProcess[str]:
+    program = f"{code}\nfrom unicron_lightning.cli import main; main()"
+    command = [sys.executable, "-c", program, "plan", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+
+
+def answer(*arguments: str | Path) -> dict:
+    done = unicron(*arguments, "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    return json.loads(done.stdout)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    (tmp_path / "b.csv").write_text(TABLE)
+    (tmp_path / "small.yaml").write_text(SMALL)
+    return tmp_path / "small.yaml"
+
+
+def test_json_says_everything(small: Path) -> None:
+    plan = answer(small)["plan"]
+    assert plan["num_workers"] == 16
+    assert plan["running_seconds"] == pytest.approx(1000 * 3600 / 4)
+    assert {name: task["num_workers"] for name, task in plan["tasks"].items()} == {"a": 8, "b": 8}
+    assert plan["waf_flops_per_second"] == pytest.approx(1.9e15 + 2 * 8 * 190e12)
+    assert plan["reward_flop"] == pytest.approx(plan["waf_flops_per_second"] * plan["running_seconds"])
+    assert plan["moves"] == []
+    b = plan["tasks"]["b"]
+    assert (b["num_workers_before"], b["changed"], b["nodes"]) == (8, False, {"node2": 4, "node3": 4})
+    assert b["configuration"] == {
+        "tensor_parallel": 2, "pipeline_parallel": 1, "data_parallel": 4, "micro_batch_size": 1,
+    }  # fmt: skip
+    assert plan["tasks"]["a"]["gain_of_last_flop"] == pytest.approx(0.9e15 * 9e5 + 1.9e16, rel=1e-6)
+
+
+def test_a_lost_node_is_planned_for(small: Path) -> None:
+    after = answer(small, "--what-if", "node-loss", "node3")["what_if"]
+    assert after["num_workers"] == 12
+    assert after["running_seconds"] == pytest.approx(1000 * 3600 / 3)
+    assert {name: task["num_workers"] for name, task in after["tasks"].items()} == {"a": 4, "b": 8}
+    assert after["tasks"]["b"]["num_workers_lost"] == 4
+    (given,) = [move for move in after["moves"] if move["source"] == "node3"]
+    assert given["task"] == "b" and given["target"] in ("node0", "node1")
+    assert after["num_moved_accelerators"] == after["fewest_moves"] == 4
+
+
+def test_a_task_loses_a_node_of_its_own(small: Path) -> None:
+    after = answer(small, "--what-if", "node-loss", "a")["what_if"]
+    assert (after["num_workers"], after["tasks"]["a"]["num_workers_lost"]) == (12, 4)
+
+
+def test_a_node_joins(small: Path) -> None:
+    after = answer(small, "--what-if", "join")["what_if"]
+    assert (after["num_workers"], after["tasks"]["a"]["num_workers"]) == (20, 12)
+    assert after["tasks"]["a"]["nodes"]["new0"] == 4
+
+
+def test_a_repaired_node_joins(small: Path) -> None:
+    both = answer(small, "--set", "cluster.nodes.node3.state=failed", "--what-if", "join", "node3")
+    assert (both["plan"]["num_workers"], both["what_if"]["num_workers"]) == (12, 16)
+    assert both["plan"]["tasks"]["b"]["num_workers_lost"] == 4
+    assert "node3" in {**both["what_if"]["tasks"]["a"]["nodes"], **both["what_if"]["tasks"]["b"]["nodes"]}
+
+
+def test_a_task_ends_and_another_is_launched(small: Path) -> None:
+    ended = answer(small, "--what-if", "finish", "b")["what_if"]
+    assert (list(ended["tasks"]), ended["tasks"]["a"]["num_workers"]) == (["a"], 12)
+    assert {move["task"] for move in ended["moves"] if move["target"] is None} == {"b"}
+    launched = answer(small, "--what-if", "launch", "c")["what_if"]
+    assert launched["tasks"]["c"]["num_workers"] == 8
+    assert sum(task["num_workers"] for task in launched["tasks"].values()) == 16
+
+
+def test_values_can_be_set(small: Path) -> None:
+    plan = answer(small, "--set", "tasks.a.weight=4", "--set", "tasks.a.transition_seconds=0")["plan"]
+    assert (plan["tasks"]["a"]["weight"], plan["tasks"]["a"]["num_workers"]) == (4, 12)
+
+
+def test_where_only_numbers_are_known_a_placement_is_assumed(small: Path) -> None:
+    text = SMALL.replace("accelerators: {node0: 4, node1: 4}", "workers: 8")
+    small.write_text(text)
+    done = unicron(small)
+    assert done.returncode == 0
+    assert "the present places are assumed" in done.stdout
+    assert answer(small)["plan"]["moves"] == []
+
+
+def test_the_table_shows_tasks_gains_and_moves(small: Path) -> None:
+    done = unicron(small, "--what-if", "node-loss", "node3")
+    assert (done.returncode, done.stderr) == (0, "")
+    for words in (
+        "small.yaml",
+        "if node3 fails (4 of b)",
+        "TP2 PP1 DP4 b1",
+        "until the next failure",
+        "b: 4 node3 -> ",
+    ):
+        assert words in done.stdout
+
+
+def test_the_example_is_the_one_in_the_repository_and_works(tmp_path: Path) -> None:
+    shown = unicron("--example")
+    assert shown.stdout == EXAMPLE.read_text()
+    (tmp_path / "mine.yaml").write_text(shown.stdout)
+    both = answer(tmp_path / "mine.yaml", "--what-if", "node-loss", "gpt-7b", "--picture", tmp_path / "p.png")
+    assert (both["plan"]["num_workers"], len(both["plan"]["tasks"]), both["what_if"]["num_workers"]) == (128, 6, 120)
+    assert both["plan"]["infeasible"] == []
+    assert both["what_if"]["waf_flops_per_second"] < both["plan"]["waf_flops_per_second"]
+    assert both["what_if"]["num_moved_accelerators"] == both["what_if"]["fewest_moves"]
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("suffix", ["svg", "pdf"])
+def test_pictures_have_the_format_of_their_name(small: Path, suffix: str) -> None:
+    picture = small.with_name(f"p.{suffix}")
+    assert unicron(small, "--picture", picture).returncode == 0
+    assert picture.read_bytes()[:5] in (b"<?xml", b"%PDF-")
+
+
+def test_without_matplotlib_the_picture_says_what_to_install(small: Path) -> None:
+    done = unicron(small, "--picture", "p.png", code="import sys; sys.modules['matplotlib'] = None")
+    assert done.returncode == 2
+    assert "matplotlib is not installed" in done.stderr and "unicron-lightning[picture]" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ["--set", "tasks.a.wieght=1"],
+            "tasks.a.wieght=1: unknown key, expected one of performance, transition_seconds",
+        ),
+        (
+            ["--set", "cluster.nodes.node3.sate=failed"],
+            "cluster.nodes.node3.sate='failed': unknown key, expected one of",
+        ),
+        (["--set", "tasks.a.weight=much"], "tasks.a.weight='much': expected `float`, got `str`"),
+        (["--set", "tasks.a.weight=-1"], "tasks.a: task 'a': weight=-1.0: expected a positive number"),
+        (["--set", "cluster.nodes.node3.state=gone"], "cluster.nodes.node3.state='gone': invalid enum value 'gone'"),
+        (["--set", "tasks.a.performance.csv=b.csv"], "tasks.a.performance: given by flops, csv: expected exactly one"),
+        (["--set", "tasks.b.performance.csv=no.csv"], "tasks.b: csv=no.csv: "),
+        (["--set", "tasks.d.weight=1"], "tasks.d.performance is missing: expected a mapping"),
+        (["--set", "tasks.a.accelerators.node9=4"], "tasks.a.accelerators.node9: no such node"),
+        (["--set", "tasks.a.workers=4"], "tasks.a: workers and accelerators: expected only one"),
+        (
+            ["--set", "tasks.a.accelerators.node2=4", "--set", "cluster.num_nodes=5"],
+            "node 'node2': 8 accelerators run on it, expected at most its 4",
+        ),
+        (["--set", "failures.node_mtbf_hours=0"], "failures: node_mtbf_hours=0.0"),
+        (["--set", "failures={worker_failures: 3}"], "failures.worker_mtbf_hours is missing"),
+        (["--set", "cluster.num_nodes=0"], "cluster: no nodes: expected num_nodes >= 1"),
+        (["--set", "nonsense"], "--set nonsense: expected key=value"),
+        (["--what-if", "flood"], "--what-if flood: expected one of node-loss, join, finish, launch"),
+        (["--what-if", "finish", "x"], "--what-if finish x: expected one of the tasks a, b"),
+        (["--what-if", "launch", "a"], "--what-if launch a: expected one of the tasks c"),
+        (["--what-if", "node-loss", "x"], "--what-if node-loss x: expected a ready node, or a task that has workers"),
+        (["--what-if", "join", "node1"], "--what-if join node1: expected a node that is not ready"),
+        (["--what-if", "join", "a", "b"], "--what-if join a b: expected an event and at most one name"),
+        (["--picture", "p.xyz"], "--picture p.xyz: "),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_is_wrong_is_one_line_that_names_it(small: Path, arguments: list[str], words: str) -> None:
+    done = unicron(small, *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "expected a mapping with cluster, failures and tasks"),
+        ("a: [1", "bad.yaml: "),
+        ("cluster: 3", "cluster=3: expected a mapping with num_nodes, nodes"),
+        ("cluster: {num_nodes: 1}", "failures is missing"),
+    ],
+)
+def test_a_file_that_is_no_plan(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "bad.yaml").write_text(text)
+    done = unicron(tmp_path / "bad.yaml")
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_no_file() -> None:
+    assert "no FILE: expected one" in unicron().stderr
+    assert "no.yaml: " in unicron("no.yaml").stderr
+
+
+def test_asking_a_coordinator_does_not_load_the_planner() -> None:
+    code = "import sys; from unicron_lightning import cli; cli._parser(); print({'numpy', 'numba'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "set()\n"

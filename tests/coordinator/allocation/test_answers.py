@@ -1,0 +1,131 @@
+"""The planner behind the machine's questions: answers, and answers computed in advance."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from unicron_lightning.coordinator import events as ev
+from unicron_lightning.coordinator.allocation.answers import Knowledge, Planning, event_between
+from unicron_lightning.coordinator.allocation.request import Competitor, Question
+from unicron_lightning.planner.events import NodesJoined, TaskFinished, WorkersLost
+from unicron_lightning.planner.performance.sublinear import SublinearModel
+
+KNOWN = Knowledge(
+    performances={name: SublinearModel(rate=1e12) for name in "abc"},
+    running_seconds=lambda places: 86_400.0 / places,
+    transition_seconds=lambda task: 5.0,
+)
+
+
+def task(name: str, places: int, *, lost: int = 0, weight: float = 1.0, low: int = 1, high: int = 4) -> Competitor:
+    return Competitor(
+        name=name,
+        weight=weight,
+        min_places=low,
+        max_places=high,
+        runs=places > 0,
+        before=places,
+        left=places - lost,
+    )
+
+
+def situation(num_places: int, *tasks: Competitor, key: str = "k") -> Question:
+    return Question(key=key, num_places=num_places, node_places=1, tasks=tasks)
+
+
+class Asked:
+    """A planner in its thread, asked one question after the other."""
+
+    def __init__(self) -> None:
+        self.planning = Planning()
+        self._answers: queue.Queue[ev.Planned] = queue.Queue()
+
+    def __call__(self, question: Question) -> ev.Planned:
+        self.planning.ask(question, KNOWN, self._answers.put)
+        return self._answers.get(timeout=60)
+
+
+@pytest.fixture
+def ask() -> Iterator[Asked]:
+    asked = Asked()
+    yield asked
+    asked.planning.close()
+
+
+def test_the_heavier_task_has_more(ask: Asked) -> None:
+    answer = ask(situation(6, task("a", 0, weight=2.0), task("b", 0)))
+    assert answer.allocation == {"a": 4, "b": 2}
+    assert answer.key == "k"
+    assert not answer.foreseen
+    assert answer.waf > 0
+
+
+def test_what_may_happen_next_is_planned_before(ask: Asked) -> None:
+    ask(situation(6, task("a", 0, weight=2.0), task("b", 0)))
+    answer = ask(situation(5, task("a", 4, lost=1, weight=2.0), task("b", 2)))
+    assert (answer.allocation, answer.foreseen) == ({"a": 4, "b": 1}, True)
+    answer = ask(situation(6, task("a", 4, weight=2.0), task("b", 1)))
+    assert (answer.allocation, answer.foreseen) == ({"a": 4, "b": 2}, True)
+    answer = ask(situation(6, task("b", 2)))
+    assert (answer.allocation, answer.foreseen) == ({"b": 4}, True)
+
+
+def test_what_was_not_foreseen_is_planned_at_once(ask: Asked) -> None:
+    ask(situation(6, task("a", 0, weight=2.0), task("b", 0)))
+    answer = ask(situation(4, task("a", 4, lost=1, weight=2.0), task("b", 2, lost=1)))
+    assert (sum(answer.allocation.values()), answer.foreseen) == (4, False)
+
+
+def test_a_failure_of_the_planner_is_no_failure_of_the_next_question(ask: Asked) -> None:
+    unknown = task("nobody knows it", 0)
+    ask.planning.ask(situation(2, unknown), KNOWN, lambda answer: None)
+    assert ask(situation(2, task("a", 0), task("b", 0))).allocation == {"a": 1, "b": 1}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    has=st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(0, 3)),
+    spare=st.integers(0, 2),
+    weights=st.tuples(*[st.sampled_from([0.5, 1.0, 3.0])] * 3),
+    struck=st.integers(0, 3),
+)
+def test_plans_made_ahead_are_those_made_afresh(
+    has: tuple[int, int, int], spare: int, weights: tuple[float, float, float], struck: int
+) -> None:
+    tasks = [task(name, places, weight=w) for name, places, w in zip("abc", has, weights, strict=True)]
+    standing = situation(sum(has) + spare, *tasks)
+    if struck < 3 and has[struck]:
+        tasks[struck] = replace(tasks[struck], left=has[struck] - 1)
+        after = situation(standing.num_places - 1, *tasks)
+    else:
+        after = situation(standing.num_places + 1, *tasks)
+    asked, fresh = Asked(), Asked()
+    try:
+        asked.planning.plan_ahead(standing, KNOWN)
+        foreseen = asked(after)
+        again = fresh(after)
+    finally:
+        asked.planning.close()
+        fresh.planning.close()
+    assert foreseen.foreseen
+    assert foreseen.waf == pytest.approx(again.waf), "as good, if perhaps not the same among equals"
+
+
+def test_events_are_told_apart() -> None:
+    a, b = task("a", 4), task("b", 2)
+    standing = situation(7, a, b)
+    assert event_between(standing, situation(6, replace(a, left=3), b)) == WorkersLost(
+        num_workers=1, by_task=(("a", 1),)
+    )
+    assert event_between(standing, situation(6, a, b)) == WorkersLost(num_workers=1)
+    assert event_between(standing, situation(8, a, b)) == NodesJoined(num_workers=1)
+    assert event_between(standing, situation(7, b)) == TaskFinished(task="a")
+    assert event_between(standing, situation(7, a, b, task("c", 0))) is None
+    assert event_between(standing, situation(6, replace(a, weight=2.0), b)) is None
+    assert event_between(standing, standing) is None

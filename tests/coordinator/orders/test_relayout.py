@@ -1,0 +1,302 @@
+"""TP and PP of a running task: one order, one checkpoint, one new life, whatever dies in between."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from coordinator.driver import FakeAgent, World, members, settle
+from coordinator.membership.test_replicas import agents, start
+
+from unicron_lightning import wire
+from unicron_lightning.coordinator import events as ev
+from unicron_lightning.coordinator.orders.relayout import refusal
+
+SLICES = wire.Layout(tensor=2, pipeline=1)
+STAGES = wire.Layout(tensor=1, pipeline=2)
+SPREAD = wire.Spread(
+    layout=STAGES,
+    ordered=False,
+    workers=4,
+    micro_batches=4,
+    tensor_divides={"num_attention_heads": 6},
+    pipeline_divides={"num_layers": 4},
+)
+
+
+def grid(names: str = "abcd", nodes: tuple[int, int] = (2, 4), **spread: Any) -> World:
+    """Create a task of agents with one worker each, which have reported a layout of two stages."""
+    world = World()
+    start(world, names, nodes)
+    tell(world, **spread)
+    return world
+
+
+def tell(world: World, **spread: Any) -> None:
+    """Have the first member report the layout of the model."""
+    first = world.task().members()[0]
+    about = msgspec.structs.replace(SPREAD, **spread)
+    word = wire.Replicas(worker=first.worker, epoch=world.task().number, replicas=[], spread=about)
+    agents(world)[first.agent].say(word)
+
+
+def order(world: World, layout: wire.Layout = SLICES) -> None:
+    assert refusal(world.task(), layout) is None
+    world.do(ev.Relayout(task="t", layout=layout))
+
+
+def part(world: World, agent: str, step: int = 7) -> None:
+    """Have a member report that it waits and that the checkpoint is written."""
+    agents(world)[agent].saved(f"/ckpt/{step}", step, parting=True)
+
+
+def paths(welcome: wire.Welcome) -> tuple[str, ...]:
+    return tuple(checkpoint.path for checkpoint in welcome.resume)
+
+
+def again(world: World, names: str = "abcd") -> list[wire.Welcome]:
+    """Restart the agents' workers, which form a settled epoch; return the layouts in their welcomes."""
+    stopped = [agents(world)[name].rendezvous() for name in names]
+    welcomes = [agent.launch().hello() for agent in stopped]
+    for agent in stopped:
+        agent.ready(0)
+    settle(world)
+    return welcomes
+
+
+def test_the_members_write_a_checkpoint_and_the_next_life_has_the_layout() -> None:
+    world = grid()
+    before = members(world)
+    order(world)
+    epoch = world.task().epoch
+    assert (epoch.kind, [member.worker for member in epoch.members]) == ("relayout", before)
+    settle(world)
+    part(world, "c")
+    assert all(agents(world)[name].stopped for name in "abcd")
+    assert not any(agents(world)[name].all(wire.Fence) for name in "abcd"), "restarts of torchrun's are not used up"
+    part(world, "a")  # reported late
+    assert world.event("layout_changes").fields == {"tp": 2, "pp": 1, "before": {"tp": 1, "pp": 2}, "step": 7}
+    assert world.names().count("task_restarts") == 1 and world.event("task_restarts").incident is None
+    for welcome in again(world):
+        assert (welcome.layout, welcome.founder, paths(welcome)) == (SLICES, True, ("/ckpt/7",))
+    assert "incident_closed" not in world.names() and world.task().incidents == 0
+
+
+def test_a_joiner_is_told_the_layout_and_later_lives_keep_it() -> None:
+    world = moved(step=True)
+    agents(world)["d"].die()
+    settle(world)
+    late = agents(world)["d"].rendezvous()
+    late.boot()
+    assert (late.last(wire.Welcome).founder, late.last(wire.Welcome).layout) == (False, SLICES)
+    settle(world)
+    for name in "abcd":
+        agents(world)[name].die()
+    assert {welcome.layout for welcome in again(world)} == {SLICES}
+    assert "layout_abandoned" not in world.names()
+
+
+def test_a_replica_of_another_size_takes_other_nodes() -> None:
+    world = grid(nodes=(1, 4))
+    order(world, wire.Layout(tensor=2, pipeline=2))
+    settle(world)
+    part(world, "a")
+    for name in "abc":
+        agents(world)[name].rendezvous().boot()
+    assert world.task().replica_nodes == 4
+    assert world.task().epoch is None, "a life begins with a whole replica"
+    agents(world)["d"].rendezvous().boot()
+    assert len(members(world)) == 4
+
+
+def test_a_death_before_the_checkpoint_is_healed_first() -> None:
+    world = grid()
+    order(world)
+    settle(world)
+    agents(world)["b"].die()
+    assert world.task().epoch.kind == "fail"
+    settle(world)
+    assert world.task().epoch.kind == "relayout" and len(members(world)) == 3
+    agents(world)["b"].rendezvous().boot()
+    settle(world)
+    assert world.task().epoch.kind == "relayout", "nobody joins any more"
+    part(world, "a")
+    assert {welcome.layout for welcome in again(world)} == {SLICES}
+
+
+def test_a_world_too_small_for_it_grows_first() -> None:
+    world = grid("ab", nodes=(1, 2), workers=2)
+    order(world)
+    agents(world)["b"].die()
+    settle(world)
+    assert world.task().epoch.kind == "fail"
+    agents(world)["b"].rendezvous().boot()
+    assert world.task().epoch.kind == "join"
+    settle(world)
+    assert world.task().epoch.kind == "relayout"
+
+
+def test_without_a_survivor_the_order_is_void() -> None:
+    world = grid()
+    order(world)
+    settle(world)
+    agents(world)["a"].saved("/ckpt/4", 4)
+    for name in "abcd":
+        agents(world)[name].die()
+    assert world.event("layout_abandoned").fields["tp"] == 2
+    for welcome in again(world):
+        assert (welcome.layout, paths(welcome)) == (None, ("/ckpt/4",))
+
+
+def test_a_layout_in_which_no_step_is_finished_is_given_up() -> None:
+    world = moved(step=False)
+    assert "only just begun" in (refusal(world.task(), STAGES) or "has not begun to train")
+    for name in "abcd":
+        agents(world)[name].die(cause="exit", code=1)
+    assert world.event("layout_abandoned").fields["reason"] == "no member was left before a step was finished in it"
+    for welcome in again(world):
+        assert (welcome.layout, paths(welcome)) == (None, ("/ckpt/7",))
+
+
+def test_a_layout_in_which_a_worker_fails_twice_is_given_up() -> None:
+    """The others are alive and wait for it: the task would neither continue nor end."""
+    world = moved(step=False)
+    for number in range(2):
+        assert "layout_abandoned" not in world.names(), number
+        fail_and_return(world, "d", step=7)
+    reason = world.event("layout_abandoned").fields["reason"]
+    assert reason.startswith("no way into a layout: failed 2 times at step 7; the last: ") and "exit 77" in reason
+    assert world.names().count("task_restarts") == 2 and world.task().life == 3
+    for welcome in again(world):
+        assert (welcome.layout, welcome.founder, paths(welcome)) == (None, True, ("/ckpt/7",))
+    tell(world)
+    for _ in range(3):
+        fail_and_return(world, "d", step=8)
+    assert world.names().count("task_restarts") == 2, "in a layout that has worked it is a failure as any"
+    assert not {"node_cordoned", "task_stopped"} & set(world.names())
+
+
+def fail_and_return(world: World, name: str, step: int) -> None:
+    """A member fails, the others continue from that step, and its successor joins them if permitted."""
+    settle_all(world, step)
+    agents(world)[name].die(cause="exit", code=77)
+    settle_all(world, step)
+    agent = agents(world)[name].rendezvous()
+    if world.task().epoch is not None:
+        agent.boot()
+        settle_all(world, step)
+
+
+def settle_all(world: World, step: int) -> None:
+    """Settle one epoch after the other, until no other follows."""
+    while (epoch := world.task().epoch) is not None and not world.task().settled:
+        for member in epoch.members:
+            agents(world)[member.agent].ready(epoch.number, step=step)
+
+
+def test_a_layout_that_cannot_be_built_is_given_up() -> None:
+    world = grid()
+    order(world)
+    settle(world)
+    part(world, "a")
+    peers = [agents(world)[name].rendezvous() for name in "abcd"]
+    for peer in [*peers, peers[0]]:
+        assert "layout_abandoned" not in world.names()
+        assert peer.launch().hello().layout == SLICES
+        peer.die(cause="exit", code=1)
+        peer.rendezvous()
+    assert world.event("layout_abandoned").fields["tp"] == 2
+    assert {welcome.layout for welcome in again(world)} == {None}
+    assert not {"node_cordoned", "task_stopped"} & set(world.names())
+
+
+@pytest.mark.parametrize("when", ["ordered", "published", "settled", "moved", "started"])
+def test_a_restarted_coordinator_goes_on_with_it(when: str) -> None:
+    world = grid()
+    peers = [agents(world)[name] for name in "abcd"]
+    steps = {
+        "ordered": lambda: world.do(ev.Relayout(task="t", layout=SLICES)),
+        "published": lambda: None,  # in the same turn
+        "settled": lambda: settle(world),
+        "moved": lambda: part(world, "a"),
+        "started": lambda: again(world),
+    }
+    for name, does in steps.items():
+        does()
+        if name == when:
+            world.start()
+            for peer in peers:
+                peer.register()
+    assert world.task().layouts.in_force == SLICES
+    assert {peer.last(wire.Welcome).layout for peer in peers} == {SLICES}
+
+
+def test_workers_tell_a_coordinator_that_has_lost_its_store() -> None:
+    world = moved(step=True)
+    peers = list(agents(world).values())
+    world.lose_disk()
+    world.start()
+    for peer in peers:
+        peer.register()
+    world.advance(11)
+    settle(world)
+    assert world.task().layouts.in_force is None
+    tell(world, layout=SLICES, ordered=True)
+    assert world.task().layouts.in_force == SLICES
+
+
+def test_those_that_wait_are_started_anew_even_if_the_order_is_forgotten() -> None:
+    world = grid()
+    part(world, "a")
+    assert {(welcome.layout, paths(welcome)) for welcome in again(world)} == {(None, ("/ckpt/7",))}
+
+
+@pytest.mark.parametrize(
+    ("layout", "reason"),
+    [
+        ((3, 1), "tp=3, pp=1: a replica of 3 workers; expected a divisor of the 4 declared (devices x num_nodes)"),
+        ((4, 1), "tp=4: expected a divisor of the model's num_attention_heads=6"),
+        ((1, 4), "pp=4: expected a divisor of the model's num_layers=6"),
+        ((1, 2), "tp=1, pp=2: that is what the task has"),
+        ((1, 1), "tp=1, pp=1: 4 replicas; expected a divisor of a step's 6 micro-batches"),
+    ],
+)
+def test_what_the_model_cannot_have_is_refused(layout: tuple[int, int], reason: str) -> None:
+    world = grid(micro_batches=6, pipeline_divides={"num_layers": 6})
+    assert refusal(world.task(), wire.Layout(tensor=layout[0], pipeline=layout[1])) == reason
+
+
+def test_what_the_task_cannot_have_now_is_refused() -> None:
+    world = World()
+    start(world, "abcd", (2, 4))
+    assert refusal(world.task(), SLICES) == (
+        "tp=2, pp=1: the task 't' has not begun to train, or is not of unicron_megatron"
+    )
+    tell(world, workers=8)
+    assert refusal(world.task(), wire.Layout(tensor=2, pipeline=4)) == (
+        "tp=2, pp=4: a replica takes 8 workers, the task has 4 now"
+    )
+    order(world)
+    assert refusal(world.task(), STAGES) == "tp=1, pp=2: the task is on its way to tp=2, pp=1 already"
+
+
+def test_nodes_have_to_be_enough_for_a_replica() -> None:
+    world = grid("abc", nodes=(3, 3), workers=6, micro_batches=6)
+    assert refusal(world.task(), SLICES) == (
+        "tp=2, pp=1: a replica takes 2 nodes; expected a multiple of that from 3 to 3 (its --nnodes)"
+    )
+
+
+def moved(*, step: bool) -> World:
+    """Create a task that has just changed its layout, and has finished a step or not."""
+    world = grid()
+    order(world)
+    settle(world)
+    part(world, "a")
+    again(world)
+    tell(world, layout=SLICES, ordered=True)
+    if step:
+        first: FakeAgent = agents(world)[world.task().members()[0].agent]
+        first.say(wire.WorkerEvent(worker=first.worker(), name="started", at=world.now, fields={"step": 8}))
+    return world

@@ -1,0 +1,252 @@
+"""Sequences of a task's errors for the severity workflow alone, with one for each row of its table."""
+
+from __future__ import annotations
+
+from unicron_lightning.coordinator.events import Limits
+from unicron_lightning.coordinator.severity.errors import REPORTED_ONLY
+from unicron_lightning.coordinator.severity.record import Failure, SeverityRecord
+from unicron_lightning.coordinator.severity.rules import Decision, FailureContext
+from unicron_lightning.coordinator.severity.workflow import (
+    Error,
+    Named,
+    NewLife,
+    Seen,
+    Settled,
+    StepsFinished,
+    handle,
+)
+
+NODES = ("a", "b", "c")
+
+
+class Story:
+    """A task with an agent and a worker on each node, with equal names."""
+
+    def __init__(self, *, spared: str = "abc", nodes: str = "abc", **limits: float | str) -> None:
+        self.limits = Limits(**limits)  # type: ignore[arg-type]
+        self.record = SeverityRecord()
+        self.nodes = nodes
+        self.spared = frozenset(spared)
+        self.trial = False
+        self.now = 1000.0
+        self.round = 0
+        self.all: list[Decision] = []
+        self.settle(0)
+
+    def see(self, seen: Seen, *, gone: str = "") -> list[Decision]:
+        view = FailureContext(
+            members=tuple((node, node) for node in self.nodes),
+            spared=self.spared,
+            agents=frozenset(self.nodes) - set(gone),
+            trial=self.trial,
+        )
+        decisions = handle(self.record, seen, self.limits, view, self.now)
+        self.all += decisions
+        return decisions
+
+    def settle(self, step: int, without: str = "", *, gone: str = "") -> list[Decision]:
+        """Begin an epoch with all other agents as members; those that were not members have new workers."""
+        members = {f"{node}#{self.round}": node for node in self.nodes if node not in without}
+        kept = {worker: member.node for worker, member in self.record.joined.items()}
+        names = {worker: node for worker, node in kept.items() if node not in without}
+        names |= {worker: node for worker, node in members.items() if node not in names.values()}
+        return self.see(Settled(step=step, members=names), gone=gone)
+
+    def fail(self, node: str, kind: str = "exited_abnormally", *, gone: str = "", fault: str = "") -> list[Decision]:
+        """Fail a member on the node; its agent starts another."""
+        worker = next(worker for worker, member in self.record.joined.items() if member.node == node)
+        self.round += 1
+        failure = Failure(kind=kind, node=node, agent=node, worker=worker, cause="exit 1", at=self.now, fault=fault)
+        return self.see(Error(failure=failure), gone=gone)
+
+    def fail_and_return(self, node: str, step: int, kind: str = "exited_abnormally", *, gone: str = "") -> None:
+        """A member fails after ``step`` finished steps, the others continue, and its successor joins them."""
+        self.fail(node, kind, gone=gone)
+        self.settle(step, without=node, gone=gone)
+        self.settle(step)
+
+    def start_fails(
+        self, node: str, kind: str = "exited_abnormally", *, training: bool, sent: bool = False, fault: str = ""
+    ) -> list[Decision]:
+        """Fail a worker that is no member yet."""
+        self.round += 1
+        about = {"kind": kind, "node": node, "agent": node, "worker": f"{node}?", "cause": "x", "fault": fault}
+        failure = Failure(at=self.now, **about)
+        return self.see(Error(failure=failure, round=self.round, training=training, sent=sent))
+
+    def tell(self, node: str, kind: str) -> list[Decision]:
+        """Report an error that ends nothing."""
+        return self.see(Error(failure=Failure(kind=kind, node=node, agent=node, at=self.now)))
+
+    def disconnect(self) -> list[Decision]:
+        return self.see(Error(failure=Failure(kind="connection_failed", node="", agent="", at=self.now)))
+
+    def broken(self, node: str, kind: str = "ecc_error") -> list[Decision]:
+        return self.see(Error(failure=Failure(kind=kind, node=node, agent=node, at=self.now)))
+
+    def rules(self) -> list[str]:
+        return [decision.rule for decision in self.all]
+
+    def actions(self) -> list[str]:
+        return [decision.action for decision in self.all]
+
+
+# ---- one way into each row of the table
+
+
+def nothing_has_failed() -> Story:
+    story = Story()
+    for kind in REPORTED_ONLY:
+        story.tell("b", kind)
+    return story
+
+
+def the_loss_is_no_number() -> Story:
+    story = Story(nan_loss="stop")
+    story.tell("b", "nan_loss")
+    return story
+
+
+def the_parameters_differ() -> Story:
+    story = Story()
+    story.tell("b", "parameters_differ")
+    return story
+
+
+def connection_fails() -> Story:
+    story = Story()
+    story.disconnect()
+    return story
+
+
+def connection_fails_again() -> Story:
+    story = Story()
+    for _ in range(4):
+        story.see(Named(agent="b"))
+        story.disconnect()
+    return story
+
+
+def process_fails() -> Story:
+    story = Story()
+    story.fail_and_return("b", 10)
+    return story
+
+
+def node_keeps_failing() -> Story:
+    story = Story()
+    for number in range(5):
+        story.fail_and_return("b", 10 + 2 * number)
+    return story
+
+
+def needed_node_keeps_failing() -> Story:
+    story = Story(spared="")
+    for number in range(5):
+        story.fail_and_return("b", 10 + 2 * number)
+    return story
+
+
+def lost_node_keeps_failing() -> Story:
+    story = Story()
+    for number in range(5):
+        story.fail_and_return("b", 10 + 2 * number, "lost_connection", gone="b")
+    return story
+
+
+def node_is_lost() -> Story:
+    story = Story()
+    story.fail_and_return("b", 10, "lost_connection", gone="b")
+    return story
+
+
+def node_is_broken() -> Story:
+    story = Story()
+    story.broken("b")
+    return story
+
+
+def needed_node_is_broken() -> Story:
+    story = Story(spared="ac")
+    story.broken("b")
+    return story
+
+
+def no_way_into_a_layout() -> Story:
+    story = Story()
+    story.see(StepsFinished(step=7))
+    story.see(NewLife())
+    story.trial = True
+    story.settle(0)
+    for _ in range(2):
+        story.fail_and_return("b", 0)
+    return story
+
+
+def no_way_past_a_step() -> Story:
+    story = Story()
+    for number in range(5):
+        story.see(StepsFinished(step=7))
+        story.fail(NODES[number % 3])
+        story.see(NewLife())
+        story.settle(0)
+    return story
+
+
+def a_value_is_wrong() -> Story:
+    story = Story()
+    story.fail("b", "config_error")
+    return story
+
+
+def the_program_fails() -> Story:
+    story = Story()
+    for _ in range(2):
+        story.see(StepsFinished(step=7))
+        for node in NODES:
+            story.fail(node, "other_software_error", fault="KeyError in train.py:3 step")
+        story.see(NewLife())
+        story.settle(0)
+    return story
+
+
+def no_way_past_a_checkpoint() -> Story:
+    story = Story()
+    story.see(StepsFinished(step=150))
+    for number in range(10):
+        story.fail(NODES[number % 3])
+        story.see(NewLife())
+        story.settle(100)
+        story.see(StepsFinished(step=110 + number))
+    return story
+
+
+def no_way_to_start() -> Story:
+    story = Story()
+    story.see(NewLife())
+    for _ in range(5):
+        for node in NODES:
+            story.start_fails(node, training=False)
+    return story
+
+
+WAYS = {
+    "the loss is no number": the_loss_is_no_number,
+    "the parameters differ": the_parameters_differ,
+    "nothing has failed": nothing_has_failed,
+    "connection fails": connection_fails,
+    "connection fails again": connection_fails_again,
+    "process fails": process_fails,
+    "a value is wrong": a_value_is_wrong,
+    "the program fails": the_program_fails,
+    "node keeps failing": node_keeps_failing,
+    "needed node keeps failing": needed_node_keeps_failing,
+    "lost node keeps failing": lost_node_keeps_failing,
+    "node is lost": node_is_lost,
+    "node is broken": node_is_broken,
+    "needed node is broken": needed_node_is_broken,
+    "no way into a layout": no_way_into_a_layout,
+    "no way past a step": no_way_past_a_step,
+    "no way past a checkpoint": no_way_past_a_checkpoint,
+    "no way to start": no_way_to_start,
+}

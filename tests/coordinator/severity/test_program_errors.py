@@ -1,0 +1,130 @@
+"""An exception that a retry raises again ends the task; a transient one is retried."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from coordinator.driver import World, running
+from coordinator.severity.story import NODES, Story
+from coordinator.severity.test_apply import come_back, progress, settle_all
+from coordinator.severity.test_reports import events, exits, report
+
+from unicron_lightning import wire
+from unicron_lightning.coordinator.severity.reports import fault_of
+from unicron_lightning.coordinator.severity.workflow import NewLife, StepsFinished
+
+FRAMES = ["/srv/u/train.py:9 <module>", "/srv/u/train.py:3 step", "/x/site-packages/torch/nn/linear.py:125 forward"]
+
+
+def told(kind: str = "other_software_error", **fields: Any) -> wire.ErrorReport:
+    given: dict[str, Any] = {"worker": "a/0#1", "cause": "it broke", "phase": "compute", "step": 5, "at": 1.0}
+    given |= {"ends": True, "details": {"type": "KeyError", "message": "'x'", "frames": FRAMES}}
+    return wire.ErrorReport(kind=kind, **{**given, **fields})
+
+
+def test_a_fault_of_the_program_is_known_by_type_place_and_step():
+    fault = fault_of(told(), "other_software_error")
+    assert fault == "KeyError in linear.py:125 forward, called by train.py:3 step, after step 5"
+    elsewhere = [frame.replace("/srv/u", "/mnt/other") for frame in FRAMES]
+    assert fault_of(told(details={"type": "KeyError", "frames": elsewhere}), "other_software_error") == fault
+    assert fault_of(told(step=6), "other_software_error") != fault
+    assert fault_of(told(details={"type": "ValueError", "frames": FRAMES}), "other_software_error") != fault
+
+
+@pytest.mark.parametrize("kind", ["out_of_memory", "ecc_error", "storage_error", "connection_failed", "cuda_error"])
+def test_what_machines_and_networks_do_is_none(kind: str):
+    assert fault_of(told(kind), kind) == ""
+
+
+@pytest.mark.parametrize("details", [{}, {"frames": []}, {"frames": "x"}, {"frames": None, "type": 3}])
+def test_a_report_without_a_traceback_is_none(details: dict[str, Any]):
+    assert fault_of(told(details=details), "other_software_error") == ""
+
+
+def live(story: Story, faults: list[str], step: int = 7) -> None:
+    """Live a life that ends by these faults, one of each node."""
+    story.see(StepsFinished(step=step))
+    for node, fault in zip(NODES, faults, strict=True):
+        story.fail(node, "other_software_error", fault=fault)
+    story.see(NewLife())
+    story.settle(0)
+
+
+def test_members_that_fail_alike_one_after_the_other_are_one_try():
+    story = Story()
+    story.see(StepsFinished(step=7))
+    for number, node in enumerate(NODES):
+        story.fail(node, "other_software_error", fault="f")
+        if number < 2:
+            story.settle(7, without="".join(NODES[: number + 1]))
+    story.see(NewLife())
+    assert "stop" not in story.actions()
+    story.settle(0)
+    live(story, ["f", "f", "f"])
+    assert story.rules()[-1] == "the program fails"
+
+
+def test_other_faults_and_progress_in_between_are_no_repetition():
+    story = Story()
+    live(story, ["f", "f", "f"])
+    live(story, ["g", "", ""])
+    assert "stop" not in story.actions()
+    story.see(StepsFinished(step=8))
+    live(story, ["f", "f", "f"], step=8)
+    assert "stop" not in story.actions()
+
+
+def test_one_agents_rounds_before_anybody_trains_are_tries_of_it_alone():
+    story = Story()
+    story.see(NewLife())
+    for node in NODES:
+        story.start_fails(node, "other_software_error", training=False, fault="f")
+    assert "stop" not in story.actions()
+    story.start_fails("b", "other_software_error", training=False, fault="f")
+    assert story.rules()[-1] == "the program fails"
+
+
+def test_a_joiners_wrong_setting_may_be_its_nodes_and_stops_nobody():
+    story = Story()
+    story.see(StepsFinished(step=7))
+    story.start_fails("b", "config_error", training=True)
+    assert "stop" not in story.actions()
+    story.start_fails("b", "config_error", training=False)
+    assert story.rules()[-1] == "a value is wrong"
+
+
+def test_in_a_layout_on_trial_a_wrong_setting_is_the_layouts():
+    story = Story()
+    story.see(NewLife())
+    story.trial = True
+    for _ in range(2):
+        story.start_fails("b", "config_error", training=False)
+    assert story.rules()[-1] == "no way into a layout"
+
+
+def test_a_wrong_setting_before_the_hello_ends_the_task_everywhere():
+    world = World()
+    a, b = world.agent("a").start(), world.agent("b").start()
+    report(a, "config_error", step=None, details={"type": "ConfigError", "frames": FRAMES})
+    [stopped] = events(world, "task_stopped")
+    assert stopped["reason"].splitlines() == ["a value is wrong: it broke", *(f"  at {frame}" for frame in FRAMES)]
+    for agent in (a, b):
+        assert [over.succeeded for over in agent.all(wire.TaskOver)] == [False]
+
+
+def test_a_member_that_raises_the_same_twice_ends_the_task_with_the_traceback():
+    world = World()
+    [a] = running(world, 1)
+    progress(a, 7)
+    details = {"type": "KeyError", "message": "'x'", "frames": FRAMES}
+    report(a, "other_software_error", details=details)
+    exits(a)
+    assert not events(world, "task_stopped")
+    come_back(a)
+    settle_all(world, a)
+    report(a, "other_software_error", details=details)
+    [stopped] = events(world, "task_stopped")
+    assert stopped["rule"] == "the program fails"
+    assert "it broke (raised again, KeyError in linear.py:125" in stopped["reason"]
+    assert FRAMES[1] in stopped["reason"]

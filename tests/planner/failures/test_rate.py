@@ -1,0 +1,116 @@
+"""Rates estimated online: intervals cover, estimates converge, and the prior has its stated weight."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unicron_lightning.planner.failures.model import FailureModel
+from unicron_lightning.planner.failures.rate import RateBelief
+
+HOUR = 3600.0
+beliefs = st.builds(RateBelief, num_failures=st.floats(0.1, 100), exposure_seconds=st.floats(1e3, 1e10))
+observations = st.lists(st.tuples(st.integers(0, 20), st.floats(0, 1e9)), max_size=6)
+
+
+@given(beliefs, observations)
+def test_the_order_of_observations_and_their_grouping_do_not_matter(
+    prior: RateBelief, seen: list[tuple[int, float]]
+) -> None:
+    def after(items: list[tuple[int, float]]) -> RateBelief:
+        belief = prior
+        for num_failures, exposure in items:
+            belief = belief.observed(num_failures=num_failures, exposure_seconds=exposure)
+        return belief
+
+    at_once = prior.observed(num_failures=sum(n for n, _ in seen), exposure_seconds=sum(e for _, e in seen))
+    for belief in (after(seen), after(seen[::-1])):
+        assert belief.mean_per_second == pytest.approx(at_once.mean_per_second)
+
+
+def test_a_prior_of_one_failure_weighs_as_one_failure() -> None:
+    prior = RateBelief.from_mtbf(1000 * HOUR)
+    assert prior.mean_per_second == pytest.approx(1 / (1000 * HOUR))
+    # one failure in 3000 h on top of one in 1000 h: two in 4000 h
+    assert prior.observed(num_failures=1, exposure_seconds=3000 * HOUR).mean_per_second == pytest.approx(
+        1 / (2000 * HOUR)
+    )
+    assert RateBelief.from_mtbf(1000 * HOUR, num_failures=9).observed(
+        num_failures=1, exposure_seconds=11_000 * HOUR
+    ).mean_per_second == pytest.approx(1 / (2000 * HOUR))
+
+
+def test_estimates_converge_and_the_interval_shrinks() -> None:
+    generator = np.random.default_rng(11)
+    truth, widths = 1 / (40_000 * HOUR), []
+    prior = RateBelief.from_mtbf(400_000 * HOUR)  # ten times too optimistic
+    for worker_hours in (1e5, 1e6, 1e7, 1e8):
+        failures = int(generator.poisson(truth * worker_hours * HOUR))
+        belief = prior.observed(num_failures=failures, exposure_seconds=worker_hours * HOUR)
+        low, high = belief.interval_per_second(0.9)
+        widths.append(high / low)
+    assert widths == sorted(widths, reverse=True)
+    assert belief.mean_per_second == pytest.approx(truth, rel=0.05)
+
+
+@pytest.mark.parametrize("probability", [0.5, 0.9])
+def test_intervals_cover_as_often_as_they_say(probability: float) -> None:
+    # rates drawn from the prior, then failures from the rate: Bayesian intervals are exact here
+    generator = np.random.default_rng(13)
+    prior, exposure, trials = RateBelief.from_mtbf(1000 * HOUR, num_failures=2), 3000 * HOUR, 3000
+    covered = 0
+    for rate in generator.gamma(2, 1 / (2000 * HOUR), size=trials):
+        belief = prior.observed(num_failures=int(generator.poisson(rate * exposure)), exposure_seconds=exposure)
+        low, high = belief.interval_per_second(probability)
+        covered += bool(low <= rate <= high)
+    assert covered / trials == pytest.approx(probability, abs=4 * (probability * (1 - probability) / trials) ** 0.5)
+
+
+@given(beliefs, st.floats(0.05, 0.95))
+def test_the_mean_is_what_d_running_uses(belief: RateBelief, probability: float) -> None:
+    low, high = belief.interval_per_second(probability)
+    assert 0 <= low < high
+    running = FailureModel(worker=belief.hazard()).running_seconds(16)
+    assert running == pytest.approx(belief.exposure_seconds / belief.num_failures / 16)
+
+
+def test_what_was_seen_fades_and_the_prior_stays() -> None:
+    prior = RateBelief.from_mtbf(1000 * HOUR)
+    seen = prior.observed(num_failures=8, exposure_seconds=800 * HOUR)
+    half = seen.faded(prior, elapsed_seconds=24 * HOUR, half_life_seconds=24 * HOUR)
+    assert (half.num_failures, half.exposure_seconds) == (pytest.approx(5), pytest.approx(1400 * HOUR))
+    assert seen.faded(prior, elapsed_seconds=0, half_life_seconds=1) == seen
+    gone = seen.faded(prior, elapsed_seconds=1e9, half_life_seconds=HOUR)
+    assert gone.mean_per_second == pytest.approx(prior.mean_per_second)
+
+
+def test_a_change_of_the_rate_is_followed_when_the_past_fades() -> None:
+    generator = np.random.default_rng(17)
+    prior = faithful = fading = RateBelief.from_mtbf(5_000 * HOUR)
+    day = 1000 * 24 * HOUR  # of 1000 workers
+    for rate_per_hour in [1 / 5000] * 100 + [1 / 500] * 30:
+        failures = int(generator.poisson(rate_per_hour / HOUR * day))
+        faithful = faithful.observed(num_failures=failures, exposure_seconds=day)
+        fading = fading.faded(prior, elapsed_seconds=24 * HOUR, half_life_seconds=5 * 24 * HOUR)
+        fading = fading.observed(num_failures=failures, exposure_seconds=day)
+    assert fading.mean_per_second * HOUR == pytest.approx(1 / 500, rel=0.15)
+    assert faithful.mean_per_second * HOUR < 0.5 / 500
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda b: RateBelief(num_failures=0, exposure_seconds=1), "num_failures=0: expected"),
+        (lambda b: RateBelief.from_mtbf(0.0), r"exposure_seconds=0\.0: expected"),
+        (lambda b: b.observed(num_failures=-1, exposure_seconds=1), "num_failures=-1: expected"),
+        (lambda b: b.observed(num_failures=1, exposure_seconds=float("nan")), "exposure_seconds=nan: expected"),
+        (lambda b: b.interval_per_second(1.0), r"probability=1\.0: expected"),
+        (lambda b: b.faded(b, elapsed_seconds=-1, half_life_seconds=1), "elapsed_seconds=-1: expected"),
+        (lambda b: b.faded(b, elapsed_seconds=1, half_life_seconds=0), "half_life_seconds=0: expected"),
+    ],
+)
+def test_wrong_values_are_refused_in_words(call, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(RateBelief(num_failures=1, exposure_seconds=1))

@@ -1,0 +1,24 @@
+"""torchrun with one of these programs, to its end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAMS = Path(__file__).parent
+
+
+def launch(arguments: list[str], folder: Path, seconds: float = 300, **environment: str) -> None:
+    """Run torchrun to its end."""
+    command = [sys.executable, "-m", "torch.distributed.run", *arguments]
+    settings = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    with (folder / "torchrun.log").open("w") as log:
+        process = subprocess.Popen(command, cwd=folder, env=settings, stdout=log, stderr=log)
+        try:
+            code = process.wait(seconds)
+        finally:
+            process.terminate()
+            process.wait(30)
+    assert code == 0, (folder / "torchrun.log").read_text()[-4000:]

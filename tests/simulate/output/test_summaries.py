@@ -1,0 +1,88 @@
+"""Rows, ratios, means over seeds, and the tables made of them."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+from pyarrow import parquet
+
+from unicron_lightning.simulate.__main__ import variant_of
+from unicron_lightning.simulate.output.files import save_table
+from unicron_lightning.simulate.output.summaries import Row, summary, with_ratio
+from unicron_lightning.simulate.output.sweep import num_jobs
+from unicron_lightning.simulate.output.tables import as_markdown
+
+
+def row(policy: str, seed: int, waf: float, variant: str = "") -> Row:
+    numbers = {f"lost_{loss}": 0.1 for loss in ("detection", "transition", "sub_healthy", "overhead")}
+    return {
+        "policy": policy,
+        "trace": "b",
+        "workload": "six",
+        "variant": variant,
+        "seed": seed,
+        "waf": waf,
+        **numbers,
+        "of_ideal": waf / 10,
+        "ettr": 0.9,
+        "detection_seconds": 3.0,
+        "transition_seconds": 300.0,
+        "incidents": 4,
+    }
+
+
+def test_ratios_are_of_the_same_situation_and_seed() -> None:
+    rows = [row("unicron", 0, 8.0), row("megatron", 0, 4.0), row("unicron", 1, 9.0), row("megatron", 1, 3.0)]
+    other = [
+        row("unicron", 0, 6.0, "costs.x=1"),
+        row("unicron", 0, 5.0, "costs.x=2"),
+        row("megatron", 0, 2.0, "costs.x=2"),
+    ]
+    ratios = [each.get("ratio") for each in with_ratio([*rows, *other], "megatron")]
+    assert ratios == [2.0, 1.0, 3.0, 1.0, 1.5, 2.5, 1.0]
+    assert "ratio" not in with_ratio([row("unicron", 0, 8.0)], "megatron")[0]
+
+
+def test_means_are_over_seeds() -> None:
+    means = summary(
+        with_ratio([row(p, s, w) for s, w in ((0, 4.0), (1, 5.0)) for p in ("megatron", "unicron")], "megatron")
+    )
+    assert [(each["policy"], each["seeds"], each["waf"]) for each in means] == [
+        ("megatron", 2, 4.5),
+        ("unicron", 2, 4.5),
+    ]
+    assert (means[0]["of_ideal_least"], means[0]["of_ideal_most"]) == (0.4, 0.5)
+    text = as_markdown(means)
+    assert text.splitlines()[0].startswith("| trace | policy | WAF % | ratio |")
+    assert "| b | unicron | 45.0 [40.0-50.0] | 1.00 |" in text
+    assert "5.0 min" in text
+
+
+def test_tables_are_the_same_in_both_formats(tmp_path: Path) -> None:
+    rows = [row("unicron", 0, 8.0), {**row("megatron", 0, 4.0), "ratio": 1.0}]
+    text = save_table(tmp_path / "x", rows, "csv")
+    table = parquet.read_table(save_table(tmp_path / "x", rows, "parquet")).to_pylist()
+    with text.open(newline="") as file:
+        read = list(csv.DictReader(file))
+    assert [each["policy"] for each in read] == [each["policy"] for each in table] == ["unicron", "megatron"]
+    assert [float(each["waf"]) for each in read] == [each["waf"] for each in table] == [8.0, 4.0]
+    assert (read[0]["ratio"], table[0]["ratio"], table[1]["ratio"]) == ("", None, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "variant"),
+    [
+        (["policy=unicron", "trace=b", "seed=3", "workload=six", "output.format=parquet"], ""),
+        (["trace=b", "trace.days=3", "+costs.x=1"], "+costs.x=1 trace.days=3"),
+        (["cluster.num_nodes=4", "experiment=llama3"], "cluster.num_nodes=4"),
+    ],
+)
+def test_the_variant_is_what_else_was_overridden(overrides: list[str], variant: str) -> None:
+    assert variant_of(overrides) == variant
+
+
+def test_jobs_of_a_sweep_are_counted() -> None:
+    assert num_jobs(["policy=a,b,c", "trace=a,b", "seed=range(5)", "output.format=csv"]) == 30
+    assert num_jobs(["policy=a"]) == 1

@@ -1,0 +1,81 @@
+"""Plain data into dataclasses: valid values are converted, invalid ones are named."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, is_dataclass
+
+import pytest
+
+from unicron_lightning.cli.plan import config
+from unicron_lightning.errors import ConfigError
+from unicron_lightning.sections import read_section
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inner:
+    number: int
+    share: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.number == 13:
+            raise ValueError("number=13: expected another")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    inner: Inner
+    perhaps: Inner | None = None
+    by_name: dict[str, Inner] = field(default_factory=dict)
+    table: dict[int, float] = field(default_factory=dict)
+
+
+def test_everything_that_may_be_said() -> None:
+    data = {
+        "inner": {"number": 3, "share": "1e15"},
+        "perhaps": {"number": 1},
+        "by_name": {"x": {"number": 2}},
+        "table": {8: "1e15", "16": 2},
+    }
+    expected = Outer(
+        inner=Inner(number=3, share=1e15),
+        perhaps=Inner(number=1),
+        by_name={"x": Inner(number=2)},
+        table={8: 1e15, 16: 2.0},
+    )
+    assert read_section(Outer, data, "") == expected
+    assert read_section(Outer, {"inner": {"number": 3}, "perhaps": None}, "").perhaps is None
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({}, "inner is missing: expected a mapping"),
+        ({"inner": {}}, "inner.number is missing"),
+        ({"inner": {"number": 1, "nmber": 2}}, "inner.nmber=2: unknown key, expected one of number, share"),
+        ({"inner": {"number": 1.5}}, "inner.number=1.5: expected `int`"),
+        ({"inner": {"number": 13}}, "inner: number=13: expected another"),
+        ({"inner": {"number": 1}, "by_name": {"x": {"number": "y"}}}, "by_name.x.number='y': expected `int`"),
+        ({"inner": {"number": 1}, "by_name": {"x": 0}}, "by_name.x=0: expected a mapping"),
+        ({"inner": {"number": 1}, "by_name": [1]}, "expected a mapping from names"),
+        ({"inner": {"number": 1}, "perhaps": 7}, "perhaps=7: expected a mapping with number, share"),
+        ({"inner": {"number": 1}, "table": {"x": 1}}, "table={'x': 1}: expected `int`"),
+        ([1], "the file=[1]: expected a mapping with inner"),
+    ],
+)
+def test_what_is_wrong_is_named(data: object, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_section(Outer, data, "")
+    assert words in str(caught.value)
+
+
+def test_the_schema_names_every_field_of_a_transformer() -> None:
+    from unicron_lightning.planner.performance.shape import ModelShape
+
+    assert {each.name for each in fields(ModelShape)} < {each.name for each in fields(config.TransformerConfig)}
+
+
+def test_every_section_of_the_schema_is_a_frozen_dataclass() -> None:
+    sections = [each for each in vars(config).values() if isinstance(each, type) and is_dataclass(each)]
+    assert len(sections) == 7
+    for each in sections:
+        assert each.__dataclass_params__.frozen

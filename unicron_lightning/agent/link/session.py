@@ -1,0 +1,267 @@
+"""The agent's persistent connection to the coordinator.
+
+It is opened at the first rendezvous and reopened whenever it breaks, with delays that double from 50 ms to 2 s. Each
+connection begins with a new `wire.Register`. Only three things end a session: `close`, a refusal, and, before it was
+first open, the coordinator's absence for the time allowed or a coordinator that cannot be started. Once the session was
+open, the agent retries for as long as it lives: its workers train without a coordinator.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from socket import SHUT_RDWR
+from typing import Any, Final
+
+import aiohttp
+import msgspec
+
+from unicron_lightning import wire
+from unicron_lightning.agent.injection import Cut
+from unicron_lightning.agent.link.beats import Pulse
+from unicron_lightning.agent.link.outbox import Outbox
+from unicron_lightning.credentials import Token
+from unicron_lightning.detection.silence import SilenceLimits
+from unicron_lightning.errors import CoordinatorUnavailable, CoordinatorUnproven
+from unicron_lightning.link import open_socket
+from unicron_lightning.tls import PLAIN, Trust
+
+logger = logging.getLogger(__name__)
+
+FIRST_RETRY_SECONDS: Final = 0.05
+LAST_RETRY_SECONDS: Final = 2.0
+_ATTEMPT_SECONDS: Final = 5.0
+_PING_SECONDS: Final = 10.0
+_CLOSE_SECONDS: Final = 1.0
+_MESSAGE_BYTES: Final = 64 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionHooks:
+    """Callbacks of a session's owner; all are called in the event loop."""
+
+    register: Callable[[], wire.Register]
+    """Builds the first message of a connection."""
+    received: Callable[[wire.ToAgent], None]
+    """Receives a message."""
+    nothing_listens: Callable[[], Awaitable[None]]
+    """Called when the endpoint refuses connections."""
+    not_answering: Callable[[], None]
+    """Called when the endpoint accepts connections but does not answer in them."""
+
+
+class CoordinatorSession:
+    """Session of one agent.
+
+    Args:
+        url: ``http://host:port/v1/agent``.
+        token: the secret that authenticates this agent.
+        connect_timeout: seconds that the first connection may take.
+        hooks: callbacks of the owner.
+        forwarded: whether a process forwards from ``url`` to the coordinator.
+        trust: whether the link is encrypted, and which certificate is accepted.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        token: Token,
+        connect_timeout: float,
+        hooks: SessionHooks,
+        *,
+        forwarded: bool = False,
+        trust: Trust = PLAIN,
+    ) -> None:
+        self._url = url
+        self._token, self._forwarded, self._trust = token, forwarded, trust
+        self._unproven_told = False
+        self._connect_timeout = connect_timeout
+        self._hooks = hooks
+        self._outbox = Outbox()
+        self._written = asyncio.Event()
+        self._more = asyncio.Event()
+        self._retry_seconds = FIRST_RETRY_SECONDS
+        self._away_since: float | None = time.monotonic()
+        self._ever_stood = False
+        self._said_bye = False
+        self._transport: asyncio.Transport | None = None
+        self._cut: Cut | None = None
+        self._passable = asyncio.Event()
+        self._passable.set()
+
+    @property
+    def away_seconds(self) -> float:
+        """Seconds since the session was last open; 0 if it is."""
+        return 0.0 if self._away_since is None else time.monotonic() - self._away_since
+
+    def send(self, message: wire.Message) -> None:
+        """Queue a message; `Outbox` defines its handling while the coordinator is away."""
+        self._outbox.put(message)
+        self._written.clear()
+        self._more.set()
+
+    def cut(self, seconds: float | None) -> None:
+        """Inject a fault: make the connection carry nothing for a time (None: permanently), unnoticed by both ends."""
+        if self._cut is None:
+            self._passable.clear()
+            if self._transport is not None and not self._transport.is_closing():
+                self._cut = Cut(self._transport)
+            if seconds is not None:
+                asyncio.get_running_loop().call_later(seconds, self._heal)
+
+    def _heal(self) -> None:
+        self._passable.set()
+        if self._cut is not None:
+            self._cut.heal()
+            self._cut = None
+
+    async def flush(self, seconds: float) -> bool:
+        """Wait until all queued messages are written, at most ``seconds``; return whether they were."""
+        if len(self._outbox):
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._written.wait(), seconds)
+        return not len(self._outbox)
+
+    async def run(self) -> None:
+        """Keep the session up until cancelled.
+
+        Raises:
+            SessionRefused: the coordinator refuses this agent.
+            CoordinatorUnavailable: the coordinator did not answer in time at the start.
+        """
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_ATTEMPT_SECONDS)
+        try:
+            async with aiohttp.ClientSession(timeout=timeout) as http:
+                await self._keep(http)
+        finally:
+            if self._cut is not None:
+                self._cut.forget()
+
+    async def _keep(self, http: aiohttp.ClientSession) -> None:
+        while True:
+            await self._passable.wait()
+            try:
+                await self._one_connection(http)
+            except (aiohttp.ClientError, OSError, asyncio.TimeoutError, CoordinatorUnproven) as error:
+                await self._not_reached(error)
+            self._lost()
+            if self._said_bye:
+                return
+            await asyncio.sleep(self._retry_seconds)
+            self._retry_seconds = min(2 * self._retry_seconds, LAST_RETRY_SECONDS)
+
+    async def _one_connection(self, http: aiohttp.ClientSession) -> None:
+        closing = aiohttp.ClientWSTimeout(ws_close=_CLOSE_SECONDS)
+        options: dict[str, Any] = {"timeout": closing, "heartbeat": _PING_SECONDS, "max_msg_size": _MESSAGE_BYTES}
+        socket = await open_socket(
+            http, self._url, self._token, forwarded=self._forwarded, trust=self._trust, **options
+        )
+        async with socket:
+            self._transport = _transport_of(socket)
+            self._outbox.opened()
+            await socket.send_str(wire.encode(self._hooks.register()).decode())
+            tasks: list[asyncio.Task[None]] = []
+            pulse: Pulse | None = None
+            try:
+                async for frame in socket:
+                    message = _decode(frame)
+                    if message is None:
+                        continue
+                    if pulse is not None:
+                        pulse.heard(message)
+                    if isinstance(message, wire.Registered) and not tasks:
+                        self._stands(message)
+                        tasks.append(asyncio.create_task(self._write(socket)))
+                        if (pulse := _pulse(socket, message)) is not None:
+                            tasks.append(asyncio.create_task(pulse.run()))
+                    if not isinstance(message, wire.Beat):
+                        self._hooks.received(message)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                    with contextlib.suppress(asyncio.CancelledError, OSError, aiohttp.ClientError):
+                        await task
+
+    async def _write(self, socket: aiohttp.ClientWebSocketResponse[Any]) -> None:
+        while True:
+            self._more.clear()
+            while (message := self._outbox.take(time.monotonic())) is not None:
+                await socket.send_str(wire.encode(message).decode())
+                self._said_bye |= isinstance(message, wire.Bye)
+            self._written.set()
+            await self._more.wait()
+
+    def _stands(self, message: wire.Registered) -> None:
+        logger.info("session_stands coordinator=%s url=%s", message.coordinator, self._url)
+        self._ever_stood = True
+        self._away_since = None
+        self._unproven_told = False
+        self._retry_seconds = FIRST_RETRY_SECONDS
+
+    def _lost(self) -> None:
+        if self._away_since is None:
+            logger.log(logging.DEBUG if self._said_bye else logging.WARNING, "session_lost url=%s", self._url)
+            self._away_since = time.monotonic()
+        self._outbox.closed(time.monotonic())
+
+    async def _have_one_started(self) -> None:
+        try:
+            await self._hooks.nothing_listens()
+        except (CoordinatorUnavailable, OSError) as error:
+            if not self._ever_stood:
+                raise CoordinatorUnavailable(f"no coordinator for {self._url} could be started: {error}") from error
+            logger.error("coordinator_not_started url=%s error=%s", self._url, error)
+
+    async def _not_reached(self, error: BaseException) -> None:
+        self._lost()
+        logger.debug("coordinator_not_reached url=%s error=%r", self._url, error)
+        if isinstance(error, CoordinatorUnproven) and not self._unproven_told:
+            self._unproven_told = True
+            logger.warning("coordinator_unproven %s; nothing was sent to it; retrying", error)
+        if isinstance(getattr(error, "os_error", error), ConnectionRefusedError):
+            await self._have_one_started()
+        elif isinstance(error, asyncio.TimeoutError):
+            self._hooks.not_answering()
+        if not self._ever_stood and self.away_seconds > self._connect_timeout:
+            raise CoordinatorUnavailable(
+                f"no coordinator answered at {self._url} within {self._connect_timeout:g} s "
+                f"(--rdzv-endpoint, --rdzv-conf connect_timeout): {error}"
+            ) from None
+
+
+def _transport_of(socket: aiohttp.ClientWebSocketResponse[Any]) -> asyncio.Transport | None:
+    """Return aiohttp's private transport; used for `CoordinatorSession.cut` only."""
+    connection = getattr(getattr(socket, "_response", None), "connection", None)
+    transport = getattr(connection, "transport", None)
+    # An encrypted one is a layer around that of the socket.
+    return getattr(getattr(transport, "_ssl_protocol", None), "_transport", transport)
+
+
+def _pulse(socket: aiohttp.ClientWebSocketResponse[Any], word: wire.Registered) -> Pulse | None:
+    """Create the beats of a connection, if the coordinator wants them."""
+    if word.beat is None:
+        return None
+
+    async def send(message: wire.Message) -> None:
+        await socket.send_str(wire.encode(message).decode())
+
+    def cut() -> None:
+        with contextlib.suppress(OSError):
+            socket.get_extra_info("socket").shutdown(SHUT_RDWR)
+
+    limits = SilenceLimits(beat=word.beat, least=word.least_silence, most=word.most_silence)
+    return Pulse(limits, send, cut)
+
+
+def _decode(frame: Any) -> Any:
+    if frame.type is not aiohttp.WSMsgType.TEXT:
+        return None
+    try:
+        return wire.decode_to_agent(frame.data)
+    except msgspec.DecodeError as error:
+        logger.error("coordinator_message_unreadable error=%s", error)
+        return None

@@ -1,0 +1,246 @@
+"""Watches the worker processes and detects their end within a millisecond.
+
+torchelastic polls its workers ten times a second and reports nothing to the rendezvous handler. Here each worker has a
+pidfd in the agent's event loop, and so have its threads (`dying`): they end before their process does. The exit status
+is read without reaping, so that torchelastic finds everything as it expects.
+
+torchelastic does not name its workers' processes to the handler either: they are found among this process' children, by
+the identity in their environment, until all expected ones are found.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final, Literal
+
+import psutil  # type: ignore[import-untyped]
+
+from unicron_lightning import environ
+from unicron_lightning.agent.workers.process_end import Threads
+from unicron_lightning.errors import AgentUnavailable
+
+logger = logging.getLogger(__name__)
+
+SEARCH_SECONDS: Final = 0.03
+SLOW_SEARCH_SECONDS: Final = 0.5
+_SEARCHES_BEFORE_SLOW: Final = 200
+_TAKING_SECONDS: Final = 0.05
+"""Seconds that torchelastic's thread may take between collecting an exit status and storing it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exit:
+    """The end of a worker: exit status or signal number in ``code``."""
+
+    cause: Literal["exit", "signal"]
+    code: int
+    dumped: bool = False
+    """Whether a core was written."""
+    pid: int | None = None
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether the program succeeded."""
+        return self.cause == "exit" and self.code == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchedProcess:
+    """A live worker process."""
+
+    worker: str
+    local_rank: int
+    pid: int
+    pidfd: int
+    threads: Threads
+
+
+class Supervisor:
+    """Finds and watches the workers of one agent. Lives in the agent's event loop.
+
+    Args:
+        agent: identity of the agent, to distinguish its workers from other children.
+        on_found: called with each worker found.
+        on_exit: called with each worker's end, once.
+    """
+
+    def __init__(
+        self,
+        agent: str,
+        on_found: Callable[[WatchedProcess], None],
+        on_exit: Callable[[str, Exit], None],
+    ) -> None:
+        self._agent = agent
+        self._on_found = on_found
+        self._on_exit = on_exit
+        self._live: dict[str, WatchedProcess] = {}
+        self._search: asyncio.TimerHandle | None = None
+        self._round = 0
+        self._missing: set[int] = set()
+        self._searches = 0
+
+    def expect(self, round_number: int, local_world: int) -> None:
+        """Start searching for the workers of a round."""
+        self._round = round_number
+        self._missing = set(range(local_world))
+        self._searches = 0
+        self._find()
+
+    def look_at(self, pid: int) -> None:
+        """Watch a worker that has reported its process, maybe before it was found, and its present threads."""
+        known = next((process for process in self._live.values() if process.pid == pid), None)
+        if known is not None:
+            known.threads.watch()
+        else:
+            self._examine(pid)
+
+    def find(self, worker: str) -> WatchedProcess | None:
+        """Return the process of a live worker."""
+        return self._live.get(worker)
+
+    def kill(self, worker: str, number: int = signal.SIGKILL) -> None:
+        """Send a worker a signal, if it lives; its end is reported as any other."""
+        process = self._live.get(worker)
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(process.pidfd, number)
+
+    def end_round(self, assumed: Exit) -> None:
+        """Report every worker that torchelastic has reaped before its end was seen here.
+
+        Args:
+            assumed: the exit to report for such a worker.
+        """
+        self._stop_search()
+        for process in list(self._live.values()):
+            self._ended(process, assumed)
+
+    def close(self) -> None:
+        """Stop watching; the processes are left alone."""
+        self._stop_search()
+        for process in list(self._live.values()):
+            self._forget(process)
+
+    def _stop_search(self) -> None:
+        self._missing.clear()
+        if self._search is not None:
+            self._search.cancel()
+            self._search = None
+
+    def _find(self) -> None:
+        self._search = None
+        for pid in _children():
+            if not self._missing:
+                return
+            self.look_at(pid)
+        if self._missing:
+            self._searches += 1
+            delay = SEARCH_SECONDS if self._searches < _SEARCHES_BEFORE_SLOW else SLOW_SEARCH_SECONDS
+            self._search = asyncio.get_running_loop().call_later(delay, self._find)
+
+    def _examine(self, pid: int) -> None:
+        """Start watching ``pid`` if it is a missing worker. Between fork and exec it cannot be identified yet."""
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:  # it has ended, or a worker reported a wrong pid
+            return
+        worker = _identify(pid)
+        if worker is None or worker.agent != self._agent or worker.round != self._round:
+            os.close(pidfd)
+            return
+        self._missing.discard(worker.local_rank)
+        threads = Threads(pid, lambda status: self._dies(process, status))
+        process = WatchedProcess(
+            worker=worker.worker, local_rank=worker.local_rank, pid=pid, pidfd=pidfd, threads=threads
+        )
+        self._live[worker.worker] = process
+        threads.watch()
+        asyncio.get_running_loop().add_reader(pidfd, self._ended, process, Exit(cause="exit", code=1))
+        logger.info("worker_found worker=%s pid=%d", worker.worker, pid)
+        self._on_found(process)
+
+    def _ended(self, process: WatchedProcess, unknown: Exit) -> None:
+        """Report an end; ``unknown`` is used if torchelastic's poll was faster and its status can't be found."""
+        self._report(process, _peek_exit(process.pidfd) or _taken_exit(process.pid) or unknown)
+
+    def _dies(self, process: WatchedProcess, status: int) -> None:
+        """Report an end that is certain: no code of the program runs any more."""
+        code = os.waitstatus_to_exitcode(status)
+        self._report(process, Exit(cause="exit", code=code) if code >= 0 else Exit(cause="signal", code=-code))
+
+    def _report(self, process: WatchedProcess, how: Exit) -> None:
+        self._forget(process)
+        if not how.is_clean:
+            _kill_descendants(process.pid)
+        self._on_exit(process.worker, replace(how, pid=process.pid))
+
+    def _forget(self, process: WatchedProcess) -> None:
+        asyncio.get_running_loop().remove_reader(process.pidfd)
+        os.close(process.pidfd)
+        process.threads.close()
+        self._live.pop(process.worker, None)
+
+
+def _children() -> list[int]:
+    try:
+        # Only the main thread's: torchelastic starts workers there, the embedded coordinator is started elsewhere.
+        return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+    except FileNotFoundError:  # kernels without CONFIG_PROC_CHILDREN
+        return [child.pid for child in psutil.Process().children()]
+
+
+def _identify(pid: int) -> environ.WorkerEnvironment | None:
+    try:
+        block = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return None
+    pairs = (entry.partition("=") for entry in os.fsdecode(block).split("\0") if "=" in entry)
+    try:
+        return environ.read({name: value for name, _, value in pairs})
+    except (AgentUnavailable, ValueError):
+        return None
+
+
+def _peek_exit(pidfd: int) -> Exit | None:
+    try:
+        result = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+    except ChildProcessError:
+        return None
+    if result is None:
+        return None
+    cause: Literal["exit", "signal"] = "exit" if result.si_code == os.CLD_EXITED else "signal"
+    return Exit(cause=cause, code=result.si_status, dumped=result.si_code == os.CLD_DUMPED)
+
+
+def _taken_exit(pid: int) -> Exit | None:
+    """Return the status that torchelastic's poll has collected, from the handle that it keeps to itself.
+
+    One end in a hundred needs this, on a busy machine. A clean exit must not be mistaken for a failure then.
+    """
+    handles = [
+        item for item in gc.get_objects() if type(item) is subprocess.Popen and getattr(item, "pid", None) == pid
+    ]
+    deadline = time.monotonic() + _TAKING_SECONDS
+    while handles and time.monotonic() < deadline:
+        code = handles[-1].returncode
+        if code is not None:
+            return Exit(cause="exit", code=code) if code >= 0 else Exit(cause="signal", code=-code)
+        time.sleep(0.001)
+    return None
+
+
+def _kill_descendants(pid: int) -> None:
+    """Kill the processes that a failed worker leaves in its process group, e.g. data loaders that hold its memory."""
+    if pid != os.getpgrp():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)

@@ -1,0 +1,93 @@
+"""``unicron plan FILE``: the number and places of each task's workers, with reasons."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from importlib import resources
+from pathlib import Path
+
+from unicron_lightning.errors import ConfigError
+
+EVENTS = {
+    "node-loss": "a node fails: its name, or a task, which loses the node with most of its workers",
+    "join": "a node is added: the name of one that is not ready, or none for a new one",
+    "finish": "a task ends: its name",
+    "launch": "a queued task is to run: its name",
+}
+
+_EXAMPLE = "examples/six_tasks_128_gpus.yaml"
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to those of ``unicron``."""
+    parser = commands.add_parser(
+        "plan",
+        help="compute the best allocation of workers to tasks, and where they go",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="events of --what-if, which happens once the plan is in force:\n"
+        + "\n".join(f"  {name:10} {meaning}" for name, meaning in EVENTS.items()),
+    )
+    parser.add_argument("file", nargs="?", metavar="FILE", help="cluster and tasks, in YAML")
+    parser.add_argument("--example", action="store_true", help="print an example of such a file")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a value of the file")
+    parser.add_argument("--what-if", nargs="+", metavar=("EVENT", "NAME"), help=", ".join(EVENTS))
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--picture", metavar="PATH", help="draw F(t,x) with the chosen points (PNG, SVG or PDF)")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command.
+
+    Raises:
+        ConfigError: something in the file or the options is wrong.
+    """
+    if options.example:
+        print(resources.files("unicron_lightning.conf").joinpath(_EXAMPLE).read_text(encoding="utf-8"), end="")
+        return 0
+    if options.file is None:
+        raise ConfigError("plan: no FILE: expected one (unicron plan --example prints one to begin with)")
+    event = options.what_if or []
+    if len(event) > 2:
+        raise ConfigError(f"--what-if {' '.join(event)}: expected an event and at most one name")
+    try:
+        return _run(options, event)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        # Raised by the planner's own checks of values from the file.
+        raise ConfigError(f"{options.file}: {error}") from error
+
+
+def _run(options: argparse.Namespace, event: list[str]) -> int:
+    # Modules that compile or compute are imported only here, so that `unicron status` stays fast.
+    from rich.console import Console
+
+    from unicron_lightning.cli.plan.config import read
+    from unicron_lightning.cli.plan.picture import draw
+    from unicron_lightning.cli.plan.report import as_json, show
+    from unicron_lightning.cli.plan.situation import situation_of
+    from unicron_lightning.cli.plan.what_if import what_if
+    from unicron_lightning.planner.solver import solve
+
+    path = Path(options.file)
+    situation = situation_of(read(path, options.set), path.parent)
+    plan = solve(situation.state)
+    placement = situation.place(plan)
+    parts = [(path.name, plan, placement, situation.assumed)]
+    if event:
+        outcome = what_if(situation, plan, placement, event[0], event[1] if len(event) > 1 else None)
+        parts.append((f"if {outcome.words}", outcome.plan, outcome.situation.place(outcome.plan), False))
+    if options.picture:
+        draw(Path(options.picture), parts[-1][0], parts[-1][1])
+    if options.json:
+        answer = {name: as_json(part[1], part[2]) for name, part in zip(("plan", "what_if"), parts, strict=False)}
+        print(json.dumps(answer, indent=2))
+        return 0
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)  # a pipe has no width
+    for title, each, where, assumed in parts:
+        show(console, title, each, where, assumed=assumed)
+    return 0

@@ -1,0 +1,156 @@
+"""A plan for people (tables of rich) and for programs (JSON)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from unicron_lightning.planner.performance.model import ParallelConfiguration
+from unicron_lightning.planner.placement.placer import Placement
+from unicron_lightning.planner.plan import Plan, TaskPlan
+
+_COLUMNS = ("task", "weight", "now", "lost", "plan", "TFLOP/s", "WAF", "layout", "last brings", "next brings", "nodes")
+_PETA = 1e15
+_MOST_MOVES = 20
+
+
+def as_json(plan: Plan, placement: Placement) -> dict[str, Any]:
+    """A plan's details. Units are in the names; WAF is in weighted FLOP/s, rewards in weighted FLOP."""
+    state = plan.state
+    weights = {curve.task.name: curve.task.weight for curve in state.tasks}
+    return {
+        "num_workers": state.num_workers,
+        "num_spare_workers": plan.num_spare_workers,
+        "running_seconds": state.duration_seconds,
+        "waf_flops_per_second": plan.waf,
+        "reward_flop": plan.value,
+        "num_moved_workers": plan.num_moved_workers,
+        "paused": list(plan.paused),
+        "infeasible": list(plan.infeasible),
+        "tasks": {part.name: _task_json(part, weights[part.name], placement) for part in plan.tasks},
+        "moves": [
+            {"task": move.task, "source": move.source, "target": move.target, "num_accelerators": move.num_accelerators}
+            for move in placement.moves
+        ],
+        "num_moved_accelerators": placement.num_moved,
+        "fewest_moves": placement.fewest_moves,
+    }
+
+
+def _task_json(part: TaskPlan, weight: float, placement: Placement) -> dict[str, Any]:
+    layout = part.configuration
+    return {
+        "num_workers": part.num_workers,
+        "num_workers_before": part.num_workers_before,
+        "num_workers_lost": part.num_workers_lost,
+        "changed": part.changed,
+        "weight": weight,
+        "flops_per_second": part.waf / weight,
+        "waf_flops_per_second": part.waf,
+        "reward_flop": part.reward,
+        "gain_of_last_flop": part.gain_of_last,
+        "gain_of_next_flop": part.gain_of_next,
+        "configuration": None
+        if layout is None
+        else {
+            "tensor_parallel": layout.tensor_parallel,
+            "pipeline_parallel": layout.pipeline_parallel,
+            "data_parallel": layout.data_parallel,
+            "micro_batch_size": layout.micro_batch_size,
+        },
+        "nodes": placement.of_task(part.name),
+        "num_spanning_accelerators": placement.num_spanning[part.name],
+    }
+
+
+def show(console: Console, title: str, plan: Plan, placement: Placement, *, assumed: bool) -> None:
+    """Print a plan.
+
+    Args:
+        console: for the output.
+        title: of the table.
+        plan: the plan.
+        placement: of its workers.
+        assumed: whether the present placement is assumed.
+    """
+    table = Table(title=escape(title), title_justify="left")
+    for name in _COLUMNS:
+        left = name in ("task", "layout", "nodes")
+        table.add_column(name, justify="left" if left else "right", no_wrap=name != "nodes")
+    weights = {curve.task.name: curve.task.weight for curve in plan.state.tasks}
+    for part in plan.tasks:
+        table.add_row(*_row(part, weights[part.name], plan.state.duration_seconds, placement))
+    console.print(table)
+    for line in _summary(plan, placement, assumed=assumed):
+        console.print(line, highlight=False, markup=False)
+
+
+def _row(part: TaskPlan, weight: float, running_seconds: float, placement: Placement) -> list[str]:
+    mark = "" if part.num_workers == part.num_workers_before and not part.num_workers_lost else " *"
+    return [
+        escape(part.name),
+        f"{weight:g}",
+        str(part.num_workers_before),
+        str(part.num_workers_lost or ""),
+        f"{part.num_workers}{mark}",
+        f"{part.waf / weight / 1e12:,.1f}",
+        f"{part.waf / 1e12:,.1f}",
+        _layout(part.configuration),
+        _rate(part.gain_of_last, running_seconds),
+        _rate(part.gain_of_next, running_seconds),
+        escape(_nodes(placement.of_task(part.name))),
+    ]
+
+
+def _layout(layout: ParallelConfiguration | None) -> str:
+    if layout is None:
+        return ""
+    degrees = (layout.tensor_parallel, layout.pipeline_parallel, layout.data_parallel)
+    return "TP{} PP{} DP{}".format(*degrees) + f" b{layout.micro_batch_size}"
+
+
+def _rate(gain: float | None, running_seconds: float) -> str:
+    return "" if gain is None else f"{gain / running_seconds / 1e12:+,.1f}"
+
+
+def _nodes(on_nodes: dict[str, int]) -> str:
+    """Few nodes by name, many by number."""
+    if len(on_nodes) > 4:
+        return f"{len(on_nodes)} nodes"
+    return " ".join(f"{node}:{num}" for node, num in on_nodes.items())
+
+
+def _summary(plan: Plan, placement: Placement, *, assumed: bool) -> Iterator[str]:
+    state = plan.state
+    hours = state.duration_seconds / 3600
+    yield (
+        f"WAF {plan.waf / _PETA:,.3f} PFLOP/s, reward {plan.value:.4g} FLOP in {_hours(hours)} until the next failure; "
+        f"{state.num_workers} workers, {plan.num_spare_workers} spare"
+    )
+    if plan.infeasible:
+        yield f"not enough workers for: {', '.join(plan.infeasible)} (they may not be paused, and are)"
+    if paused := [name for name in plan.paused if name not in plan.infeasible]:
+        yield f"paused: {', '.join(paused)}"
+    best = "no placement moves fewer" if placement.proven_fewest else f"at least {placement.fewest_moves} are needed"
+    yield f"accelerators to start: {placement.num_moved} ({best})" + (
+        "; the present places are assumed, as the file contains only numbers of workers" if assumed else ""
+    )
+    # For accelerators that are new to a task, the table's last column is sufficient.
+    leaving = [move for move in placement.moves if move.source is not None]
+    for move in leaving[:_MOST_MOVES]:
+        yield f"  {move.task}: {move.num_accelerators} {move.source} -> {move.target or 'released'}"
+    if len(leaving) > _MOST_MOVES:
+        yield f"  and {len(leaving) - _MOST_MOVES} more (--json has all)"
+    if spanning := [f"{task} {num}" for task, num in placement.num_spanning.items() if num]:
+        yield f"accelerators of replicas that are not on as few nodes as they could be: {', '.join(spanning)}"
+
+
+def _hours(hours: float) -> str:
+    if not math.isfinite(hours):
+        return "unknown time"
+    return f"{hours:,.1f} h" if hours >= 1 else f"{hours * 60:,.1f} min"

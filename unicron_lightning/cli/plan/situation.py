@@ -1,0 +1,264 @@
+"""Converts a file's contents into the planner's input: the state to plan for, the nodes, and the running workers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from unicron_lightning.cli.plan.config import (
+    FailuresConfig,
+    PerformanceConfig,
+    PlanClusterConfig,
+    PlanConfig,
+    PlanTaskConfig,
+    TransformerConfig,
+)
+from unicron_lightning.errors import ConfigError
+from unicron_lightning.planner.failures.model import SECONDS_PER_HOUR, ConstantHazard, FailureModel, Hazard
+from unicron_lightning.planner.failures.rate import RateBelief
+from unicron_lightning.planner.failures.weibull import WeibullHazard
+from unicron_lightning.planner.performance.cluster import PRESETS, Hardware
+from unicron_lightning.planner.performance.model import PerformanceModel
+from unicron_lightning.planner.performance.parsing import table_from_csv, table_from_mapping, table_from_rows
+from unicron_lightning.planner.performance.recipe import RECIPES
+from unicron_lightning.planner.performance.shape import ModelShape
+from unicron_lightning.planner.performance.transformer import TransformerModel
+from unicron_lightning.planner.placement.placer import Accelerators, Demand, NodeCapacity, NodeState, Placement, place
+from unicron_lightning.planner.plan import Plan
+from unicron_lightning.planner.reward import Curve
+from unicron_lightning.planner.state import ClusterState
+from unicron_lightning.planner.task import PlanTask
+
+
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    """The planner's input.
+
+    Attributes:
+        state: the planned situation.
+        nodes: all nodes.
+        running: node -> task -> present workers.
+        assumed: whether the file contains numbers of workers without their nodes.
+        config: the file's definition of each task, including queued ones.
+    """
+
+    state: ClusterState
+    nodes: tuple[NodeCapacity, ...]
+    running: Accelerators
+    assumed: bool
+    config: Mapping[str, PlanTaskConfig]
+
+    def place(self, plan: Plan) -> Placement:
+        """Place a plan's workers.
+
+        Raises:
+            ValueError: groups do not fit on the nodes.
+        """
+        demands = [self._demand(part.name, part.num_workers, plan) for part in plan.tasks]
+        return place(self.nodes, demands, self.running)
+
+    def _demand(self, task: str, num_workers: int, plan: Plan) -> Demand:
+        layout = next(part.configuration for part in plan.tasks if part.name == task)
+        config = self.config[task]
+        group = config.group_size or (layout.tensor_parallel if layout else 1)
+        replica = config.replica_size or (layout.tensor_parallel * layout.pipeline_parallel if layout else group)
+        # A task may have more workers than its configuration uses; idle ones form no group.
+        group = math.gcd(group, num_workers) or 1
+        replica = math.gcd(replica, num_workers) or group
+        return Demand(task=task, num_workers=num_workers, group_size=group, replica_size=replica)
+
+
+def situation_of(config: PlanConfig, folder: Path) -> Situation:
+    """Build the situation.
+
+    Args:
+        config: the file.
+        folder: base of relative paths in the file.
+
+    Raises:
+        ConfigError: values contradict each other, or a table cannot be read.
+    """
+    twice = sorted(config.tasks.keys() & config.queued.keys())
+    if twice:
+        raise ConfigError(f"queued.{twice[0]}: also in tasks; expected a task in one of them")
+    nodes = nodes_of(config.cluster)
+    ready = [node for node in nodes if node.state is NodeState.READY]
+    num_workers = sum(node.num_accelerators for node in ready)
+    node_workers = config.cluster.workers_per_node
+    names = {node.name for node in nodes}
+    usable = {node.name for node in ready}
+    for name, task in config.tasks.items():
+        unknown = sorted(task.accelerators.keys() - names)
+        if unknown:
+            raise ConfigError(f"tasks.{name}.accelerators.{unknown[0]}: no such node, expected one of the cluster's")
+
+    def curves(tasks: Mapping[str, PlanTaskConfig], where: str) -> tuple[Curve, ...]:
+        made = (task_of(name, task, where, config.cluster, folder) for name, task in tasks.items())
+        return tuple(Curve.of(task, config.cluster.unit, num_workers + node_workers) for task in made)
+
+    lost = {name: _lost(task, usable) for name, task in config.tasks.items()}
+    try:
+        state = ClusterState(
+            tasks=curves(config.tasks, "tasks"),
+            queued=curves(config.queued, "queued"),
+            num_workers=num_workers,
+            running_seconds=failure_model(config.failures, node_workers).running_seconds,
+            allocation={name: _workers(task) for name, task in config.tasks.items()},
+            lost={name: num for name, num in lost.items() if num},
+            unit=config.cluster.unit,
+            node_workers=node_workers,
+        )
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    running, assumed = _running(config, nodes)
+    return Situation(
+        state=state, nodes=nodes, running=running, assumed=assumed, config={**config.tasks, **config.queued}
+    )
+
+
+def nodes_of(config: PlanClusterConfig) -> tuple[NodeCapacity, ...]:
+    """All nodes, the equal ones first."""
+    if config.workers_per_node < 1 or config.num_nodes < 0 or config.nodes_per_switch < 0 or config.unit < 1:
+        raise ConfigError(f"cluster: {config}: expected workers_per_node and unit >= 1, the other numbers >= 0")
+    digits = len(str(max(config.num_nodes - 1, 0)))
+    nodes = {}
+    for index in range(config.num_nodes):
+        name = f"node{index:0{digits}}"
+        switch = f"switch{index // config.nodes_per_switch}" if config.nodes_per_switch else ""
+        nodes[name] = NodeCapacity(name=name, num_accelerators=config.workers_per_node, switch=switch)
+    for name, node in config.nodes.items():
+        num_accelerators = config.workers_per_node if node.num_accelerators is None else node.num_accelerators
+        if num_accelerators < 0:
+            raise ConfigError(f"cluster.nodes.{name}.num_accelerators={num_accelerators}: expected a number >= 0")
+        switch = node.switch or (nodes[name].switch if name in nodes else "")
+        nodes[name] = NodeCapacity(
+            name=name, num_accelerators=num_accelerators, switch=switch, state=NodeState(node.state)
+        )
+    if not nodes:
+        raise ConfigError("cluster: no nodes: expected num_nodes >= 1, or nodes by name")
+    return tuple(nodes.values())
+
+
+def failure_model(config: FailuresConfig, workers_per_node: int) -> FailureModel:
+    """Hazards of workers and nodes: the given MTBFs, corrected by observations."""
+    hazards: dict[str, Hazard] = {}
+    for kind in ("worker", "node"):
+        hours = getattr(config, f"{kind}_mtbf_hours")
+        failures, exposure = getattr(config, f"{kind}_failures"), getattr(config, f"{kind}_hours")
+        if hours is None:
+            if failures or exposure:
+                raise ConfigError(
+                    f"failures.{kind}_mtbf_hours is missing: expected the MTBF assumed before the observations"
+                )
+            continue
+        try:
+            belief = RateBelief.from_mtbf(hours * SECONDS_PER_HOUR, num_failures=config.prior_failures)
+            seen = belief.observed(num_failures=failures, exposure_seconds=exposure * SECONDS_PER_HOUR)
+            hazards[kind] = _with_shape(seen.hazard(), getattr(config, f"{kind}_shape"))
+        except ValueError as error:
+            raise ConfigError(f"failures: {kind}_mtbf_hours={hours}: {error}") from error
+    if not hazards:
+        raise ConfigError("failures: expected worker_mtbf_hours, node_mtbf_hours, or both")
+    return FailureModel(worker=hazards.get("worker"), node=hazards.get("node"), workers_per_node=workers_per_node)
+
+
+def _with_shape(hazard: ConstantHazard, shape: float) -> Hazard:
+    """An age-dependent hazard with the same mean lifetime."""
+    if shape == 1:
+        return hazard
+    if not shape > 0:
+        raise ValueError(f"shape={shape}: expected a number > 0")
+    scale_seconds = hazard.mean_lifetime_seconds / math.gamma(1 + 1 / shape)
+    return WeibullHazard(shape=shape, scale_seconds=scale_seconds)
+
+
+def task_of(name: str, config: PlanTaskConfig, where: str, cluster: PlanClusterConfig, folder: Path) -> PlanTask:
+    """A task with its performance model."""
+    try:
+        return PlanTask(
+            name=name,
+            performance=performance_of(config.performance, cluster, folder),
+            transition_seconds=config.transition_seconds,
+            weight=config.weight,
+            min_workers=config.min_workers,
+            max_workers=config.max_workers,
+            granularity=config.granularity,
+            may_pause=config.may_pause,
+        )
+    except ValueError as error:
+        raise ConfigError(f"{where}.{name}: {error}") from error
+
+
+def performance_of(config: PerformanceConfig, cluster: PlanClusterConfig, folder: Path) -> PerformanceModel:
+    """T(t,x) as defined by a file.
+
+    Raises:
+        ValueError: the table or the model is invalid.
+    """
+    if config.transformer is not None:
+        return _transformer(config.transformer, cluster)
+    if config.flops is not None:
+        return table_from_mapping(dict(config.flops.items()), between=config.between, beyond=config.beyond)
+    if config.points is not None:
+        return table_from_rows(
+            config.points, flops_per_step=config.flops_per_step, between=config.between, beyond=config.beyond
+        )
+    assert config.csv is not None
+    path = folder / config.csv
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"csv={config.csv}: {error}") from error
+    return table_from_csv(text, flops_per_step=config.flops_per_step, between=config.between, beyond=config.beyond)
+
+
+def _transformer(config: TransformerConfig, cluster: PlanClusterConfig) -> TransformerModel:
+    if cluster.accelerator is None or cluster.accelerator not in PRESETS:
+        raise ConfigError(f"cluster.accelerator={cluster.accelerator}: expected one of {', '.join(sorted(PRESETS))}")
+    if config.recipe not in RECIPES:
+        raise ConfigError(f"recipe={config.recipe!r}: expected one of {', '.join(sorted(RECIPES))}")
+    hardware: Hardware = dataclasses.replace(
+        PRESETS[cluster.accelerator], accelerators_per_node=cluster.workers_per_node
+    )
+    names = [each.name for each in dataclasses.fields(ModelShape)]
+    return TransformerModel(
+        shape=ModelShape(**{name: getattr(config, name) for name in names}),
+        cluster=hardware,
+        global_batch_size=config.global_batch_size,
+        recipe=RECIPES[config.recipe],
+        may_idle=config.may_idle,
+    )
+
+
+def _workers(task: PlanTaskConfig) -> int:
+    return sum(task.accelerators.values()) if task.accelerators else task.workers or 0
+
+
+def _lost(task: PlanTaskConfig, usable: set[str]) -> int:
+    return sum(num for node, num in task.accelerators.items() if node not in usable)
+
+
+def _running(config: PlanConfig, nodes: tuple[NodeCapacity, ...]) -> tuple[Accelerators, bool]:
+    """Present workers by node and task; workers without a known node are placed beside the others."""
+    running: dict[str, dict[str, int]] = {}
+    for task, each in config.tasks.items():
+        for node, num in each.accelerators.items():
+            running.setdefault(node, {})[task] = num
+    loose = {name: each.workers for name, each in config.tasks.items() if each.workers}
+    if not loose:
+        return running, False
+    known = [
+        Demand(task=name, num_workers=sum(each.accelerators.values()))
+        for name, each in config.tasks.items()
+        if each.accelerators and name not in loose
+    ]
+    demands = [Demand(task=name, num_workers=num or 0) for name, num in loose.items()]
+    try:
+        return place(nodes, [*known, *demands], running).accelerators, True
+    except ValueError as error:
+        raise ConfigError(f"tasks: {error}") from error

@@ -1,0 +1,168 @@
+"""One turn of the machine: collects the actions that answer one input."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from unicron_lightning import wire
+from unicron_lightning.coordinator import events as ev
+from unicron_lightning.coordinator.allocation.places import (
+    DaemonPlaces,
+    is_assigned,
+    is_drained,
+    is_elsewhere,
+    occupants,
+)
+from unicron_lightning.coordinator.severity.rules import Decision
+from unicron_lightning.coordinator.state import Agent, Cluster, Task
+
+
+class Turn:
+    """The output of the rules.
+
+    Args:
+        now: time.time() of the shell.
+        limits: parameters of the machine.
+        cluster: state shared by all tasks.
+        daemons: cached places of daemons.
+
+    Attributes:
+        places_changed: set when inputs of the plan may have changed, or a place may have become free.
+    """
+
+    def __init__(self, *, now: float, limits: ev.Limits, cluster: Cluster, daemons: DaemonPlaces) -> None:
+        self.now = now
+        self.daemons = daemons
+        self.limits = limits
+        self.lasting = cluster.lasting
+        self.places_changed = False
+        self.connections = len(cluster.conns)
+        """Number of agents' connections when the turn began."""
+        self._cluster = cluster
+        self.decisions: dict[str, list[Decision]] = {}
+        """Decisions of the severity workflow that are still to be carried out, by task."""
+        self.cordoned = False
+        """Whether a node was cordoned, so that all tasks have to be reviewed."""
+        self.to_review: dict[str, Task] = {}
+        """Tasks, by id, to review in this order once the input is processed."""
+        self.actions: list[ev.Action] = []
+        self._lasting_saved = False
+        self._saved: set[str] = set()
+        self.news: list[tuple[Task, ev.Emit]] = []
+        """Events of tasks logged in this turn, for measurements and accounting."""
+
+    def drains(self, agent: Agent) -> bool:
+        """Whether the agent must not have workers: its node is drained, or the plan gives its place to another task."""
+        lasting = self.lasting
+        if (lasting.drained or lasting.cordoned) and is_drained(self._cluster, agent):
+            return True
+        return agent.slot is not None and is_elsewhere(self._cluster, agent)
+
+    def out_of_use(self) -> frozenset[str]:
+        """Return nodes, and agents by their ids, that get no workers: drained or cordoned."""
+        return frozenset((*self.lasting.drained, *self.lasting.cordoned))
+
+    def undrained(self, agents: Iterable[Agent]) -> list[Agent]:
+        """Select agents that may have workers according to drains and the plan."""
+        lasting = self.lasting
+        if lasting.drained or lasting.cordoned:
+            return [agent for agent in agents if not self.drains(agent)]
+        assigned = lasting.assigned
+        return [
+            agent
+            for agent in agents
+            if agent.slot is None or assigned.get(f"{agent.node}/{agent.slot}", agent.task) == agent.task
+        ]
+
+    def spared(self, task: Task, nodes: Collection[str]) -> frozenset[str]:
+        """Select nodes without which the task, and every task with agents there, still has its minimum of agents."""
+        needed: set[str] = set()
+        out = self.out_of_use()
+        for other in self._cluster.tasks.values():
+            if other.over is None:
+                there = Counter([agent.node for agent in other.agents.values()])
+                concerned = nodes if other is task else there.keys() & nodes
+                if not concerned:
+                    continue
+                usable = there
+                if out:
+                    usable = Counter(a.node for a in other.agents.values() if a.node not in out and a.id not in out)
+                enough = usable.total() - other.min_nodes
+                needed.update(node for node in concerned if usable[node] > enough)
+        return frozenset(nodes) - needed
+
+    def cordon(self, node: str, reason: str) -> None:
+        """Cordon a node: it gets no workers until an operator undrains it."""
+        self.lasting.cordoned[node] = reason
+        self.cordoned = self.places_changed = True
+        self.save_lasting()
+
+    def startable(self, waiting: Iterable[Agent]) -> list[Agent]:
+        """Select waiting agents that may have workers: no other agent has any at their places, or will."""
+        check = self.limits.pairs.check
+        known = (agent for agent in waiting if agent.paired.passed or not check)
+        well = (agent for agent in known if not (agent.unhealthy or agent.parted or self.drains(agent)))
+        ready = [agent for agent in well if is_assigned(self._cluster, agent)]
+        nodes = {agent.node for agent in ready if agent.place is not None}
+        taken = occupants(self._cluster, nodes) if nodes else {}
+        return [agent for agent in ready if agent.place not in taken]
+
+    def occupant(self, agent: Agent) -> tuple[Task, Agent] | None:
+        """Return the other agent that has workers at the place of this one, or may have, with its task."""
+        return None if agent.place is None else occupants(self._cluster, (agent.node,)).get(agent.place)
+
+    def why_without_workers(self, agent: Agent) -> str:
+        """Explain, for messages, why the agent must not have workers any more."""
+        if not self.drains(agent):
+            return "the task has nodes enough"
+        if agent.place is None or not is_elsewhere(self._cluster, agent):
+            return f"node {agent.node} {'is cordoned' if agent.node in self.lasting.cordoned else 'drains'}"
+        other = self.lasting.assigned.get(agent.place)
+        return f"the plan gives {agent.place} to {f'task {other}' if other else 'nobody'}"
+
+    def save_lasting(self) -> None:
+        """Have `state.Lasting` written before any message of this turn is sent."""
+        if not self._lasting_saved:
+            self._lasting_saved = True
+            self.actions.append(ev.SaveLasting())
+
+    def send(self, agent: Agent, message: wire.ToAgent) -> None:
+        """Send to an agent; do nothing if it is away (it gets the newest state when it registers again)."""
+        if agent.conn is not None:
+            self.actions.append(ev.Send(conn=agent.conn, message=message))
+
+    def close(self, conn: int, reason: str) -> None:
+        """Close a connection."""
+        self.actions.append(ev.Close(conn=conn, reason=reason))
+
+    def refuse(self, conn: int, reason: str) -> None:
+        """Notify an agent that it can't take part, and close its connection."""
+        self.actions.append(ev.Send(conn=conn, message=wire.Refused(reason=reason)))
+        self.close(conn, "refused")
+
+    def timer(self, kind: str, seconds: float, *, task: str = "", agent: str = "") -> None:
+        """Start or restart a timer."""
+        self.actions.append(ev.SetTimer(key=ev.TimerKey(kind, task, agent), seconds=seconds))
+
+    def cancel(self, kind: str, *, task: str = "", agent: str = "") -> None:
+        """Stop a timer if it runs."""
+        self.actions.append(ev.CancelTimer(key=ev.TimerKey(kind, task, agent)))
+
+    def save(self, task: Task) -> None:
+        """Have the task's state written before any message of this turn is sent."""
+        if task.id not in self._saved:
+            self._saved.add(task.id)
+            self.actions.append(ev.Save(task=task.id))
+
+    def emit(self, task: Task, name: str, **fields: Any) -> None:
+        """Log an event of the task under its open incident, and save the task."""
+        self.emit_for(task, task.incident, name, fields)
+
+    def emit_for(self, task: Task, incident: str | None, name: str, fields: dict[str, Any]) -> None:
+        """Log an event of the task under a given incident."""
+        event = ev.Emit(name=name, task=task.id, incident=incident, fields=fields)
+        self.news.append((task, event))
+        self.actions.append(event)
+        self.save(task)

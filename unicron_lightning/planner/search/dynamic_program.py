@@ -1,0 +1,219 @@
+"""Compiled loops of the dynamic program: tables of the best sums of keys, and the plans behind them.
+
+    S(i,j) = max over k <= j of  S(i-1, j-k) + key_i(k)             the paper's recursion, at most j units in all
+
+Row i of the *prefix* table covers the tasks before i, row i of the *suffix* table the tasks from i on. A row is kept
+only for a window of j, ``low`` to ``high``. Smaller budgets are infeasible or leave more than the other tasks can use;
+larger ones have the value at ``high``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from unicron_lightning.planner.search.compiler import compiled
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Ints = NDArray[np.int64]
+
+NEVER = -(1 << 62)
+"""Value of an infeasible entry."""
+
+LONG_RUN = 96
+"""Number of options in a concave stretch from which on exploiting the concavity pays."""
+
+BLOCK = 2048
+"""Entries of a row that are processed at once: two such blocks fit into a processor's first cache."""
+
+
+@compiled
+def add_options(row: Ints, low: int, units: Ints, keys: Ints, out: Ints, out_low: int) -> None:
+    """out(j) = max(out(j), row(j - k) + key) for each option, in O(options x window)."""
+    for block in range(0, len(out), BLOCK):
+        block_end = min(len(out), block + BLOCK)
+        for n in range(len(units)):
+            shift = units[n] + low - out_low
+            first, end = max(block, shift), min(block_end, shift + len(row))
+            if first < end:
+                source, target, key = row[first - shift : end - shift], out[first:end], keys[n]
+                for j in range(end - first):
+                    target[j] = max(target[j], source[j] + key)
+
+
+@compiled
+def add_concave(row: Ints, low: int, units: Ints, keys: Ints, step: int, out: Ints, out_low: int) -> None:
+    """Do as `add_options` for options ``step`` apart with concave keys, in O((options + window) log window).
+
+    The best entry of ``row`` for out(j) rises with j within a residue class modulo ``step`` (the matrix row(l) + key(j
+    - l)
+    is inverse Monge where it is defined), so the best entries of every second j bound those in between.
+    """
+    count = len(units)
+    base = low + units[0] - out_low  # row[c] with option t is for out[base + c + step * t]
+    best = np.empty(len(out) // step + 3, dtype=np.int64)
+    for residue in range(min(step, len(row))):
+        columns = (len(row) - residue + step - 1) // step
+        # out[base + residue + step * q]  =  row[residue + step * c] + keys[q - c],   0 <= q - c < count
+        offset = base + residue
+        q_first = max(0, (-offset + step - 1) // step)
+        q_end = min(columns + count - 1, (len(out) - offset + step - 1) // step)
+        num = q_end - q_first
+        if num <= 0:
+            continue
+        stride = 1
+        while stride < num:
+            stride *= 2
+        while stride >= 1:
+            for n in range(stride - 1, num, 2 * stride):
+                q = q_first + n
+                c_from = max(0, q - count + 1)
+                c_to = min(columns - 1, q)
+                if n >= stride:
+                    c_from = max(c_from, best[n - stride])
+                if n + stride < num:
+                    c_to = min(c_to, best[n + stride])
+                top, at = NEVER, c_from
+                for c in range(c_from, c_to + 1):
+                    value = row[residue + step * c] + keys[q - c]
+                    if value > top:
+                        top, at = value, c
+                best[n] = at
+                j = offset + step * q
+                out[j] = max(out[j], top)
+            stride //= 2
+
+
+@compiled
+def extend(row: Ints, low: int, units: Ints, keys: Ints, out: Ints, out_low: int) -> None:
+    """Compute one step of the recursion: ``out`` is the row with one more task, whose options are given."""
+    out[:] = NEVER
+    high = low + len(row) - 1
+    for n in range(len(units)):
+        if high + units[n] < out_low:  # even if the others use all they can, more than this is left
+            out[0] = max(out[0], row[len(row) - 1] + keys[n])
+    begin = 0
+    pending = 0
+    while begin < len(units):
+        end = begin + 1
+        step = units[end] - units[begin] if end < len(units) else 1
+        while (
+            end < len(units)
+            and units[end] - units[end - 1] == step
+            and (end - begin < 2 or keys[end] - keys[end - 1] <= keys[end - 1] - keys[end - 2])
+        ):
+            end += 1
+        if end - begin >= LONG_RUN:
+            add_options(row, low, units[pending:begin], keys[pending:begin], out, out_low)
+            add_concave(row, low, units[begin:end], keys[begin:end], step, out, out_low)
+            pending = end
+        begin = end
+    add_options(row, low, units[pending:], keys[pending:], out, out_low)
+    for j in range(1, len(out)):
+        out[j] = max(out[j], out[j - 1])
+
+
+@compiled
+def fill(
+    starts: Ints, units: Ints, keys: Ints, first: int, last: int, lows: Ints, row_starts: Ints, values: Ints
+) -> None:
+    """Fill the rows after ``first`` up to ``last``, each from the one before.
+
+    Args:
+        starts: int64, index of each task's first option.
+        units: of each option.
+        keys: of each option.
+        first: the row that is already filled.
+        last: the last row to fill; below ``first`` for rows of the suffix table, downwards.
+        lows: the first j of each row's window.
+        row_starts: index of each row's first entry in ``values``, and the end of the last row.
+        values: the rows, one after another.
+    """
+    direction = 1 if last >= first else -1
+    for _ in range(abs(last - first)):
+        task = first if direction == 1 else first - 1
+        options = slice(starts[task], starts[task + 1])
+        row = values[row_starts[first] : row_starts[first + 1]]
+        first += direction
+        out = values[row_starts[first] : row_starts[first + 1]]
+        extend(row, lows[first - direction], units[options], keys[options], out, lows[first])
+
+
+@compiled
+def combine(
+    before: Ints, before_low: int, after: Ints, after_low: int, units: Ints, keys: Ints, num_units: int
+) -> tuple[int, int, int]:
+    """Best combination of one option of a task, a row of the tasks before it, and a row of those after it; N units in
+    all.
+
+    Returns:
+        The sum of keys, ``NEVER`` if nothing is feasible; the index of the best option with fewest units; and the
+        largest budget of the tasks before it.
+    """
+    top, option, budget = NEVER, -1, -1
+    before_high, after_high = before_low + len(before) - 1, after_low + len(after) - 1
+    for n in range(len(units)):
+        rest = num_units - units[n]
+        for j in range(min(before_high, rest - after_low), before_low - 1, -1):
+            value = before[j - before_low] + after[min(rest - j, after_high) - after_low] + keys[n]
+            if value > top:
+                top, option, budget = value, n, j
+    return top, option, budget
+
+
+@compiled
+def trace(
+    starts: Ints,
+    units: Ints,
+    keys: Ints,
+    row: int,
+    last: int,
+    budget: int,
+    lows: Ints,
+    row_starts: Ints,
+    values: Ints,
+    chosen: Ints,
+) -> int:
+    """Find the options behind the value of ``row`` with ``budget``; among equals, each task in turn takes fewest units.
+
+    Args:
+        starts: as in `fill`, like ``units``, ``keys``, ``lows``, ``row_starts`` and ``values``.
+        units: of each option.
+        keys: of each option.
+        row: first row.
+        last: the row without tasks.
+        budget: units.
+        lows: of each row.
+        row_starts: of each row.
+        values: of all rows.
+        chosen: int64 [num_tasks]; output for the units of the tasks between the rows.
+
+    Returns:
+        Number of units of these tasks; -1 if the tables are inconsistent.
+    """
+    direction = 1 if last >= row else -1
+    total = 0
+    while row != last:
+        task = row if direction == 1 else row - 1
+        high = lows[row] + row_starts[row + 1] - row_starts[row] - 1
+        target = values[row_starts[row] + min(budget, high) - lows[row]]
+        row += direction
+        low, start = lows[row], row_starts[row]
+        high = low + row_starts[row + 1] - start - 1
+        found = -1
+        for n in range(starts[task], starts[task + 1]):
+            left = min(budget - units[n], high)
+            if left < low:
+                break
+            if values[start + left - low] + keys[n] == target:
+                found = n
+                break
+        if found < 0:
+            return -1
+        chosen[task] = units[found]
+        total += units[found]
+        budget -= units[found]
+    return total

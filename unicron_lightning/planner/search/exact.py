@@ -1,0 +1,116 @@
+"""The exact search: the best choice of one option per task, for several variants of one problem at once.
+
+A *variant* changes one column: it replaces a task's options, removes a task or inserts one. All variants share the
+prefix and the suffix table of the other columns; each then needs one combination of a prefix row, its own column and a
+suffix row instead of a solution of its own.
+
+Only options that can be in a best plan of some variant enter the tables (`search.kernels`). The
+first tables use a guess of the distance between bound and optimum. The resulting plans bound this distance; if the
+guess was too small, the tables are made again with the bound. Ties are never removed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from unicron_lightning.planner.search import kernels
+from unicron_lightning.planner.search.tables import Rows
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from unicron_lightning.planner.search.variants import Choice, SearchProblem
+
+EVERYTHING = 1 << 61
+"""A number above any number of options and above any distance between a known plan and a bound."""
+
+FEW_OPTIONS = 24
+"""Options per task in the first tables, which use a guessed limit."""
+
+
+def best_choices(problem: SearchProblem) -> list[Choice]:
+    """The best plan of each variant; ties are broken as described in `unicron_lightning.planner.solver`."""
+    prices, distances = _bounds(problem)
+    limits, mask = _guess(problem, prices, distances)
+    while True:
+        rows = Rows.fill(problem.columns.chosen(mask), problem)
+        found = [rows.best(index) for index in range(len(problem.variants))]
+        worst = [bound - top for (_, bound), (top, _, _) in zip(prices, found, strict=True)]
+        distances = [min(known, new) for known, new in zip(distances, worst, strict=True)]
+        if all(limit >= distance for limit, distance in zip(limits, distances, strict=True)):
+            return [rows.choice(index, *best) for index, best in enumerate(found)]
+        limits = distances
+        marked = _mark(problem, prices, limits, EVERYTHING)
+        assert marked is not None
+        mask = marked
+
+
+def _bounds(problem: SearchProblem) -> tuple[list[tuple[int, int]], list[int]]:
+    """For each variant its price (-1: none) and upper bound, and the largest distance of the best plan from the
+    bound.
+    """
+    most = (1 << 62) // (problem.free_units + 1)
+    prices, distances = [], []
+    for index in range(len(problem.variants)):
+        price, bound, value = kernels.find_price(
+            problem.hull_starts,
+            problem.vertices,
+            problem.columns.units,
+            problem.columns.keys,
+            problem.num_tasks,
+            problem.skipped(index),
+            problem.num_tasks + index,
+            problem.num_units,
+            most,
+        )
+        # Without a price that fits into 64 bits no option is excluded.
+        prices.append((price, bound if price >= 0 else EVERYTHING))
+        distances.append(bound - value if price >= 0 else EVERYTHING)
+    return prices, distances
+
+
+def _guess(
+    problem: SearchProblem, prices: list[tuple[int, int]], distances: list[int]
+) -> tuple[list[int], NDArray[np.bool_]]:
+    """Limits on reduced costs that leave few options, and the remaining options."""
+    few = FEW_OPTIONS * (problem.num_tasks + len(problem.variants)) + 64
+    for shift in range(0, 64, 2):
+        limits = [distance >> shift for distance in distances]
+        mask = _mark(problem, prices, limits, few)
+        if mask is not None:
+            return limits, mask
+    mask = _mark(problem, prices, limits, EVERYTHING)  # more options than the limit are equally good
+    assert mask is not None
+    return limits, mask
+
+
+def _mark(
+    problem: SearchProblem, prices: list[tuple[int, int]], limits: list[int], most_marked: int
+) -> NDArray[np.bool_] | None:
+    """The options within the limit of some variant; None if there are more than ``most_marked``."""
+    columns = problem.columns
+    mask = np.zeros(len(columns.units), dtype=np.bool_)
+    marked = 0
+    for index, ((price, _), limit) in enumerate(zip(prices, limits, strict=True)):
+        if price < 0:
+            mask[:] = True
+            return mask
+        marked = kernels.mark(
+            problem.hull_starts,
+            problem.vertices,
+            columns.units,
+            columns.keys,
+            problem.num_tasks,
+            problem.skipped(index),
+            problem.num_tasks + index,
+            price,
+            limit,
+            mask,
+            marked,
+            most_marked,
+        )
+        if marked > most_marked:
+            return None
+    return mask

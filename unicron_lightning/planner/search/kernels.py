@@ -1,0 +1,225 @@
+"""Compiled loops of the solver: keys of options, their upper hulls, the price of a unit, and the relevant options.
+
+Everything is exact in 64-bit integers. With a price p >= 0 per unit, a plan with keys g_i and units k_i, at most N, has
+
+    sum g_i  <=  p N + sum max_k (g_i(k) - p k)  -  sum r_i(k_i),    r_i(k) = max_k' (g_i(k') - p k') - (g_i(k) - p k)
+
+An option whose reduced cost r_i(k) exceeds the distance between the bound and a known plan is in no plan that is as
+good (Lagrangian relaxation; Pisinger, "A minimal algorithm for the multiple-choice knapsack problem", European Journal
+of Operational Research 83, 1995, removes options in this way). The price is the least at which the tasks take no more
+than N units.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from unicron_lightning.planner.search.compiler import compiled
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Ints = NDArray[np.int64]
+
+STICKY = 0.75
+"""Largest difference, in quanta, between successive increments of F * D that are rounded to the same number."""
+
+
+@compiled
+def keys_of(
+    workers: Ints,
+    waf: NDArray[np.float64],
+    scale: float,
+    cost: int,
+    before: int,
+    left: int,
+    unit: int,
+    factor: int,
+    may_pause: bool,
+) -> tuple[Ints, Ints]:
+    """Units and key of each option of a task.
+
+    Args:
+        workers: int64 [n], rising.
+        waf: float64 [n], F at each number of workers.
+        scale: D_running / quantum.
+        cost: F(t,x) * D_transition in quanta.
+        before: x, the number of workers that is kept without cost; -1 if the task is affected.
+        left: number of workers that the task still has.
+        unit: workers per unit.
+        factor: W, the weight of a quantum in a key.
+        may_pause: whether zero workers are an option.
+    """
+    first = 1 if may_pause else 0
+    units = np.zeros(first + len(workers), dtype=np.int64)
+    keys = np.zeros(first + len(workers), dtype=np.int64)
+    if may_pause:
+        keys[0] = -((left + unit - 1) // unit) - (cost * factor if before != 0 else 0)
+    value = 0
+    increment = 0
+    reached = 0.0
+    for n in range(len(workers)):
+        exact = waf[n] * scale
+        step = exact - reached
+        # Repeating the increment keeps a straight line straight and a concave curve concave.
+        if n == 0 or abs(step - increment) > STICKY:
+            increment = int(np.rint(step))
+        reached = exact
+        value += increment
+        moved = abs(workers[n] - left)
+        units[first + n] = workers[n] // unit
+        gain = value - (cost if workers[n] != before else 0)
+        keys[first + n] = gain * factor - (moved + unit - 1) // unit
+    return units, keys
+
+
+@compiled
+def steeper(gain: int, width: int, other_gain: int, other_width: int) -> bool:
+    """Whether gain / width > other_gain / other_width, exactly and without leaving 64 bits."""
+    slope, other = gain / width, other_gain / other_width
+    margin = 1e-12 * (abs(slope) + abs(other))
+    if slope > other + margin:
+        return True
+    if slope < other - margin:
+        return False
+    whole, other_whole = gain // width, other_gain // other_width
+    if whole != other_whole:
+        return whole > other_whole
+    return (gain - whole * width) * other_width > (other_gain - other_whole * other_width) * width
+
+
+@compiled
+def hulls(starts: Ints, units: Ints, keys: Ints) -> tuple[Ints, Ints]:
+    """The upper hull of each column, as indices of options: where its vertices start, and the vertices."""
+    hull_starts = np.zeros(len(starts), dtype=np.int64)
+    vertices = np.empty(len(units), dtype=np.int64)
+    top = 0
+    for i in range(len(starts) - 1):
+        bottom = top
+        for n in range(starts[i], starts[i + 1]):
+            while top - bottom >= 2:
+                b, a = vertices[top - 1], vertices[top - 2]
+                if steeper(keys[b] - keys[a], units[b] - units[a], keys[n] - keys[b], units[n] - units[b]):
+                    break
+                top -= 1
+            vertices[top] = n
+            top += 1
+        hull_starts[i + 1] = top
+    return hull_starts, vertices[:top].copy()
+
+
+@compiled
+def best_vertex(first: int, end: int, vertices: Ints, units: Ints, keys: Ints, price: int) -> int:
+    """The first of the vertices [first, end) with the greatest key - price * units."""
+    low, high = first, end - 1
+    while low < high:
+        middle = (low + high) // 2
+        a, b = vertices[middle], vertices[middle + 1]
+        if keys[b] - keys[a] > price * (units[b] - units[a]):
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@compiled
+def wanted_units(
+    hull_starts: Ints, vertices: Ints, units: Ints, keys: Ints, num_tasks: int, skip: int, own: int, price: int
+) -> int:
+    """Units that tasks [0, num_tasks) without ``skip``, and column ``own``, take at a price."""
+    total = 0
+    for i in range(num_tasks + 1):
+        task = own if i == num_tasks else i
+        if task != skip:
+            best = best_vertex(hull_starts[task], hull_starts[task + 1], vertices, units, keys, price)
+            total += units[vertices[best]]
+    return total
+
+
+@compiled
+def find_price(
+    hull_starts: Ints,
+    vertices: Ints,
+    units: Ints,
+    keys: Ints,
+    num_tasks: int,
+    skip: int,
+    own: int,
+    num_units: int,
+    most: int,
+) -> tuple[int, int, int]:
+    """Find the least price, up to ``most``, at which the tasks take no more units than are available.
+
+    Returns:
+        The price, the bound on the sum of keys, and the sum of keys of the tasks' choice, which is a plan. The price is
+        -1 and the rest meaningless if the tasks take more units even at ``most``.
+    """
+    if wanted_units(hull_starts, vertices, units, keys, num_tasks, skip, own, most) > num_units:
+        return -1, 0, 0
+    low, high = 0, most
+    while low < high:
+        middle = (low + high) // 2
+        if wanted_units(hull_starts, vertices, units, keys, num_tasks, skip, own, middle) <= num_units:
+            high = middle
+        else:
+            low = middle + 1
+    taken = 0
+    value = 0
+    for i in range(num_tasks + 1):
+        task = own if i == num_tasks else i
+        if task != skip:
+            best = vertices[best_vertex(hull_starts[task], hull_starts[task + 1], vertices, units, keys, low)]
+            taken += units[best]
+            value += keys[best]
+    return low, value + low * (num_units - taken), value
+
+
+@compiled
+def mark(
+    hull_starts: Ints,
+    vertices: Ints,
+    units: Ints,
+    keys: Ints,
+    num_tasks: int,
+    skip: int,
+    own: int,
+    price: int,
+    most_cost: int,
+    mask: NDArray[np.bool_],
+    marked: int,
+    most_marked: int,
+) -> int:
+    """Mark the options whose reduced cost at ``price`` is at most ``most_cost``; stop beyond ``most_marked``.
+
+    Returns:
+        Number of marked options, including ``marked`` from before; above ``most_marked`` if marking was stopped.
+    """
+    for i in range(num_tasks + 1):
+        task = own if i == num_tasks else i
+        if task == skip:
+            continue
+        first, end = hull_starts[task], hull_starts[task + 1]
+        best = best_vertex(first, end, vertices, units, keys, price)
+        top_key, top_units = keys[vertices[best]], units[vertices[best]]
+        # The hull's own reduced cost rises to both sides of the best vertex, and no option is above the hull.
+        left = best
+        while left > first:
+            n = vertices[left]
+            if top_key - keys[n] + price * (units[n] - top_units) > most_cost:
+                break
+            left -= 1
+        right = best
+        while right < end - 1:
+            n = vertices[right]
+            if top_key - keys[n] + price * (units[n] - top_units) > most_cost:
+                break
+            right += 1
+        for n in range(vertices[left], vertices[right] + 1):
+            if not mask[n] and top_key - keys[n] + price * (units[n] - top_units) <= most_cost:
+                mask[n] = True
+                marked += 1
+        if marked > most_marked:
+            return marked
+    return marked

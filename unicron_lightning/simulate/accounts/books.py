@@ -1,0 +1,144 @@
+"""The books of one simulation: a meter for each task, the nodes that are down, and the result made of both."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from unicron_lightning.simulate.accounts.ideal import Ideal
+from unicron_lightning.simulate.accounts.meter import TaskMeter
+from unicron_lightning.simulate.clock import Clock, micros
+from unicron_lightning.simulate.costs import Costs
+from unicron_lightning.simulate.result import LOSSES, MICRO, STATES, Loss, SimulationResult, State, TaskResult
+from unicron_lightning.simulate.trace import SimCluster, Trace
+from unicron_lightning.simulate.workload import SimTask
+
+
+class Books:
+    """Books of one cluster.
+
+    Args:
+        cluster: the nodes.
+        tasks: all tasks of the simulation.
+        trace: the faults.
+        costs: costs of the system that runs the tasks.
+        clock: the virtual clock.
+    """
+
+    def __init__(self, cluster: SimCluster, tasks: Sequence[SimTask], trace: Trace, costs: Costs, clock: Clock) -> None:
+        self.cluster = cluster
+        self.trace = trace
+        self.clock = clock
+        self.ideal = Ideal.of(cluster, tasks, trace.seconds)
+        self.meters = {
+            task.name: TaskMeter(task, costs, cluster.place_workers, self.ideal.waf[task.name]) for task in tasks
+        }
+        self.down: set[int] = set()
+        """Nodes under repair."""
+        self.counts: Counter[str] = Counter()
+        self._down_micros = 0
+        self._down_since = 0
+        self._gone: dict[str, int] = {}
+        for meter in self.meters.values():
+            meter.begin(micros(meter.task.arrival))
+
+    def node_down(self, node: int) -> None:
+        """Record that a node's repair begins."""
+        self._settle_down()
+        self.down.add(node)
+
+    def node_up(self, node: int) -> None:
+        """Record that a node can be used again."""
+        self._settle_down()
+        self.down.discard(node)
+
+    def place_is_up(self, place: int) -> bool:
+        """Whether all nodes of a place can be used."""
+        first = place * self.cluster.cell
+        return not any(node in self.down for node in range(first, first + self.cluster.cell))
+
+    def set(self, task: str, state: State, places: int, starting: int = 0) -> None:
+        """Set a task's state from now on, its places, and the number of places being started for it."""
+        self.meters[task].set(self.clock.now, state, places, starting)
+        assert self._held() + len(self.down) * self.cluster.workers_per_node <= self.cluster.num_workers
+
+    def ends(self, task: str) -> None:
+        """Record the end of a task."""
+        self.meters[task].set(self.clock.now, "idle", 0)
+        self._gone[task] = self.clock.now
+
+    def result(self, policy: str) -> SimulationResult:
+        """Return the result up to now."""
+        end = self.clock.now
+        self._settle_down()
+        spent: Counter[State] = Counter(dict.fromkeys(STATES, 0))
+        lost: dict[Loss, float] = dict.fromkeys(LOSSES, 0.0)
+        for name, meter in self.meters.items():
+            if name not in self._gone:
+                meter.settle(end)
+            spent.update(meter.worker_micros)
+            for why in LOSSES:
+                lost[why] += meter.lost[why]
+            lost["sub_healthy"] += self.ideal.waf[name].between(self._gone.get(name, end), end)
+        spent["repairing"] = self._down_micros
+        spent["idle"] += end * self.cluster.num_workers - spent.total()
+        times, values = self._curve()
+        incidents = [incident for name, meter in self.meters.items() for incident in meter.bills.all(name)]
+        return SimulationResult(
+            policy=policy,
+            trace=self.trace.name,
+            seconds=end / MICRO,
+            times=times,
+            values=values,
+            ideal=self.ideal.total(end / MICRO),
+            worker_micros=dict(spent),
+            lost=dict(lost),
+            tasks={name: self._task(name, meter, end) for name, meter in self.meters.items()},
+            incidents=tuple(sorted(incidents, key=lambda incident: (incident.at, incident.task))),
+            counts=dict(sorted(self.counts.items())),
+        )
+
+    def _task(self, name: str, meter: TaskMeter, end: int) -> TaskResult:
+        begin, until = min(end, micros(meter.task.arrival)), self._gone.get(name, end)
+        present, due = max(0, until - begin), self.ideal.waf[name].between(begin, until)
+        return TaskResult(
+            name=name,
+            flops=meter.counted_flops,
+            weight=meter.task.weight,
+            present=present / MICRO,
+            steps=meter.position.frontier,
+            worker_micros=dict(meter.worker_micros),
+            goodput=meter.counted_flops * meter.task.weight / due if due else 1.0,
+            ettr=meter.counted_micros / present if present else 1.0,
+        )
+
+    def _curve(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the sum of the tasks' WAF over time."""
+        changes_at = (at for meter in self.meters.values() for at, _ in meter.changes)
+        moments = np.unique(np.array([0, *changes_at, *self._gone.values()], dtype=np.int64))
+        moments = moments[moments < max(1, self.clock.now)]
+        values = np.zeros(len(moments))
+        for name, meter in self.meters.items():
+            changes = [(-1, 0.0), *meter.changes]
+            if name in self._gone:
+                changes.append((self._gone[name], 0.0))
+            at = np.array([moment for moment, _ in changes], dtype=np.int64)
+            waf = np.array([value for _, value in changes])
+            values += waf[np.searchsorted(at, moments, side="right") - 1]
+        keep = np.append(True, np.diff(values) != 0)
+        return moments[keep] / MICRO, values[keep]
+
+    def _held(self) -> int:
+        return sum(meter.places + meter.starting for meter in self.meters.values()) * self.cluster.place_workers
+
+    def _settle_down(self) -> None:
+        now = max(0, self.clock.now)
+        self._down_micros += (now - self._down_since) * len(self.down) * self.cluster.workers_per_node
+        self._down_since = now
+
+
+def spent_seconds(worker_micros: Mapping[State, int]) -> dict[State, float]:
+    """Convert worker time by state to seconds."""
+    return {state: worker_micros.get(state, 0) / MICRO for state in STATES}

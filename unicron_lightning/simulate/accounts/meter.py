@@ -1,0 +1,180 @@
+"""A task's progress, and the use of its workers' time.
+
+A task makes steps at a rate that depends on its workers. Steps done before and repeated, because it returned to a
+checkpoint or lost part of a step, do not count: WAF is 0 until the task is as far as it ever was. The time between two
+calls of `TaskMeter.set` is settled at the second one, in whole microseconds of workers, so that nothing is lost.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from unicron_lightning.simulate.accounts.bills import Bills
+from unicron_lightning.simulate.accounts.ideal import StepFunction
+from unicron_lightning.simulate.costs import Costs
+from unicron_lightning.simulate.result import LOSSES, MICRO, Loss, State
+from unicron_lightning.simulate.workload import SimTask
+
+_WHY: dict[State, Loss] = {"detecting": "detection", "transition": "transition", "idle": "sub_healthy"}
+
+
+class Position:
+    """Steps done, the furthest step ever done, and the step of each kind of checkpoint."""
+
+    def __init__(self, costs: Costs) -> None:
+        self.steps = 0.0
+        self.frontier = 0.0
+        self._intervals = {"disk": costs.checkpoint_interval, "memory": costs.memory_checkpoint_interval}
+        self._saved = {"disk": 0.0, "memory": 0.0}
+        self._since = {"disk": 0.0, "memory": 0.0}
+        """Seconds of training since the last checkpoint of each kind."""
+
+    def advance(self, seconds: float, rate: float) -> None:
+        """Train for a number of seconds, at ``rate`` steps per second."""
+        self.steps += seconds * rate
+        self.frontier = max(self.frontier, self.steps)
+        for kind, interval in self._intervals.items():
+            if interval is not None:
+                since = self._since[kind] + seconds
+                if since >= interval:
+                    since %= interval
+                    self._saved[kind] = self.steps - since * rate
+                self._since[kind] = since
+
+    def lose(self, steps: float) -> None:
+        """Mark a part of the present step as to be repeated."""
+        self.steps -= steps
+
+    def back_to_checkpoint(self, *, memory: bool) -> None:
+        """Return to the newest checkpoint; checkpoints in memory are lost if ``memory`` is not set."""
+        kinds = ["disk", "memory"] if memory and self._intervals["memory"] is not None else ["disk"]
+        self.steps = max(self._saved[kind] for kind in kinds)
+        for kind in self._since:
+            self._saved[kind] = min(self._saved[kind], self.steps)
+            self._since[kind] = 0.0
+
+    @property
+    def fraction(self) -> float:
+        """The finished part of the present step."""
+        return self.steps - int(self.steps)
+
+
+class TaskMeter:
+    """Meter of one task, from its arrival on. Times are microseconds of the clock.
+
+    Args:
+        task: the task.
+        costs: costs of the system that runs it.
+        place_workers: workers of a place.
+        ideal: its WAF without failures.
+    """
+
+    def __init__(self, task: SimTask, costs: Costs, place_workers: int, ideal: StepFunction) -> None:
+        self.task = task
+        self.lost: dict[Loss, float] = dict.fromkeys(LOSSES, 0.0)
+        """Weighted FLOP missing relative to the ideal, by reason."""
+        self.position = Position(costs)
+        self.state: State = "idle"
+        self.places = 0
+        """Places with workers in ``state``."""
+        self.starting = 0
+        """Places whose workers are being started while the others continue."""
+        self.worker_micros: Counter[State] = Counter()
+        self.changes: list[tuple[int, float]] = []
+        """Pairs of a time and the WAF from then on."""
+        self.counted_flops = 0.0
+        self.counted_micros = 0
+        """Microseconds in which counted steps were made."""
+        self.bills = Bills()
+        self._ideal = ideal
+        self._place_workers = place_workers
+        stall = costs.checkpoint_seconds / (costs.memory_checkpoint_interval or costs.checkpoint_interval)
+        self._efficiency = (1.0 - min(stall, 1.0)) * (1.0 - costs.redundancy) / (1.0 + costs.step_overhead)
+        self._since = 0
+        self._rates: dict[int, float] = {}
+
+    def rate(self, places: int) -> float:
+        """Return steps per second with a number of places, less the system's own overhead."""
+        known = self._rates.get(places)
+        if known is None:
+            flops = self.task.throughput(places * self._place_workers)
+            known = self._rates[places] = flops * self._efficiency / self.task.flops_per_step
+        return known
+
+    def waf(self, places: int) -> float:
+        """Return F, weighted FLOP/s, as achieved."""
+        return self.task.weight * self.task.flops_per_step * self.rate(places)
+
+    def used(self, places: int) -> int:
+        """Return the workers of a number of places that have work."""
+        task, workers = self.task, places * self._place_workers
+        if task.max_workers is not None:
+            workers = min(workers, task.max_workers)
+        workers -= workers % task.quantum
+        return workers if workers >= task.min_workers else 0
+
+    @property
+    def running(self) -> bool:
+        """Whether it makes steps."""
+        return self.state == "useful"
+
+    def begin(self, now: int) -> None:
+        """Record the task's arrival."""
+        self._since = now
+
+    def set(self, now: int, state: State, places: int, starting: int = 0) -> None:
+        """Set the state from now on: ``useful`` makes steps (maybe repeated ones); all other states make no steps."""
+        self.settle(now)
+        self.state, self.places, self.starting = state, places, starting
+        if state == "useful":
+            self.bills.runs(now)
+
+    def settle(self, now: int) -> None:
+        """Account for everything up to now."""
+        span = now - self._since
+        if span <= 0:
+            return
+        start, self._since = self._since, now
+        due = self._ideal.between(start, now)
+        self.worker_micros["transition"] += span * self.starting * self._place_workers
+        used, held = self.used(self.places), self.places * self._place_workers
+        if self.state != "useful":
+            self.worker_micros[self.state] += span * held
+            self._note(start, 0.0)
+            self.bills.settle(start, now, self.state, 0.0)
+            self.lost[_WHY[self.state]] += due
+            return
+        self.worker_micros["idle"] += span * (held - used)
+        again = self._advance(span)
+        full = self.waf(self.places)
+        done_again = full / self._efficiency * again / MICRO
+        overhead_waf = (full / self._efficiency - full) * (span - again) / MICRO
+        self.lost["transition"] += done_again
+        self.lost["overhead"] += overhead_waf
+        self.lost["sub_healthy"] += due - full * (span - again) / MICRO - done_again - overhead_waf
+        if again:
+            self.worker_micros["recomputing"] += again * used
+            self._note(start, 0.0)
+            self.bills.settle(start, start + again, "recomputing", 0.0)
+        if again < span:
+            counted = span - again
+            overhead = round(counted * used * (1.0 - self._efficiency))
+            self.worker_micros["overhead"] += overhead
+            self.worker_micros["useful"] += counted * used - overhead
+            self.counted_micros += counted
+            self.counted_flops += full / self.task.weight * counted / MICRO
+            self._note(start + again, full)
+            self.bills.settle(start + again, now, "useful", full)
+
+    def _advance(self, span: int) -> int:
+        """Make steps for a time; return the part of it in which steps were repeated."""
+        position, rate = self.position, self.rate(self.places)
+        behind = position.frontier - position.steps
+        position.advance(span / MICRO, rate)
+        if behind <= 1e-9 or not rate:
+            return 0 if rate else span
+        return min(span, round(behind / rate * MICRO))
+
+    def _note(self, at: int, waf: float) -> None:
+        if not self.changes or self.changes[-1][1] != waf:
+            self.changes.append((at, waf))

@@ -1,0 +1,215 @@
+"""Pictures of a sweep: WAF over time by policy, accumulated WAF, and losses by cause. Needs matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unicron_lightning.simulate.output.summaries import Row
+from unicron_lightning.simulate.result import LOSSES
+
+DAY: Final = 86400.0
+_COLOURS: Final = {
+    "unicron": "#c1272d",
+    "megatron": "#555555",
+    "oobleck": "#1f77b4",
+    "varuna": "#e69f00",
+    "bamboo": "#2ca02c",
+    "torchft": "#7b3fa0",
+    "inprocess": "#17a2a2",
+}
+_LOSS_COLOURS: Final = {
+    "detection": "#4477aa",
+    "transition": "#ee7733",
+    "sub_healthy": "#ccbb44",
+    "overhead": "#aaaaaa",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class WafCurve:
+    """WAF over time of one simulation.
+
+    Attributes:
+        row: its row.
+        seconds: times at which WAF changes, from 0 on.
+        waf: WAF from each of these times on, weighted FLOP/s.
+    """
+
+    row: Row
+    seconds: NDArray[np.float64]
+    waf: NDArray[np.float64]
+
+    @property
+    def end(self) -> float:
+        """Duration in seconds."""
+        return float(self.row["days"]) * DAY
+
+
+def curves_picture(path: Path, curves: Sequence[WafCurve]) -> None:
+    """Draw WAF over time as small pictures by policy and trace, and below them the accumulated WAF of all.
+
+    Args:
+        path: output file.
+        curves: one for each policy and trace; more (other seeds, variants) are left out.
+    """
+    from matplotlib.figure import Figure
+
+    shown: dict[tuple[str, str], WafCurve] = {}
+    for curve in curves:
+        shown.setdefault((str(curve.row["trace"]), str(curve.row["policy"])), curve)
+    traces = list(dict.fromkeys(trace for trace, _ in shown))
+    policies = list(dict.fromkeys(policy for _, policy in shown))
+    height = 0.95 * len(policies) + 3.4
+    figure = Figure(figsize=(6.2 * len(traces) + 1, height), layout="constrained")
+    ratios = [1.0] * len(policies) + [3.2]
+    grid = figure.subplots(
+        len(policies) + 1, len(traces), squeeze=False, sharex="col", gridspec_kw={"height_ratios": ratios}
+    )
+    for column, trace in enumerate(traces):
+        for line, policy in enumerate(policies):
+            if (trace, policy) in shown:
+                _waf(grid[line][column], shown[trace, policy], policy)
+            if column == 0:
+                grid[line][0].set_ylabel(policy, rotation=0, ha="right", va="center")
+        below = grid[-1][column]
+        for policy in policies:
+            if (trace, policy) in shown:
+                _accumulated(below, shown[trace, policy], policy)
+        below.set_xlabel("days")
+        below.set_ylabel("accumulated WAF, of the ideal" if column == 0 else "")
+        below.set_ylim(0, 1.02)
+        below.plot([0, below.get_xlim()[1]], [0, 1], color="black", linewidth=0.8, linestyle=":", label="ideal")
+        below.grid(alpha=0.3)
+        below.legend(fontsize=8, loc="upper left")
+        grid[0][column].set_title(f"trace {trace}: WAF over time, of the ideal's mean", fontsize=10, loc="left")
+    figure.savefig(path, dpi=110)
+
+
+def colour_of(policy: str) -> str:
+    """Return a policy's colour, the same in all pictures; a variant has its system's."""
+    return _COLOURS.get(policy.partition("_")[0], "#888888")
+
+
+def _waf(axes: Any, curve: WafCurve, policy: str) -> None:
+    mean = float(curve.row["ideal"]) / curve.end
+    times, values = np.append(curve.seconds, curve.end) / DAY, np.append(curve.waf, curve.waf[-1]) / mean
+    axes.fill_between(times, values, step="post", color=colour_of(policy), alpha=0.85, linewidth=0)
+    axes.set_ylim(0, 1.1)
+    axes.set_yticks([0, 1])
+    axes.set_xlim(0, curve.end / DAY)
+    axes.grid(alpha=0.3)
+
+
+def _accumulated(axes: Any, curve: WafCurve, policy: str) -> None:
+    times = np.append(curve.seconds, curve.end)
+    done = np.concatenate([[0.0], np.cumsum(np.diff(times) * curve.waf)]) / float(curve.row["ideal"])
+    axes.plot(times / DAY, done, color=colour_of(policy), label=f"{policy}: {done[-1]:.3f}", linewidth=1.5)
+
+
+def losses_picture(path: Path, rows: Sequence[Row]) -> None:
+    """Draw the losses of ideal WAF by cause as bars, by policy and trace, with the ratio to the reference.
+
+    Args:
+        path: output file.
+        rows: rows of a summary.
+    """
+    from matplotlib.figure import Figure
+
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        title = ", ".join(str(row[name]) for name in ("trace", "workload", "variant") if row[name])
+        groups.setdefault(title, []).append(row)
+    longest = max(len(group) for group in groups.values())
+    columns = min(3, len(groups))
+    lines = -(-len(groups) // columns)
+    figure = Figure(figsize=(5.6 * columns + 1, lines * (0.42 * longest + 1.5)), layout="constrained")
+    grid = figure.subplots(lines, columns, squeeze=False)
+    for axes in grid.flat[len(groups) :]:
+        axes.set_axis_off()
+    for axes, (title, group) in zip(grid.flat, groups.items(), strict=False):
+        _bars(axes, title, group)
+    handles, labels = grid.flat[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), fontsize=9)
+    figure.savefig(path, dpi=110)
+
+
+def _bars(axes: Any, title: str, group: Sequence[Row]) -> None:
+    places = np.arange(len(group))[::-1]
+    left = np.zeros(len(group))
+    for loss in LOSSES:
+        parts = np.array([max(0.0, float(row[f"lost_{loss}"])) for row in group])
+        axes.barh(places, parts, left=left, color=_LOSS_COLOURS[loss], label=loss.replace("_", "-"), height=0.7)
+        left = left + parts
+    for place, end, row in zip(places, left, group, strict=True):
+        ratio = f"   x {float(row['ratio']):.2f}" if "ratio" in row else ""
+        axes.text(end, place, f" {100 * end:.1f} %{ratio}", va="center", fontsize=8)
+    axes.set_yticks(places, [str(row["policy"]) for row in group])
+    axes.set_xlim(0, max(1e-6, float(left.max())) * 1.38)
+    axes.set_xlabel("lost, part of the ideal WAF")
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.grid(axis="x", alpha=0.3)
+
+
+def tornado_picture(path: Path, title: str, base: float, swings: Mapping[str, tuple[float, float]], label: str) -> None:
+    """Draw the sensitivity of a result: a bar for each figure, from the result at its minimum to that at its maximum.
+
+    Args:
+        path: output file.
+        title: title of the picture.
+        base: the result with all figures unchanged.
+        swings: figure -> results at its minimum and maximum; drawn in this order from the top.
+        label: label of the results.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    figure = Figure(figsize=(9, 0.36 * len(swings) + 1.4), layout="constrained")
+    axes = figure.add_subplot()
+    places = np.arange(len(swings))[::-1]
+    for place, (least, most) in zip(places, swings.values(), strict=True):
+        axes.barh(place, least - base, left=base, color="#4477aa", height=0.65)
+        axes.barh(place, most - base, left=base, color="#ee7733", height=0.65)
+    axes.axvline(base, color="black", linewidth=0.8)
+    handles = [Patch(color="#4477aa", label="at its least"), Patch(color="#ee7733", label="at its most")]
+    axes.set_yticks(places, list(swings))
+    axes.set_xlabel(label)
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.grid(axis="x", alpha=0.3)
+    axes.margins(x=0.1)
+    axes.legend(handles=handles, fontsize=8, loc="lower left")
+    figure.savefig(path, dpi=110)
+
+
+def sweep_picture(path: Path, rows: Sequence[Row], values: Mapping[str, float], x: str, name: str, y: str) -> None:
+    """Draw one number over another, a line for each policy.
+
+    Args:
+        path: output file.
+        rows: rows of a summary.
+        values: variant -> its position on the logarithmic axis.
+        x: label of that axis.
+        name: column that is drawn.
+        y: label of the column's axis.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    for policy in dict.fromkeys(str(row["policy"]) for row in rows):
+        points = sorted((values[str(row["variant"])], float(row[name])) for row in rows if row["policy"] == policy)
+        axes.plot(*zip(*points, strict=True), "o-", color=colour_of(policy), label=policy, linewidth=1.5, markersize=4)
+    axes.set_xscale("log")
+    axes.set_xticks(list(values.values()), [f"{value:g}" for value in values.values()])
+    axes.minorticks_off()
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.set_ylim(0, 1.03)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=110)

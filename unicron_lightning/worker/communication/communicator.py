@@ -1,0 +1,296 @@
+"""The interface to the data plane: a communicator of one epoch that can be aborted.
+
+Collectives return a handle at once. `wait` blocks in Python, never inside a library, so that another thread's `abort`
+releases it within milliseconds; it then raises `CommunicatorAborted`. An aborted communicator cannot be used again: the
+next epoch has a new one. All ranks must start collectives in the same order. A tensor belongs to its collective until
+the handle has been waited for. After an abort the library may still write to the tensor for a while, so it must not be
+reused.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from unicron_lightning.errors import UnicronError
+from unicron_lightning.worker.control.activity import Activity
+
+
+class CommunicatorAborted(UnicronError):
+    """The epoch's communicator was aborted or a collective failed; the message contains the reason."""
+
+
+class Handle:
+    """One collective in progress. Completion is signalled under the communicator's condition."""
+
+    __slots__ = ("_work", "done")
+
+    def __init__(self, work: dist.Work | None) -> None:
+        self._work = work
+        self.done = work is None
+
+    def succeeded(self) -> bool:
+        """Whether the collective has completed successfully; never blocks."""
+        if self._work is None:
+            return True
+        if not self._work.is_completed():
+            return False
+        try:
+            self._work.wait()
+        except RuntimeError:
+            return False
+        return True
+
+    @property
+    def work(self) -> dist.Work | None:
+        """The library's own handle; None for a world of one."""
+        return self._work
+
+
+class Communicator(Protocol):
+    """Collectives among the members of one epoch.
+
+    Attributes:
+        tells_success: whether `Handle.succeeded` is reliable after a failure. If not, only the commit confirms
+            reductions: after a failure all of them are repeated.
+    """
+
+    rank: int
+    world: int
+    tells_success: bool
+
+    def all_reduce(self, tensor: Tensor) -> Handle:
+        """Start summing ``tensor`` over the ranks, in place."""
+        ...
+
+    def all_gather(self, received: Tensor, sent: Tensor) -> Handle:
+        """Start collecting ``sent`` of each rank, in host memory, as the rows of ``received`` (world, *sent.shape)."""
+        ...
+
+    def broadcast(self, tensor: Tensor, root: int) -> Handle:
+        """Start copying ``tensor`` of rank ``root`` to all ranks, in place."""
+        ...
+
+    def wait(self, handle: Handle) -> None:
+        """Wait for a handle.
+
+        Raises:
+            CommunicatorAborted: the communicator is aborted meanwhile or the collective fails.
+        """
+        ...
+
+    def abort(self, reason: str) -> None:
+        """Make all present and later calls raise; callable from any thread, returns at once, idempotent."""
+        ...
+
+    def close(self) -> None:
+        """Abort, and release all resources (in the background while the library still holds them)."""
+        ...
+
+    def released(self, seconds: float) -> bool:
+        """After `close`: wait until the library no longer writes to any tensor; return False if it may still do so."""
+        ...
+
+
+class SoloCommunicator:
+    """The communicator of a world of one, without communication."""
+
+    rank = 0
+    world = 1
+    tells_success = True
+
+    def __init__(self) -> None:
+        self._reason: str | None = None
+
+    def all_reduce(self, tensor: Tensor) -> Handle:
+        self._check()
+        return Handle(None)
+
+    def all_gather(self, received: Tensor, sent: Tensor) -> Handle:
+        self._check()
+        received[0] = sent
+        return Handle(None)
+
+    def broadcast(self, tensor: Tensor, root: int) -> Handle:
+        self._check()
+        return Handle(None)
+
+    def wait(self, handle: Handle) -> None:
+        self._check()
+
+    def abort(self, reason: str) -> None:
+        self._reason = self._reason or reason
+
+    def close(self) -> None:
+        self.abort("closed")
+
+    def released(self, seconds: float) -> bool:
+        return True
+
+    def _check(self) -> None:
+        if self._reason is not None:
+            raise CommunicatorAborted(self._reason)
+
+
+class ProgramsDiffer(UnicronError):
+    """The members are at different operations: their scripts have taken different paths."""
+
+
+def gather_rows(communicator: Communicator, row: Sequence[float]) -> Tensor:
+    """Gather equally many numbers of each rank as the rows of a float64 matrix, in rank order.
+
+    A gather needs half the hops of a sum, and for small messages the number of hops determines the duration.
+    """
+    sent = torch.tensor(row, dtype=torch.float64)
+    received = torch.empty(communicator.world, len(row), dtype=torch.float64)
+    communicator.wait(communicator.all_gather(received, sent))
+    return received
+
+
+def gather_bytes(communicator: Communicator, payload: bytes, tag: str = "") -> list[bytes]:
+    """Gather each rank's payload, in rank order, on every rank.
+
+    Uses two all-reduces: of the sizes, and (unless all are empty) of one zero-filled buffer with a part for each rank.
+
+    Raises:
+        ProgramsDiffer: the ranks' tags differ, i.e. they are in different exchanges.
+    """
+    header = torch.zeros(2, communicator.world, dtype=torch.int64)
+    header[0, communicator.rank] = len(payload)
+    header[1, communicator.rank] = zlib.crc32(tag.encode())
+    communicator.wait(communicator.all_reduce(header))
+    if len(set(header[1].tolist())) > 1:
+        raise ProgramsDiffer(
+            f"this worker is in {tag!r}, but not all others are: the members' scripts have taken different paths"
+        )
+    lengths: list[int] = header[0].tolist()
+    total = sum(lengths)
+    if total == 0:
+        return [b""] * communicator.world
+    everything = torch.zeros(total, dtype=torch.uint8)
+    start = sum(lengths[: communicator.rank])
+    if payload:
+        everything[start : start + len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    communicator.wait(communicator.all_reduce(everything))
+    data = everything.numpy().tobytes()
+    parts, offset = [], 0
+    for length in lengths:
+        parts.append(data[offset : offset + length])
+        offset += length
+    return parts
+
+
+def broadcast_bytes(communicator: Communicator, payload: bytes | None, root: int) -> bytes:
+    """Send the payload of rank ``root`` to every rank; the others pass None."""
+    size = torch.tensor([len(payload) if payload is not None else 0], dtype=torch.int64)
+    communicator.wait(communicator.broadcast(size, root))
+    buffer = torch.zeros(int(size.item()), dtype=torch.uint8)
+    if payload:
+        buffer.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+    if buffer.numel():
+        communicator.wait(communicator.broadcast(buffer, root))
+    return buffer.numpy().tobytes()
+
+
+class Gate:
+    """A condition on which training waits for handles or an abort, shared by the back-ends; training blocks
+    only here.
+    """
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        self.condition = threading.Condition()
+
+    def watch(self, work: dist.Work) -> Handle:
+        """Return a handle whose completion, reported by the library's callback thread, wakes the waiters."""
+        handle = Handle(work)
+
+        def finished(_: object) -> None:
+            with self.condition:
+                handle.done = True
+                self.condition.notify_all()
+
+        work.get_future().add_done_callback(finished)
+        return handle
+
+    def check(self) -> None:
+        """Raise if aborted."""
+        if self.reason is not None:
+            raise CommunicatorAborted(self.reason)
+
+    def wait(self, handle: Handle, on_error: Callable[[str], None]) -> None:
+        """Wait for the handle or an abort; a failed collective is reported to ``on_error`` and raised."""
+        with self.condition:
+            self.condition.wait_for(lambda: handle.done or self.reason is not None)
+        if not handle.done:
+            raise CommunicatorAborted(self.reason or "aborted")
+        if handle.work is None:
+            return
+        try:
+            handle.work.wait()
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0][:200]
+            on_error(reason)
+            # Failures caused by an abort carry the abort's reason.
+            raise CommunicatorAborted(self.reason or reason) from None
+
+    def wait_for(self, ready: Callable[[], bool], seconds: float | None = None) -> bool:
+        """Wait for ``ready`` or an abort; return False after ``seconds``."""
+        with self.condition:
+            return self.condition.wait_for(lambda: ready() or self.reason is not None, seconds)
+
+    def shut(self, reason: str) -> bool:
+        """Mark as aborted and wake all waiters; return False if already aborted."""
+        with self.condition:
+            if self.reason is not None:
+                return False
+            self.reason = reason
+            self.condition.notify_all()
+            return True
+
+
+class WatchedCommunicator:
+    """Forwards all calls, and records waits: a rank blocked in a collective waits for others and does not hang itself.
+
+    Args:
+        communicator: the communicator whose waits are recorded.
+        activity: the record.
+    """
+
+    def __init__(self, communicator: Communicator, activity: Activity) -> None:
+        self.rank = communicator.rank
+        self.world = communicator.world
+        self.tells_success = communicator.tells_success
+        self._communicator = communicator
+        self._activity = activity
+
+    def all_reduce(self, tensor: Tensor) -> Handle:
+        return self._communicator.all_reduce(tensor)
+
+    def all_gather(self, received: Tensor, sent: Tensor) -> Handle:
+        return self._communicator.all_gather(received, sent)
+
+    def broadcast(self, tensor: Tensor, root: int) -> Handle:
+        return self._communicator.broadcast(tensor, root)
+
+    def wait(self, handle: Handle) -> None:
+        self._activity.waits(True)
+        try:
+            self._communicator.wait(handle)
+        finally:
+            self._activity.waits(False)
+
+    def abort(self, reason: str) -> None:
+        self._communicator.abort(reason)
+
+    def close(self) -> None:
+        self._communicator.close()
+
+    def released(self, seconds: float) -> bool:
+        return self._communicator.released(seconds)

@@ -1,0 +1,154 @@
+"""NCCL groups that torch makes when Megatron asks for them: connected, aborted and destroyed by helper threads.
+
+Decision 18 gives the reasons. Unlike an `owned.OwnedGroup`, such a group is used by Megatron's code on the training
+thread, and referred to by Megatron's objects until they are given the next epoch's groups.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final
+
+from unicron_lightning.worker.communication.communicator import CommunicatorAborted
+from unicron_lightning.worker.communication.owned_group import (
+    POLL_SECONDS,
+    GroupWork,
+    abort_logged,
+    ending,
+    start_owner,
+)
+
+logger = logging.getLogger(__name__)
+
+REFERENCE_POLL_SECONDS: Final = 0.05
+REFERENCE_SECONDS: Final = 60.0
+"""Time that a retired group is kept for Megatron's objects to drop it, so that it is destroyed by the helper thread."""
+
+
+def connect_apart(
+    groups: Sequence[Any], first: Callable[[Any], GroupWork], check: Callable[[], None], seconds: float = 0.02
+) -> None:
+    """Connect groups that the library builds lazily, one after the other in a helper thread.
+
+    The calling thread never blocks in the library. All ranks must give their groups in one common order.
+
+    Args:
+        groups: of this rank.
+        first: starts the collective that connects a group, on the helper thread.
+        check: called while waiting; raises if the groups are no longer wanted, and they must then be aborted.
+        seconds: between two calls of ``check``.
+
+    Raises:
+        CommunicatorAborted: a group could not be connected.
+        Exception: any exception of ``check``.
+    """
+    ended, abandoned = threading.Event(), threading.Event()
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            for group in groups:
+                work = first(group)
+                while not work.is_completed() and not abandoned.wait(POLL_SECONDS):
+                    pass
+                if abandoned.is_set():
+                    return
+                work.wait()
+        except (RuntimeError, OSError) as error:
+            errors.append(error)
+        finally:
+            ended.set()
+
+    start_owner(run, "unicron-connect-groups")
+    try:
+        while not ended.wait(seconds):
+            check()
+    finally:
+        abandoned.set()
+    if errors:
+        raise CommunicatorAborted((str(errors[0]) or repr(errors[0])).splitlines()[0][:200])
+
+
+def abort_apart(groups: Sequence[Any]) -> list[threading.Thread]:
+    """Abort groups of NCCL in parallel, each in its own thread; return the threads at once.
+
+    Sequential aborts can deadlock: an abort may synchronise the device behind another group's stuck kernel.
+    """
+    return [start_owner(partial(abort_logged, group), f"unicron-abort-{number}") for number, group in enumerate(groups)]
+
+
+class Retirement:
+    """Groups that are aborted, and then destroyed, by a helper thread.
+
+    The helper thread keeps a group until no other reference exists, so that its destructor cannot run on another
+    thread.
+
+    Args:
+        holders: torch's process groups, which refer to ``groups``.
+        groups: back-ends of the library.
+        settle: waits until the aborted kernels have ended; on the helper thread.
+    """
+
+    def __init__(self, holders: Sequence[Any], groups: Sequence[Any], settle: Callable[[], None]) -> None:
+        self._settle = settle
+        self._aborted = threading.Event()
+        self._error: RuntimeError | None = None
+        self._kept = [list(holders), list(groups)]
+        self._thread = start_owner(self._run, "unicron-retire-groups")
+
+    def wait_aborted(self, check: Callable[[], None], seconds: float = 0.02) -> None:
+        """Wait until no kernel of the groups writes to a tensor any more.
+
+        Args:
+            check: called while waiting; raises if the caller must not wait any longer.
+            seconds: between two calls of ``check``.
+
+        Raises:
+            RuntimeError: an error of the accelerator, after which the process cannot continue.
+            Exception: any exception of ``check``.
+        """
+        while not self._aborted.wait(seconds):
+            check()
+        if self._error is not None:
+            raise self._error
+
+    def join(self, seconds: float) -> bool:
+        """Wait until the groups are destroyed; return False after ``seconds``."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            for thread in abort_apart(self._kept[1]):
+                thread.join()
+            self._settle()
+        except RuntimeError as error:
+            self._error = error
+        self._aborted.set()
+        deadline = time.monotonic() + REFERENCE_SECONDS
+        for kept in self._kept:
+            _drop_unreferenced(kept)
+            while kept and time.monotonic() < deadline and not ending.wait(REFERENCE_POLL_SECONDS):
+                _drop_unreferenced(kept)
+        left = [item for kept in self._kept for item in kept]
+        if ending.is_set():
+            for item in left:  # the interpreter must not destroy them
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(item))
+        elif left:
+            logger.warning("groups_still_referenced count=%d seconds=%.0f", len(left), REFERENCE_SECONDS)
+        self._kept = []
+
+
+def _drop_unreferenced(kept: list[Any]) -> None:
+    """Remove the items to which nothing else refers; their destructors run here."""
+    probe = [object()]
+    alone = sys.getrefcount(probe[0])
+    for index in reversed(range(len(kept))):
+        if sys.getrefcount(kept[index]) <= alone:
+            del kept[index]

@@ -1,0 +1,273 @@
+"""A process group of a library that may block, owned by one helper thread.
+
+NCCL may block in the construction of a group, in its connection, in an abort and in its destructor; after an error it
+does not report which collectives have completed. One thread per group therefore makes it, connects it by a first
+collective, polls the others for completion, aborts it and destroys it. The training thread and the control thread only
+queue work for the owner, and wait at a `Gate`, which an abort opens at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+from torch import Tensor
+
+from unicron_lightning.errors import ConfigError
+from unicron_lightning.worker.communication.communicator import Gate, Handle
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS: Final = 0.0002
+SHARED_DEVICE: Final = "Duplicate GPU detected"
+"""NCCL's message when two ranks of a host use the same GPU; no later attempt can succeed."""
+ENQUEUE_SECONDS: Final = 1.0
+"""Time that the owner gives a collective being enqueued before it aborts the group."""
+
+
+_owners: list[threading.Thread] = []
+_owners_lock = threading.Lock()
+ending = threading.Event()
+"""Set while the process waits for its end: owners then keep no group for the sake of references to it."""
+
+
+def start_owner(run: Callable[[], None], name: str) -> threading.Thread:
+    """Start a thread that calls the library, for `wait_destroyed`."""
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    with _owners_lock:
+        _owners[:] = [*(owner for owner in _owners if owner.is_alive()), thread]
+    return thread
+
+
+def wait_destroyed(seconds: float) -> bool:
+    """At the end of the process: wait until no thread is in the library; return False after ``seconds``.
+
+    A thread that returns from the library while the interpreter is finalized would abort the process.
+    """
+    deadline = time.monotonic() + seconds
+    with _owners_lock:
+        owners = list(_owners)
+    ending.set()
+    for owner in owners:
+        owner.join(max(0.0, deadline - time.monotonic()))
+    ending.clear()
+    return not any(owner.is_alive() for owner in owners)
+
+
+class GroupWork(Protocol):
+    """The library's handle of one collective."""
+
+    def is_completed(self) -> bool:
+        """Whether the collective has ended, successfully or not."""
+        ...
+
+    def wait(self) -> Any:
+        """Raise RuntimeError if the collective has failed."""
+        ...
+
+
+class Group(Protocol):
+    """The library's process group."""
+
+    def abort(self) -> None:
+        """End all collectives; may block."""
+        ...
+
+
+class OwnedHandle(Handle):
+    """One collective of an owned group; ``done`` after its owner has seen it succeed."""
+
+    __slots__ = ("owned", "tensor")
+
+    def __init__(self, work: GroupWork, tensor: Tensor) -> None:
+        super().__init__(None)
+        self.done = False
+        self.owned = work
+        self.tensor = tensor
+        """Kept alive while the library may write to it."""
+
+    def succeeded(self) -> bool:
+        return self.done
+
+
+class OwnedGroup:
+    """One process group and the thread that owns it.
+
+    Args:
+        make: builds the group, on the owner's thread.
+        first: starts the collective that connects the group, on the owner's thread.
+        failed: called with the reason when the library reports an error; on any thread, must not block.
+        name: of the thread.
+
+    Attributes:
+        gate: releases waiters.
+        fatal: an error by which the process must end, such as a CUDA error; None without one.
+    """
+
+    def __init__(
+        self, make: Callable[[], Any], first: Callable[[Any], GroupWork], failed: Callable[[str], None], name: str
+    ) -> None:
+        self.gate = Gate()
+        self.fatal: Exception | None = None
+        self._make = make
+        self._first = first
+        self._failed = failed
+        self._group: Any = None
+        self._connected = False
+        self._enqueuing = threading.Lock()
+        self._on_the_way: list[OwnedHandle] = []
+        self._released = threading.Event()
+        self._thread = start_owner(self._run, name)
+
+    def wait_connected(self, look: Callable[[], str | None], seconds: float = 0.05) -> None:
+        """Wait until the group is connected.
+
+        Args:
+            look: called periodically; returns a reason to abort, or None.
+            seconds: between two calls.
+
+        Raises:
+            CommunicatorAborted: the group could not be connected, was aborted, or ``look`` returned a reason.
+        """
+        while not self.gate.wait_for(lambda: self._connected, seconds):
+            if (reason := look()) is not None:
+                self.abort(reason)
+        self._check()
+
+    def enqueue(self, begin: Callable[[Any], GroupWork], tensor: Tensor) -> OwnedHandle:
+        """Start a collective of ``tensor``.
+
+        Raises:
+            CommunicatorAborted: the group is aborted, or the library reports an error.
+            RuntimeError: an error of the accelerator, after which the process cannot continue.
+        """
+        with self._enqueuing:
+            self._check()
+            try:
+                handle = OwnedHandle(begin(self._group), tensor)
+            except RuntimeError as error:
+                self._fail(error)
+                self._check()
+                raise
+        with self.gate.condition:
+            self._on_the_way.append(handle)
+            self.gate.condition.notify_all()
+        return handle
+
+    def wait(self, handle: OwnedHandle) -> None:
+        """Wait for a collective, or an abort.
+
+        Raises:
+            CommunicatorAborted: as for `enqueue`.
+            RuntimeError: as for `enqueue`.
+        """
+        self.gate.wait_for(lambda: handle.done)
+        if not handle.done:
+            self._check()
+
+    def abort(self, reason: str) -> None:
+        """Release all waiters and let the owner abort the group; return at once."""
+        self.gate.shut(reason)
+
+    def released(self, seconds: float) -> bool:
+        """Wait until the aborted group no longer writes to any tensor; return False after ``seconds``."""
+        return self._released.wait(seconds)
+
+    def join(self, seconds: float) -> bool:
+        """Wait until the group is destroyed; return False after ``seconds``."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _check(self) -> None:
+        if self.fatal is not None:
+            raise self.fatal
+        self.gate.check()
+
+    def _fail(self, error: Exception) -> None:
+        reason = (str(error) or repr(error)).splitlines()[0][:200]
+        if self.gate.reason is None:
+            if SHARED_DEVICE in str(error):
+                self.fatal = ConfigError(f"{_text(error)}: expected one worker per GPU")
+            elif isinstance(error, RuntimeError) and is_sticky(reason):
+                self.fatal = error
+        self.gate.shut(reason)
+        self._failed(reason)
+
+    def _run(self) -> None:
+        group: Any = None
+        try:
+            group = self._group = self._make()
+            work = self._first(group)
+            while self.gate.reason is None and not work.is_completed():
+                self.gate.wait_for(lambda: False, POLL_SECONDS)
+            if self.gate.reason is None:
+                work.wait()
+                with self.gate.condition:
+                    self._connected = True
+                    self.gate.condition.notify_all()
+                self._serve()
+        except (RuntimeError, OSError) as error:
+            self._fail(error)
+        self._end(group)
+
+    def _serve(self) -> None:
+        """Until the abort: detect successful collectives."""
+        while self.gate.reason is None:
+            with self.gate.condition:
+                waiting = list(self._on_the_way)
+                if not waiting:
+                    self.gate.condition.wait_for(lambda: self._on_the_way or self.gate.reason is not None)
+                    continue
+            ended = [handle for handle in waiting if handle.owned.is_completed()]
+            if not ended:
+                self.gate.wait_for(lambda: False, POLL_SECONDS)
+                continue
+            for handle in ended:
+                handle.owned.wait()
+            with self.gate.condition:
+                self._succeed(ended)
+                self.gate.condition.notify_all()
+
+    def _succeed(self, ended: list[OwnedHandle]) -> None:
+        """Mark collectives as successful: only this thread aborts the group, so an end without an error before is a
+        success.
+        """
+        for handle in ended:
+            handle.done = self.gate.reason is None
+            self._on_the_way.remove(handle)
+
+    def _end(self, group: Any) -> None:
+        """Abort the group, then destroy it: its last reference is the caller's, on this thread."""
+        entered = self._enqueuing.acquire(timeout=ENQUEUE_SECONDS)
+        try:
+            if group is not None:
+                abort_logged(group)
+        finally:
+            self._group = None
+            self._on_the_way = []
+            if entered:
+                self._enqueuing.release()
+            self._released.set()
+
+
+def _text(error: Exception) -> str:
+    """Return the line of NCCL's message that names the ranks which share a device."""
+    return next(line.strip() for line in str(error).splitlines() if SHARED_DEVICE in line)[:200]
+
+
+def is_sticky(reason: str) -> bool:
+    """Whether an error message reports an accelerator error, after which the process cannot use the accelerator."""
+    lowered = reason.lower()
+    return "cuda error" in lowered or "unhandledcudaerror" in lowered or "unhandled cuda error" in lowered
+
+
+def abort_logged(group: Any) -> None:
+    """Abort a group; an error of the library is only logged."""
+    try:
+        group.abort()
+    except RuntimeError as error:
+        logger.warning("group_abort_failed error=%s", error)
