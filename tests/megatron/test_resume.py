@@ -70,3 +70,18 @@ def test_a_task_without_survivors_goes_on_from_its_newest_checkpoint(tmp_path: P
     # The checkpoint of step 1 was written just before the death and may not have been reported.
     assert done in ([0, 1, 2], [0, 1, 1, 2])
     assert sorted(steps) == [0, 1, 2]
+
+
+def test_a_changed_checkpoint_is_skipped_for_an_older_one(tmp_path: Path) -> None:
+    died = {"point": "forward", "replica": 0, "shard": 0, "from_step": 3}
+    settings = {"tp": 1, "pp": 1, "dp": 1, "accumulation": 2, "steps": 4, "save_every": 1, "finish": False}
+    with Cluster(tmp_path, script=SCRIPT, agents=1, nodes="1:1", schedule=[died], settings=settings) as cluster:
+        cluster.watch(lambda: (tmp_path / "struck-0").exists(), "the death", 120, 120)
+        for step in (2, 3):  # that of step 3 was written just before and may not have been reported
+            with next((tmp_path / "checkpoints" / f"step={step}.ckpt").glob("*.distcp")).open("ab") as file:
+                file.write(b"x")
+        cluster.watch(lambda: all(agent.poll() is not None for agent in cluster.agents.values()), "the end", 240, 240)
+        cluster.wait_end()
+        rejected = {Path(event["path"]).name for event in cluster.events("worker.checkpoint_rejected")}
+        assert "step=2.ckpt" in rejected <= {"step=2.ckpt", "step=3.ckpt"}
+        assert sorted(note["step"] for note in cluster.notes("step")) == [0, 1, 1, 2, 2, 3]
