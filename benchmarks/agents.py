@@ -34,7 +34,8 @@ from typing import Any
 
 import psutil
 from measure import Figures
-from processes import Processes, free_port
+
+from unicron_lightning.local_cluster.processes import Processes, free_port
 
 TARGET_P99_MS, TARGET_MB = 100.0, 300.0
 RECONNECT_GRACE = 0.25
@@ -115,7 +116,7 @@ def measure(agents: int, tasks: int, events: int, number_of_clients: int, second
     names = [(f"n{place}.0", f"task{place % tasks}", nodes) for place in range(size * tasks)]
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="agents-") as folder:
-        processes = Processes(Path(folder) / "run", {})
+        processes = Processes(Path(folder) / "run", {}, inside=True)
         port = free_port()
         command = [sys.executable, "-m", "unicron_lightning.coordinator", f"coordinator.port={port}"]
         coordinator = processes.start("coordinator", [*command, f"store.state_dir={folder}/state"])

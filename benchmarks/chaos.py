@@ -33,14 +33,14 @@ import msgspec
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from faults.cluster import SETTINGS, Cluster, Note, kill, lives, until
+from faults.cluster import SETTINGS, Cluster, Note
 from faults.judge import Reference, check_exact
 
-from unicron_lightning.cli.client import fetch
 from unicron_lightning.errors import UnicronError
 from unicron_lightning.faults.fault import Fault
 from unicron_lightning.faults.language import text
 from unicron_lightning.faults.script import Faults
+from unicron_lightning.local_cluster.processes import kill, lives, until
 
 AGENTS = 4
 SHAPE = {"nodes": AGENTS, "full": AGENTS, "pace": 0.02, "slow": 0.04}
@@ -190,10 +190,9 @@ class Chaos:
         """Order the fault from the coordinator as `unicron inject` does; send the signal directly if no coordinator
         answers.
         """
-        coordinator, place = self.cluster.coordinator(), f"127.0.0.1:{self.cluster.port}"
-        body = {"fault": text(replace(fault, after=None))}
+        coordinator = self.cluster.coordinator()
         try:
-            fetch(place, f"/v1/tasks/{self.cluster.task}/inject", method="POST", body=body)
+            self.cluster.inject(text(replace(fault, after=None)))
             ordered = True
         except UnicronError:  # the coordinator is down, or the victim's agent has not reconnected yet
             ordered = False

@@ -32,11 +32,11 @@ from typing import Any
 
 from detection_figures import detected, table
 from measure import Event, Figures, typical_step
-from proxy import Proxy
 from recovery import HERE, SYSTEMS, TASK, Run, pythons
 from workload import WORKERS
 
 from unicron_lightning.cli.client import fetch
+from unicron_lightning.local_cluster.proxy import Proxy
 
 FAULTS = ("kill", "exception", "agent", "cut", "hang")
 VICTIM = 2

@@ -13,14 +13,14 @@ import argparse
 import json
 import os
 import shutil
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from measure import Figures
-from processes import Processes, free_port
+
+from unicron_lightning.local_cluster.cluster import LocalCluster
 
 HERE = Path(__file__).resolve().parent
 NODES = 3
@@ -48,26 +48,22 @@ def train(folder: Path, size: str, steps: int, eps: float, kills: Sequence[str])
         "BENCH_LOG": str(folder.resolve()),
         "PYTHONWARNINGS": "ignore",
         "GLOO_SOCKET_IFNAME": "lo",
-        "UNICRON_STATE_DIR": str(folder.resolve() / "coordinator"),
     }
     shutil.rmtree(folder, ignore_errors=True)
-    processes, port, started = Processes(folder, environment), free_port(), time.monotonic()
+    started = time.monotonic()
     # Without faults the world is complete from the first step to the last; with faults two workers may continue alone.
-    least = 1 if kills else NODES
-    torchrun: list[str | Path] = [Path(sys.executable).parent / "torchrun", f"--nnodes={least}:{NODES}"]
-    torchrun += ["--nproc-per-node=1", "--rdzv-backend=unicron", f"--rdzv-endpoint=127.0.0.1:{port}"]
-    torchrun += ["--rdzv-id=exactness", "--max-restarts=100"]
-    job: list[str | Path] = [HERE / "job_exactness.py", size, str(eps), str(steps), *kills]
-    try:
+    with LocalCluster(
+        [HERE / "job_exactness.py", size, str(eps), str(steps), *kills],
+        nodes=0,
+        nnodes=f"{1 if kills else NODES}:{NODES}",
+        max_restarts=100,
+        environment=environment,
+        folder=folder,
+    ) as cluster:
         for slot in range(NODES):
-            processes.start(f"agent{slot}", [*torchrun, f"--rdzv-conf=node=n{slot}", *job], BENCH_SLOT=str(slot))
-        while any(agent.poll() is None for agent in processes.started.values()):
-            if time.monotonic() > started + RUN_SECONDS:
-                raise TimeoutError(f"not finished after {RUN_SECONDS:g} s; logs in {folder}")
-            time.sleep(0.05)
-    finally:
-        processes.stop()
-    return time.monotonic() - started
+            cluster.start_node(f"n{slot}", BENCH_SLOT=str(slot))
+        cluster.wait_exit(RUN_SECONDS)
+        return time.monotonic() - started
 
 
 def losses(folder: Path) -> dict[int, float]:

@@ -24,9 +24,9 @@ from typing import Any
 
 from fuzz_attacks import ATTACKS, GONE, Target
 from fuzz_bystander import Bystander
-from processes import Processes, free_port
 
 from unicron_lightning.cli.client import fetch
+from unicron_lightning.local_cluster.processes import Processes, free_port
 
 CHECK_SECONDS = 2.0
 START_SECONDS = 60.0
@@ -51,7 +51,7 @@ class Run:
         self.counts: Counter[str] = Counter()
         self.failure = ""
         self._ending = False
-        self._processes = Processes(folder, {})
+        self._processes = Processes(folder, {}, inside=True)
         self._folder = folder
         self._target = Target(port=free_port(), counts=self.counts)
         self._started = time.monotonic()

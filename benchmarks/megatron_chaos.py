@@ -28,8 +28,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from faults.cluster import Cluster, Note, kill, until
+from faults.cluster import Cluster, Note
 from faults.megatron import MODEL, SCRIPT, ZERO1, differences, finals, wait_replicas
+
+from unicron_lightning.local_cluster.processes import kill
 
 KINDS = {"worker": 6, "two of a replica": 2, "two of different replicas": 2, "second in recovery": 2}
 STALLED_SECONDS = 120.0
@@ -138,7 +140,7 @@ def main() -> None:
         with Cluster(folder, script=SCRIPT, agents=workers + 1, nodes=nodes, settings=settings) as cluster:
             strikes = strike_all(cluster, model, arguments.faults, random.Random(arguments.seed))
             (folder / "finish").touch()
-            until("the agents' end", lambda: all(agent.poll() is not None for agent in cluster.agents.values()), 600)
+            cluster.wait_exit(600)
             lives = 1 + [event["name"] for event in cluster.events()].count("task_restarts")
             cluster.wait_end()
         step, paths = finals(folder)
@@ -171,7 +173,7 @@ def strike_all(cluster: Cluster, model: dict[str, Any], faults: int, random_: ra
 def tell_where(cluster: Cluster) -> None:
     """Make every worker write its stacks into its agent's log, and print these logs."""
     workers = {note["pid"] for note in cluster.notes("start")}
-    for process in cluster.processes():
+    for process in cluster.processes.alive():
         if process.pid in workers:
             kill(process.pid, signal.SIGUSR1)
     time.sleep(3.0)

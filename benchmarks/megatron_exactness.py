@@ -16,7 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from faults.cluster import Cluster, until
+from faults.cluster import Cluster
 from faults.megatron import MODEL, SCRIPT, ZERO1, differences, finals
 from megatron_chaos import plain
 
@@ -40,7 +40,7 @@ def train(folder: Path, model: dict[str, Any], points: list[tuple[str, int]]) ->
         struck = [folder / f"struck-{number}" for number in range(len(points))]
         cluster.watch(lambda: all(path.exists() for path in struck), "all deaths", 600, 120)
         (folder / "finish").touch()
-        until("the agents' end", lambda: all(agent.poll() is not None for agent in cluster.agents.values()), 300)
+        cluster.wait_exit(300)
         cluster.wait_end()
     return finals(folder)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from faults.cluster import Cluster, until
+from faults.cluster import Cluster
 
 JOB = Path(__file__).resolve().parent / "job_megatron.py"
 SIZES = (("tp", 1), ("pp", 2), ("dp", 2), ("pairs", 10), ("steps", 10), ("layers", 4), ("hidden", 128))
@@ -35,8 +35,7 @@ def main() -> None:
         folder = Path(name)
         settings = {**arguments, "workers": workers}
         with Cluster(folder, script=JOB, agents=workers, nodes=f"{workers}:{workers}", settings=settings) as cluster:
-            agents = cluster.agents.values()
-            until("the agents' end", lambda: all(agent.poll() is not None for agent in agents), 3000)
+            cluster.wait_exit(3000)
             cluster.wait_end()
         tokens, ours, plain = json.loads((folder / "times.json").read_text())
     fast, base = tokens / statistics.median(ours), tokens / statistics.median(plain)

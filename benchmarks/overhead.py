@@ -32,7 +32,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from measure import Figures
-from processes import Processes, free_port
+
+from unicron_lightning.local_cluster.processes import Processes, free_port
 
 HERE = Path(__file__).resolve().parent
 WORKERS = 2
@@ -57,7 +58,7 @@ class Job:
             "UNICRON_STATE_DIR": str(folder.resolve() / "coordinator"),
             **malloc,
         }
-        self.processes = Processes(folder, environment)
+        self.processes = Processes(folder, environment, inside=True)
         back_end = "c10d" if name == "ddp" else "unicron"
         on_gpu = malloc.get("BENCH_ACCELERATOR") == "gpu"
         # NCCL takes the ranks of one GPU for those of several hosts only if each has an agent with a host id.

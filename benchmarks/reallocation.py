@@ -19,8 +19,8 @@ from pathlib import Path
 
 from measure import Figures
 
+from unicron_lightning.demo.cluster import SharedNodes
 from unicron_lightning.demo.diary import computed_again
-from unicron_lightning.demo.nodes import Nodes
 from unicron_lightning.demo.waf import Work, longest_stand
 
 LIMITS = {"heavy": (2.0, 2), "light": (1.0, 1)}
@@ -34,19 +34,19 @@ AROUND = 4.0
 """Seconds around a change in which the longest time without a step is searched."""
 
 
-def usual_step(nodes: Nodes, task: str, before: float) -> float:
+def usual_step(nodes: SharedNodes, task: str, before: float) -> float:
     """Median time between the task's steps in the `AROUND` seconds before a moment."""
     ends = [line["at"] for line in nodes.steps(task) if before - AROUND < line["at"] <= before]
     return statistics.median(later - earlier for earlier, later in itertools.pairwise(ends))
 
 
-def stand(nodes: Nodes, task: str, start: float) -> float:
+def stand(nodes: SharedNodes, task: str, start: float) -> float:
     """Longest time without a step of the task in the `AROUND` seconds after a moment."""
     ends = [line["at"] for line in nodes.steps(task)]
     return longest_stand(Work(ends=ends, worth=1.0), start, start + AROUND)
 
 
-def lose_a_node(nodes: Nodes) -> Figures:
+def lose_a_node(nodes: SharedNodes) -> Figures:
     """Let a node of the heavy task die and return."""
     time.sleep(AROUND)
     victim = nodes.nodes_of("heavy")[-1]
@@ -71,21 +71,21 @@ def lose_a_node(nodes: Nodes) -> Figures:
     }
 
 
-def resize(nodes: Nodes) -> Figures:
+def resize(nodes: SharedNodes) -> Figures:
     """Take a node from the heavy task by order, and return it."""
     time.sleep(AROUND)
     before = num_again(nodes)
     at = time.time()
-    nodes.order("resize", "heavy", "3")
+    nodes.fetch("/v1/tasks/heavy/resize", method="POST", nodes="3")
     time.sleep(AROUND + 1)
     shrunk = stand(nodes, "heavy", at) - usual_step(nodes, "heavy", at)
     nodes.wait_worlds({"heavy": 3}, PATIENCE)
-    nodes.order("resize", "heavy", "all")
+    nodes.fetch("/v1/tasks/heavy/resize", method="POST", nodes="all")
     nodes.wait_worlds(WHOLE, PATIENCE)
     return {"shrink_costs_ms": 1e3 * shrunk, "computed_again": num_again(nodes) - before}
 
 
-def num_again(nodes: Nodes) -> int:
+def num_again(nodes: SharedNodes) -> int:
     """Number of repeated computations of the heavy task's workers."""
     return sum(len(lines) - 1 for lines in computed_again(nodes.diary("heavy")))
 
@@ -93,10 +93,10 @@ def num_again(nodes: Nodes) -> int:
 def series(runs: int, folder: Path) -> list[Figures]:
     """Measure several runs on one cluster."""
     results: list[Figures] = []
-    with Nodes(folder, 6) as nodes:
+    with SharedNodes(folder, 6) as nodes:
         for task, (weight, fewest) in LIMITS.items():
             command = [*TRAIN, "--epochs", "50", "--pace", "0.04", "--until-told"]
-            nodes.submit(task, command, weight=weight, min_nodes=fewest, max_nodes=4)
+            nodes.start_job(task, command, weight=weight, min_nodes=fewest, max_nodes=4)
         nodes.wait_worlds(WHOLE, PATIENCE)
         for _ in range(runs):
             results.append({**lose_a_node(nodes), **resize(nodes)})
@@ -104,7 +104,7 @@ def series(runs: int, folder: Path) -> list[Figures]:
         for task in LIMITS:
             nodes.stop(task)
         for task in LIMITS:
-            nodes.wait_success(task)
+            nodes.wait_state("succeeded", task=task)
     return results
 
 

@@ -28,12 +28,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
-from measure import Event, Figures, Kill, largest_gap, recovery, summary, typical_step
-from processes import Processes, free_port, started_at
+from measure import Event, Figures, Kill, largest_gap, recovery, started_at, summary, typical_step
 from workload import WORKERS
 
 from unicron_lightning.cli.client import fetch
 from unicron_lightning.errors import CoordinatorUnavailable
+from unicron_lightning.local_cluster.processes import Processes, free_port
 
 HERE = Path(__file__).resolve().parent
 SYSTEMS = ("unicron", "torchrun", "torchft")
@@ -71,7 +71,7 @@ class Run:
             # torch 2.13 otherwise keeps stale addresses in the store shared between rounds, and restarts hang
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }
-        self.processes = Processes(folder, environment)
+        self.processes = Processes(folder, environment, inside=True)
 
     def start(self) -> None:
         """Start all agents and the system's further processes."""

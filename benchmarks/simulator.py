@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from unicron_lightning.demo.nodes import Nodes
+from unicron_lightning.demo.cluster import SharedNodes
 from unicron_lightning.demo.waf import Work, longest_stand
 from unicron_lightning.planner.performance.table import MeasuredPoint, MeasuredTable
 from unicron_lightning.simulate.costs import Costs
@@ -80,23 +80,23 @@ class Measured:
     launch: float
 
 
-def begin(nodes: Nodes) -> None:
+def begin(nodes: SharedNodes) -> None:
     """Submit the tasks and wait until they run on all nodes."""
     for task, weight in WEIGHTS.items():
         command = [*TRAIN, "--steps-per-epoch", "4000", "--epochs", "50", "--pace", PACE, "--until-told"]
-        nodes.submit(task, command, weight=weight, min_nodes=1, max_nodes=WHOLE[task])
+        nodes.start_job(task, command, weight=weight, min_nodes=1, max_nodes=WHOLE[task])
     nodes.wait_worlds(WHOLE, PATIENCE)
 
 
-def end(nodes: Nodes) -> None:
+def end(nodes: SharedNodes) -> None:
     """Stop the tasks and wait for their success."""
     for task in WEIGHTS:
         nodes.stop(task)
     for task in WEIGHTS:
-        nodes.wait_success(task)
+        nodes.wait_state("succeeded", task=task)
 
 
-def kill_worker(nodes: Nodes, task: str, node: str) -> float:
+def kill_worker(nodes: SharedNodes, task: str, node: str) -> float:
     """Send SIGKILL to the task's newest worker on a node; return the time."""
     starts = [line for line in nodes.diary(task) if line["event"] == "start" and line["node"] == node]
     at = time.time()
@@ -105,13 +105,13 @@ def kill_worker(nodes: Nodes, task: str, node: str) -> float:
     return at
 
 
-def beyond(nodes: Nodes, task: str, at: float, usual: float) -> float:
+def beyond(nodes: SharedNodes, task: str, at: float, usual: float) -> float:
     """Longest time without a step after a change, less the usual step time."""
     ends = [line["at"] for line in nodes.steps(task)]
     return max(0.0, longest_stand(Work(ends=ends, worth=1.0), at, at + 2.0 + 2.0 * usual) - usual)
 
 
-def first(nodes: Nodes, name: str, after: float, **fields: Any) -> float:
+def first(nodes: SharedNodes, name: str, after: float, **fields: Any) -> float:
     """Wait for an event of that name and return its time."""
     found: list[float] = []
 
@@ -125,11 +125,11 @@ def first(nodes: Nodes, name: str, after: float, **fields: Any) -> float:
         ]
         return bool(found)
 
-    nodes.until(there, f"{name} {fields}", PATIENCE)
+    nodes.until(f"{name} {fields}", there, PATIENCE)
     return found[0]
 
 
-def step_times(nodes: Nodes, worlds: dict[str, int]) -> dict[str, float]:
+def step_times(nodes: SharedNodes, worlds: dict[str, int]) -> dict[str, float]:
     """Step time of each task at the given sizes, over `STEADY` seconds."""
     while True:
         nodes.wait_worlds(worlds, PATIENCE)
@@ -141,17 +141,17 @@ def step_times(nodes: Nodes, worlds: dict[str, int]) -> dict[str, float]:
             return {task: (found[-1]["at"] - found[0]["at"]) / (len(found) - 1) for task, found in steps.items()}
 
 
-def planned_changes(nodes: Nodes) -> tuple[dict[str, dict[int, float]], float, float]:
+def planned_changes(nodes: SharedNodes) -> tuple[dict[str, dict[int, float]], float, float]:
     """Step times by task and size, and mean time without a step when workers leave and when they join by order."""
     whole = step_times(nodes, WHOLE)
     left, joined = {}, {}
     for task, size in FEWER.items():
         left[task] = time.time()
-        nodes.order("resize", task, str(size))
+        nodes.fetch(f"/v1/tasks/{task}/resize", method="POST", nodes=str(size))
     fewer = step_times(nodes, FEWER)
     for task in FEWER:
         at = time.time()
-        nodes.order("resize", task, "all")
+        nodes.fetch(f"/v1/tasks/{task}/resize", method="POST", nodes="all")
         joined[task] = first(nodes, "epoch_published", at, kind="join", task=task)
     nodes.wait_worlds(WHOLE, PATIENCE)
     time.sleep(STEADY)
@@ -161,7 +161,7 @@ def planned_changes(nodes: Nodes) -> tuple[dict[str, dict[int, float]], float, f
     return steps, statistics.mean(leaves), statistics.mean(joins)
 
 
-def calibrate(nodes: Nodes) -> Measured:
+def calibrate(nodes: SharedNodes) -> Measured:
     """Measure the simulator's inputs on a cluster where both tasks run."""
     steps, leaves, joins = planned_changes(nodes)
     victim = nodes.nodes_of("heavy")[-1]
@@ -191,7 +191,7 @@ def calibrate(nodes: Nodes) -> Measured:
     )
 
 
-def replay(nodes: Nodes) -> tuple[dict[str, float], float]:
+def replay(nodes: SharedNodes) -> tuple[dict[str, float], float]:
     """Inject the faults of the trace.
 
     Returns:
@@ -218,7 +218,7 @@ def replay(nodes: Nodes) -> tuple[dict[str, float], float]:
     return steps, late
 
 
-def _steps_until(nodes: Nodes, task: str, moment: float) -> float:
+def _steps_until(nodes: SharedNodes, task: str, moment: float) -> float:
     """Number of finished steps, including the fraction of the step in progress."""
     lines = nodes.steps(task)
     done = [line for line in lines if line["at"] <= moment]
@@ -285,13 +285,13 @@ def costs(measured: Measured) -> Costs:
 
 def series(folder: Path) -> dict[str, Any]:
     """Run one calibration and one prediction, each with its own cluster."""
-    with Nodes(folder / "calibration", NUM_NODES) as nodes:
+    with SharedNodes(folder / "calibration", NUM_NODES) as nodes:
         begin(nodes)
         measured = calibrate(nodes)
         end(nodes)
     print(json.dumps(asdict(measured)), flush=True)
     expected = predict(measured)
-    with Nodes(folder / "replay", NUM_NODES) as nodes:
+    with SharedNodes(folder / "replay", NUM_NODES) as nodes:
         begin(nodes)
         found, late = replay(nodes)
         end(nodes)

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 from unicron_lightning.autoload import offer_strategy
 
 if TYPE_CHECKING:
+    from unicron_lightning.local_cluster.cluster import LocalCluster
     from unicron_lightning.strategies.megatron import UnicronMegatronStrategy
     from unicron_lightning.strategies.unicron import UnicronStrategy
 
-__all__ = ["UnicronMegatronStrategy", "UnicronStrategy", "__version__"]
+__all__ = ["LocalCluster", "UnicronMegatronStrategy", "UnicronStrategy", "__version__"]
 
 
 offer_strategy()
@@ -22,6 +23,10 @@ offer_strategy()
 
 def __getattr__(name: str) -> object:
     """Load a public name on first use (PEP 562)."""
+    if name == "LocalCluster":
+        from unicron_lightning.local_cluster.cluster import LocalCluster
+
+        return LocalCluster
     if name == "UnicronStrategy":
         from unicron_lightning.strategies.unicron import UnicronStrategy
 

@@ -18,13 +18,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from agent.fake_coordinator import FakeCoordinator
-from agent.torchrun import until
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
 
 from unicron_lightning import environ, wire
 from unicron_lightning.agent import embedded
 from unicron_lightning.agent.handler import RendezvousFailed, UnicronRendezvousHandler
 from unicron_lightning.credentials import token_for
+from unicron_lightning.local_cluster.processes import until
 
 SLEEPER = "import time; time.sleep(100)"
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(100)"

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from agent.fake_coordinator import FakeCoordinator
 from agent.test_handler import Bench, LocalWorker
-from agent.torchrun import until
 
 from unicron_lightning import environ, wire
 from unicron_lightning.agent.workers.slot_lock import SlotLock
+from unicron_lightning.local_cluster.processes import until
 
 
 class Sparing(FakeCoordinator):

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 from faults import cluster
-from faults.cluster import Cluster, kill
+from faults.cluster import Cluster
 
 from unicron_lightning import wire
 from unicron_lightning.callbacks import UnicronMonitor
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.local_cluster.processes import kill
 
 Logged = Callable[[], list[dict[str, float]]]
 SCRIPT = cluster.SCRIPT.with_name("monitored.py")

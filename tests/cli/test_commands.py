@@ -8,7 +8,9 @@ import subprocess
 import sys
 
 import pytest
-from coordinator.shell import Coordinator, connected, free_port, train
+from coordinator.shell import Coordinator, connected, train
+
+from unicron_lightning.local_cluster.processes import free_port
 
 
 def unicron(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -21,6 +21,7 @@ from unicron_lightning import wire
 from unicron_lightning.cli.client import Access, request
 from unicron_lightning.credentials import Token, token_for
 from unicron_lightning.link import open_socket
+from unicron_lightning.local_cluster.processes import free_port
 
 NO_STORE = wire.Address(host="127.0.0.1", port=1)
 """No server listens there, which is no evidence of death: the address has never been reached."""
@@ -194,12 +195,6 @@ async def get(url: str, token: str | None = None) -> Any:
     status, answer = await ask(place, "GET", f"/{target}", token=token)
     assert status == 200, answer
     return answer
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def answers(port: int) -> bool:

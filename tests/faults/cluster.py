@@ -1,36 +1,28 @@
-"""A task of real torchrun agents with an embedded coordinator: start it, observe it, inject faults, and judge the
-result.
-"""
+"""A task of real torchrun agents that train `train`: observe it, inject faults, and judge the result."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
-import shutil
+import shlex
 import signal
 import socket
 import sqlite3
 import stat
-import subprocess
-import sys
-import tempfile
 import time
-import uuid
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
-import psutil
 from faults.network import Network
 
-T = TypeVar("T")
+from unicron_lightning.local_cluster.cluster import LocalCluster
+from unicron_lightning.local_cluster.processes import kill, lives, until
+
 Note = dict[str, Any]
 SCRIPT = Path(__file__).parent / "train.py"
-MARK = "UNICRON_TEST_CLUSTER"
-"""Environment variable of every process that a cluster starts, used to find orphans."""
 SETTINGS = {
     "devices": 1,
     "nodes": 3,
@@ -50,24 +42,6 @@ SETTINGS = {
     "fill": 0.0,  # part of the accelerator's memory that each worker holds
     "assert_at": None,  # [rank, step] of a single device-side assertion
 }
-
-
-def until(what: str, probe: Callable[[], T | None], seconds: float = 60.0) -> T:
-    """Wait until ``probe`` returns a true value, and return it."""
-    deadline = time.monotonic() + seconds
-    while not (found := probe()):
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(0.02)
-    return found
-
-
-def kill(pid: int, number: signal.Signals = signal.SIGKILL) -> bool:
-    """Send a signal; return whether the process existed."""
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 class Notes:
@@ -112,21 +86,21 @@ class Notes:
                 self._lines[line["what"]].append(line)
 
 
-class Cluster:
+class Cluster(LocalCluster):
     """One task's agents on this machine, in a folder of their own.
 
     Args:
         folder: for all output.
-        agents: number of agents to start at once.
+        agents: number of agents to start at once, called n0, n1, ...
         nodes: of ``--nnodes``.
         per_node: of ``--nproc-per-node``.
         schedule: groups of faults, as sentences of the language, that the workers inject themselves; see `train`.
         conf: further ``--rdzv-conf``.
-        task: its name.
-        beside: another task's cluster, whose coordinator it shares and within whose context it is used.
         settings: values that differ from `SETTINGS`.
         script: the workers' script, which gets the folder as its argument.
         variables: further environment of a node's agent.
+        network: in which the nodes are.
+        others: of `LocalCluster`.
     """
 
     def __init__(
@@ -139,93 +113,57 @@ class Cluster:
         schedule: list[dict[str, Any]] | None = None,
         conf: str = "",
         settings: Mapping[str, Any] | None = None,
-        task: str = "task",
-        beside: Cluster | None = None,
         script: Path = SCRIPT,
         variables: Callable[[str], Mapping[str, str]] = lambda node: {},
+        network: Network | None = None,
+        beside: Cluster | None = None,
+        **others: Any,
     ) -> None:
-        self.folder = folder
-        self._script, self._variables = script, variables
+        state = folder / "state" if beside is None else beside.state_dir
+        super().__init__(
+            [script, folder],
+            nodes=[f"n{place}" for place in range(agents)],
+            workers_per_node=per_node,
+            nnodes=nodes,
+            conf={"allow_injection": "false", **dict(pair.split("=", 1) for pair in conf.split(",") if pair)},
+            environment={"OMP_NUM_THREADS": "1", "COORDINATOR_FILE": str(state / "coordinator.json")},
+            folder=folder,
+            beside=beside,
+            stop_seconds=0.0,
+            **others,
+        )
         self.settings = {**SETTINGS, **(settings or {})}
         self.notes = Notes(folder)
-        self.task = task
-        self.state_dir = folder / "state" if beside is None else beside.state_dir
-        self.agents: dict[str, subprocess.Popen[bytes]] = {}
+        self.network = network
+        self._variables = variables
         self.replaced: list[int] = []
-        self._nodes, self._per_node, self._conf = nodes, per_node, conf
-        self._mark = uuid.uuid4().hex
-        self._beside = beside
-        self.network: Network | None = None
-        if beside is None:
-            self._temporary = Path(tempfile.mkdtemp(prefix="faults-"))  # short enough for UNIX sockets
-            self.port = free_port()
-        else:
-            self._temporary, self.port = beside._temporary, beside.port
         (folder / "settings.json").write_text(json.dumps(self.settings))
         (folder / "schedule.json").write_text(json.dumps(schedule or []))
         self.schedule = schedule or []
-        self._to_start = agents
-
-    def __enter__(self) -> Cluster:
-        for place in range(self._to_start):
-            self.start(f"n{place}")
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
             self.print_logs()
-        for process in self.processes():
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-        for agent in self.agents.values():
-            agent.wait()
-        until("the end of all processes", lambda: not self.processes())
-        if self._beside is None:
-            shutil.rmtree(self._temporary)
+        super().__exit__(kind, error, trace)
 
     # ---- actions
 
-    def start(self, node: str, port: int | None = None) -> None:
-        """Start an agent; an earlier one with this label must be gone. ``port``: of a proxy before the coordinator."""
-        conf = [self._conf, f"node={node},state_dir={self.state_dir}", "" if port is None else "forwarded=true"]
-        network = self.network
-        host = "127.0.0.1" if network is None else network.host
-        command = [
-            *([] if network is None else network.prefix(node)),
-            *(sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "unicron"),
-            *("--rdzv-endpoint", f"{host}:{port or self.port}", "--rdzv-id", self.task),
-            *("--rdzv-conf", ",".join(filter(None, conf))),
-            *("--nnodes", self._nodes, "--nproc-per-node", str(self._per_node), "--max-restarts", "1000"),
-            *(str(self._script), str(self.folder)),
-        ]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", MARK: self._mark, "TMPDIR": str(self._temporary)}
-        environment["COORDINATOR_FILE"] = str(self.state_dir / "coordinator.json")
-        environment.update(self._variables(node))
-        with (self.folder / f"agent-{node}.log").open("ab") as log:
-            self.agents[node] = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+    def start_node(self, node: str, *options: str, port: int | None = None, **environment: str) -> float:
+        return super().start_node(node, *options, port=port, **{**environment, **self._variables(node)})
 
     def replace(self, node: str) -> None:
         """Reap a killed agent and start another for its node."""
         agent = self.agents[node]
         assert agent.wait(60) == -signal.SIGKILL
         self.replaced.append(agent.pid)
-        self.start(node)
+        self.start_node(node)
 
     def order(self, *words: str) -> None:
         """Run the command ``unicron`` as an operator would."""
-        code = "from unicron_lightning.cli import main; main()"
-        endpoint = ["--endpoint", f"127.0.0.1:{self.port}"]
-        subprocess.run([sys.executable, "-c", code, *words, *endpoint], check=True, timeout=60)
-
-    def coordinator(self) -> int | None:
-        """Process of the coordinator if it is alive."""
-        try:
-            pid = int(json.loads((self.state_dir / "coordinator.json").read_text())["pid"])
-        except FileNotFoundError:
-            return None
-        return pid if lives(pid) else None
+        done = self.unicron(*words)
+        assert done.returncode == 0, f"{shlex.join(words)}: {done.stderr}"
 
     def finish(self, seconds: float = 300.0, *, whole: bool = True) -> None:
         """Let the run end after an epoch without further events; every agent must succeed.
@@ -252,7 +190,7 @@ class Cluster:
         if not linger and (pid := self.coordinator()) is not None:
             kill(pid, signal.SIGTERM)
         until("the coordinator's end", lambda: self.coordinator() is None)
-        until(f"the end of orphans: {self.processes()}", lambda: not self.processes())
+        until(f"the end of orphans: {self.processes.alive()}", lambda: not self.processes.alive())
         self.check_left_nothing()
 
     def _ended(self) -> bool:
@@ -271,29 +209,25 @@ class Cluster:
             time.sleep(0.05)
         return found
 
+    # ---- commands in the network
+
+    def _endpoint_of(self, port: int | None) -> str:
+        return super()._endpoint_of(port) if self.network is None else f"{self.network.host}:{self.port}"
+
+    def _torchrun_command(self, node: str, port: int | None, options: Sequence[str]) -> list[str]:
+        command = super()._torchrun_command(node, port, options)
+        return command if self.network is None else [*self.network.prefix(node), *command]
+
+    def _coordinator_command(self) -> list[str]:
+        command = super()._coordinator_command()
+        return command if self.network is None else [*self.network.at_switch(), *command]
+
     # ---- observations
 
-    def processes(self) -> list[psutil.Process]:
-        """All running processes that it has started, directly or indirectly."""
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if process.environ().get(MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
-
     def events(self, name: str | None = None) -> list[dict[str, Any]]:
-        """The coordinator's event log, from its database: events of this task, and of no task."""
-        path = self.state_dir / "coordinator.sqlite"
-        with contextlib.closing(sqlite3.connect(path, timeout=10)) as database:
-            rows = database.execute(
-                "SELECT at, name, incident, fields FROM events WHERE coalesce(task, ?1) = ?1 ORDER BY seq", (self.task,)
-            ).fetchall()
-        return [
-            {"at": at, "name": of, "incident": incident, **json.loads(fields)}
-            for at, of, incident, fields in rows
-            if name in (None, of)
-        ]
+        """The task's events, each with its fields beside the rest."""
+        found = super().events(name)
+        return [{**event, **event["fields"]} for event in found]
 
     def world(self) -> list[Note]:
         """The newest finished step of each worker of the newest world."""
@@ -322,7 +256,7 @@ class Cluster:
         """Check that no port and no socket file are left."""
         with socket.socket() as probe:
             assert probe.connect_ex(("127.0.0.1", self.port)) != 0, "the coordinator's port is still open"
-        sockets = [path for path in self._temporary.rglob("*") if _is_socket(path)]
+        sockets = [path for path in self.temporary.rglob("*") if _is_socket(path)]
         assert not sockets, f"left behind: {sockets}"
 
     def print_logs(self) -> None:
@@ -337,20 +271,6 @@ class Cluster:
             print(json.dumps(line))
         for line in self.world():
             print(json.dumps(line))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def lives(pid: int) -> bool:
-    """Whether a process exists and is not a zombie."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
 
 
 def _is_socket(path: Path) -> bool:

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from faults.cluster import Cluster, Note, lives
+from faults.cluster import Cluster, Note
+
+from unicron_lightning.local_cluster.processes import lives
 
 SCRIPT = Path(__file__).parents[1] / "megatron" / "train.py"
 MODEL: dict[str, Any] = {"tp": 1, "pp": 1, "dp": 2, "accumulation": 2, "toy": {}, "ddp": {}, "optimizer": {}}

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from faults.cluster import Cluster, until
+from faults.cluster import Cluster
+
+from unicron_lightning.local_cluster.processes import until
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(420)]
 SCRIPT = Path(__file__).with_name("differing.py")
@@ -40,8 +42,7 @@ def test_a_flipped_bit_is_found_and_its_worker_replaced(tmp_path: Path) -> None:
 def test_with_stop_a_flipped_bit_ends_the_task_with_one_error_on_all_nodes(tmp_path: Path) -> None:
     (tmp_path / "stop").touch()
     with Cluster(tmp_path, agents=3, nodes="3:3", script=SCRIPT.with_name("flipping.py")) as cluster:
-        until("the agents' end", lambda: all(agent.poll() is not None for agent in cluster.agents.values()), 240)
-        assert {agent.returncode for agent in cluster.agents.values()} == {1}
+        assert set(cluster.wait_exit(240).values()) == {1}
         [stopped] = cluster.events("task_stopped")
         [report] = cluster.events("error_reported")
         assert report["kind"] == "parameters_differ" and report["cause"] in stopped["reason"]

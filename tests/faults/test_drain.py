@@ -6,8 +6,10 @@ import time
 from pathlib import Path
 
 import pytest
-from faults.cluster import Cluster, kill, lives
+from faults.cluster import Cluster
 from faults.judge import Reference, check_exact
+
+from unicron_lightning.local_cluster.processes import kill, lives
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(420)]
 

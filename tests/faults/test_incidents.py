@@ -5,28 +5,23 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-from faults.cluster import Cluster, kill
+from faults.cluster import Cluster
 from faults.train import FLOPS_PER_STEP
 
-from unicron_lightning.cli.client import fetch
+from unicron_lightning.local_cluster.processes import kill
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(420)]
 SLACK = 2.0
 """Seconds by which clock readings at both ends of a message may differ on a busy machine."""
 
 
-def ask(cluster: Cluster, path: str) -> Any:
-    return fetch(f"127.0.0.1:{cluster.port}", f"/v1/{path}")
-
-
 def measured(cluster: Cluster, slots: int) -> float:
     """Step time of a world of this size, once known."""
 
     def known() -> float | None:
-        return ask(cluster, "status")["tasks"]["task"]["step_seconds"].get(str(slots))
+        return cluster.status()["tasks"]["task"]["step_seconds"].get(str(slots))
 
     return float(cluster.watch(known, f"the step time of {slots} slots", 60))
 
@@ -44,7 +39,7 @@ def test_the_phases_of_an_incident_are_those_that_the_workers_saw(tmp_path: Path
         (alone,) = cluster.wait_world(1, after=killed_at)
         cluster.wait_world(2, after=alone["at"])
         bill = cluster.watch(
-            lambda: next((b for b in ask(cluster, "incidents")["incidents"] if b["outcome"]), None), "its end", 60
+            lambda: next((b for b in cluster.fetch("/v1/incidents")["incidents"] if b["outcome"]), None), "its end", 60
         )
         steps = [line for line in cluster.notes("step") if line["epoch"] > before]
         recovered = min(line["at"] for line in steps)
@@ -66,5 +61,5 @@ def test_the_phases_of_an_incident_are_those_that_the_workers_saw(tmp_path: Path
         assert stood["waf_seconds"] == pytest.approx(FLOPS_PER_STEP / both * stood["seconds"], rel=0.5)
         missing = bill["phases"]["sub_healthy"]
         assert 0 < missing["waf_seconds"] < FLOPS_PER_STEP / both * missing["seconds"]
-        (tmp_path / "incidents.json").write_text(json.dumps(ask(cluster, "incidents"), indent=2))
+        (tmp_path / "incidents.json").write_text(json.dumps(cluster.fetch("/v1/incidents"), indent=2))
         cluster.finish()

@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from coordinator.shell import Coordinator
-from faults.cluster import Cluster, lives, until
+from faults.cluster import Cluster
 from faults.judge import Reference, check_exact
+
+from unicron_lightning.local_cluster.processes import lives, until
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 
 
-def unicron(cluster: Cluster, *words: str) -> subprocess.CompletedProcess[str]:
-    code = "from unicron_lightning.cli import main; main()"
-    command = [sys.executable, "-c", code, *words, "--endpoint", f"127.0.0.1:{cluster.port}"]
-    return subprocess.run(command, check=False, timeout=60, capture_output=True, text=True)
-
-
 def inject(cluster: Cluster, *faults: str) -> str:
     """The output of `unicron inject`."""
-    done = unicron(cluster, "inject", *faults, "--task", cluster.task)
+    done = cluster.unicron("inject", *faults, "--task", cluster.task)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -51,10 +44,9 @@ def wait_over(cluster: Cluster) -> None:
 
 @pytest.mark.allow_leak("unix_sockets", reason="a SIGKILLed agent cannot remove its socket")
 def test_orders(tmp_path: Path, reference: Reference) -> None:
-    cluster = Cluster(tmp_path, settings={"pace": 0.05, "slow": 0.2})
-    cluster.state_dir.mkdir()
-    limits = ["coordinator.allow_injection=true", "coordinator.exit_when_idle=true", "coordinator.startup_linger=300"]
-    with Coordinator(cluster.state_dir, *limits, port=cluster.port) as coordinator, cluster:
+    limits = ["coordinator.exit_when_idle=true", "coordinator.startup_linger=300"]
+    with Cluster(tmp_path, settings={"pace": 0.05, "slow": 0.2}, coordinator=limits) as cluster:
+        pid = cluster.coordinator()
         before = {line["rank"]: line["pid"] for line in cluster.wait_world(3)}
         # Faults that are recovered from without any death.
         inject(cluster, "stop rank=0 for=0.3s", "hang rank=1 for=0.2s phase=commit", "drop network rank=2 for=0.5s")
@@ -78,12 +70,9 @@ def test_orders(tmp_path: Path, reference: Reference) -> None:
         cluster.replace(node)
         cluster.wait_world(3, after=time.time())
         # The coordinator injects a fault into itself, and rejects unknown targets.
-        assert "has no target" in unicron(cluster, "inject", "kill rank=9", "--task", "task").stderr
+        assert "has no target" in cluster.unicron("inject", "kill rank=9", "--task", "task").stderr
         assert "kill coordinator: coordinator" in inject(cluster, "kill coordinator")
-        assert coordinator.process is not None and coordinator.process.wait(60) == -signal.SIGKILL
-        coordinator.process.communicate()
         assert injected(cluster, "kill coordinator")["target"] == "coordinator"
-        pid = coordinator.process.pid
         until("the next coordinator, an agent's", lambda: cluster.coordinator() not in (None, pid), 60)
         (tmp_path / "finish").touch()
         wait_over(cluster)

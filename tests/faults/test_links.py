@@ -3,56 +3,47 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from coordinator.shell import Coordinator
-from faults.cluster import Cluster, until
-from faults.proxy import Proxy
+from faults.cluster import Cluster
+
+from unicron_lightning.local_cluster.processes import until
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(420)]
 
-LIMITS = ("detection.beat=0.1", "detection.least_silence=1", "detection.most_silence=4", "detection.reconnect_grace=5")
-
-
-@contextmanager
-def behind_a_proxy(folder: Path) -> Iterator[tuple[Cluster, Proxy]]:
-    """Agents n0 and n1, with a proxy between n1 and the coordinator."""
-    cluster = Cluster(folder, agents=1, nodes="1:2", settings={"full": 2})
-    cluster.state_dir.mkdir()
-    coordinator = Coordinator(cluster.state_dir, *LIMITS, "coordinator.exit_when_idle=true", port=cluster.port)
-    with coordinator, Proxy(cluster.port) as proxy, cluster:
-        cluster.start("n1", proxy.port)
-        yield cluster, proxy
+LIMITS = (
+    *("detection.beat=0.1", "detection.least_silence=1", "detection.most_silence=4", "detection.reconnect_grace=5"),
+    "coordinator.exit_when_idle=true",
+)
 
 
 def test_links(tmp_path: Path) -> None:
-    with behind_a_proxy(tmp_path) as (cluster, proxy):
+    options = {"coordinator": LIMITS, "separable": True}
+    with Cluster(tmp_path, agents=2, nodes="1:2", settings={"full": 2}, **options) as cluster:
         pids = {line["node"]: line["pid"] for line in cluster.wait_world(2)}
         # A link that breaks and is renewed disturbs nobody, but is reported.
         for number in range(3):
-            proxy.reset()
+            cluster.reset("n1")
             until("the new connection", lambda n=number: len(resumed(cluster)) > n, 60)
         (flapping,) = [error for error in cluster.events("error_reported") if error["node"] == "n1"]
         assert (flapping["kind"], flapping["severity"]) == ("link_flapping", "SEV3")
         # A cut shorter than the least silence is not detected.
-        proxy.cut = True
+        cluster.cut("n1")
         time.sleep(0.4)
-        proxy.cut = False
+        cluster.heal("n1")
         world = cluster.wait_world(2, after=time.time())
         assert {line["node"]: line["pid"] for line in world} == pids
         assert not {"worker_died", "agent_lost", "comm_error"} & {event["name"] for event in cluster.events()}
         # A lasting cut is detected by silence; training continues without the node, which returns after the cut.
-        proxy.cut = True
+        cluster.cut("n1")
         cluster.watch(lambda: cluster.events("agent_lost"), "the loss", 60)
         (lost,) = cluster.events("agent_lost")
         assert lost["node"] == "n1"
         assert 1 <= lost["silent"] < 5
         (alone,) = cluster.wait_world(1, after=time.time())
         assert (alone["node"], alone["pid"]) == ("n0", pids["n0"])
-        proxy.cut = False
+        cluster.heal("n1")
         back = {line["node"]: line["pid"] for line in cluster.wait_world(2, after=time.time())}
         assert back["n0"] == pids["n0"]
         assert back["n1"] != pids["n1"], "fenced by its own agent, and started anew"

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults.cluster import Cluster, Note, kill, lives, until
+from faults.cluster import Cluster, Note
 from faults.judge import Reference, check_exact
+
+from unicron_lightning.local_cluster.processes import kill, lives, until
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(420)]
 

@@ -12,17 +12,20 @@ import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
-from coordinator.shell import Coordinator
-from faults.cluster import Cluster, until
-from faults.proxy import Proxy
+from faults.cluster import Cluster
 
 from unicron_lightning import wire
+from unicron_lightning.local_cluster.processes import until
+from unicron_lightning.local_cluster.proxy import Proxy
 from unicron_lightning.proof import ANSWER_HEADER
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(420)]
 
 TOY = Path(__file__).parents[1] / "agent" / "toy_worker.py"
-OPTIONS = ("health.pair_check=true", "health.pair_time=1", "health.pair_retry=1", "health.pair_size=0.5")
+OPTIONS = (
+    *("health.pair_check=true", "health.pair_time=1", "health.pair_retry=1", "health.pair_size=0.5"),
+    "coordinator.exit_when_idle=true",
+)
 
 
 class Detour:
@@ -101,14 +104,14 @@ class Detour:
 
 
 def test_a_node_is_kept_out_while_its_data_do_not_get_through(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, agents=1, nodes="1:2", script=TOY)
-    cluster.state_dir.mkdir()
-    coordinator = Coordinator(cluster.state_dir, *OPTIONS, "coordinator.exit_when_idle=true", port=cluster.port)
-    with coordinator, Proxy(1) as proxy, Detour(cluster.port, proxy) as detour, cluster:
-        cluster.start("n1", detour.port)
-        until("the coordinator", cluster.coordinator)
+    with (
+        Cluster(tmp_path, agents=1, nodes="1:2", script=TOY, coordinator=OPTIONS) as cluster,
+        Proxy(1) as proxy,
+        Detour(cluster.port, proxy) as detour,
+    ):
+        cluster.start_node("n1", port=detour.port)
         until("the first node's slot", lambda: cluster.events("slot_granted"))
-        proxy.cut = True
+        proxy.cut()
         detour.open()
         (told,) = until("the report", lambda: cluster.events("error_reported"))
         assert (told["kind"], told["severity"], told["node"]) == ("link_degraded", "SEV3", "n1")
@@ -118,7 +121,7 @@ def test_a_node_is_kept_out_while_its_data_do_not_get_through(tmp_path: Path) ->
         until("two more tries", lambda: detour.exchanges >= 3)
         assert [event["node"] for event in cluster.events("slot_granted")] == ["n0"]
         assert "node_barred" in (tmp_path / "agent-n1.log").read_text()
-        proxy.cut = False
+        proxy.heal()
         until("its slot", lambda: len(cluster.events("slot_granted")) == 2)
         (checked,) = cluster.events("pair_checked")
         assert (checked["node"], checked["partner_node"]) == ("n1", "n0")

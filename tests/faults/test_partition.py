@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from faults.cluster import Cluster, until
+from faults.cluster import Cluster
 from faults.judge import Reference, check_exact
 from faults.network import Network, why_not
 
@@ -20,29 +18,15 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(420)]
 @contextmanager
 def apart(folder: Path, *nodes: str) -> Iterator[tuple[Cluster, Network]]:
     """Agents on nodes of their own, and the coordinator at the switch between them."""
-    cluster = Cluster(folder, agents=0)
-    cluster.state_dir.mkdir()
-    command = [sys.executable, "-m", "unicron_lightning.coordinator", "cluster=network", "coordinator=embedded"]
-    where = [f"coordinator.port={cluster.port}", f"store.state_dir={cluster.state_dir}"]
-    with Network(*nodes) as network, (cluster.state_dir / "coordinator.log").open("wb") as log:
-        coordinator = subprocess.Popen([*network.at_switch(), *command, *where], stderr=log)
-        try:
-            with cluster:
-                cluster.network = network
-                until("the coordinator", cluster.coordinator)
-                for node in nodes:
-                    cluster.start(node)
-                yield cluster, network
-        finally:
-            coordinator.terminate()
-            coordinator.wait(20)
+    options = ["cluster=network", "coordinator=embedded"]
+    with Network(*nodes) as network, Cluster(folder, agents=len(nodes), coordinator=options, network=network) as made:
+        yield made, network
 
 
 @pytest.fixture(autouse=True)
-def _needs_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
+def _needs_namespaces() -> None:
     if reason := why_not():
         pytest.skip(reason)
-    monkeypatch.setenv("UNICRON_TOKEN", "beyond loopback there is no token by default")
 
 
 @pytest.mark.parametrize(("nodes", "both"), [(("n0", "n1", "n2"), True), (("n0", "n1"), False)])
@@ -66,6 +50,5 @@ def test_training_continues_without_one_side_and_takes_it_back(
         assert len(cluster.events("node_readmitted")) == 1
         assert not cluster.events("agent_lost")
         (cluster.folder / "finish_in_any_world").touch()
-        cluster.watch(lambda: all(agent.poll() is not None for agent in cluster.agents.values()), "the end", 200)
-        assert {agent.returncode for agent in cluster.agents.values()} == {0}
+        assert set(cluster.wait_exit(200).values()) == {0}
         check_exact(tmp_path, reference, workers=len(nodes))

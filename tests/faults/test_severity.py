@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from coordinator.shell import Coordinator
-from faults.cluster import Cluster, lives, until
+from faults.cluster import Cluster
 from faults.judge import Reference, check_exact
 
-from unicron_lightning.cli.client import fetch
 from unicron_lightning.faults.examples import EXAMPLES
+from unicron_lightning.local_cluster.processes import lives, until
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(420)]
 
@@ -24,19 +21,17 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(420)]
 @contextmanager
 def failing(folder: Path, *limits: str, agents: int, faults: Sequence[str] = (), **settings: Any) -> Iterator[Cluster]:
     """A cluster whose workers are struck by the faults, and a coordinator with small limits."""
-    cluster = Cluster(folder, agents=agents, settings={"faults": list(faults), **settings})
-    cluster.state_dir.mkdir()
     # An early exit would lose its limits: slow agents that register later would start their own coordinator.
-    own = ["coordinator.exit_when_idle=true", "coordinator.startup_linger=300", "coordinator.allow_injection=true"]
-    with Coordinator(cluster.state_dir, *limits, *own, port=cluster.port), cluster:
+    options = [*limits, "coordinator.exit_when_idle=true", "coordinator.startup_linger=300"]
+    given = {"faults": list(faults), **settings}
+    with Cluster(folder, agents=agents, settings=given, coordinator=options) as cluster:
         yield cluster
 
 
 def test_a_script_that_raises_at_a_step_is_stopped_the_second_time_with_its_traceback(tmp_path: Path) -> None:
     faults = ["raise other_software_error rank=all from_step=4 phase=forward times=1000"]
     with failing(tmp_path, agents=2, faults=faults, full=2, slow=0.02) as cluster:
-        until("the agents' end", lambda: all(agent.poll() is not None for agent in cluster.agents.values()), 150)
-        assert {agent.returncode for agent in cluster.agents.values()} == {1}
+        assert set(cluster.wait_exit(150).values()) == {1}
         (stopped,) = cluster.events("task_stopped")
         assert stopped["step"] == 4
         assert stopped["rule"] == "the program fails"
@@ -66,8 +61,7 @@ def test_a_script_that_raises_at_a_step_is_stopped_the_second_time_with_its_trac
 def test_a_wrong_setting_is_tried_once(tmp_path: Path) -> None:
     script = Path(__file__).with_name("wrong_setting.py")
     with Cluster(tmp_path, agents=2, nodes="1:2", script=script) as cluster:
-        until("the agents' end", lambda: all(agent.poll() is not None for agent in cluster.agents.values()), 150)
-        assert {agent.returncode for agent in cluster.agents.values()} == {1}
+        assert set(cluster.wait_exit(150).values()) == {1}
         (stopped,) = cluster.events("task_stopped")
         assert stopped["rule"] == "a value is wrong"
         assert "automatic_optimization is False" in stopped["reason"]
@@ -86,7 +80,7 @@ def test_a_node_on_which_every_worker_dies_is_cordoned_and_the_others_train_on(t
         (world,) = cluster.wait_world(1, after=time.time())
         assert world["node"] == "n0"
         assert len({line["pid"] for line in cluster.notes("step")}) == 1, "n0 was never restarted"
-        until("the agent's standing by", lambda: "cordoned: n1" in shown(cluster), 60)
+        until("the agent's standing by", lambda: "cordoned: n1" in cluster.unicron("status").stdout, 60)
         assert cluster.agents["n1"].poll() is None
         died = len(cluster.events("worker_died"))
         cluster.finish()
@@ -98,7 +92,7 @@ def test_a_worker_that_hangs_in_a_recovery_is_killed_and_joins_again(tmp_path: P
     with failing(tmp_path, "detection.recovery_time=5", agents=3) as cluster:
         before = {line["node"]: line["pid"] for line in cluster.wait_world(3)}
         for fault in ("hang node=n1 phase=exchange", "kill node=n0"):
-            fetch(f"127.0.0.1:{cluster.port}", "/v1/tasks/task/inject", method="POST", body={"fault": fault})
+            cluster.inject(fault)
         cluster.watch(lambda: cluster.events("workers_restarted"), "the restart", 60)
         (event,) = cluster.events("workers_restarted")
         assert (event["node"], event["kind"]) == ("n1", "recovery_stuck")
@@ -106,10 +100,3 @@ def test_a_worker_that_hangs_in_a_recovery_is_killed_and_joins_again(tmp_path: P
         cluster.wait_world(3, after=time.time())
         cluster.finish()
         check_exact(tmp_path, reference, workers=3)
-
-
-def shown(cluster: Cluster) -> str:
-    """The output of `unicron status`."""
-    code = "from unicron_lightning.cli import main; main()"
-    command = [sys.executable, "-c", code, "status", "--endpoint", f"127.0.0.1:{cluster.port}"]
-    return subprocess.run(command, check=True, timeout=60, capture_output=True, text=True).stdout

@@ -8,8 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
-from faults.cluster import Cluster, kill, lives
+from faults.cluster import Cluster
 from faults.judge import Reference, check_exact
+
+from unicron_lightning.local_cluster.processes import kill, lives
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(420)]
 
@@ -71,7 +73,7 @@ def test_an_agent_that_was_stopped_cannot_use_a_place_that_is_anothers(tmp_path:
         kill(a.agents["n0"].pid, signal.SIGSTOP)
         for path in a.state_dir.glob("coordinator.sqlite*"):
             path.unlink()
-        b.start("n0")
+        b.start_node("n0")
         b.watch(lambda: "slot_in_use" in (b.folder / "agent-n0.log").read_text(), "the lock being met", 60)
         assert lives(held["pid"]) and not b.notes.all(), "b has been granted the slot, and waits all the same"
         kill(a.agents["n0"].pid)

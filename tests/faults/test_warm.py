@@ -8,8 +8,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from faults.cluster import Cluster, Note, kill, lives, until
+from faults.cluster import Cluster, Note
 from faults.judge import Reference, check_exact
+
+from unicron_lightning.local_cluster.processes import kill, lives, until
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(420)]
 

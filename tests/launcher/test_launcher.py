@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from node.managed import Managed
 
 from unicron_lightning.launcher.job import quoted
+from unicron_lightning.local_cluster.cluster import LocalCluster
 
 PROGRAM = Path(__file__).with_name("program.py")
 
@@ -36,18 +36,16 @@ def sweep(folder: Path, *overrides: str, **environment: str) -> tuple[subprocess
 
 
 def test_a_sweep_shares_a_cluster_and_its_results_come_in_order(tmp_path: Path) -> None:
-    with Managed(tmp_path) as cluster:
-        cluster.start("n0")
-        cluster.start("n1")
+    with LocalCluster(nodes=2, folder=tmp_path / "cluster") as cluster:
         done, returns = sweep(
             tmp_path,
             "x=1,2,13,4",
             f"hydra.launcher.endpoint={cluster.endpoint}",
             "hydra.launcher.max_restarts=1",
-            UNICRON_TOKEN="secret",
+            UNICRON_TOKEN=cluster.access.token.secret,
         )
         assert len(returns) == 4, done.stderr
-        jobs = json.loads(cluster.unicron("jobs", "--json"))
+        jobs = cluster.fetch("/v1/jobs")
     assert [each["x"] for each in returns] == [1, 2, 13, 4]
     assert [each["number"] for each in returns] == [0, 1, 2, 3]
     assert [each["status"] for each in returns] == ["COMPLETED", "COMPLETED", "FAILED", "COMPLETED"]

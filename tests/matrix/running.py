@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from faults.cluster import free_port
+from unicron_lightning.local_cluster.processes import free_port
 
 SCRIPT = Path(__file__).with_name("train.py")
 

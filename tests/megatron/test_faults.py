@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults.cluster import Cluster, until
+from faults.cluster import Cluster
 from faults.healing import check, check_validation, healed
 from faults.megatron import MODEL, SCRIPT, ZERO1, wait_replicas
 
@@ -72,7 +72,7 @@ def test_kills_heal_bit_by_bit(name: str, tmp_path: Path, worlds: Any) -> None:
         if name == RESIZED:
             resize(cluster)
         (tmp_path / "finish").touch()
-        until("the agents' end", lambda: all(agent.poll() is not None for agent in cluster.agents.values()), 150)
+        cluster.wait_exit(150)
         names = [event["name"] for event in cluster.events()]
         cluster.wait_end()
     assert "task_restarts" not in names

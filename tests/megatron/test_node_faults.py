@@ -8,9 +8,11 @@ from typing import Any
 
 import psutil
 import pytest
-from faults.cluster import Cluster, kill, lives, until
+from faults.cluster import Cluster
 from faults.healing import check
 from faults.megatron import MODEL, SCRIPT, wait_replicas
+
+from unicron_lightning.local_cluster.processes import kill, lives, until
 
 pytest.importorskip("megatron.core.package_info")
 

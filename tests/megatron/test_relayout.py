@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from faults.cluster import Cluster, kill, until
+from faults.cluster import Cluster
 from faults.megatron import MODEL, SCRIPT, ZERO1, finals, notes, wait_replicas
+
+from unicron_lightning.local_cluster.processes import kill
 
 pytest.importorskip("megatron.core.package_info")
 
@@ -41,7 +43,7 @@ def test_pipelines_become_slices_without_losing_a_step(tmp_path: Path, worlds: A
         kill(moved[-1]["pid"], signal.SIGKILL)
         healed = wait_replicas(cluster, tp=2, after=time.time())
         (tmp_path / "finish").touch()
-        until("the agents' end", lambda: all(agent.poll() is not None for agent in cluster.agents.values()), 150)
+        cluster.wait_exit(150)
         events = cluster.events()
         cluster.wait_end()
     assert {note["pid"] for note in moved} & {note["pid"] for note in healed}, "healed in process"

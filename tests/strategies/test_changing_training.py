@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import signal
-import sqlite3
-from contextlib import closing
 from typing import Any
 
 import pytest
 import torch
-from agent.torchrun import Cluster, until
+from agent.torchrun import Cluster
 from programs import changing_worker
 from programs.launching import PROGRAMS
+
+from unicron_lightning.local_cluster.processes import until
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(240)]
 
@@ -26,19 +25,17 @@ class Run:
     """The results of a finished run."""
 
     def __init__(self, cluster: Cluster, founder: int) -> None:
-        with closing(sqlite3.connect(cluster.state_dir / "coordinator.sqlite", timeout=10)) as database:
-            rows = database.execute("SELECT name, fields FROM events ORDER BY seq").fetchall()
-        self.events = [(name, json.loads(fields)) for name, fields in rows]
+        self.events = [(event["name"], event["fields"]) for event in cluster.events()]
         self.founder = founder
         self.logs = "".join(path.read_text() for path in cluster.folder.glob("agent-*.log"))
-        self.steps = cluster.events("step")
-        self.validated = cluster.events("validated")
+        self.steps = cluster.notes("step")
+        self.validated = cluster.notes("validated")
         self.results = [torch.load(path, weights_only=False) for path in cluster.folder.glob("result-*.pt")]
 
 
 def world_of_two(cluster: Cluster) -> tuple[int, int] | None:
     """The processes by rank, once each has finished a step in such a world."""
-    pids = {line["rank"]: line["pid"] for line in cluster.events("step", world=2)}
+    pids = {line["rank"]: line["pid"] for line in cluster.notes("step", world=2)}
     return (pids[0], pids[1]) if len(pids) == 2 else None
 
 
@@ -49,13 +46,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """
     folder = tmp_path_factory.mktemp("changing")
     with Cluster(folder, str(PROGRAMS / "changing_worker.py"), "1:2") as cluster:
-        cluster.start()
-        until("the changes", lambda: any(line["step"] > FREEZE_STEP for line in cluster.events("step")), START)
-        cluster.start()
+        cluster.add_node()
+        until("the changes", lambda: any(line["step"] > FREEZE_STEP for line in cluster.notes("step")), START)
+        cluster.add_node()
         founder, joiner = until("a world of two", lambda: world_of_two(cluster), START)
         (folder / f"terminate-training_step-{founder}").touch()
         pair = {founder, joiner}
-        until("another joiner", lambda: {line["pid"] for line in cluster.events("step", world=2)} - pair, START)
+        until("another joiner", lambda: {line["pid"] for line in cluster.notes("step", world=2)} - pair, START)
         assert cluster.finish() == [0, 0]
         return Run(cluster, founder)
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from agent.torchrun import free_port
 from programs import jobs
 from programs.launching import PROGRAMS, launch
 
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.local_cluster.processes import free_port
 from unicron_lightning.strategies.checkpointing import count_steps
 
 pytestmark = [

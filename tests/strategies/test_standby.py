@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from agent.torchrun import free_port
 from programs.launching import PROGRAMS, launch
+
+from unicron_lightning.local_cluster.processes import free_port
 
 SCRIPT = """
 import os

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from agent.torchrun import free_port
 from programs import scenarios
 from programs.launching import PROGRAMS, launch
+
+from unicron_lightning.local_cluster.processes import free_port
 
 pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")
 

@@ -1,26 +1,24 @@
-"""Three torchrun agents on this machine, with methods to kill them."""
+"""The clusters of the two acts: local clusters whose workers' diaries are read."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import socket
-import sqlite3
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from unicron_lightning.cli.client import fetch
 from unicron_lightning.demo.diary import Diary, Line
 from unicron_lightning.errors import CoordinatorUnavailable
+from unicron_lightning.local_cluster.cluster import LocalCluster
+from unicron_lightning.local_cluster.processes import until
+
+ENVIRONMENT: Final = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 
 
-class Cluster:
-    """Agents of one task with an embedded coordinator. A context manager that leaves no process behind.
+class OneTask(LocalCluster):
+    """Agents of one task with an embedded coordinator.
 
     Args:
         out: folder for logs, diaries and results.
@@ -29,49 +27,14 @@ class Cluster:
     """
 
     def __init__(self, out: Path, nodes: int, arguments: Sequence[str] = ()) -> None:
-        out.mkdir(parents=True, exist_ok=True)
-        self.out = out
-        self._arguments = [*arguments, "--out", str(out), "--nodes", str(nodes)]
-        self._port = free_port()
-        self._agents: dict[int, subprocess.Popen[bytes]] = {}
-        self._diary = Diary(out)
-        for node in range(nodes):
-            self.start_agent(node)
-
-    def __enter__(self) -> Cluster:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for agent in self._agents.values():
-            if agent.poll() is None:
-                agent.terminate()
-        for agent in self._agents.values():
-            try:
-                agent.wait(20)
-            except subprocess.TimeoutExpired:
-                agent.kill()
-                agent.wait()
+        command = ["-m", "unicron_lightning.demo.train", *arguments, "--out", str(out), "--nodes", str(nodes)]
+        super().__init__(command, nodes=nodes, task="demo", environment=ENVIRONMENT, folder=out)
+        self._diary = Diary(self.folder)
 
     @property
     def diary(self) -> list[Line]:
         """Lines of all workers so far."""
         return self._diary.lines
-
-    def start_agent(self, node: int) -> None:
-        """Start (or restart) the node's agent, as a user would by hand."""
-        command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "unicron"]
-        command += ["--rdzv-endpoint", f"127.0.0.1:{self._port}", "--rdzv-id", "demo"]
-        command += ["--rdzv-conf", f"node=node{node},allow_injection=true"]
-        command += ["--nnodes", "1:3", "--nproc-per-node", "1", "--max-restarts", "1000"]
-        command += ["-m", "unicron_lightning.demo.train", *self._arguments]
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "UNICRON_STATE_DIR": str(self.out / "coordinator"),
-            "PYTHONWARNINGS": "ignore",
-        }
-        with (self.out / f"agent-node{node}.log").open("ab") as log:
-            self._agents[node] = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
 
     def wait(self, timeout: float) -> None:
         """Wait until all agents have exited.
@@ -80,28 +43,19 @@ class Cluster:
             RuntimeError: an agent has failed; the message names its log.
             TimeoutError: the agents have not exited in ``timeout`` seconds.
         """
-        deadline = time.monotonic() + timeout
-        while any(agent.poll() is None for agent in self._agents.values()):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"training did not end within {timeout} s; logs are in {self.out}")
-            self._diary.read()
-            time.sleep(0.05)
+        failed = {node: code for node, code in self.wait_exit(timeout).items() if code}
+        if failed:
+            raise RuntimeError(f"agents ended with {failed}; logs are in {self.folder}")
         self._diary.read()
-        for node, agent in self._agents.items():
-            if agent.returncode:
-                raise RuntimeError(f"agent {node} ended with {agent.returncode}; see {self.out}/agent-node{node}.log")
 
-    def until(self, condition: Callable[[], dict[str, Any] | None], timeout: float = 120.0) -> dict[str, Any]:
-        """Read the diaries until ``condition`` returns a line; return the line."""
-        deadline = time.monotonic() + timeout
-        while True:
+    def wait_line(self, condition: Callable[[], Line | None], timeout: float = 120.0) -> None:
+        """Read the diaries until ``condition`` returns a line."""
+
+        def read() -> Line | None:
             self._diary.read()
-            line = condition()
-            if line is not None:
-                return line
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"the condition did not hold within {timeout} s; logs are in {self.out}")
-            time.sleep(0.001)
+            return condition()
+
+        until(f"a line of the diaries; logs are in {self.folder}", read, timeout, poll_seconds=0.001)
 
     def step(self) -> int:
         """Last finished step."""
@@ -111,42 +65,75 @@ class Cluster:
         """Process of the node's present worker."""
         return int([x for x in self.diary if x["event"] == "start" and x["node"] == f"node{node}"][-1]["pid"])
 
-    def kill_worker(self, node: int) -> float:
-        """Send SIGKILL to the node's worker; return the time."""
-        return self._inject(f"kill node=node{node}")
-
-    def kill_agent(self, node: int) -> float:
-        """Send SIGKILL to the node's agent, with which its worker dies; return the time."""
-        at = self._inject(f"kill agent node=node{node}")
-        self._agents[node].wait()
-        return at
-
-    def kill_coordinator(self) -> float:
-        """Send SIGKILL to the embedded coordinator; return the time."""
-        with contextlib.suppress(CoordinatorUnavailable):  # it no longer answers
-            self._inject("kill coordinator")
-        return self._injected_at()
-
-    def _inject(self, fault: str) -> float:
+    def strike(self, fault: str) -> float:
         """Inject a fault; return the time at which it was noted, just before it struck."""
-        fetch(f"127.0.0.1:{self._port}", "/v1/tasks/demo/inject", method="POST", body={"fault": fault})
-        return self._injected_at()
+        with contextlib.suppress(CoordinatorUnavailable):  # a killed coordinator does not answer
+            self.inject(fault)
+        return float(self.events("fault_injected")[-1]["at"])
 
-    def _injected_at(self) -> float:
-        return float([event for event in self.events() if event["name"] == "fault_injected"][-1]["at"])
 
-    def events(self) -> list[dict[str, Any]]:
-        """The task's event log, read from the coordinator's database, which also exists without a running
-        coordinator.
+class SharedNodes(LocalCluster):
+    """A coordinator, daemons and submitted jobs, each with a diary in a folder of its name.
+
+    Args:
+        out: folder for logs, the coordinator's state and the tasks' own folders.
+        nodes: number of nodes, each with one slot.
+    """
+
+    def __init__(self, out: Path, nodes: int) -> None:
+        super().__init__(nodes=nodes, environment=ENVIRONMENT, folder=out)
+        self._diaries: dict[str, Diary] = {}
+
+    # ---- actions
+
+    def start_job(self, name: str, command: Sequence[str], **limits: float) -> None:
+        """Submit a job, whose output goes to its folder."""
+        folder = self.folder / name
+        folder.mkdir()
+        self._diaries[name] = Diary(folder)
+        self.submit(name, [*command, "--out", str(folder)], **limits)
+
+    def stop(self, task: str) -> float:
+        """End a task's training successfully; return the time."""
+        (self.folder / task / "stop").touch()
+        return time.time()
+
+    # ---- observations
+
+    def world(self, task: str, after: float = 0.0) -> int:
+        """Number of workers that finished the task's last step, if it was later than ``after``."""
+        steps = self.steps(task)
+        return int(steps[-1]["world"]) if steps and steps[-1]["at"] > after else 0
+
+    def wait_worlds(self, worlds: Mapping[str, int], timeout: float = 150.0) -> float:
+        """Wait until each named task has finished a new step with the given number of workers; return the start of the
+        wait.
+
+        Raises:
+            TimeoutError: a task has not within ``timeout`` seconds; the message names it and the folder of the logs.
         """
-        (path,) = (self.out / "coordinator").rglob("coordinator.sqlite")
-        with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
-            rows = database.execute("SELECT at, name, incident, fields FROM events ORDER BY seq").fetchall()
-            return [{"at": row[0], "name": row[1], "incident": row[2], "fields": json.loads(row[3])} for row in rows]
+        since = time.time()
+        for task, size in worlds.items():
+            self.until(f"{task} with {size} workers", partial(self._trains, task, size, since), timeout)
+        return since
 
+    def diary(self, task: str) -> list[Line]:
+        """Lines of all workers of a task so far."""
+        self._diaries[task].read()
+        return self._diaries[task].lines
 
-def free_port() -> int:
-    """A TCP port of the loopback address without a listener."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    def steps(self, task: str) -> list[Line]:
+        """The finished steps, each once, in order."""
+        first: dict[int, Line] = {}
+        for line in self.diary(task):
+            if line["event"] == "step":
+                first.setdefault(line["step"], line)
+        return [first[step] for step in sorted(first)]
+
+    def nodes_of(self, task: str) -> list[str]:
+        """Nodes whose slot is assigned to the task by the present plan."""
+        assigned: dict[str, Any] = self.status()["assigned"]
+        return sorted(place.split("/")[0] for place, name in assigned.items() if name == task)
+
+    def _trains(self, task: str, size: int, since: float) -> bool:
+        return self.world(task, since) == size

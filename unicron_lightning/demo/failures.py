@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from unicron_lightning.demo.cluster import Cluster
+from unicron_lightning.demo.cluster import OneTask
 from unicron_lightning.demo.diary import Line
 from unicron_lightning.demo.picture import draw
 from unicron_lightning.demo.proof import (
@@ -60,10 +60,10 @@ def show(console: Console, out: Path, steps_per_epoch: int) -> bool:
     arguments = ["--epochs", "2", "--steps-per-epoch", str(steps_per_epoch)]
     broken, clean = (out / name for name in ("failures", "reference"))
     console.rule("1. Training through failures")
-    with Cluster(broken.absolute(), NODES, arguments) as cluster:
+    with OneTask(broken.absolute(), NODES, arguments) as cluster:
         run = _train_through_failures(cluster, console)
     console.rule("2. The same training without failures")
-    with Cluster(clean.absolute(), NODES, arguments) as cluster:
+    with OneTask(clean.absolute(), NODES, arguments) as cluster:
         cluster.wait(300)
         reference = cluster.diary
     console.print(f"{len(loss_curve(reference))} steps done")
@@ -80,7 +80,7 @@ def show(console: Console, out: Path, steps_per_epoch: int) -> bool:
     return passed
 
 
-def _train_through_failures(cluster: Cluster, console: Console) -> Run:
+def _train_through_failures(cluster: OneTask, console: Console) -> Run:
     faults: list[DemoFault] = []
     dead: set[int] = set()
 
@@ -88,27 +88,28 @@ def _train_through_failures(cluster: Cluster, console: Console) -> Run:
         faults.append(DemoFault(name=name, at=at, step=cluster.step()))
         console.print(f"step {cluster.step():>3}: {name}")
 
-    cluster.until(lambda: _in_step(cluster, 20, 1))
+    cluster.wait_line(lambda: _in_step(cluster, 20, 1))
     dead.add(cluster.worker(1))
-    struck("SIGKILL of a worker in the middle of its micro-batches", cluster.kill_worker(1))
-    cluster.until(lambda: _world(cluster, NODES, faults[-1].at))
+    struck("SIGKILL of a worker in the middle of its micro-batches", cluster.strike("kill node=node1"))
+    cluster.wait_line(lambda: _world(cluster, NODES, faults[-1].at))
     console.print(f"step {cluster.step():>3}: the worker is back")
     wanted = cluster.step() + 15
-    cluster.until(lambda: _in_step(cluster, wanted, 0))
+    cluster.wait_line(lambda: _in_step(cluster, wanted, 0))
     dead.add(cluster.worker(0))
-    struck("SIGKILL of an agent with its worker", cluster.kill_agent(0))
-    cluster.until(lambda: _world(cluster, NODES - 1, faults[-1].at))
-    cluster.start_agent(0)
-    cluster.until(lambda: _world(cluster, NODES, faults[-1].at + 1))
+    struck("SIGKILL of an agent with its worker", cluster.strike("kill agent node=node0"))
+    cluster.agents["node0"].wait()
+    cluster.wait_line(lambda: _world(cluster, NODES - 1, faults[-1].at))
+    cluster.start_node("node0")
+    cluster.wait_line(lambda: _world(cluster, NODES, faults[-1].at + 1))
     console.print(f"step {cluster.step():>3}: a new agent and its worker have joined")
     wanted = cluster.step() + 15
-    cluster.until(lambda: _finished(cluster, wanted))
-    struck("SIGKILL of the coordinator", cluster.kill_coordinator())
+    cluster.wait_line(lambda: _finished(cluster, wanted))
+    struck("SIGKILL of the coordinator", cluster.strike("kill coordinator"))
     cluster.wait(300)
     return Run(diary=cluster.diary, faults=faults, dead=dead, events=cluster.events())
 
 
-def _in_step(cluster: Cluster, step: int, node: int) -> Line | None:
+def _in_step(cluster: OneTask, step: int, node: int) -> Line | None:
     """The second micro-batch of a step not before ``step``, computed by the node's worker in a complete world."""
     if cluster.step() < step or _world(cluster, NODES, 0) is None:
         return None
@@ -117,12 +118,12 @@ def _in_step(cluster: Cluster, step: int, node: int) -> Line | None:
     return mine[-1] if len(mine) > 1 and mine[-1]["step"] == mine[-2]["step"] == cluster.step() else None
 
 
-def _world(cluster: Cluster, size: int, after: float) -> Line | None:
+def _world(cluster: OneTask, size: int, after: float) -> Line | None:
     """A step finished by ``size`` workers."""
     return next((x for x in cluster.diary if x["event"] == "step" and x["at"] > after and x["world"] == size), None)
 
 
-def _finished(cluster: Cluster, step: int) -> Line | None:
+def _finished(cluster: OneTask, step: int) -> Line | None:
     return next((x for x in cluster.diary if x["event"] == "step" and x["step"] >= step), None)
 
 

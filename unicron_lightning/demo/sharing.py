@@ -16,8 +16,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from unicron_lightning.demo.cluster import SharedNodes
 from unicron_lightning.demo.diary import Line, computed_again
-from unicron_lightning.demo.nodes import Nodes
 from unicron_lightning.demo.report import report
 from unicron_lightning.demo.sharing_picture import draw
 from unicron_lightning.demo.waf import Phase, Work, longest_stand, mean_waf, waf_over_time
@@ -54,7 +54,7 @@ def show(console: Console, out: Path) -> bool:
         console: for the output.
         out: new folder for logs and the picture.
     """
-    with Nodes(out.absolute(), NODES) as nodes:
+    with SharedNodes(out.absolute(), NODES) as nodes:
         story = _play(nodes, console)
         events = nodes.events()
         steps = {task: nodes.steps(task) for task in WEIGHTS}
@@ -71,7 +71,7 @@ def show(console: Console, out: Path) -> bool:
     return passed
 
 
-def _play(nodes: Nodes, console: Console) -> Story:
+def _play(nodes: SharedNodes, console: Console) -> Story:
     story = Story()
 
     def struck(at: float, what: str) -> None:
@@ -91,7 +91,7 @@ def _play(nodes: Nodes, console: Console) -> Story:
 
     for task, weight in WEIGHTS.items():
         command = [*_TRAIN, *_ENDLESS, "--pace", "0.04", "--until-told"]
-        nodes.submit(task, command, weight=weight, min_nodes=MINIMUMS[task], max_nodes=MOST)
+        nodes.start_job(task, command, weight=weight, min_nodes=MINIMUMS[task], max_nodes=MOST)
     steady("two tasks, six nodes", heavy=4, light=2)
     victim = nodes.nodes_of("heavy")[-1]
     story.killed = {x["pid"] for x in nodes.diary("heavy") if x["event"] == "start" and x["node"] == victim}
@@ -100,10 +100,10 @@ def _play(nodes: Nodes, console: Console) -> Story:
     struck(nodes.start_node(victim), "the node returns")
     steady("six nodes again", heavy=4, light=2)
     struck(nodes.stop("heavy"), "the heavy task ends")
-    nodes.wait_success("heavy")
+    nodes.wait_state("succeeded", task="heavy")
     steady("the light task has the room", light=4)
     nodes.stop("light")
-    nodes.wait_success("light")
+    nodes.wait_state("succeeded", task="light")
     return story
 
 

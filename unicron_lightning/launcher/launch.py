@@ -5,27 +5,33 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobRuntime, JobStatus, configure_log, filter_overrides, setup_globals
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from unicron_lightning.agent.options import parse_endpoint
 from unicron_lightning.cli.client import Access
-from unicron_lightning.credentials import token_for
+from unicron_lightning.credentials import is_loopback, token_for
 from unicron_lightning.errors import ConfigError, UnicronError
 from unicron_lightning.jobs import Job, problem
 from unicron_lightning.launcher import result
 from unicron_lightning.launcher.config import LauncherConfig
 from unicron_lightning.launcher.job import Script, job_name, job_of, this_script
-from unicron_lightning.launcher.local import local_cluster, nothing_listens
 from unicron_lightning.launcher.sweep import Ended, Sweep, asking
+from unicron_lightning.local_cluster.cluster import LocalCluster
 from unicron_lightning.tls import trust_for
 
 logger = logging.getLogger(__name__)
+
+_STOP_SECONDS: Final = 30.0
 
 
 class SweepJobFailed(UnicronError):
@@ -106,9 +112,22 @@ def finish(returned: JobReturn, name: str, end: Ended) -> None:
 
 @contextmanager
 def _cluster(options: LauncherConfig, sweep_dir: Path) -> Iterator[tuple[str, Access]]:
-    if options.embedded and nothing_listens(options.endpoint):
-        with local_cluster(options.slots, sweep_dir / ".unicron") as cluster:
-            yield cluster
+    if options.embedded and _nothing_listens(options.endpoint):
+        with (
+            TemporaryDirectory(
+                prefix="unicron-sweep-"
+            ) as state,  # not in the sweep's folder, which may be a shared one
+            # One node with a fixed name, because the name is in the paths of logs.
+            LocalCluster(
+                nodes=["local"],
+                workers_per_node=options.slots,
+                environment={},
+                folder=sweep_dir / ".unicron",
+                state_dir=Path(state),
+                stop_seconds=_STOP_SECONDS,
+            ) as cluster,
+        ):
+            yield cluster.endpoint, cluster.access
     else:
         host = options.endpoint.rpartition(":")[0] or options.endpoint
         token = token_for(host, options.token_file, option="hydra.launcher.token_file=")
@@ -120,6 +139,18 @@ def _cluster(options: LauncherConfig, sweep_dir: Path) -> Iterator[tuple[str, Ac
             option="hydra.launcher.tls=",
         )
         yield options.endpoint, Access(token=token, forwarded=options.forwarded, trust=trust)
+
+
+def _nothing_listens(endpoint: str) -> bool:
+    """Whether the endpoint is a loopback address that does not answer."""
+    host, port = parse_endpoint(endpoint)
+    if not is_loopback(host):
+        return False
+    try:
+        with socket.create_connection((host, port), timeout=1.0):
+            return False
+    except OSError:
+        return True
 
 
 def _composed(context: HydraContext, config: DictConfig, overrides: Sequence[str], number: int) -> DictConfig:

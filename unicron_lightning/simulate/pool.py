@@ -10,7 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from types import FrameType
 
-from unicron_lightning.launcher.tied import tie_to
+from unicron_lightning.local_cluster.tied import tie_to
 
 
 @contextmanager

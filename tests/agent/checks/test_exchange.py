@@ -12,12 +12,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from faults.proxy import Proxy
 
 from unicron_lightning import wire
 from unicron_lightning.agent.checks import exchange
 from unicron_lightning.agent.checks.exchange import CHUNK, Exchanges
 from unicron_lightning.detection.pairs import PairLimits, fault
+from unicron_lightning.local_cluster.proxy import Proxy
 from unicron_lightning.wire.peers import Amount
 
 LITTLE = Amount(size=3 << 20, seconds=20.0)

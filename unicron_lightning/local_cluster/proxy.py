@@ -1,6 +1,4 @@
-"""A TCP proxy before a coordinator, which can stop forwarding without closing connections, or break every
-connection.
-"""
+"""A TCP proxy that can stop forwarding without closing connections, or break every connection."""
 
 from __future__ import annotations
 
@@ -15,31 +13,49 @@ from types import TracebackType
 class Proxy:
     """Forwards from `port` to another port of this machine, in a thread.
 
-    While it is `cut`, sent data stays in the sockets, and new connections are accepted but not served: no end is
-    notified. Once healed, all data is delivered.
+    While it is cut, sent data stays in the sockets, and new connections are accepted but not served: no end is
+    notified. Once healed, it delivers all data. It forwards until it is closed.
+
+    Args:
+        target: port to forward to.
+
+    Attributes:
+        port: listening port.
     """
 
     def __init__(self, target: int) -> None:
         self._target = target
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
-        self.cut = False
+        self._cut = False
         self._ends: dict[socket.socket, socket.socket] = {}
         self._unserved: list[socket.socket] = []
         self._break = self._closed = False
-        self._thread = threading.Thread(target=self._run, name="proxy")
+        self._thread = threading.Thread(target=self._run, name="proxy", daemon=True)
+        self._thread.start()
 
     def __enter__(self) -> Proxy:
-        self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all connections."""
         self._closed = True
         self._thread.join()
         for end in (*self._ends, *self._unserved, self._listener):
             end.close()
+
+    def cut(self) -> None:
+        """Stop forwarding."""
+        self._cut = True
+
+    def heal(self) -> None:
+        """Forward again."""
+        self._cut = False
 
     def retarget(self, target: int) -> None:
         """Connect to another port from now on."""
@@ -62,9 +78,9 @@ class Proxy:
                 for key, _ in selector.select(0.02):
                     if key.fileobj is self._listener:
                         self._unserved.append(self._listener.accept()[0])
-                    elif not self.cut and key.fileobj in self._ends:
-                        self._forward(selector, key.fileobj)  # type: ignore[arg-type]
-                if not self.cut:
+                    elif not self._cut and key.fileobj in self._ends:
+                        self._forward(selector, key.fileobj)
+                if not self._cut:
                     self._serve(selector)
                 elif self._ends:  # unread data stays readable: avoid spinning
                     threading.Event().wait(0.01)

@@ -1,6 +1,6 @@
 """Runs a module in a process that ends with its parent, by whatever cause.
 
-python -m unicron_lightning.launcher.tied PARENT-PID MODULE ARGUMENTS
+python -m unicron_lightning.local_cluster.tied PARENT-PID MODULE ARGUMENTS
 """
 
 from __future__ import annotations
