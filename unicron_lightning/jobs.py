@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass, field, fields
 from pathlib import PurePosixPath
 from typing import Final
 
 import msgspec
 
+from unicron_lightning.errors import ConfigError
 from unicron_lightning.wire.fields import MOST_WEIGHT, shortened
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -21,6 +23,45 @@ _MOST_TEXT_BYTES: Final = 128 << 10
 _MOST_BYTES: Final = 1 << 20
 """Limit for all arguments and variables together: half of Linux' default limit."""
 _MOST_PATH_BYTES: Final = 4096
+
+
+@dataclass(kw_only=True)
+class JobShare:
+    """A job's part of the cluster, as configured. Not frozen, nor are its subclasses: Hydra overrides their values."""
+
+    weight: float = 1.0
+    """Weight of its FLOPs relative to other tasks."""
+    min_nodes: int = 1
+    """Fewest slots with which it may run."""
+    max_nodes: int = 1
+    """Most slots that it may have."""
+    workers_per_node: int = 1
+    """Workers in a slot."""
+    max_restarts: int = 1000
+    """Restarts of its workers that each of its agents allows."""
+
+
+@dataclass(kw_only=True)
+class JobFields(JobShare):
+    """All that a user configures of a job but its name. Fields as in `Job`."""
+
+    command: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
+    folder: str | None = None
+    flops_per_step: float | None = None
+    profile: dict[int, float] = field(default_factory=dict)
+
+    def job(self, name: str) -> Job:
+        """Return the definition under this name.
+
+        Raises:
+            ConfigError: it is wrong.
+        """
+        job = Job(name=name, **{each.name: getattr(self, each.name) for each in fields(JobFields)})
+        wrong = problem(job)
+        if wrong is not None:
+            raise ConfigError(wrong)
+        return job
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):

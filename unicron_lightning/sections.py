@@ -5,14 +5,41 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from unicron_lightning.errors import ConfigError
 
 Section = TypeVar("Section")
+
+
+def read_yaml(path: Path, overrides: Sequence[str], expected: str) -> dict[str, Any]:
+    """Read a YAML file.
+
+    Args:
+        path: of the file.
+        overrides: ``key=value`` with dots in the key, e.g. ``tasks.gpt.weight=2``.
+        expected: some of its keys, in words.
+
+    Raises:
+        ConfigError: the file cannot be read, or is no mapping, or an override is malformed.
+    """
+    for override in overrides:
+        if "=" not in override:
+            raise ConfigError(f"--set {override}: expected key=value")
+    try:
+        data = msgspec.yaml.decode(path.read_bytes())
+        if not isinstance(data, dict):
+            raise ConfigError(f"{path}: expected a mapping with {expected}")
+        merged = OmegaConf.merge(OmegaConf.create(data), OmegaConf.from_dotlist(list(overrides)))
+        return typing.cast("dict[str, Any]", OmegaConf.to_container(merged, resolve=True))
+    except (OSError, msgspec.DecodeError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{path}: {error}") from error
 
 
 def read_section(kind: type[Section], data: object, where: str) -> Section:

@@ -257,8 +257,8 @@ def test_a_job_file_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "override", "words"),
     [
-        ("command: [x]\nmax_node: 4\n", "weight=1", "max_node=4: unknown key, expected one of command, name"),
-        ("name: j\n", "weight=1", "command is missing"),
+        ("command: [x]\nmax_node: 4\n", "weight=1", "max_node=4: unknown key, expected one of weight, min_nodes"),
+        ("name: j\n", "weight=1", "command=[]: expected the script and its arguments"),
         ("command: [x]\n", "weight=much", "weight='much': expected `float`"),
         ("command: [x]\n", "weight=-1", "weight=-1.0: expected a number > 0"),
         ("command: [x]\n", "weight", "--set weight: expected key=value"),

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.jobs import JobShare
 
 
 @dataclass(kw_only=True)
-class LauncherConfig:
-    """Schema of ``hydra.launcher``. Not frozen: Hydra cannot override values of a frozen schema."""
+class LauncherConfig(JobShare):
+    """Schema of ``hydra.launcher``; the share is that of each job."""
 
     _target_: str = "hydra_plugins.hydra_unicron_launcher.unicron_launcher.UnicronLauncher"
     endpoint: str = "127.0.0.1:29461"
@@ -24,14 +25,6 @@ class LauncherConfig:
     """File with this client's certificate and its key, for a coordinator that asks for one."""
     plaintext: bool = False
     """Whether the link may be plain beyond loopback."""
-    weight: float = 1.0
-    """Weight of each job's work relative to other tasks."""
-    min_nodes: int = 1
-    """Fewest slots with which a job may run."""
-    max_nodes: int = 1
-    """Most slots that a job may have."""
-    workers_per_node: int = 1
-    """Workers of a job in each slot."""
     max_restarts: int = 3
     """Restarts of a job's workers on a node until the job has failed. Few, as a sweep may try values that
     cannot work.

@@ -11,11 +11,11 @@ import argparse
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Final
 
-from unicron_lightning.jobs import Job
+from unicron_lightning.jobs import Job, JobShare
 from unicron_lightning.launcher.config import LauncherConfig
 
 CALLBACK: Final = "unicron_lightning.launcher.result.ResultCallback"
@@ -104,11 +104,7 @@ def job_of(
         command=[*script.command, *script.flags, *overrides, *for_hydra],
         environment=dict(environment),
         folder=str(working_dir),
-        weight=options.weight,
-        min_nodes=options.min_nodes,
-        max_nodes=options.max_nodes,
-        workers_per_node=options.workers_per_node,
-        max_restarts=options.max_restarts,
+        **{share.name: getattr(options, share.name) for share in fields(JobShare)},
     )
 
 

@@ -10,12 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.sections import read_section
+from unicron_lightning.sections import read_section, read_yaml
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,15 +162,4 @@ def read(path: Path, overrides: list[str]) -> PlanConfig:
     Raises:
         ConfigError: the file cannot be read, or contradicts the schema.
     """
-    for override in overrides:
-        if "=" not in override:
-            raise ConfigError(f"--set {override}: expected key=value")
-    try:
-        data = msgspec.yaml.decode(path.read_bytes())
-        if not isinstance(data, dict):
-            raise ConfigError(f"{path}: expected a mapping with cluster, failures and tasks")
-        merged = OmegaConf.merge(OmegaConf.create(data), OmegaConf.from_dotlist(overrides))
-        data = OmegaConf.to_container(merged, resolve=True)
-    except (OSError, msgspec.DecodeError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{path}: {error}") from error
-    return read_section(PlanConfig, data, "")
+    return read_section(PlanConfig, read_yaml(path, overrides, "cluster, failures and tasks"), "")

@@ -6,7 +6,8 @@ Not frozen: Hydra cannot override values of a frozen schema.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from unicron_lightning.coordinator.config.health import (
     HealthConfig,
@@ -18,7 +19,7 @@ from unicron_lightning.coordinator.events import Limits
 from unicron_lightning.detection.patterns import Pattern
 from unicron_lightning.detection.silence import SilenceLimits
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.jobs import Job, problem
+from unicron_lightning.jobs import Job, JobFields
 from unicron_lightning.tls import AUTO
 from unicron_lightning.wire import WatchLimits
 
@@ -84,31 +85,8 @@ class ClusterConfig:
 
 
 @dataclass(kw_only=True)
-class TaskConfig:
-    """One of ``tasks``: a task that the coordinator submits to itself at its start. Fields as in `jobs.Job`."""
-
-    command: list[str] = field(default_factory=list)
-    environment: dict[str, str] = field(default_factory=dict)
-    folder: str | None = None
-    weight: float = 1.0
-    min_nodes: int = 1
-    max_nodes: int = 1
-    workers_per_node: int = 1
-    max_restarts: int = 1000
-    flops_per_step: float | None = None
-    profile: dict[int, float] = field(default_factory=dict)
-
-    def job(self, name: str) -> Job:
-        """Return the definition under this name.
-
-        Raises:
-            ConfigError: it is wrong.
-        """
-        job = Job(name=name, **vars(self))
-        wrong = problem(job)
-        if wrong is not None:
-            raise ConfigError(f"tasks.{name}: {wrong}")
-        return job
+class TaskConfig(JobFields):
+    """One of ``tasks``: a task that the coordinator submits to itself at its start."""
 
 
 @dataclass(kw_only=True)
@@ -296,33 +274,17 @@ class CoordinatorConfig:
 
     def limits(self) -> Limits:
         """Return the parameters of the state machine."""
-        return Limits(
-            reconnect_grace=self.detection.reconnect_grace,
-            restart_grace=self.detection.restart_grace,
-            comm_error_grace=self.detection.comm_error_grace,
-            join_grace=self.detection.join_grace,
-            worker_timeout=self.detection.worker_timeout,
-            silence=self.detection.silence(),
-            health=self.health.limits(),
-            pairs=self.health.pairs(),
-            flapping_cuts=self.health.flapping_cuts,
-            flapping_window=self.health.flapping_window,
-            recovery_time=self.detection.recovery_time,
-            watch=self.detection.watch(),
-            mute_time=self.detection.mute_time,
-            collective_time=self.detection.collective_time,
-            probe_time=self.detection.probe_time,
-            degraded_time=self.detection.degraded_time,
-            straggler_factor=self.detection.straggler_factor,
-            **vars(self.severity),
-            patterns=tuple(Pattern(pattern=row.pattern, kind=row.kind) for row in self.health.patterns),
-            nan_loss=self.health.nan_loss,
-            warm_standby=self.cluster.warm_standby,
-            allow_injection=self.coordinator.allow_injection,
-            exit_when_idle=self.coordinator.exit_when_idle,
-            idle_linger=self.coordinator.idle_linger,
-            startup_linger=self.coordinator.startup_linger,
-        )
+        sections = (self.coordinator, self.cluster, self.detection, self.severity, self.health)
+        given = {name: value for section in sections for name, value in vars(section).items()}
+        made: dict[str, Any] = {
+            "silence": self.detection.silence(),
+            "watch": self.detection.watch(),
+            "health": self.health.limits(),
+            "pairs": self.health.pairs(),
+            "patterns": tuple(Pattern(pattern=row.pattern, kind=row.kind) for row in self.health.patterns),
+        }
+        same = {each.name: given[each.name] for each in fields(Limits) if each.name in given}
+        return Limits(**{**same, **made})
 
     def jobs(self) -> list[Job]:
         """Return the tasks to submit, in their order.
@@ -330,4 +292,10 @@ class CoordinatorConfig:
         Raises:
             ConfigError: one of them is wrong.
         """
-        return [task.job(name) for name, task in self.tasks.items()]
+        found = []
+        for name, task in self.tasks.items():
+            try:
+                found.append(task.job(name))
+            except ConfigError as error:
+                raise ConfigError(f"tasks.{name}: {error}") from None
+        return found
