@@ -3,7 +3,7 @@
     python benchmarks/planner_model.py [--runs 5]
 
 Prints Markdown tables. The model's constants were fitted to the times marked as fitted and to nothing else. The sources
-are listed in `unicron_lightning.planner.performance.published`.
+are listed in tests/planner/performance/published.py.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
-from unicron_lightning.planner.performance.cluster import A800, H100
-from unicron_lightning.planner.performance.published import (
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from planner.performance.published import (
     LAYER_TIMES,
     LLAMA_405B,
     OTHER_SOFTWARE,
@@ -25,6 +28,8 @@ from unicron_lightning.planner.performance.published import (
     predict,
     predict_layer,
 )
+
+from unicron_lightning.planner.performance.cluster import A800, H100
 from unicron_lightning.planner.performance.recipe import MEGATRON_2022
 from unicron_lightning.planner.performance.search import SearchSpace
 from unicron_lightning.planner.performance.transformer import TransformerModel

@@ -25,7 +25,6 @@ from __future__ import annotations
 import bisect
 import enum
 import math
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -48,24 +47,6 @@ class TransitionKind(enum.Enum):
     """Processes are restarted on the same workers, in the same configuration."""
     RECONFIGURE_COLD = "reconfigure_cold"
     """The task starts from a checkpoint in another parallel configuration, or for the first time."""
-
-
-def kind_of_change(num_workers: int, next_num_workers: int, *, same_replicas: bool = True) -> TransitionKind:
-    """The kind of transition that a change of a task's allocation needs.
-
-    Args:
-        num_workers: x, workers now.
-        next_num_workers: x', planned workers; equal to x if workers failed and are replaced.
-        same_replicas: whether replicas (TP x PP) are unchanged; False means another parallel configuration.
-    """
-    for name, value in (("num_workers", num_workers), ("next_num_workers", next_num_workers)):
-        if value < 0:
-            raise ValueError(f"{name}={value}: expected an integer >= 0")
-    if next_num_workers < num_workers and (same_replicas or next_num_workers == 0):
-        return TransitionKind.SHRINK_IN_PLACE
-    if num_workers == 0 or not same_replicas:
-        return TransitionKind.RECONFIGURE_COLD
-    return TransitionKind.GROW_IN_PLACE if next_num_workers > num_workers else TransitionKind.RESTART
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,16 +94,6 @@ class TransitionTime:
     def expected_seconds(self) -> float:
         """D_transition: the mean duration."""
         return self.median_seconds * math.exp(self.log_deviation**2 / 2)
-
-    def quantile_seconds(self, probability: float) -> float:
-        """The quantile of the duration.
-
-        Args:
-            probability: between 0 and 1.
-        """
-        if not 0 < probability < 1:
-            raise ValueError(f"probability={probability}: expected a number between 0 and 1, both excluded")
-        return self.median_seconds * math.exp(self.log_deviation * statistics.NormalDist().inv_cdf(probability))
 
     def observed(self, seconds: Sequence[float]) -> TransitionTime:
         """The estimate after measured durations, with this one as the prior."""

@@ -51,11 +51,6 @@ class Clock:
             call()
         self.now = until
 
-    @property
-    def next_at(self) -> int | None:
-        """Time of the next call; None if none is scheduled."""
-        return self._queue[0][0] if self._queue else None
-
 
 def micros(seconds: float) -> int:
     """Convert seconds to whole microseconds."""

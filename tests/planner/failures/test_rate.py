@@ -76,29 +76,6 @@ def test_the_mean_is_what_d_running_uses(belief: RateBelief, probability: float)
     assert running == pytest.approx(belief.exposure_seconds / belief.num_failures / 16)
 
 
-def test_what_was_seen_fades_and_the_prior_stays() -> None:
-    prior = RateBelief.from_mtbf(1000 * HOUR)
-    seen = prior.observed(num_failures=8, exposure_seconds=800 * HOUR)
-    half = seen.faded(prior, elapsed_seconds=24 * HOUR, half_life_seconds=24 * HOUR)
-    assert (half.num_failures, half.exposure_seconds) == (pytest.approx(5), pytest.approx(1400 * HOUR))
-    assert seen.faded(prior, elapsed_seconds=0, half_life_seconds=1) == seen
-    gone = seen.faded(prior, elapsed_seconds=1e9, half_life_seconds=HOUR)
-    assert gone.mean_per_second == pytest.approx(prior.mean_per_second)
-
-
-def test_a_change_of_the_rate_is_followed_when_the_past_fades() -> None:
-    generator = np.random.default_rng(17)
-    prior = faithful = fading = RateBelief.from_mtbf(5_000 * HOUR)
-    day = 1000 * 24 * HOUR  # of 1000 workers
-    for rate_per_hour in [1 / 5000] * 100 + [1 / 500] * 30:
-        failures = int(generator.poisson(rate_per_hour / HOUR * day))
-        faithful = faithful.observed(num_failures=failures, exposure_seconds=day)
-        fading = fading.faded(prior, elapsed_seconds=24 * HOUR, half_life_seconds=5 * 24 * HOUR)
-        fading = fading.observed(num_failures=failures, exposure_seconds=day)
-    assert fading.mean_per_second * HOUR == pytest.approx(1 / 500, rel=0.15)
-    assert faithful.mean_per_second * HOUR < 0.5 / 500
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -107,8 +84,6 @@ def test_a_change_of_the_rate_is_followed_when_the_past_fades() -> None:
         (lambda b: b.observed(num_failures=-1, exposure_seconds=1), "num_failures=-1: expected"),
         (lambda b: b.observed(num_failures=1, exposure_seconds=float("nan")), "exposure_seconds=nan: expected"),
         (lambda b: b.interval_per_second(1.0), r"probability=1\.0: expected"),
-        (lambda b: b.faded(b, elapsed_seconds=-1, half_life_seconds=1), "elapsed_seconds=-1: expected"),
-        (lambda b: b.faded(b, elapsed_seconds=1, half_life_seconds=0), "half_life_seconds=0: expected"),
     ],
 )
 def test_wrong_values_are_refused_in_words(call, message) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from unicron_lightning.planner.performance.published import gpt
+from planner.performance.published import gpt
+
 from unicron_lightning.planner.performance.shape import ModelShape
 
 GPT_22B, GPT_175B, GPT_530B, GPT_1T = gpt(48, 6144, 64), gpt(96, 12288, 96), gpt(105, 20480, 128), gpt(128, 25600, 160)

@@ -5,11 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-
-from unicron_lightning.planner.performance.calibrated import CalibratedModel
-from unicron_lightning.planner.performance.cluster import H100
-from unicron_lightning.planner.performance.online import OnlineModel, OnlinePoint
-from unicron_lightning.planner.performance.published import (
+from planner.performance.published import (
     LAYER_TIMES,
     OTHER_SOFTWARE,
     RUNS,
@@ -17,6 +13,10 @@ from unicron_lightning.planner.performance.published import (
     predict,
     predict_layer,
 )
+
+from unicron_lightning.planner.performance.calibrated import CalibratedModel
+from unicron_lightning.planner.performance.cluster import H100
+from unicron_lightning.planner.performance.online import OnlineModel, OnlinePoint
 from unicron_lightning.planner.performance.search import SearchSpace, search
 from unicron_lightning.planner.performance.shape import ModelShape
 from unicron_lightning.planner.performance.transformer import RELATIVE_ERROR, TransformerModel

@@ -73,13 +73,6 @@ class ConstantHazard:
             raise ValueError(f"mtbf_seconds={mtbf_seconds}: expected a finite number of seconds > 0")
         return cls(per_second=1 / mtbf_seconds)
 
-    @classmethod
-    def from_failures_per_hour(cls, failures_per_hour: float) -> ConstantHazard:
-        """From failures per hour of one component (per worker-hour, per node-hour)."""
-        if not (math.isfinite(failures_per_hour) and failures_per_hour > 0):
-            raise ValueError(f"failures_per_hour={failures_per_hour}: expected a finite number > 0")
-        return cls(per_second=failures_per_hour / SECONDS_PER_HOUR)
-
     @property
     def mean_lifetime_seconds(self) -> float:
         return 1 / self.per_second

@@ -62,26 +62,6 @@ class RateBelief:
             num_failures=self.num_failures + num_failures, exposure_seconds=self.exposure_seconds + exposure_seconds
         )
 
-    def faded(self, prior: RateBelief, *, elapsed_seconds: float, half_life_seconds: float) -> RateBelief:
-        """The belief with its observations since ``prior`` reduced in weight, for clusters that change.
-
-        Observations lose half of their weight per half-life; the prior keeps its weight.
-
-        Args:
-            prior: the belief before any observation.
-            elapsed_seconds: time since the belief was last faded, >= 0.
-            half_life_seconds: > 0.
-        """
-        if not elapsed_seconds >= 0:
-            raise ValueError(f"elapsed_seconds={elapsed_seconds}: expected a number >= 0")
-        if not half_life_seconds > 0:
-            raise ValueError(f"half_life_seconds={half_life_seconds}: expected a number > 0")
-        kept = 2 ** (-elapsed_seconds / half_life_seconds)
-        return RateBelief(
-            num_failures=prior.num_failures + kept * (self.num_failures - prior.num_failures),
-            exposure_seconds=prior.exposure_seconds + kept * (self.exposure_seconds - prior.exposure_seconds),
-        )
-
     @property
     def mean_per_second(self) -> float:
         """Posterior mean of the rate, failures per component-second."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -137,8 +137,3 @@ class Books:
         now = max(0, self.clock.now)
         self._down_micros += (now - self._down_since) * len(self.down) * self.cluster.workers_per_node
         self._down_since = now
-
-
-def spent_seconds(worker_micros: Mapping[State, int]) -> dict[State, float]:
-    """Convert worker time by state to seconds."""
-    return {state: worker_micros.get(state, 0) / MICRO for state in STATES}

@@ -72,7 +72,6 @@ class Control:
         self.local_rank = local_rank
         self.is_member = False
         self.condition = threading.Condition()
-        self.task_over: wire.TaskOver | None = None
         self.flops_per_step: float | None = None
         """Model FLOPs of a step, sent with the progress."""
         self.listeners: list[Callable[[wire.Notice], None]] = []
@@ -314,8 +313,6 @@ class Control:
                     self._replies[message.key] = message
                 case wire.FaultRecorded():
                     self._noted[message.claim] = message
-                case wire.TaskOver():
-                    self.task_over = message
             self.condition.notify_all()
         if self._monitor is not None and isinstance(message, wire.ActivityQuery):
             self.send(self._monitor.look())
