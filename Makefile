@@ -1,6 +1,7 @@
 # Every target sets itself up on a fresh machine: it needs python3 (3.10 or newer) and a package index, nothing else.
 #
 #   make demo        train a small GPT through three failures, then two tasks that share six nodes
+#   make quick       lint, types and the tests that only compute: under three minutes on two cores
 #   make test        all tests but the long chaos runs
 #   make chaos       200 random faults, seeded
 #   make gpu         the acceptance kit of docs/gpu.md, on a machine with a GPU: make gpu [WHEELS=folder] [ITEMS=K1,K2]
@@ -19,7 +20,7 @@ WHEELS ?=
 ITEMS ?=
 COMPUTING := $(addprefix tests/,planner cli coordinator data simulate inject detection) $(wildcard tests/test_*.py)
 # These start processes and mostly wait; their limits of time are generous (the fault tests pass at a load of ten).
-STARTING := $(addprefix tests/,strategies faults megatron)
+STARTING := $(addprefix tests/,strategies faults megatron local_cluster examples)
 NONE_PICKED = $(if $(PYTEST_ARGS),|| test $$? = 5)
 
 VENV := .venv
@@ -28,7 +29,10 @@ READY := $(VENV)/.ready
 # -qq: what an index on this machine warns of is no concern of this project; errors are shown.
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: help setup demo test docs gpu chaos bench experiments import-cost lint types docs-check wheel-check clean
+# Read by tests/conftest.py, which prints the time since then at the end of each run of pytest.
+export MAKE_STARTED := $(shell date +%s)
+
+.PHONY: help setup demo quick test docs gpu chaos bench experiments import-cost lint types docs-check wheel-check clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -48,6 +52,9 @@ setup: $(READY)
 
 demo: $(READY)
 	@$(BIN)/python -m unicron_lightning.demo
+
+quick: lint types
+	@$(BIN)/python -m pytest -q -m "not chaos and not faults" -n auto $(COMPUTING) $(PYTEST_ARGS)
 
 # Tests that compute first, on all cores, and those that start processes and wait, two at a time; then those with signals
 # and limits of time, one after another.

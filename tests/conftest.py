@@ -64,6 +64,13 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.pop("UNICRON_TOKEN", None)
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the time that `make quick` or `make test` has taken so far."""
+    started = os.environ.get("MAKE_STARTED")
+    if started is not None and not hasattr(terminalreporter.config, "workerinput"):
+        terminalreporter.write_line(f"{time.time() - int(started):.0f} s since the start of make")
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Remove the run's temporary folder."""
     shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
