@@ -50,7 +50,7 @@ class Gpt(pl.LightningModule):
         inside = self.token(text[:, :-1]) + self.place.weight
         logits = self.head(self.blocks(inside, mask=self.mask, is_causal=True))
         loss = functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
-        self.log("loss", loss, on_step=False, on_epoch=True)
+        self.log("loss", loss, prog_bar=True)
         return loss
 
     def configure_optimizers(self) -> Any:

@@ -16,7 +16,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_gpt_learns(tmp_path: Path) -> None:
-    with LocalCluster([ROOT / "examples/gpt.py", "--steps", "40", "--nodes", "2"], nodes=2, folder=tmp_path) as cluster:
+    with LocalCluster(
+        [ROOT / "examples/gpt.py", "--steps", "40", "--nodes", "2"], nodes=2, nnodes="2:2", folder=tmp_path
+    ) as cluster:
         assert cluster.wait_exit() == {"node0": 0, "node1": 0}
         (loss,) = re.findall(r"finished 40 steps: loss ([\d.]+)", cluster.log("node0") + cluster.log("node1"))
     assert float(loss) < 5.0, "a uniform guess has 5.5"
@@ -24,7 +26,7 @@ def test_the_gpt_learns(tmp_path: Path) -> None:
 
 def test_the_classifier_learns_and_keeps_its_best_checkpoint(tmp_path: Path) -> None:
     command = [ROOT / "examples/images.py", "--folder", tmp_path / "best", "--epochs", "2", "--images", "512"]
-    with LocalCluster(command, nodes=2, folder=tmp_path) as cluster:
+    with LocalCluster(command, nodes=2, nnodes="2:2", folder=tmp_path) as cluster:
         assert cluster.wait_exit() == {"node0": 0, "node1": 0}
         (accuracy,) = re.findall(r"accuracy ([\d.]+)\n", cluster.log("node0") + cluster.log("node1"))
     assert float(accuracy) > 0.4, "a guess has 0.25"
@@ -42,7 +44,6 @@ def test_the_sweep_runs_its_jobs_on_a_cluster_of_its_own(tmp_path: Path) -> None
     assert len(losses) == 2 and losses[0] != losses[1]
 
 
-@pytest.mark.allow_leak("environment", reason="the documented block runs in this process")
 @pytest.mark.parametrize("place", [0, 1])
 def test_the_documented_clusters_run(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (ROOT / "docs/local-cluster.md").read_text()

@@ -391,7 +391,9 @@ class LocalCluster:
             if self._command is not None:
                 return self.task_status(task).get("state") == state
             with contextlib.suppress(CoordinatorUnavailable):
-                return any(job["name"] == task and job["state"] == state for job in self.fetch("/v1/jobs"))
+                return any(
+                    job["name"] == (task or self.task) and job["state"] == state for job in self.fetch("/v1/jobs")
+                )
             return False
 
         self.until(f"{task or self.task}: {state}", reached, seconds)
