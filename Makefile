@@ -54,7 +54,7 @@ demo: $(READY)
 	@$(BIN)/python -m unicron_lightning.demo
 
 quick: lint types
-	@$(BIN)/python -m pytest -q -m "not chaos and not faults" -n auto $(COMPUTING) $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -q -m "not chaos and not processes" -n auto $(COMPUTING) $(PYTEST_ARGS)
 
 # Tests that compute first, on all cores, and those that start processes and wait, two at a time; then those with signals
 # and limits of time, one after another.

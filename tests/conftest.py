@@ -49,6 +49,8 @@ ALLOWED_THREADS = (
     "pydevd",  # debuggers
     "tqdm_monitor",  # one daemon per process, started by the first progress bar
 )
+STARTERS = frozenset({"subprocess", "Coordinator", "LocalCluster"})
+"""Names of which a module that starts processes has imported at least one."""
 ALLOWED_PROCESSES = (
     "multiprocessing.resource_tracker",  # one per process, lives as long as it
     "multiprocessing.forkserver",
@@ -62,6 +64,13 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="unicron-tests-")
     os.environ["XDG_STATE_HOME"] = f"{tempfile.tempdir}/state"  # not the user's: tokens are made there
     os.environ.pop("UNICRON_TOKEN", None)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of modules that can start processes."""
+    for item in items:
+        if isinstance(item, pytest.Function) and not STARTERS.isdisjoint(vars(item.module)):
+            item.add_marker("processes")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

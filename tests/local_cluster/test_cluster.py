@@ -42,7 +42,7 @@ def test_kill_stop_drain_add_and_end(tmp_path: Path) -> None:
         assert [event["fields"]["node"] for event in cluster.events("agent_lost")] == ["node2"]
         (tmp_path / "finish").touch()
         assert cluster.wait_exit() == {"node0": 0, "node1": 0, "node2": -signal.SIGKILL}
-        assert "task_over" in cluster.log("node0")
+        assert "stop_ordered" in cluster.log("node0"), "drained"
     assert not cluster.processes.alive() and not cluster.temporary.exists() and tmp_path.exists()
 
 
