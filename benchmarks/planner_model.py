@@ -16,9 +16,9 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "planner"))
 
-from planner.performance.published import (
+from performance.published import (
     LAYER_TIMES,
     LLAMA_405B,
     OTHER_SOFTWARE,
