@@ -5,7 +5,7 @@ from __future__ import annotations
 import lightning.pytorch as pl
 
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.strategies.unicron import UnicronStrategy
+from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
 from unicron_lightning.worker.engine import Engine
 
 
@@ -16,7 +16,7 @@ def engine_of(trainer: pl.Trainer, asked_by: pl.Callback) -> Engine:
         ConfigError: the strategy is another one.
     """
     strategy = trainer.strategy
-    if not isinstance(strategy, UnicronStrategy):
+    if not isinstance(strategy, FaultTolerantStrategy):
         raise ConfigError(
             f'{type(asked_by).__name__} needs Trainer(strategy="unicron"), found {type(strategy).__qualname__}'
         )

@@ -1,94 +1,79 @@
-"""Checkpoints under the strategy ``unicron``: written once; those of ddp, with other counters, are converted."""
+"""Checkpoints: reported once written, checked before a task resumes from them. Those of ddp are converted."""
 
 from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.plugins.io.async_plugin import AsyncCheckpointIO
-from typing_extensions import override
 
 from unicron_lightning import wire
-from unicron_lightning.data.order import StepShape
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies import join_state
-from unicron_lightning.strategies.collecting import CollectingStrategy
+from unicron_lightning.strategies.parallelism import CheckpointStore
 from unicron_lightning.strategies.resuming import newest
-from unicron_lightning.worker.checkpoint_files import HashingFile, OpenCheckpoint, digest_of, located
+from unicron_lightning.worker.checkpoint_files import HashingFile, OpenCheckpoint, digest_of
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.operations import LeaderAction, unpack_parts
+
+if TYPE_CHECKING:
+    from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
 
 logger = logging.getLogger(__name__)
 
 
-class CheckpointingStrategy(CollectingStrategy):
-    """Save and load Lightning's checkpoints.
+class SingleFileCheckpoints(CheckpointStore):
+    """Lightning's own checkpoints.
+
+    Args:
+        strategy: provides engine and Lightning's writer.
+    """
+
+    def __init__(self, strategy: FaultTolerantStrategy) -> None:
+        self._strategy = strategy
+
+    def save(self, checkpoint: dict[str, Any], path: str, options: Any) -> str | None:
+        """Write a checkpoint by one worker, and by another if that one dies meanwhile."""
+        strategy = self._strategy
+
+        def write() -> bytes:
+            return _write(strategy.checkpoint_io, checkpoint, path, options).encode()
+
+        if strategy.collectives.interrupted():
+            # Not reported, unless it replaces a checkpoint that was: its digest would be wrong.
+            digest = write() if strategy.is_global_zero else b""
+            return digest.decode() if digest and path in strategy.reported.saved else None
+        return unpack_parts(strategy.engine.run(LeaderAction("save_checkpoint", write)))[0].decode()
+
+    def load(self, path: Any, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the checkpoint; one of another strategy counts steps from now on."""
+        checkpoint = read()
+        if not {join_state.LOGGED, join_state.WHOLE} & checkpoint.keys():
+            count_steps(checkpoint, self._strategy.shape.accumulation)
+        return checkpoint
+
+
+class ReportedCheckpoints:
+    """Checkpoints that the coordinator knows, from which the task resumes if no worker survives.
 
     Attributes:
         saved: the last report of each path.
     """
 
-    _divided = False
-    """Whether each worker reads a part of a checkpoint; otherwise each reads all of it."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self._shape: StepShape | None = None
-        self._logged: bytes | None = None
-        self._opened: OpenCheckpoint | None = None
+    def __init__(self) -> None:
         self.saved: dict[str, wire.CheckpointSaved] = {}
+        self._opened: OpenCheckpoint | None = None
 
-    @property
-    def engine(self) -> Engine:
-        """This worker's engine."""
-        raise NotImplementedError
-
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(self._readable(checkpoint_path), *args, **kwargs)
-        rounds = 1 if self._shape is None else self._shape.accumulation
-        if not {join_state.LOGGED, join_state.WHOLE} & checkpoint.keys():
-            count_steps(checkpoint, rounds)
-        return checkpoint
-
-    def _readable(self, path: Any) -> Any:
-        """Return the path under which a checkpoint is read: one that was checked is held open."""
-        return self._opened.path if self._opened is not None and self._opened.name == str(path) else path
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        super().load_model_state_dict(checkpoint, strict)
-        self._logged = checkpoint.get(join_state.LOGGED)
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a checkpoint by one worker, and by another if that one dies meanwhile."""
-        path, engine = located(filepath), self.engine
-
-        def write() -> bytes:
-            return _write(self.checkpoint_io, checkpoint, path, storage_options).encode()
-
-        if self._trainer is not None and "optimizer_states" in checkpoint:
-            checkpoint[join_state.LOGGED] = join_state.logged(self._trainer)
-        with engine.activity.during("checkpoint"):
-            if self._gather.interrupted():
-                # Not reported, unless it replaces a checkpoint that was: its digest would be wrong.
-                if self.is_global_zero and (digest := write()) and path in self.saved:
-                    self._tell_checkpoint(checkpoint, path, digest.decode())
-                return
-            said = engine.run(LeaderAction("save_checkpoint", write))
-        self._tell_checkpoint(checkpoint, path, unpack_parts(said)[0].decode())
-
-    def _tell_checkpoint(self, checkpoint: dict[str, Any], path: str, digest: str) -> None:
-        """Report the checkpoint, from which the task resumes if no worker survives."""
-        control = self.engine.control
+    def report(self, engine: Engine, checkpoint: dict[str, Any], path: str, digest: str) -> None:
+        """Report a checkpoint that was written."""
+        control = engine.control
         if control is None or "optimizer_states" not in checkpoint:
             return
         if not digest:
@@ -98,9 +83,15 @@ class CheckpointingStrategy(CollectingStrategy):
         self.saved[path] = wire.CheckpointSaved(worker=control.worker, path=path, step=step, digest=digest)
         control.send(self.saved[path])  # from all: the first may die now
 
-    def _resume(self, trainer: pl.Trainer, known: Sequence[wire.Checkpoint]) -> dict[str, Any] | None:
+    def readable(self, path: Any) -> Any:
+        """Return the path under which a checkpoint is read: one that was checked is held open."""
+        return self._opened.path if self._opened is not None and self._opened.name == str(path) else path
+
+    def resume(
+        self, trainer: pl.Trainer, engine: Engine, known: Sequence[wire.Checkpoint], *, divided: bool
+    ) -> dict[str, Any] | None:
         """Resume from the newest of some checkpoints that is as it was written; see `join_state.resume`."""
-        with newest(self.engine, known, divided=self._divided) as opened:
+        with newest(engine, known, divided=divided) as opened:
             self._opened = opened
             try:
                 return join_state.resume(trainer, opened.name)

@@ -27,8 +27,6 @@ class CollectingStrategy(ParallelStrategy):
     """
 
     is_distributed = True
-    _replicated = True
-    """Whether all workers hold the same model, so that they can be compared, and are torch's default group."""
 
     def __init__(self, **kwargs: Any) -> None:
         self._environment = UnicronEnvironment()
@@ -36,12 +34,12 @@ class CollectingStrategy(ParallelStrategy):
         self._collectives: Collectives | None = None
         self._trainer: pl.Trainer | None = None
 
-    def _begin_collectives(self, session: Session, trainer: pl.Trainer, *, records: bool) -> None:
-        """Exchange values from now on; scripts may do so by `torch.distributed` too."""
+    def _begin_collectives(self, session: Session, trainer: pl.Trainer, *, records: bool, is_group: bool) -> None:
+        """Exchange values from now on; by `torch.distributed` too, if the workers are its default group."""
         if self._collectives is None:
             self._collectives = Collectives(session)
             self._collectives.records = records
-        if self._replicated:
+        if is_group:
             default_group.register(self._environment.place, self._collectives)
             default_group.keep_lightning_out(trainer)
 
@@ -51,7 +49,8 @@ class CollectingStrategy(ParallelStrategy):
             default_group.unregister()
 
     @property
-    def _gather(self) -> Collectives:
+    def collectives(self) -> Collectives:
+        """Collectives of the present run."""
         assert self._collectives is not None, "collectives need a run"
         return self._collectives
 
@@ -65,7 +64,7 @@ class CollectingStrategy(ParallelStrategy):
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         if self._collectives is None:
             return obj
-        if self._trainer is not None and self._gather.inside is not None and is_log_dir(self._trainer, obj):
+        if self._trainer is not None and self.collectives.inside is not None and is_log_dir(self._trainer, obj):
             return obj  # ``trainer.log_dir`` in a step: the loggers' versions are shared
         return self._collectives.broadcast(obj, src)
 

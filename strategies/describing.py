@@ -1,4 +1,4 @@
-"""Describes the properties that all workers of a task must share: model, optimizer, settings, versions and data
+"""Comparison of the properties that all workers of a task must share: model, optimizer, settings, versions and data
 order.
 """
 
@@ -8,15 +8,70 @@ import os
 import random
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import lightning.pytorch as pl
 import torch
 
 from unicron_lightning.data.loader import TrainingLoader
-from unicron_lightning.worker.agreement import digest
+from unicron_lightning.worker import codec
+from unicron_lightning.worker.agreement import check_agreement, digest
+from unicron_lightning.worker.operations import Agreement, unpack_parts
+
+if TYPE_CHECKING:
+    from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
 
 _PLAIN: Final = (bool, int, float, str, type(None))
+
+
+class Comparison:
+    """This worker's description of itself, and its comparison with those of the others.
+
+    Args:
+        strategy: provides the engine.
+        active: whether workers are compared at all.
+
+    Attributes:
+        described: empty if they are not.
+    """
+
+    def __init__(self, strategy: FaultTolerantStrategy, *, active: bool) -> None:
+        self._strategy = strategy
+        self._active = active
+        self.described: dict[str, str] = {}
+
+    def begin(self, trainer: pl.Trainer) -> None:
+        """Describe the model of a ``fit``."""
+        self.described = describe_model(trainer) if self._active else {}
+
+    def add_data(self, loader: TrainingLoader | None) -> None:
+        """Add the training data to the description."""
+        if self._active and loader is not None:
+            self.described = {**self.described, **describe_data(loader)}
+
+    def agree(self, name: str) -> None:
+        """Compare with the other workers, once all have arrived.
+
+        Raises:
+            WorkersDiffer: if this worker differs.
+        """
+        if not self._active:
+            return
+        said = self._strategy.engine.run(Agreement(f"agree on {name}", lambda rank: codec.encode(self.described)))
+        check_agreement(self.described, [codec.decode(part) for part in unpack_parts(said)], node=self._node())
+
+    def check(self, expected: dict[str, str] | None) -> None:
+        """Compare with the description of a worker that has the state.
+
+        Raises:
+            WorkersDiffer: if this worker differs.
+        """
+        if self._active and expected:
+            check_agreement(self.described, [expected], node=self._node())
+
+    def _node(self) -> str:
+        world = self._strategy.engine.world
+        return world.nodes[world.rank] if world.nodes else "local"
 
 
 def describe_model(trainer: pl.Trainer) -> dict[str, str]:

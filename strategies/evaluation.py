@@ -4,13 +4,15 @@ ranks.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loops import _EvaluationLoop
 
 from unicron_lightning.data.loader import EvaluationLoader
+from unicron_lightning.data.order import StepShape
 from unicron_lightning.strategies.recording import LogCall, RecordingResults, merge_calls
 from unicron_lightning.strategies.torch_metrics import (
     merge_metric_states,
@@ -22,6 +24,11 @@ from unicron_lightning.worker import codec
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.evaluation import Evaluation, plan_evaluation
 from unicron_lightning.worker.operations import unpack_parts
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+    from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
 
 
 class _Pass:
@@ -41,17 +48,39 @@ class _Pass:
 
 
 class Passes:
-    """Runs evaluation passes of a trainer.
+    """Validation and test passes of a model that each worker holds; implements `EvaluationRunner`.
 
     Args:
-        trainer: runs the loops.
-        engine: this worker's engine.
+        strategy: the strategy that they belong to.
     """
 
-    def __init__(self, trainer: pl.Trainer, engine: Engine) -> None:
-        self._trainer = trainer
-        self._engine = engine
+    def __init__(self, strategy: FaultTolerantStrategy) -> None:
+        self._strategy = strategy
         self._pass: _Pass | None = None
+
+    def begin_run(self, trainer: pl.Trainer) -> None:
+        self._pass = None
+        for loop in (trainer.validate_loop, trainer.test_loop, trainer.fit_loop.epoch_loop.val_loop):
+            loop._results = RecordingResults(
+                False, self._strategy.reduce, self.epoch_metrics, lambda: trainer.sanity_checking
+            )
+
+    def loader(self, trainer: pl.Trainer, loader: DataLoader[Any], shape: StepShape) -> EvaluationLoader:
+        return EvaluationLoader(loader, shape.devices, self._strategy.seed, self.begin, self.start_batch)
+
+    def step(self, run: Callable[[], Any], args: Sequence[Any]) -> Any:
+        """Run a batch; metric objects continue from this rank's own state."""
+        self._engine.fault("validation", self._engine.step)
+        restore_own_states(self._strategy.module)
+        return run()
+
+    @property
+    def _trainer(self) -> pl.Trainer:
+        return self._strategy.trainer
+
+    @property
+    def _engine(self) -> Engine:
+        return self._strategy.engine
 
     def begin(self, loader: EvaluationLoader) -> list[int]:
         """Start the pass over a loader; return this rank's batches."""
@@ -75,11 +104,6 @@ class Passes:
                 loop._store_dataloader_outputs()
             self._results.dataloader_idx = place
         return planned
-
-    def start_step(self) -> None:
-        """Start an evaluation step: metric objects continue from this rank's own state."""
-        self._engine.fault("validation", self._engine.step)
-        restore_own_states(self._trainer.lightning_module)
 
     def start_batch(self, number: int) -> None:
         """Record the start of a batch; later log calls belong to it."""

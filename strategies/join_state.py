@@ -74,24 +74,19 @@ def share_initial(module: pl.LightningModule, engine: Engine) -> None:
             tensor.copy_(value)
 
 
-def donate(trainer: pl.Trainer, layout: SumsLayout, seed: int, fit: int, described: dict[str, str]) -> bytes:
-    """Encode the state of this worker, which must be at a step boundary.
-
-    Raises:
-        NotPlainData: if a callback's, module's or optimizer's state holds objects; the message names the place.
-    """
-    return codec.encode(
-        {
-            **loop_state(trainer, layout, seed, fit),
-            "requires_grad": [p.requires_grad for p in trainer.lightning_module.parameters()],
-            "groups": _group_names(trainer),
-            "described": described,
-        }
-    )
+def parameter_state(trainer: pl.Trainer) -> dict[str, Any]:
+    """Return the parts of a joiner's state about single parameters, of a model that it holds as a whole."""
+    return {
+        "requires_grad": [p.requires_grad for p in trainer.lightning_module.parameters()],
+        "groups": _group_names(trainer),
+    }
 
 
 def loop_state(trainer: pl.Trainer, layout: SumsLayout, seed: int, fit: int) -> dict[str, Any]:
-    """Return the state of `donate` without its parts about single parameters."""
+    """Return the state of Lightning's loops at a step boundary, for `receive` and `arrive`.
+
+    It must be plain data; see `check`.
+    """
     checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     connector = trainer._logger_connector
     results = trainer.fit_loop.epoch_loop._results
@@ -159,7 +154,7 @@ def check(trainer: pl.Trainer) -> None:
     """Refuse, before training, state that could not be sent to a joiner later.
 
     Raises:
-        NotPlainData: as `donate`.
+        NotPlainData: a callback's, module's or optimizer's state holds objects; the message names the place.
     """
     checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     codec.check({key: value for key, value in checkpoint.items() if key not in _LEFT_OUT})

@@ -16,20 +16,18 @@ from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies.ordinary import ordinary, show_ordinary
 
 if TYPE_CHECKING:
-    from unicron_lightning.strategies.unicron import UnicronStrategy
+    from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
 
 
 class Loaders:
     """Wraps loaders for Lightning, and ends their worker processes.
 
     Args:
-        strategy: provides world, passes and boundary.
-        shuffles: whether training data without an order of its own is shuffled, as under ddp.
+        strategy: provides world, parallelism and boundary.
     """
 
-    def __init__(self, strategy: UnicronStrategy, shuffles: bool) -> None:
+    def __init__(self, strategy: FaultTolerantStrategy) -> None:
         self._strategy = strategy
-        self._shuffles = shuffles
         self._trainer: pl.Trainer | None = None
         self._samples = True
         """Whether Lightning would make samplers, which the user can switch off."""
@@ -57,21 +55,17 @@ class Loaders:
                     f"{self._strategy.engine.world.size}"
                 )
             return loader
-        made: TrainingLoader | EvaluationLoader
+        made: TrainingLoader | EvaluationLoader | PassLoader
         if trainer.training:
+            self._strategy.parallelism.steps.check_data(loader)
             made = self._training(trainer, loader, shape, seed)
         else:
-            made = EvaluationLoader(loader, shape.devices, seed, self._begin_pass, self._start_batch)
-        if self._samples:
+            made = self._strategy.parallelism.evaluation.loader(trainer, loader, shape)
+        if self._samples and not isinstance(made, PassLoader):
             made.ordinary = ordinary(trainer, loader, shape.devices, self._strategy.global_rank)
         made.begins = partial(show_ordinary, trainer)
         self._made.append(made)
         return made
-
-    def keep(self, loader: PassLoader) -> PassLoader:
-        """Register a loader made elsewhere, so that its worker processes are ended, too."""
-        self._made.append(loader)
-        return loader
 
     @property
     def training(self) -> TrainingLoader | None:
@@ -95,7 +89,7 @@ class Loaders:
         limit = None
         if isinstance(trainer.limit_train_batches, int):
             limit = -(-trainer.limit_train_batches // shape.accumulation)
-        shuffle = self._shuffles and self._samples and not trainer.overfit_batches  # type: ignore[attr-defined]
+        shuffle = self._strategy.parallelism.shuffles and self._samples and not trainer.overfit_batches  # type: ignore[attr-defined]
         order = DataOrder(loader, shape, int(os.environ.get("PL_GLOBAL_SEED", "0")), shuffle)  # as Lightning's ddp
         loop = trainer.fit_loop
 
@@ -108,9 +102,3 @@ class Loaders:
 
         boundary = partial(self._strategy.boundary, trainer)
         return TrainingLoader(loader, order, seed, limit, position, self._strategy.share, boundary, ended)
-
-    def _begin_pass(self, loader: EvaluationLoader) -> list[int]:
-        return self._strategy.passes.begin(loader)
-
-    def _start_batch(self, number: int) -> None:
-        self._strategy.passes.start_batch(number)

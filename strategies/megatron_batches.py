@@ -1,55 +1,87 @@
-"""Micro-batches of a Megatron model: forward on this stage, and the loss on the last."""
+"""Steps of a Megatron model, and their micro-batches: forward on this stage, and the loss on the last."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
+import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.utils.data import DataLoader
 
 from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.megatron.randomness import seed_micro_batch
+from unicron_lightning.replica.step import ReplicaStep
+from unicron_lightning.strategies.megatron_checks import check_megatron_loader
+from unicron_lightning.strategies.micro_batch import FORWARD
 from unicron_lightning.strategies.module_buffers import ModuleBuffers
-from unicron_lightning.strategies.recording import LogCall, RecordingResults
-from unicron_lightning.strategies.sums import NormStatistics, StepSums, SumsLayout
+from unicron_lightning.strategies.parallelism import FinishedStep
+from unicron_lightning.strategies.recording import LogCall
+from unicron_lightning.strategies.sums import NormStatistics, StepSums
 
 if TYPE_CHECKING:
-    from unicron_lightning.strategies.megatron import UnicronMegatronStrategy
+    from unicron_lightning.strategies.megatron_parallel import MegatronParallel
 
-_FORWARD = 1
-"""Distinguishes the random state of computing from that of fetching, at the same place."""
+
+class StageSteps:
+    """Steps of a Megatron model; implements `StepRunner`.
+
+    Args:
+        grid: the parallelism that they belong to.
+
+    Attributes:
+        grad_norm: norm of the last finished step's gradients, before clipping.
+    """
+
+    def __init__(self, grid: MegatronParallel) -> None:
+        self.grad_norm = 0.0
+        self._grid = grid
+
+    def check_data(self, loader: DataLoader[Any]) -> None:
+        self._grid.member.model.micro_batch_size = check_megatron_loader(loader)
+
+    def run(self, batch: GlobalBatch, *where: int) -> FinishedStep:
+        strategy, member = self._grid.strategy, self._grid.member
+        batches = StageBatches(self._grid, batch, where[0] if where else 0)
+        operation = ReplicaStep(
+            batch.micro_batches, member.model, member.fabric, partial(member.model.call, batches.forward), batches.sums
+        )
+        strategy.engine.run(operation)
+        assert operation.sums is not None
+        self.grad_norm = operation.grad_norm
+        loss, calls, _ = operation.sums.finish()
+        output = torch.tensor(loss, device=strategy.root_device)
+        return FinishedStep(operation=operation, loss=loss, calls=calls, output=output)
+
+    def backward(self, loss: Tensor) -> Tensor:
+        """Return the loss: Megatron's schedule has run the backward."""
+        return loss
 
 
 class StageBatches:
     """Runs the micro-batches of one step on this worker's stage.
 
     Args:
-        strategy: provides module, seed and place.
-        trainer: provides the results that the module logs to.
+        grid: provides module, seed and place.
         batch: locates the samples.
         step_in_epoch: Lightning's batch index.
     """
 
-    def __init__(
-        self, strategy: UnicronMegatronStrategy, trainer: pl.Trainer, batch: GlobalBatch, step_in_epoch: int
-    ) -> None:
-        self._strategy = strategy
-        self._trainer = trainer
+    def __init__(self, grid: MegatronParallel, batch: GlobalBatch, step_in_epoch: int) -> None:
+        self._grid = grid
+        self._strategy = grid.strategy
         self._batch = batch
         self._index = step_in_epoch
         self._done: dict[int, tuple[Tensor, list[LogCall]]] = {}
 
     def forward(self, micro_batch: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Run a forward step; see `megatron.model.ForwardStep`."""
-        module = self._strategy.lightning_module
-        assert module is not None
-        place = (_FORWARD, self._batch.epoch, self._batch.step, micro_batch)
-        data = stage_batch(self._strategy, self._batch, micro_batch, place)
-        results = self._trainer.fit_loop.epoch_loop._results
-        assert isinstance(results, RecordingResults)
+        module, results = self._strategy.module, self._strategy.results
+        place = (FORWARD, self._batch.epoch, self._batch.step, micro_batch)
+        data = stage_batch(self._grid, self._batch, micro_batch, place)
         with results.recording(data) as calls:
             output = module.training_step(data, self._index)
         if not isinstance(output, Tensor):
@@ -68,34 +100,32 @@ class StageBatches:
 
         return output, loss
 
-    def sums(self, layout: SumsLayout, micro_batches: Sequence[int]) -> StepSums:
+    def sums(self, micro_batches: Sequence[int]) -> StepSums:
         """Return the step's other sums, which one worker of each replica contributes."""
-        assert self._strategy.lightning_module is not None
-        norms, no_buffers = NormStatistics(self._strategy.lightning_module), ModuleBuffers(nn.Module())
-        sums = StepSums(layout, norms, no_buffers, _AllUsed())
-        if self._strategy.fabric.shape.tells(self._strategy.fabric.own_shard):
+        norms, no_buffers = NormStatistics(self._strategy.module), ModuleBuffers(nn.Module())
+        sums = StepSums(self._strategy.agreed, norms, no_buffers, _AllUsed())
+        if self._grid.tells:
             for micro_batch in micro_batches:
                 sums.add(*self._done[micro_batch])
         return sums
 
 
 def stage_batch(
-    strategy: UnicronMegatronStrategy, batch: GlobalBatch, number: int, place: tuple[int, ...], loader: int = 0
+    grid: MegatronParallel, batch: GlobalBatch, number: int, place: tuple[int, ...], loader: int = 0
 ) -> Any:
     """Return a micro-batch on this worker's device, and set the random state for computing it.
 
     Args:
-        strategy: provides device, seed and place in the grid.
+        grid: provides device, seed and place.
         batch: locates the samples.
         number: number of the micro-batch.
         place: inputs of the random state.
         loader: Lightning's index of the data loader.
     """
-    module = strategy.lightning_module
-    assert module is not None
-    data = module._on_before_batch_transfer(batch.fetch(number), dataloader_idx=loader)
+    strategy = grid.strategy
+    data = strategy.module._on_before_batch_transfer(batch.fetch(number), dataloader_idx=loader)
     data = strategy.batch_to_device(data, dataloader_idx=loader)
-    seed_micro_batch(strategy.seed, place, *strategy.coordinate, strategy.root_device)
+    seed_micro_batch(strategy.seed, place, *grid.coordinate, strategy.root_device)
     return data
 
 

@@ -2,80 +2,152 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from unicron_lightning.megatron import checkpoint
+from unicron_lightning.megatron.grid import Shape
 from unicron_lightning.megatron.model import ShardModel
-from unicron_lightning.replica.fabric import ReplicaFabric, run_released
+from unicron_lightning.replica.fabric import run_released
+from unicron_lightning.replica.member import ReplicaMember
+from unicron_lightning.strategies.parallelism import CheckpointStore
 from unicron_lightning.worker.checkpoint_files import total
 from unicron_lightning.worker.communication.communicator import gather_bytes
 from unicron_lightning.worker.engine import Engine, Report
 from unicron_lightning.worker.operations import Indivisible
 
+if TYPE_CHECKING:
+    from unicron_lightning.strategies.megatron_parallel import MegatronParallel
 
-class SaveCheckpoint(Indivisible):
-    """Writes the parts of all active workers; repeated as a whole if one dies meanwhile. The result is the digest.
+logger = logging.getLogger(__name__)
+
+
+class _OfAll(Indivisible):
+    """What all workers do together with a checkpoint; repeated as a whole if one dies meanwhile.
+
+    The result is the digest of all files written.
 
     Args:
-        fabric: provides this worker's place; spares do not take part.
-        model: its shard.
+        member: this worker's connections and shard; spares do not take part.
         path: the checkpoint's folder.
+    """
+
+    name = ""
+
+    def __init__(self, member: ReplicaMember[Shape, ShardModel], path: str) -> None:
+        self._fabric = member.fabric
+        self._model = member.model
+        self._path = path
+
+    def plan(self, reports: Sequence[Report | None], rank: int) -> None:
+        """Plan nothing: all workers do the same."""
+
+    def attempt(self, engine: Engine) -> bytes:
+        digests = {} if self._fabric.channels is None else self._act(engine)
+        for part in gather_bytes(engine.communicator, msgspec.json.encode(digests), engine.tag(self.name)):
+            digests.update(msgspec.json.decode(part, type=dict[str, str]))
+        return total(digests).encode()
+
+    def _act(self, engine: Engine) -> dict[str, str]:
+        """Do this worker's part; return the digests of the files that it has written, by name."""
+        raise NotImplementedError
+
+
+class SaveCheckpoint(_OfAll):
+    """Writes the parts of all active workers.
+
+    Args:
+        member, path: as for `_OfAll`.
         rest: Lightning's part.
     """
 
     name = "save_checkpoint"
 
-    def __init__(self, fabric: ReplicaFabric[Any], model: ShardModel, path: str, rest: dict[str, Any]) -> None:
-        self._fabric = fabric
-        self._model = model
-        self._path = path
+    def __init__(self, member: ReplicaMember[Shape, ShardModel], path: str, rest: dict[str, Any]) -> None:
+        super().__init__(member, path)
         self._rest = rest
 
-    def plan(self, reports: Sequence[Report | None], rank: int) -> None:
-        """Plan nothing: all workers do the same."""
-
-    def attempt(self, engine: Engine) -> bytes:
-        digests: dict[str, str] = {}
-        if self._fabric.channels is not None:
-            engine.fault("checkpoint", engine.step)
-            chunks, optimizer = [self._model.ddp], self._model.optimizer
-            run_released(lambda: digests.update(checkpoint.save(self._path, chunks, optimizer, self._rest)))
-        parts = gather_bytes(engine.communicator, msgspec.json.encode(digests), engine.tag(self.name))
-        for part in parts:
-            digests.update(msgspec.json.decode(part, type=dict[str, str]))
-        return total(digests).encode()
+    def _act(self, engine: Engine) -> dict[str, str]:
+        engine.fault("checkpoint", engine.step)
+        chunks, optimizer = [self._model.ddp], self._model.optimizer
+        digests: dict[str, str] = run_released(lambda: checkpoint.save(self._path, chunks, optimizer, self._rest))
+        return digests
 
 
-class LoadCheckpoint(Indivisible):
+class LoadCheckpoint(_OfAll):
     """Reads the parts of all active workers, whatever layout wrote them; spares receive theirs from workers later.
 
     Args:
-        fabric: provides this worker's place, and records its state.
-        model: its shard.
-        path: the checkpoint's folder.
+        member, path: as for `_OfAll`.
         step: optimizer steps done in it.
     """
 
     name = "load_checkpoint"
 
-    def __init__(self, fabric: ReplicaFabric[Any], model: ShardModel, path: str, step: int) -> None:
-        self._fabric = fabric
-        self._model = model
-        self._path = path
+    def __init__(self, member: ReplicaMember[Shape, ShardModel], path: str, step: int) -> None:
+        super().__init__(member, path)
         self._step = step
 
-    def plan(self, reports: Sequence[Report | None], rank: int) -> None:
-        """Plan nothing: all workers do the same."""
+    def _act(self, engine: Engine) -> dict[str, str]:
+        run_released(lambda: checkpoint.load(self._path, [self._model.ddp], self._model.optimizer))
+        if self._model.keeper is not None:
+            self._model.keeper.replace(self._step)
+        return {}
 
     def attempt(self, engine: Engine) -> bytes:
-        if self._fabric.channels is not None:
-            run_released(lambda: checkpoint.load(self._path, [self._model.ddp], self._model.optimizer))
-            if self._model.keeper is not None:
-                self._model.keeper.replace(self._step)
-        gather_bytes(engine.communicator, b"", engine.tag(self.name))
+        result = super().attempt(engine)
         if self._fabric.channels is not None:
             self._fabric.at = self._step
-        return b""
+        return result
+
+
+class GridCheckpoints(CheckpointStore):
+    """Folders in Megatron's format, written by all workers.
+
+    Args:
+        grid: the parallelism that they belong to.
+
+    Attributes:
+        restores_late: whether Lightning restores checkpoints after `setup`, when Megatron's optimizer exists; peers'
+            state comes last.
+    """
+
+    divided = True
+
+    def __init__(self, grid: MegatronParallel) -> None:
+        self.restores_late = True
+        self._grid = grid
+        self._resumes: str | None = None
+
+    def module_state(self, state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return an empty state: see `save`."""
+        return {}
+
+    def save(self, checkpoint: dict[str, Any], path: str, options: Any) -> str | None:
+        """Write a folder in Megatron's format, with all workers (`unicron_lightning.megatron.checkpoint`)."""
+        if self._grid.strategy.collectives.interrupted():
+            logger.warning("checkpoint_left_out path=%s reason=interrupted, and it needs all workers", path)
+            return None
+        member = self._grid.member
+        digest = self._grid.strategy.engine.run(SaveCheckpoint(member, path, checkpoint))
+        if member.model.keeper is not None:
+            member.model.keeper.saved = int(checkpoint["global_step"])
+        return digest.decode()
+
+    def load(self, path: Any, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Load Lightning's part; `load_model` reads the model's once it exists."""
+        folder = str(Path(str(path)).absolute())
+        rest = checkpoint.rest(folder)
+        self._resumes = folder
+        return rest
+
+    def load_model(self, checkpoint: Any, load: Callable[[], None]) -> None:
+        """Load model and optimizer of the path given to `load`, if any; joiners call this, too."""
+        path, self._resumes = self._resumes, None
+        if path is not None:
+            member = self._grid.member
+            self._grid.strategy.engine.run(LoadCheckpoint(member, path, int(checkpoint["global_step"])))

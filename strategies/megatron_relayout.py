@@ -14,10 +14,10 @@ from unicron_lightning.worker.control.thread import terminable
 from unicron_lightning.worker.operations import Parting
 
 if TYPE_CHECKING:
-    from unicron_lightning.strategies.megatron import UnicronMegatronStrategy
+    from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
 
 
-def part(strategy: UnicronMegatronStrategy, trainer: pl.Trainer, state: dict[str, Any]) -> None:
+def part(strategy: FaultTolerantStrategy, trainer: pl.Trainer, state: dict[str, Any]) -> None:
     """Write the checkpoint and wait; the process is stopped once the coordinator has received the report.
 
     From here on SIGTERM ends the process immediately, whatever handler Lightning has installed. Nothing is lost by it:
@@ -34,7 +34,7 @@ def part(strategy: UnicronMegatronStrategy, trainer: pl.Trainer, state: dict[str
     rest = {key: value for key, value in state.items() if key != "checkpoint"}
     with terminable(), engine.activity.during("checkpoint"):
         strategy.save_checkpoint({**state["checkpoint"], WHOLE: codec.encode(rest)}, path)
-        word = msgspec.structs.replace(strategy.saved[str(path)], parting=True)
+        word = msgspec.structs.replace(strategy.reported.saved[str(path)], parting=True)
         for logger in trainer.loggers:
             logger.save()
         engine.run(Parting(lambda: control.send(word)))

@@ -9,16 +9,18 @@ workers, so they do not depend on the distribution of the batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from unicron_lightning.data.loader import GlobalBatch, PassLoader
 from unicron_lightning.data.order import StepShape
+from unicron_lightning.data.seeding import preserved
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.replica.evaluation import ReplicaEvaluation
 from unicron_lightning.strategies.megatron_batches import stage_batch
@@ -28,85 +30,96 @@ from unicron_lightning.worker import codec
 from unicron_lightning.worker.operations import unpack_parts
 
 if TYPE_CHECKING:
-    from unicron_lightning.strategies.megatron import UnicronMegatronStrategy
+    from unicron_lightning.strategies.megatron_parallel import MegatronParallel
 
 _VALIDATION: Final = 2
 """Distinguishes the random state from that of training, at the same place."""
 
 
-def pass_loader(strategy: UnicronMegatronStrategy, trainer: pl.Trainer, loader: object, shape: StepShape) -> PassLoader:
-    """Return the loader for the validation loop.
-
-    Raises:
-        ConfigError: for loaders whose batches cannot be distributed.
-    """
-    most = trainer.limit_val_batches
-    return PassLoader(
-        check_validation_loader(loader),
-        shape,
-        strategy.seed,
-        most if isinstance(most, int) else None,
-        lambda: trainer.num_sanity_val_steps if trainer.sanity_checking else math.inf,
-        lambda: trainer.current_epoch,
-        strategy.share,
-    )
-
-
-def run_validation(strategy: UnicronMegatronStrategy, trainer: pl.Trainer, batch: object, *where: int) -> None:
-    """Run a global batch and log its results.
+class StageEvaluation:
+    """Validation passes; implements `EvaluationRunner`.
 
     Args:
-        strategy: provides module and place.
-        trainer: provides the results that the module logs to.
-        batch: locates the samples.
-        where: the other arguments of ``validation_step``: Lightning's batch index, and that of the loader.
+        grid: the parallelism that they belong to.
     """
-    if not isinstance(batch, GlobalBatch):
-        raise ConfigError(
-            f"a validation batch is a {type(batch).__qualname__} of several loaders; the unicron_megatron strategy "
-            'runs them one after another: give a list of DataLoaders, or CombinedLoader(..., mode="sequential")'
+
+    def __init__(self, grid: MegatronParallel) -> None:
+        self._grid = grid
+        self._strategy = grid.strategy
+
+    def begin_run(self, trainer: pl.Trainer) -> None:
+        trainer.fit_loop.epoch_loop.val_loop._results = RecordingResults(False, self._strategy.reduce)
+
+    def loader(self, trainer: pl.Trainer, loader: DataLoader[Any], shape: StepShape) -> PassLoader:
+        """Return the loader for the validation loop.
+
+        Raises:
+            ConfigError: for loaders whose batches cannot be distributed.
+        """
+        most = trainer.limit_val_batches
+        return PassLoader(
+            check_validation_loader(loader),
+            shape,
+            self._strategy.seed,
+            most if isinstance(most, int) else None,
+            lambda: trainer.num_sanity_val_steps if trainer.sanity_checking else math.inf,
+            lambda: trainer.current_epoch,
+            self._strategy.share,
         )
-    engine = strategy.engine
-    engine.activity.enter("validation")
-    runner = _StageValidation(strategy, trainer, batch, where)
-    fabric, model = strategy.fabric, strategy.model_shard
-    operation = ReplicaEvaluation(
-        batch.micro_batches,
-        batch.count,
-        fabric,
-        model.device,
-        partial(model.evaluate, runner.forward),
-        runner.results,
-        tells=fabric.shape.tells(fabric.own_shard),
-    )
-    runner.log(unpack_parts(engine.run(operation)))
+
+    def step(self, run: Callable[[], Any], args: Sequence[Any]) -> None:
+        """Run a global batch of the pass, forward only, and log its results."""
+        strategy, member = self._strategy, self._grid.member
+        batch, *where = args
+        if not isinstance(batch, GlobalBatch):
+            raise ConfigError(
+                f"a validation batch is a {type(batch).__qualname__} of several loaders; the unicron_megatron strategy "
+                "runs them one after another: give a list of DataLoaders, or "
+                'CombinedLoader(..., mode="sequential")'
+            )
+        strategy.engine.activity.enter("validation")
+        stage = _StageValidation(self._grid, batch, where)
+        operation = ReplicaEvaluation(
+            batch.micro_batches,
+            batch.count,
+            member.fabric,
+            member.model.device,
+            partial(member.model.evaluate, stage.forward),
+            stage.results,
+            tells=self._grid.tells,
+        )
+        with strategy.collectives.refused("validation_step"), preserved():
+            parts = strategy.engine.run(operation)
+            stage.log(unpack_parts(parts))
 
 
 class _StageValidation:
-    """One global batch on this worker's stage; arguments as of `run_validation`."""
+    """One global batch on this worker's stage.
 
-    def __init__(
-        self, strategy: UnicronMegatronStrategy, trainer: pl.Trainer, batch: GlobalBatch, where: tuple[int, ...]
-    ) -> None:
-        self._strategy = strategy
-        self._trainer = trainer
+    Args:
+        grid: provides module, results and place.
+        batch: locates the samples.
+        where: the other arguments of ``validation_step``: Lightning's batch index, and that of the loader.
+    """
+
+    def __init__(self, grid: MegatronParallel, batch: GlobalBatch, where: Sequence[int]) -> None:
+        self._grid = grid
+        self._strategy = grid.strategy
         self._batch = batch
         self._where = where
         self._loader = where[1] if len(where) > 1 else 0
         self._calls: dict[int, list[LogCall]] = {}
-        results = trainer.fit_loop.epoch_loop.val_loop._results
+        results = self._strategy.trainer.fit_loop.epoch_loop.val_loop._results
         assert isinstance(results, RecordingResults)
         self._results = results
 
     def forward(self, number: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Run a forward step; see `megatron.model.ForwardStep`."""
-        strategy, module = self._strategy, self._strategy.lightning_module
-        assert module is not None
-        engine = strategy.engine
+        module, engine = self._strategy.module, self._strategy.engine
         engine.activity.enter("validation", number)
         engine.fault("validation", engine.step)
         place = (_VALIDATION, self._batch.epoch, self._loader, number)
-        data = stage_batch(strategy, self._batch, number, place, self._loader)
+        data = stage_batch(self._grid, self._batch, number, place, self._loader)
         with self._results.recording(data) as calls:
             output = module.validation_step(data, *self._where)
         if not isinstance(output, Tensor):
@@ -132,8 +145,7 @@ class _StageValidation:
 
     def log(self, parts: list[bytes]) -> None:
         """Log the values of all batches, reduced over them."""
-        module, connector = self._strategy.lightning_module, self._trainer._logger_connector
-        assert module is not None
+        module, connector = self._strategy.module, self._strategy.trainer._logger_connector
         told: dict[int, list[Any]] = {}
         for part in parts:
             told.update(codec.decode(part))

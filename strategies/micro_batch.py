@@ -10,53 +10,77 @@ from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor
 
 from unicron_lightning.data.loader import GlobalBatch
-from unicron_lightning.data.order import StepShape
 from unicron_lightning.data.seeding import place_seed, seed_all
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies.module_buffers import ModuleBuffers
-from unicron_lightning.strategies.recording import RecordingResults
 from unicron_lightning.strategies.step_metrics import StepMetrics
-from unicron_lightning.strategies.sums import NormStatistics, StepSums
+from unicron_lightning.strategies.sums import NormStatistics, StepSums, SumsLayout
 
 if TYPE_CHECKING:
-    from unicron_lightning.strategies.unicron import UnicronStrategy
+    from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
 
-_FORWARD = 1
+FORWARD = 1
 """Distinguishes the random state of computing from that of fetching, at the same place."""
+
+
+class Effects:
+    """Changes that micro-batches make beside gradients: batch-norm statistics, metric objects, other buffers.
+
+    Args:
+        module: owner of them.
+    """
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        self.norms = NormStatistics(module)
+        self.metrics = StepMetrics(module)
+        self.buffers = ModuleBuffers(module)
+
+    def begin(self, batch: GlobalBatch, agreed: SumsLayout) -> None:
+        """Start a step."""
+        self.norms.begin()
+        self.metrics.begin(anew=batch.step == 0)
+        self.buffers.begin(batch.micro_batches[0], agreed.buffers)
+
+    def start_micro_batch(self) -> None:
+        """Start from the step's values."""
+        self.buffers.start_micro_batch()
+        self.metrics.start_micro_batch()
+
+    def finish_micro_batch(self, number: int) -> None:
+        """Record the changes and restore the step's values."""
+        self.norms.finish_micro_batch()
+        self.metrics.finish_micro_batch(number)
+        self.buffers.finish_micro_batch(number)
 
 
 class MicroBatches:
     """Runs the micro-batches of one step.
 
-    Random state depends on (seed, epoch, step, micro-batch) only, and the loss is divided by M. Logged values and side
-    effects (metrics, batch-norm statistics, buffers) go to ``sums``, ``norms`` and ``buffers``.
+    Random state depends on (seed, epoch, step, micro-batch) only, and the loss is divided by M.
+
+    Args:
+        strategy: provides module, seed, device and precision.
+        batch: locates the samples.
+        sums: receive losses and logged values.
+        effects: receive the other changes.
+        takes_index: whether the module's ``training_step`` takes the batch index.
     """
 
     def __init__(
         self,
-        strategy: UnicronStrategy,
-        trainer: pl.Trainer,
-        module: pl.LightningModule,
-        shape: StepShape,
-        seed: int,
+        strategy: FaultTolerantStrategy,
         batch: GlobalBatch,
-        takes_index: bool,
         sums: StepSums,
-        norms: NormStatistics,
-        buffers: ModuleBuffers,
-        metrics: StepMetrics,
+        effects: Effects,
+        *,
+        takes_index: bool,
     ) -> None:
         self._strategy = strategy
-        self._trainer = trainer
-        self._module = module
-        self._shape = shape
-        self._seed = seed
+        self._module = strategy.module
         self._batch = batch
-        self._takes_index = takes_index
         self._sums = sums
-        self._norms = norms
-        self._metrics = metrics
-        self._buffers = buffers
+        self._effects = effects
+        self._takes_index = takes_index
         self._last_output: Any = None
         self._scaler = getattr(strategy.precision_plugin, "scaler", None)
         if self._scaler is not None:
@@ -72,24 +96,20 @@ class MicroBatches:
         data = self._to_device(batch)
         strategy.engine.fault("forward", strategy.engine.step, micro_batch, module)
         place = (self._batch.epoch, self._batch.step, micro_batch)
-        seed_all(place_seed(self._seed, _FORWARD, *place))
-        index = self._batch.step * self._shape.accumulation + micro_batch // self._shape.devices
-        results = self._trainer.fit_loop.epoch_loop._results
-        assert isinstance(results, RecordingResults)
-        self._buffers.start_micro_batch()
-        self._metrics.start_micro_batch()
-        with results.recording(data) as calls, torch.enable_grad():
+        seed_all(place_seed(strategy.seed, FORWARD, *place))
+        shape = strategy.shape
+        index = self._batch.step * shape.accumulation + micro_batch // shape.devices
+        self._effects.start_micro_batch()
+        with strategy.results.recording(data) as calls, torch.enable_grad():
             with plugin.train_step_context():
                 output = module.training_step(data, index) if self._takes_index else module.training_step(data)
             loss = self._loss(output)
-            scaled = loss / self._shape.micro_batches
+            scaled = loss / shape.micro_batches
             if self._scaler is not None:
                 scaled = self._scaler.scale(scaled)
             plugin.backward(scaled, module, strategy.optimizers[0])
         self._sums.add(loss, calls)
-        self._norms.finish_micro_batch()
-        self._metrics.finish_micro_batch(micro_batch)
-        self._buffers.finish_micro_batch(micro_batch)
+        self._effects.finish_micro_batch(micro_batch)
         self._last_output = apply_to_collection(output, Tensor, Tensor.detach)
 
     def output(self, loss: float) -> Any:

@@ -275,7 +275,7 @@ class Keeping(UnicronStrategy):
     def boundary(self, trainer: pl.Trainer) -> None:
         super().boundary(trainer)
         if self._path is None:
-            rest: dict[str, Any] = codec.decode(self._donate(trainer))
+            rest: dict[str, Any] = self._membership.state(trainer)
             checkpoint = rest.pop("checkpoint")
             torch.save({**checkpoint, join_state.WHOLE: codec.encode(rest)}, self._folder / f"{trainer.global_step}")
 

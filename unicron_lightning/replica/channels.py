@@ -26,39 +26,31 @@ class Topology(Protocol):
     @property
     def shards(self) -> int:
         """Workers of a replica (S)."""
-        ...
 
     @property
     def replicas(self) -> int:
         """Number of active replicas."""
-        ...
 
     @property
     def place(self) -> int:
         """Place of this worker's replica among the replicas."""
-        ...
 
     @property
     def shard(self) -> int:
         """Shard of this worker."""
-        ...
 
     @property
     def rank(self) -> int:
         """Rank of this worker."""
-        ...
 
     def number(self, place: int, shard: int) -> int:
         """Rank of a worker."""
-        ...
 
     def within(self) -> Iterator[tuple[int, ...]]:
         """Sets of this worker's replica, as shards."""
-        ...
 
     def across(self) -> Iterator[tuple[int, ...]]:
         """Sets of several replicas, as ranks; one of them is the workers of this shard."""
-        ...
 
 
 class Channels:

@@ -83,11 +83,9 @@ class FabricShape(ReplicaShape, Protocol):
 
     def grid(self, *, replicas: int, place: int, shard: int) -> Topology:
         """Place of a worker among the active ones."""
-        ...
 
     def relaid(self, layout: wire.Layout) -> Self:
         """The same number of workers in another layout, as ordered by an operator."""
-        ...
 
 
 _Shape = TypeVar("_Shape", bound=FabricShape)

@@ -24,12 +24,10 @@ class ReplicaShape(Protocol):
     @property
     def shards(self) -> int:
         """Workers of a replica (S)."""
-        ...
 
     @property
     def replicas(self) -> int:
         """Replicas without failures."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

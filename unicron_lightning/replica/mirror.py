@@ -53,7 +53,6 @@ class Exchange(Communicator, Protocol):
 
     def all_to_all(self, sent: Tensor, sent_to: list[int], received: Tensor, received_from: list[int]) -> Handle:
         """See `unicron_lightning.worker.communication.gloo.GlooCommunicator.all_to_all`."""
-        ...
 
 
 class MirroredOptimizer(Protocol):
@@ -62,47 +61,37 @@ class MirroredOptimizer(Protocol):
     @property
     def device(self) -> torch.device:
         """Device of the parameters."""
-        ...
 
     @property
     def whole(self) -> tuple[Piece, ...]:
         """All trained elements of the group."""
-        ...
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
         """This rank's shard in the present layout."""
-        ...
 
     @property
     def groups(self) -> dict[int, int]:
         """Optimizer group of each parameter, as far as this rank knows."""
-        ...
 
     @property
     def steps(self) -> float:
         """Steps that the optimizer has counted."""
-        ...
 
     def name(self, parameter: int) -> str:
         """A parameter's name, for messages."""
-        ...
 
     def read(self, target: Tensor) -> None:
         """Copy the shard into float32 [`ROWS`, elements], in the order of `pieces`."""
-        ...
 
     def write(self, source: Tensor, steps: float) -> None:
         """Set the shard to a copy made by `read`, and this rank's part of the parameters to it."""
-        ...
 
     def gather_parameters(self) -> None:
         """Send every rank's part of the parameters to all. A collective of the group."""
-        ...
 
     def lay_out(self, groups: Mapping[int, int]) -> None:
         """Make shards for the present group; the state must be restored by `write`."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,6 @@ class Call(Protocol):
             micro_batches: by number.
             last: whether the reduction may start in it, since no further call of the step is planned.
         """
-        ...
 
 
 class ReplicaStep(Generic[_Sums]):

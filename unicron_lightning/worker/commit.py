@@ -29,19 +29,15 @@ class Sums(Protocol):
         """Large sums over this rank's micro-batches, reduced after the gradients; the same number and sizes on all
         ranks.
         """
-        ...
 
     def totals(self) -> Sequence[float]:
         """Small sums over this rank's micro-batches, sent with the commit; equally many on all ranks."""
-        ...
 
     def read(self, totals: Sequence[float]) -> bool:
         """Store `totals` summed over the ranks; return whether `settle` must follow."""
-        ...
 
     def settle(self, engine: Engine) -> None:
         """Communicate before a second commit; must be repeatable."""
-        ...
 
 
 class CommittedStep(Protocol):

@@ -1,0 +1,179 @@
+"""Data parallelism: each worker holds the whole model, and is a replica of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from unicron_lightning.data.loader import GlobalBatch
+from unicron_lightning.data.order import StepShape
+from unicron_lightning.strategies import join_state
+from unicron_lightning.strategies.checkpointing import SingleFileCheckpoints
+from unicron_lightning.strategies.checks import check_optimizers
+from unicron_lightning.strategies.divergence import Divergence
+from unicron_lightning.strategies.evaluation import Passes
+from unicron_lightning.strategies.micro_batch import Effects, MicroBatches
+from unicron_lightning.strategies.parallelism import FinishedStep, Parallelism
+from unicron_lightning.strategies.reporting import balance_of
+from unicron_lightning.strategies.session import Session
+from unicron_lightning.strategies.sums import StepSums
+from unicron_lightning.worker.balance import Balance, deal
+from unicron_lightning.worker.buckets import GradientBuckets
+from unicron_lightning.worker.engine import World
+from unicron_lightning.worker.ledger import share
+from unicron_lightning.worker.step import GradientStep
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+    from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
+
+
+class DataParallel(Parallelism):
+    """Data parallelism of workers that each hold the model.
+
+    Args:
+        strategy: the strategy that it belongs to.
+        steps: runs its steps.
+        rebalance: a rank that is slower than the others gets fewer of a step's micro-batches.
+    """
+
+    whole = True
+    shuffles = True
+    shards = 1
+    steps: WholeModelSteps
+
+    def __init__(self, strategy: FaultTolerantStrategy, steps: WholeModelSteps, *, rebalance: bool) -> None:
+        self.steps = steps
+        self.evaluation = Passes(strategy)
+        self.checkpoints = SingleFileCheckpoints(strategy)
+        self._strategy = strategy
+        self._rebalance = rebalance
+
+    def open(self, device: torch.device, shape: StepShape, on_world: Callable[[World], None]) -> tuple[Session, bool]:
+        return Session.of_process(device, shape.micro_batches, on_world)
+
+    def built(self) -> None:
+        strategy = self._strategy
+        check_optimizers(strategy.optimizers)
+        self.steps.begin_fit(balance_of(strategy.engine, strategy.shape.micro_batches) if self._rebalance else None)
+
+    def found(self, *, resumes: bool) -> None:
+        strategy = self._strategy
+        if not resumes and strategy.engine.world.size > 1 and strategy.collectives.starting:
+            strategy.comparison.agree("model")
+            join_state.share_initial(strategy.module, strategy.engine)
+
+    def share(self, micro_batches: range) -> list[int]:
+        world, balance = self._strategy.engine.world, self.steps.balance
+        counts = None if balance is None else balance.counts(len(micro_batches))
+        if counts is None:
+            return share(micro_batches, world.rank, world.size)
+        return deal(micro_batches, counts)[world.rank]
+
+    def state(self, trainer: pl.Trainer) -> dict[str, Any]:
+        return join_state.parameter_state(trainer)
+
+    def close(self) -> None:
+        self.steps.close()
+
+
+class WholeModelSteps:
+    """Steps of a model that each worker holds; implements `StepRunner`.
+
+    Args:
+        strategy: the strategy that they belong to.
+        bucket_bytes: size of a gradient bucket.
+        overlap: start reductions during the last micro-batch's backward.
+        divergence: compares the workers' parameters.
+
+    Attributes:
+        balance: shares of the ranks by speed; None: equal ones.
+    """
+
+    def __init__(
+        self, strategy: FaultTolerantStrategy, bucket_bytes: int, divergence: Divergence, *, overlap: bool
+    ) -> None:
+        self.balance: Balance | None = None
+        self._strategy = strategy
+        self._bucket_bytes = bucket_bytes
+        self._overlap = overlap
+        self._divergence = divergence
+        self._trained = TrainedParameters()
+        self._gradients: GradientBuckets | None = None
+        self._effects: Effects | None = None
+        self._used: list[bool] = []
+
+    def begin_fit(self, balance: Balance | None) -> None:
+        """Begin with a complete model, of which the optimizers know."""
+        self._effects = Effects(self._strategy.module)
+        self.balance = balance
+
+    def check_data(self, loader: DataLoader[Any]) -> None:
+        """Refuse nothing more than `data.order.check_loader`."""
+
+    def run(self, batch: GlobalBatch, *where: int) -> FinishedStep:
+        strategy, effects = self._strategy, self._effects
+        engine, module = strategy.engine, strategy.module
+        assert effects is not None
+        gradients = self._buckets(module, first=batch.step == 0)
+        gradients.begin()
+        effects.begin(batch, strategy.agreed)
+        sums = StepSums(strategy.agreed, effects.norms, effects.buffers, gradients, effects.metrics)
+        micro_batches = MicroBatches(strategy, batch, sums, effects, takes_index=bool(where))
+        digest = self._divergence.digest(module.parameters(), engine)
+        operation = GradientStep(batch.micro_batches, gradients, sums, micro_batches.run, self.balance, digest)
+        engine.run(operation)
+        self._divergence.check(operation, engine)
+        loss, calls, self._used = sums.finish()
+        effects.norms.commit(len(batch.micro_batches))
+        return FinishedStep(operation=operation, loss=loss, calls=calls, output=micro_batches.output(loss))
+
+    def backward(self, loss: Tensor) -> Tensor:
+        module, plugin = self._strategy.module, self._strategy.precision_plugin
+        assert self._gradients is not None
+        # The base class's hook: the loss has been scaled already, micro-batch by micro-batch.
+        Precision.pre_backward(plugin, loss, module)
+        self._gradients.install(self._used)
+        return plugin.post_backward(loss, module)
+
+    def close(self) -> None:
+        """Release the buckets."""
+        if self._gradients is not None:
+            self._gradients.close()
+            self._gradients = None
+
+    def _buckets(self, module: pl.LightningModule, first: bool) -> GradientBuckets:
+        """Return the buckets, rebuilt when other parameters need gradients than before."""
+        named = self._trained.find(module, self._strategy.optimizers, anew=first)
+        if self._gradients is None or not self._gradients.matches([p for _, p in named]):
+            self.close()
+            self._gradients = GradientBuckets(named, self._bucket_bytes, self._overlap)
+        return self._gradients
+
+
+class TrainedParameters:
+    """The parameters of a model that need gradients.
+
+    Modules are walked through again when the optimizers have other parameters, or on request. A change in whether a
+    known parameter needs a gradient is always detected.
+    """
+
+    def __init__(self) -> None:
+        self._named: list[tuple[str, Parameter]] = []
+        self._optimized: list[int] = []
+
+    def find(self, module: nn.Module, optimizers: Sequence[Optimizer], *, anew: bool) -> list[tuple[str, Parameter]]:
+        """Return names and parameters, in the model's order, without repeats."""
+        groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+        optimized = [id(parameter) for group in groups for parameter in group["params"]]
+        if anew or optimized != self._optimized:
+            self._named, self._optimized = list(module.named_parameters()), optimized
+        return [(name, parameter) for name, parameter in self._named if parameter.requires_grad]

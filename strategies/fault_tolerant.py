@@ -1,0 +1,338 @@
+"""Lightning's side of training straight through failures, for any `Parallelism`.
+
+One Lightning batch is one **global batch**: ``accumulate_grad_batches x devices x num_nodes`` micro-batches, for the
+whole life of the task and whatever its present world is. The module's `training_step` is called once per
+micro-batch; Lightning's batch hooks and counters see one batch per optimizer step, so they never depend on the world.
+Failures are recovered inside `FaultTolerantStrategy.training_step` and the other operations; joiners enter before a
+step.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from torch import Tensor
+from typing_extensions import override
+
+from unicron_lightning.data.loader import GlobalBatch
+from unicron_lightning.data.order import StepShape
+from unicron_lightning.data.seeding import preserved
+from unicron_lightning.errors import ConfigError
+from unicron_lightning.strategies import default_group, join_state
+from unicron_lightning.strategies.checkpointing import ReportedCheckpoints
+from unicron_lightning.strategies.checks import check_module, check_trainer
+from unicron_lightning.strategies.collecting import CollectingStrategy
+from unicron_lightning.strategies.describing import Comparison
+from unicron_lightning.strategies.environment import own_device
+from unicron_lightning.strategies.global_batch import declare
+from unicron_lightning.strategies.loading import Loaders
+from unicron_lightning.strategies.loggers import follow, take_over
+from unicron_lightning.strategies.membership import Membership
+from unicron_lightning.strategies.parallelism import Parallelism
+from unicron_lightning.strategies.recording import RecordingResults
+from unicron_lightning.strategies.reporting import StepReports, report_exception, told_flops
+from unicron_lightning.strategies.session import Session
+from unicron_lightning.strategies.sums import SumsLayout
+from unicron_lightning.strategies.timed import TimedValidation
+from unicron_lightning.worker.checkpoint_files import located
+from unicron_lightning.worker.control.statistics import Summary
+from unicron_lightning.worker.engine import Engine, World
+
+
+class FaultTolerantStrategy(CollectingStrategy):
+    """Runs a trainer's loops through failures.
+
+    Subclasses take the user's options, and set `parallelism`.
+
+    Args:
+        parallelism: made from this strategy.
+        num_micro_batches: M of a global batch, instead of accumulate_grad_batches x devices x num_nodes.
+        compare: workers are compared when the task begins and at each join; see `describing`.
+        accelerator, parallel_devices, checkpoint_io, precision_plugin: given by Lightning.
+
+    Attributes:
+        num_nodes: of the declared world; set by Lightning from ``Trainer(num_nodes=...)``.
+        parallelism: how the workers hold the model and run its steps.
+        agreed: what the members know of each step's sums.
+        comparison: this worker's description of itself.
+        reported: checkpoints that the coordinator knows.
+        loaders: the run's data loaders.
+        seed: the task's.
+    """
+
+    parallelism: Parallelism
+
+    def __init__(self, *, num_micro_batches: int | None, compare: bool, **lightning: Any) -> None:
+        super().__init__(**lightning)
+        self.num_nodes = 1
+        self.seed = 0
+        self.agreed = SumsLayout()
+        self.comparison = Comparison(self, active=compare)
+        self.reported = ReportedCheckpoints()
+        self._num_micro_batches = num_micro_batches
+        self._shape: StepShape | None = None
+        self._session: Session | None = None
+        self.loaders = Loaders(self)
+        self._membership = Membership(self)
+        self._reports = StepReports()
+        self._last_batch: GlobalBatch | None = None
+        self._runs = 0
+        self._broken_off = False
+        """Whether an exception has ended the present run."""
+
+    # ---- identity
+
+    @property
+    def engine(self) -> Engine:
+        """This worker's engine, which exists from the first ``fit``, ``validate`` or ``test`` on."""
+        return self.session.engine
+
+    @property
+    def session(self) -> Session:
+        """This worker's part in its task."""
+        assert self._session is not None, "no run has begun"
+        return self._session
+
+    @property
+    def statistics(self) -> Summary | None:
+        """Statistics of this worker's steps, see `Summary`, for callbacks; None before the first run."""
+        return None if self._session is None else self._session.statistics()
+
+    @property
+    def trainer(self) -> pl.Trainer:
+        """The present run's trainer."""
+        assert self._trainer is not None, "no run has begun"
+        return self._trainer
+
+    @property
+    def module(self) -> pl.LightningModule:
+        """The present run's module."""
+        assert self.lightning_module is not None, "no run has begun"
+        return self.lightning_module
+
+    @property
+    def shape(self) -> StepShape:
+        """Micro-batches of a global batch."""
+        assert self._shape is not None, "no run has begun"
+        return self._shape
+
+    @property
+    def results(self) -> RecordingResults:
+        """The values that training steps log."""
+        results = self.trainer.fit_loop.epoch_loop._results
+        assert isinstance(results, RecordingResults)
+        return results
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        return own_device(self.parallel_devices or [], self.local_rank, self._environment.local_world)
+
+    @property
+    def num_processes(self) -> int:
+        """Workers of a node in the declared world, as in Lightning's parallel strategies."""
+        return len(self.parallel_devices or [None])
+
+    @property
+    @override
+    def handles_gradient_accumulation(self) -> bool:
+        return True
+
+    def _on_world(self, world: World) -> None:
+        was_first = self.global_rank == 0
+        self._environment.set_world_size(world.size)
+        self._environment.set_global_rank(world.rank)
+        default_group.follow()
+        if world.rank == 0 and not was_first and self._trainer is not None:
+            take_over(self._trainer.loggers)
+        self.parallelism.enter(world)
+
+    # ---- start
+
+    @override
+    def setup_environment(self) -> None:
+        trainer, parallelism = self.module.trainer, self.parallelism
+        parallelism.check(trainer)
+        check_trainer(trainer)
+        self.loaders.attend(trainer)
+        if self._shape is None:
+            self._shape = declare(trainer, self._num_micro_batches, parallelism.shards)
+        self._runs += 1
+        self._broken_off = False
+        begins, is_new = self._session is None, False
+        if self._session is None:  # before the device is touched: a warm worker waits in there until it has a slot
+            self._session, is_new = parallelism.open(self.root_device, self._shape, self._on_world)
+        self._begin_collectives(self._session, trainer, records=is_new, is_group=parallelism.whole)
+        self._session.runs(active=True)
+        self.engine.activity.enter("start")
+        super().setup_environment()
+        self.collectives.scope = f"{self._runs}"
+        if begins:
+            seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed() & 0xFFFFFFFF))
+            self.seed = self.collectives.broadcast(seed, 0)
+        parallelism.begin(self._session)
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+        session, parallelism, fitting = self.session, self.parallelism, trainer.state.fn == TrainerFn.FITTING
+        check_module(self.module)
+        if session.control is not None:
+            session.control.flops_per_step = told_flops(self.module)
+        self.collectives.interrupted = lambda: trainer.state.status == TrainerStatus.INTERRUPTED
+        follow(trainer.loggers)
+        self._timed = TimedValidation(trainer, lambda due: bool(self.broadcast(due)))
+        trainer.fit_loop.epoch_loop._results = RecordingResults(True, self.reduce)
+        parallelism.evaluation.begin_run(trainer)
+        super().setup(trainer)
+        if fitting:
+            parallelism.built()
+            session.fits += 1
+            self.comparison.begin(trainer)
+        if session.is_joiner and not self.engine.has_state:
+            if fitting:
+                self._membership.join(trainer)
+            return
+        resumes = fitting and bool(session.resume)
+        parallelism.found(resumes=resumes)
+        if resumes:
+            self._membership.resume(trainer)
+        elif self.engine.world.size > 1 and self.collectives.starting:
+            join_state.share_versions(trainer, self.engine)
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        self.parallelism.set_up_optimizers(trainer, super().setup_optimizers)
+
+    # ---- data
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        return self.loaders.wrap(self.module.trainer, dataloader, self.shape, self.seed)
+
+    def share(self, micro_batches: range) -> list[int]:
+        """Return this rank's micro-batches of a step in the present world."""
+        return self.parallelism.share(micro_batches)
+
+    def boundary(self, trainer: pl.Trainer) -> None:
+        """Enter or leave worlds between steps."""
+        self.collectives.starting = False
+        self._membership.boundary(trainer)
+
+    # ---- the step
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        batch, *where = args
+        self._check_batch(batch)
+        with self.collectives.refused("training_step"), preserved():
+            step = self.parallelism.steps.run(batch, *where)
+        self._reports.finished(self.engine, step.operation, step.loss)
+        for call in step.calls:
+            self.results.replay(call, self.module, self.root_device)
+        return step.output
+
+    def _check_batch(self, batch: object) -> None:
+        if not isinstance(batch, GlobalBatch):
+            raise ConfigError(
+                f"the training data is a {type(batch).__qualname__} of several loaders; the unicron strategy takes one "
+                "DataLoader: combine the data sets into one"
+            )
+        if batch is self._last_batch:
+            raise ConfigError(
+                f"the optimizer {type(self.optimizers[0]).__qualname__} calls its closure more than once per step; the "
+                "unicron strategy supports one forward and backward per step"
+            )
+        self._last_batch = batch
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Pass the gradients, summed over the global batch, to the optimizer, with the usual hooks."""
+        return self.parallelism.steps.backward(closure_loss)
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step, which is the closure, and the optimizer's own work."""
+        output = super().optimizer_step(*args, **kwargs)
+        self._timed.stepped()
+        self.engine.activity.enter("hooks")
+        return output
+
+    # ---- validation
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.parallelism.evaluation.step(partial(super().validation_step, *args, **kwargs), args)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.parallelism.evaluation.step(partial(super().test_step, *args, **kwargs), args)
+
+    @override
+    def on_validation_end(self) -> None:
+        self._timed.validated()
+        self.loaders.end_passes()
+
+    # ---- checkpoints
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return self.parallelism.checkpoints.module_state(super().lightning_module_state_dict)
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return self.parallelism.checkpoints.restores_late
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        path = located(filepath)
+        if self._trainer is not None and "optimizer_states" in checkpoint:
+            checkpoint[join_state.LOGGED] = join_state.logged(self._trainer)
+        with self.engine.activity.during("checkpoint"):
+            digest = self.parallelism.checkpoints.save(checkpoint, path, storage_options)
+        if digest is not None:
+            self.reported.report(self.engine, checkpoint, path, digest)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        path = self.reported.readable(checkpoint_path)
+        return self.parallelism.checkpoints.load(path, partial(super().load_checkpoint, path, *args, **kwargs))
+
+    @override
+    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+        self.parallelism.checkpoints.load_model(checkpoint, partial(super().load_model_state_dict, checkpoint, strict))
+        self._membership.logged = checkpoint.get(join_state.LOGGED)
+
+    # ---- the end
+
+    @override
+    def model_to_device(self) -> None:
+        self.module.to(self.root_device)
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        return batch if isinstance(batch, GlobalBatch) else super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._broken_off = True
+        if self._session is not None:
+            report_exception(self._session.control, exception, self.engine.step)
+
+    @override
+    def teardown(self) -> None:
+        if self._session is not None:
+            if not self._broken_off:
+                self._session.runs(active=False)
+            self.engine.activity.enter("over")
+            self._end_collectives(self._session)
+        self.parallelism.close()
+        self.loaders.close()
+        self._last_batch = None
+        super().teardown()

@@ -1,0 +1,198 @@
+"""Megatron's parallelism: replicas of TP x PP workers hold the model together."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Callable
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.core.optimizer import _configure_schedulers_automatic_opt
+from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.states import TrainerFn
+from megatron.core import tensor_parallel
+from megatron.core.distributed import DistributedDataParallelConfig
+
+from unicron_lightning.data.order import StepShape
+from unicron_lightning.errors import ConfigError
+from unicron_lightning.megatron.grid import Shape
+from unicron_lightning.megatron.model import ShardModel
+from unicron_lightning.megatron.world import build_world, enter_world, leave_world
+from unicron_lightning.replica.channels import Channels
+from unicron_lightning.replica.fabric import ReplicaFabric
+from unicron_lightning.replica.member import ReplicaMember
+from unicron_lightning.replica.mirror import Redundancy
+from unicron_lightning.strategies.megatron_batches import StageSteps
+from unicron_lightning.strategies.megatron_building import build_shard
+from unicron_lightning.strategies.megatron_checkpoints import GridCheckpoints
+from unicron_lightning.strategies.megatron_checks import check_megatron_trainer
+from unicron_lightning.strategies.megatron_optimizer import MegatronOptimizer, split_configuration
+from unicron_lightning.strategies.megatron_relayout import part
+from unicron_lightning.strategies.megatron_validation import StageEvaluation
+from unicron_lightning.strategies.parallelism import Parallelism
+from unicron_lightning.strategies.session import Session
+from unicron_lightning.worker.engine import World
+
+if TYPE_CHECKING:
+    from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
+
+logger = logging.getLogger(__name__)
+
+
+class MegatronParallel(Parallelism):
+    """Megatron's parallelism through failures.
+
+    Args:
+        strategy: the strategy that it belongs to.
+        tensor, pipeline: TP and PP as the script gives them.
+        ddp: configuration of Megatron's data parallelism.
+        sequence_length: length of the tensors between pipeline stages; None: the model's longest sequence.
+        redundancy: redundancy of the optimizer's shards, if it has some.
+    """
+
+    whole = False
+    shuffles = False
+    steps: StageSteps
+
+    def __init__(
+        self,
+        strategy: FaultTolerantStrategy,
+        *,
+        tensor: int,
+        pipeline: int,
+        ddp: DistributedDataParallelConfig,
+        sequence_length: int | None,
+        redundancy: Redundancy | None,
+    ) -> None:
+        self.strategy = strategy
+        self.steps = StageSteps(self)
+        self.evaluation = StageEvaluation(self)
+        self.checkpoints = GridCheckpoints(self)
+        self._script = Shape(tensor=tensor, pipeline=pipeline, replicas=1)
+        self.shards = self._script.shards
+        self._ddp = ddp
+        self._sequence_length = sequence_length
+        self._redundancy = redundancy
+        self._member: ReplicaMember[Shape, ShardModel] | None = None
+
+    @property
+    def member(self) -> ReplicaMember[Shape, ShardModel]:
+        """This worker's connections and shard."""
+        assert self._member is not None, "no run has begun"
+        return self._member
+
+    @property
+    def coordinate(self) -> tuple[int, int]:
+        """Tensor-parallel rank and pipeline stage of this worker."""
+        return self.shape.coordinate(self.member.fabric.own_shard)
+
+    @property
+    def tells(self) -> bool:
+        """Whether this worker reports the results of its replica's micro-batches."""
+        return self.shape.tells(self.member.fabric.own_shard)
+
+    @property
+    def shape(self) -> Shape:
+        """The present TP and PP, for which the model is built."""
+        return self._script if self._member is None else self._member.fabric.shape
+
+    # ---- a run's start
+
+    def check(self, trainer: pl.Trainer) -> None:
+        check_megatron_trainer(trainer)
+        if self._member is not None or trainer.state.fn != TrainerFn.FITTING:
+            raise ConfigError(
+                "the unicron_megatron strategy supports one trainer.fit per script, and nothing beside it"
+            )
+
+    def open(self, device: torch.device, shape: StepShape, on_world: Callable[[World], None]) -> tuple[Session, bool]:
+        grid = Shape(tensor=self._script.tensor, pipeline=self._script.pipeline, replicas=shape.devices)
+        fabric = ReplicaFabric(grid, copies=None if self._redundancy is None else self._redundancy.copies)
+        self._member = ReplicaMember(fabric, self._connect, leave_world)
+        session, is_new = Session.of_process(device, grid.replicas * grid.shards, on_world, fabric)
+        fabric.begin(session.control, joins=session.is_joiner)
+        return session, is_new
+
+    def begin(self, session: Session) -> None:
+        strategy, fabric = self.strategy, self.member.fabric
+        _keep_to_itself(strategy.module.trainer)
+        if session.is_joiner:
+            fabric.take_shard(strategy.local_rank)
+        self.checkpoints.restores_late = not (session.is_joiner or session.resume)
+        build_world(fabric.shape, fabric.own_shard, strategy.root_device)
+        tensor_parallel.model_parallel_cuda_manual_seed(strategy.seed & 0x7FFFFFFF)
+
+    def set_up_optimizers(self, trainer: pl.Trainer, default: Callable[[pl.Trainer], None]) -> None:
+        """Set up Megatron's data parallelism around the module's model, and its optimizer."""
+        strategy = self.strategy
+        returned = call._call_lightning_module_hook(trainer, "configure_optimizers", pl_module=strategy.module)
+        config, scheduler = split_configuration(returned)
+        self.member.model = build_shard(
+            strategy.module,
+            self._ddp,
+            config,
+            self.member.fabric,
+            micro_batches=strategy.shape.micro_batches,
+            length=self._sequence_length,
+            redundancy=self._redundancy,
+        )
+        self._optimizer = MegatronOptimizer(lambda: self.member.model.optimizer, self.member.update)
+        made = [] if scheduler is None else [scheduler(self._optimizer)]
+        strategy.optimizers = [self._optimizer]
+        strategy.lr_scheduler_configs = _configure_schedulers_automatic_opt(made, None)
+
+    def found(self, *, resumes: bool) -> None:
+        self.member.found(self.strategy.engine)
+
+    # ---- worlds
+
+    def enter(self, world: World) -> None:
+        if world.epoch > 0:
+            self.member.enter(self.strategy.engine)
+
+    def _connect(self, model: ShardModel, channels: Channels) -> None:
+        engine = self.strategy.engine
+        model.adopt(enter_world(channels, self.shape, self.strategy.root_device, engine.check))
+
+    def share(self, micro_batches: range) -> list[int]:
+        return self.member.share(micro_batches)
+
+    def at_boundary(self) -> None:
+        self.member.fabric.leave_if_surplus()
+
+    def state(self, trainer: pl.Trainer) -> dict[str, Any]:
+        return {"rates": self._optimizer.rates()}
+
+    def admitted(self, state: dict[str, Any]) -> None:
+        self.member.founded()
+        self._optimizer.set_rates(state["rates"])
+
+    def part(self, trainer: pl.Trainer, state: dict[str, Any]) -> None:
+        part(self.strategy, trainer, state)
+
+    def close(self) -> None:
+        if self._member is not None:
+            self._member.close()
+
+
+def _keep_to_itself(trainer: pl.Trainer) -> None:
+    """Disable two broadcasts of Lightning 2.6 over all ranks: before every batch, and in the handler of SIGTERM.
+
+    Spares are in no group, and ranks of broken replicas would hang. A SIGTERM is recorded, as without a process group,
+    and handled between steps (`Membership.boundary`).
+    """
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
+    connector: Any = trainer._signal_connector
+
+    def note(number: int, _: FrameType | None) -> None:
+        logger.info("signal_noted signal=%s", signal.Signals(number).name)
+        connector.received_sigterm = True
+
+    connector._sigterm_notifier_fn = note
+
+
+def _nothing() -> None:
+    """Replace the broadcast."""

@@ -1,0 +1,103 @@
+"""A worker's membership in its task between steps: it joins, resumes, and enters or leaves worlds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from unicron_lightning.strategies import join_state
+from unicron_lightning.worker import codec
+from unicron_lightning.worker.operations import Join
+
+if TYPE_CHECKING:
+    from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
+
+
+class Membership:
+    """Joins a running task, resumes an ended one, and changes worlds at step boundaries.
+
+    Args:
+        strategy: provides engine, seed, parallelism and comparison.
+
+    Attributes:
+        logged: values logged in the epoch of a loaded checkpoint, to be restored at the first boundary.
+    """
+
+    def __init__(self, strategy: FaultTolerantStrategy) -> None:
+        self._strategy = strategy
+        self.logged: bytes | None = None
+        self._arrival: dict[str, Any] | None = None
+        self._parts = False
+        self._checked = False
+
+    def join(self, trainer: pl.Trainer) -> None:
+        """Join the task; work that needs no state is done before the members have to wait for this worker."""
+        strategy, session = self._strategy, self._strategy.session
+        trainer.num_sanity_val_steps = 0
+        trainer.fit_loop.setup_data()
+        join_state.warm_up()
+        self._checked = True  # by the members, when they began
+        session.wait_admission()
+        join = Join(lambda: b"")
+        session.engine.run(join)
+        assert join.received is not None
+        state: dict[str, Any] = codec.decode(join.received)
+        session.check_fit(state["fit"])
+        strategy.comparison.add_data(strategy.loaders.training)
+        strategy.comparison.check(state.get("described"))
+        strategy.seed = state["seed"]
+        join_state.receive(trainer, state)
+        self._arrival, self._parts = state, join.parts
+        strategy.parallelism.admitted(state)
+
+    def resume(self, trainer: pl.Trainer) -> None:
+        """Resume from the task's newest checkpoint that is as it was written, because no member is left."""
+        strategy, session = self._strategy, self._strategy.session
+        known, session.resume = session.resume, ()
+        divided = strategy.parallelism.checkpoints.divided
+        self._arrival = whole = strategy.reported.resume(trainer, session.engine, known, divided=divided)
+        if whole is not None:
+            strategy.seed = whole["seed"]
+            strategy.parallelism.admitted(whole)
+
+    def boundary(self, trainer: pl.Trainer) -> None:
+        """Enter or leave worlds between steps: the only place where a world grows, or is left on order."""
+        strategy = self._strategy
+        engine = strategy.engine
+        engine.activity.enter("boundary")
+        join_state.note_epoch(trainer)
+        if self._arrival is not None:
+            state, self._arrival = self._arrival, None
+            join_state.arrive(trainer, state, strategy.agreed, strategy.root_device)
+        elif self.logged is not None:
+            join_state.restore_logged(trainer, self.logged, strategy.root_device)
+        self.logged = None
+        if trainer.received_sigterm:
+            raise SIGTERMException
+        engine.step = trainer.global_step
+        if engine.control is not None and not self._checked:
+            self._checked = True
+            join_state.check(trainer)
+            strategy.comparison.add_data(strategy.loaders.training)
+            strategy.comparison.agree("training")
+        join = Join(lambda: codec.encode(self.state(trainer)))
+        engine.switch(join)
+        if join.parts or self._parts:
+            strategy.parallelism.part(trainer, self.state(trainer))
+        strategy.parallelism.at_boundary()
+        engine.activity.enter("hooks")
+
+    def state(self, trainer: pl.Trainer) -> dict[str, Any]:
+        """Return this worker's state at a step boundary, for a joiner.
+
+        Raises:
+            NotPlainData: (when encoded) if a callback's, module's or optimizer's state holds objects.
+        """
+        strategy = self._strategy
+        return {
+            **join_state.loop_state(trainer, strategy.agreed, strategy.seed, strategy.session.fits),
+            **strategy.parallelism.state(trainer),
+            "described": strategy.comparison.described,
+        }

@@ -1,0 +1,198 @@
+"""The seam between a strategy and its parallelism: how workers hold the model, run its steps and keep its state.
+
+`FaultTolerantStrategy` has everything that does not depend on it: Lightning's hooks, the session, worlds, joins, the
+global batch, logged values and reports. A further way to spread a model is a further `Parallelism`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from unicron_lightning.data.loader import EvaluationLoader, GlobalBatch, PassLoader
+from unicron_lightning.data.order import StepShape
+from unicron_lightning.strategies.recording import LogCall
+from unicron_lightning.strategies.session import Session
+from unicron_lightning.worker.commit import CommittedStep
+from unicron_lightning.worker.engine import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishedStep:
+    """A committed step, before the optimizer's.
+
+    Attributes:
+        operation: the operation that has run it.
+        loss: mean over the global batch, the same on all ranks.
+        calls: values logged in the step, over the global batch.
+        output: the output of ``training_step`` for Lightning's hooks.
+    """
+
+    operation: CommittedStep
+    loss: float
+    calls: Sequence[LogCall]
+    output: Any
+
+
+class StepRunner(Protocol):
+    """Runs steps."""
+
+    def check_data(self, loader: DataLoader[Any]) -> None:
+        """Refuse training data.
+
+        Raises:
+            ConfigError: it cannot be distributed.
+        """
+
+    def run(self, batch: GlobalBatch, *where: int) -> FinishedStep:
+        """Run a step through failures, up to its commit.
+
+        Args:
+            batch: locates the samples.
+            where: Lightning's batch index, if the module's ``training_step`` takes it.
+        """
+
+    def backward(self, loss: Tensor) -> Tensor:
+        """Hand the gradients to the optimizer, in place of Lightning's backward; return the loss."""
+
+
+class EvaluationRunner(Protocol):
+    """Runs validation and test passes."""
+
+    def begin_run(self, trainer: pl.Trainer) -> None:
+        """Begin a trainer's run: replace the result collections of its evaluation loops."""
+
+    def loader(
+        self, trainer: pl.Trainer, loader: DataLoader[Any], shape: StepShape
+    ) -> EvaluationLoader | PassLoader: ...
+
+    def step(self, run: Callable[[], Any], args: Sequence[Any]) -> Any:
+        """Run one item of Lightning's loop.
+
+        Args:
+            run: Lightning's own step.
+            args: its arguments.
+        """
+
+
+class CheckpointStore(ABC):
+    """Writes and reads checkpoints. One that keeps everything in Lightning's file only has to write it.
+
+    Attributes:
+        restores_late: whether Lightning restores checkpoints after `Strategy.setup`.
+        divided: whether each worker reads a part of a checkpoint; otherwise each reads all of it.
+    """
+
+    restores_late = False
+    divided = False
+
+    def module_state(self, state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the module's state for a checkpoint."""
+        return state()
+
+    @abstractmethod
+    def save(self, checkpoint: dict[str, Any], path: str, options: Any) -> str | None:
+        """Write a checkpoint.
+
+        Returns:
+            Its digest ("": it cannot be read back), or None if the task cannot resume from it.
+        """
+
+    def load(self, path: Any, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return a checkpoint's content; ``read`` gives that of Lightning's file."""
+        return read()
+
+    def load_model(self, checkpoint: Any, load: Callable[[], None]) -> None:
+        """Restore the model; ``load`` does so from the content."""
+        load()
+
+
+class Parallelism(ABC):
+    """How the workers of a task hold the model. The methods are in the order in which a run calls them.
+
+    Attributes:
+        whole: whether each worker holds all of it, so that the workers can be compared, and are torch's default group.
+        shuffles: whether training data is shuffled as under ddp.
+        shards: devices that hold the model together, in the declared world.
+        steps, evaluation, checkpoints: its parts.
+    """
+
+    whole: bool
+    shuffles: bool
+    shards: int
+    steps: StepRunner
+    evaluation: EvaluationRunner
+    checkpoints: CheckpointStore
+
+    # ---- a run's start
+
+    def check(self, trainer: pl.Trainer) -> None:  # noqa: B027 - most have nothing to do in some of these methods
+        """Refuse settings, before this worker takes part in the task.
+
+        Raises:
+            ConfigError: naming the setting.
+        """
+
+    @abstractmethod
+    def open(self, device: torch.device, shape: StepShape, on_world: Callable[[World], None]) -> tuple[Session, bool]:
+        """Return this process's session, and whether it is new."""
+
+    def begin(self, session: Session) -> None:  # noqa: B027
+        """Prepare for the model's construction; the seed is known."""
+
+    def set_up_optimizers(self, trainer: pl.Trainer, default: Callable[[pl.Trainer], None]) -> None:
+        """Set the strategy's optimizers; ``default`` sets the module's own."""
+        default(trainer)
+
+    def built(self) -> None:  # noqa: B027
+        """Begin a ``fit`` with the complete model and its optimizers.
+
+        Raises:
+            ConfigError: the optimizers are not supported.
+        """
+
+    @abstractmethod
+    def found(self, *, resumes: bool) -> None:
+        """Give all founders the same initial state.
+
+        Args:
+            resumes: whether a checkpoint follows.
+        """
+
+    # ---- worlds
+
+    def enter(self, world: World) -> None:  # noqa: B027
+        """Enter an epoch, before any work in it.
+
+        Raises:
+            CommunicatorAborted, EpochChanged: a member failed.
+        """
+
+    @abstractmethod
+    def share(self, micro_batches: range) -> list[int]:
+        """Return this worker's micro-batches of a step in the present world."""
+
+    def at_boundary(self) -> None:  # noqa: B027
+        """Act between two steps, after a possible change of worlds."""
+
+    @abstractmethod
+    def state(self, trainer: pl.Trainer) -> dict[str, Any]:
+        """Return this part's state at a step boundary for joiners, in addition to that of Lightning's loops."""
+
+    def admitted(self, state: dict[str, Any]) -> None:  # noqa: B027
+        """Take another worker's, or a checkpoint's, `state`; Lightning's part is restored."""
+
+    def part(self, trainer: pl.Trainer, state: dict[str, Any]) -> None:
+        """Write the checkpoint for another layout, and wait for the end of the process."""
+        raise AssertionError("a layout can be ordered only for a model that reports one")
+
+    @abstractmethod
+    def close(self) -> None:
+        """End a run."""

@@ -1,0 +1,100 @@
+"""A worker of a world of replicas from epoch to epoch: its connections, and its shard of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import torch
+
+from unicron_lightning.replica.channels import Channels
+from unicron_lightning.replica.fabric import FabricShape, ReplicaFabric
+from unicron_lightning.replica.model import ReplicaModel
+from unicron_lightning.replica.start import InitialState, transfer
+from unicron_lightning.worker.engine import Engine
+from unicron_lightning.worker.ledger import share
+
+_Shape = TypeVar("_Shape", bound=FabricShape)
+_Model = TypeVar("_Model", bound=ReplicaModel)
+
+
+class ReplicaMember(Generic[_Shape, _Model]):
+    """Brings this worker's shard of the model into each epoch.
+
+    Args:
+        fabric: its connections.
+        connect: gives an epoch's connections to the model.
+        leave: takes connections from the model, of a worker that becomes a spare.
+    """
+
+    def __init__(
+        self, fabric: ReplicaFabric[_Shape], connect: Callable[[_Model, Channels], None], leave: Callable[[], None]
+    ) -> None:
+        self.fabric = fabric
+        self._connect = connect
+        self._leave = leave
+        self._model: _Model | None = None
+
+    @property
+    def model(self) -> _Model:
+        """This worker's shard."""
+        assert self._model is not None, "no model has been built"
+        return self._model
+
+    @model.setter
+    def model(self, model: _Model) -> None:
+        self._model = model
+
+    def found(self, engine: Engine) -> None:
+        """Begin the task with the same parameters in all replicas."""
+        self.enter(engine)
+        engine.run(InitialState(self.fabric, self.model))
+        self.founded()
+
+    def founded(self) -> None:
+        """Note that all workers have the task's initial state, or a later one."""
+        if self.model.keeper is not None:
+            self.model.keeper.founded = True
+
+    @torch.enable_grad()
+    def enter(self, engine: Engine) -> None:
+        """Give the epoch's connections to the model, and transfer this shard's state to workers that need it.
+
+        Gradients are enabled even in a validation, because models attach hooks to the graph.
+
+        Raises:
+            CommunicatorAborted, EpochChanged: a member failed.
+        """
+        fabric, model = self.fabric, self._model
+        channels, place = fabric.enter(), fabric.place
+        if model is None:
+            return
+        if channels is None:
+            self._leave()
+        else:
+            self._connect(model, channels)
+            fabric.watch()
+        engine.check()
+        transfer(fabric, model)
+        if model.keeper is not None and place is not None and place.built and engine.world.epoch > 0:
+            model.keeper.enter(engine, channels, place.layout.newest)
+
+    def share(self, micro_batches: range) -> list[int]:
+        """The micro-batches of this worker's replica."""
+        place = self.fabric.place
+        if place is None or place.replica is None:
+            return []
+        return share(micro_batches, place.replica, len(place.layout.replicas))
+
+    def update(self) -> None:
+        """Update after the commit, without other workers. With a keeper, the update was before."""
+        if self.fabric.phase == "ready":
+            if self.model.keeper is None:
+                self.model.update()
+            self.fabric.stepped()
+
+    def close(self) -> None:
+        """End the run."""
+        if self._model is not None and self._model.keeper is not None:
+            self._model.keeper.close()
+        self._leave()
