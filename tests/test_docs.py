@@ -96,9 +96,9 @@ def test_entries_of_the_changelog_stand_once() -> None:
     assert repeated == [], "a merge has brought back entries that were rewritten: keep the later ones"
 
 
-def test_decisions_are_numbered_without_gaps() -> None:
-    names = sorted(path.name for path in (ROOT / "docs" / "decisions").glob("*.md"))
-    assert [int(name[:4]) for name in names] == list(range(1, len(names) + 1))
+def test_each_decision_has_a_number_of_its_own() -> None:
+    numbers = [int(path.name[:4]) for path in (ROOT / "docs" / "decisions").glob("*.md")]
+    assert len(numbers) == len(set(numbers))
 
 
 def test_make_targets_exist() -> None:
