@@ -29,7 +29,31 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from unicron_lightning.planner import medians
+
+def sorted_median(values: Sequence[float]) -> float:
+    """Median as `statistics.median` defines it, of one or more values in ascending order."""
+    half = len(values) // 2
+    return values[half] if len(values) % 2 else (values[half - 1] + values[half]) / 2
+
+
+def median_deviation(values: Sequence[float], middle: float) -> float:
+    """Median of ``abs(value - middle)``, of one or more values in ascending order."""
+    half = len(values) // 2
+    upper = _nth_deviation(values, middle, half)
+    return upper if len(values) % 2 else (_nth_deviation(values, middle, half - 1) + upper) / 2
+
+
+def _nth_deviation(values: Sequence[float], middle: float, n: int) -> float:
+    """The n-th smallest distance, counted from 0: the distance of an outer one of the n + 1 nearest values."""
+    low, high = 0, len(values) - n - 1
+    while low < high:
+        first = (low + high) // 2
+        if middle - values[first] > values[first + n + 1] - middle:
+            low = first + 1
+        else:
+            high = first
+    return max(abs(values[low] - middle), abs(values[low + n] - middle))
+
 
 NEWEST: Final = 64
 """Transitions of a task and kind that count, by default."""
@@ -103,9 +127,9 @@ class TransitionTime:
         """`observed` from the durations' logarithms in ascending order: as fast for thousands as for a few."""
         if not logs:
             return self
-        median = medians.median(logs)
+        median = sorted_median(logs)
         # The spread of a single value is unknown, not zero.
-        spread = _MAD_TO_DEVIATION * medians.median_deviation(logs, median)
+        spread = _MAD_TO_DEVIATION * median_deviation(logs, median)
         num_before, num = self.num_transitions, len(logs)
         log_median = (num_before * math.log(self.median_seconds) + num * median) / (num_before + num)
         variance = self.log_deviation**2

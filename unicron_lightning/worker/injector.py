@@ -23,7 +23,7 @@ from torch import Tensor
 from unicron_lightning import environ, wire
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.faults.arrivals import draw
-from unicron_lightning.faults.due import SCRIPT, FaultTimer, Point
+from unicron_lightning.faults.due_times import SCRIPT, FaultTimer, Point
 from unicron_lightning.faults.examples import EXAMPLES, Example
 from unicron_lightning.faults.fault import Fault
 from unicron_lightning.faults.language import parse, text

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from unicron_lightning import wire
 from unicron_lightning.detection.exceptions import describe
-from unicron_lightning.faults.due import FaultTimer, Point
+from unicron_lightning.faults.due_times import FaultTimer, Point
 from unicron_lightning.faults.examples import EXAMPLES
 from unicron_lightning.faults.fault import HANGS
 from unicron_lightning.faults.language import parse
