@@ -1,6 +1,6 @@
 """Inject seeded random faults into a real training until enough have struck, then verify the result.
 
-Four agents with one worker each train the model of tests/faults/train.py. Faults strike at random times, mostly in a
+Four agents with one worker each train the model of tests/system/train.py. Faults strike at random times, mostly in a
 complete world, sometimes during a recovery: a worker is killed (or two at once, or a second one during the recovery
 from the first, or the coordinator with it), an agent is killed and replaced, the coordinator is killed, or a worker is
 stopped and thus sends no more heartbeats. At the end the run must have used every sample exactly once, recomputed none
@@ -33,8 +33,8 @@ import msgspec
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from faults.cluster import SETTINGS, Cluster, Note
-from faults.judge import Reference, check_exact
+from system.cluster import SETTINGS, Cluster, Note
+from system.judge import Reference, check_exact
 
 from unicron_lightning.errors import UnicronError
 from unicron_lightning.faults.fault import Fault

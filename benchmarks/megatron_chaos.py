@@ -28,8 +28,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from faults.cluster import Cluster, Note
-from faults.megatron import MODEL, SCRIPT, ZERO1, differences, finals, wait_replicas
+from system.cluster import Cluster, Note
+from system.megatron import MODEL, SCRIPT, ZERO1, differences, finals, wait_replicas
 
 from unicron_lightning.local_cluster.processes import kill
 

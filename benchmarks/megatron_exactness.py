@@ -16,9 +16,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from faults.cluster import Cluster
-from faults.megatron import MODEL, SCRIPT, ZERO1, differences, finals
 from megatron_chaos import plain
+from system.cluster import Cluster
+from system.megatron import MODEL, SCRIPT, ZERO1, differences, finals
 
 REPLICAS = 3
 STEPS = 20

@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from faults.cluster import Cluster
+from system.cluster import Cluster
 
 JOB = Path(__file__).resolve().parent / "job_megatron.py"
 SIZES = (("tp", 1), ("pp", 2), ("dp", 2), ("pairs", 10), ("steps", 10), ("layers", 4), ("hidden", 128))

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults import cluster
-from faults.cluster import Cluster
+from system import cluster
+from system.cluster import Cluster
 
 from unicron_lightning import wire
 from unicron_lightning.callbacks import UnicronMonitor

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from faults.cluster import Cluster
-from faults.megatron import MODEL, SCRIPT, finals
 from gpu import kit
+from system.cluster import Cluster
+from system.megatron import MODEL, SCRIPT, finals
 
 pytest.importorskip("megatron.core.package_info")
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults.cluster import SETTINGS, Cluster
-from faults.judge import Reference, check_exact
-from faults.test_worker_faults import check_schedule, groups
 from gpu import kit
+from system.cluster import SETTINGS, Cluster
+from system.judge import Reference, check_exact
+from system.test_worker_faults import check_schedule, groups
 
 pytestmark = [pytest.mark.timeout(540)]
 

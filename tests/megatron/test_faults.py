@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults.cluster import Cluster
-from faults.healing import check, check_validation, healed
-from faults.megatron import MODEL, SCRIPT, ZERO1, wait_replicas
+from system.cluster import Cluster
+from system.healing import check, check_validation, healed
+from system.megatron import MODEL, SCRIPT, ZERO1, wait_replicas
 
 pytest.importorskip("megatron.core.package_info")
 

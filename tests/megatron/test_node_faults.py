@@ -8,9 +8,9 @@ from typing import Any
 
 import psutil
 import pytest
-from faults.cluster import Cluster
-from faults.healing import check
-from faults.megatron import MODEL, SCRIPT, wait_replicas
+from system.cluster import Cluster
+from system.healing import check
+from system.megatron import MODEL, SCRIPT, wait_replicas
 
 from unicron_lightning.local_cluster.processes import kill, lives, until
 

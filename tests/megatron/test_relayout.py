@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from faults.cluster import Cluster
-from faults.megatron import MODEL, SCRIPT, ZERO1, finals, notes, wait_replicas
+from system.cluster import Cluster
+from system.megatron import MODEL, SCRIPT, ZERO1, finals, notes, wait_replicas
 
 from unicron_lightning.local_cluster.processes import kill
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults.cluster import Cluster
+from system.cluster import Cluster
 
 pytest.importorskip("megatron.core.package_info")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from faults.cluster import Cluster, Note
-from faults.judge import Reference, check_exact
+from system.cluster import Cluster, Note
+from system.judge import Reference, check_exact
 
 from unicron_lightning.local_cluster.processes import kill, lives, until
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from faults.cluster import SETTINGS
-from faults.judge import Reference
+from system.cluster import SETTINGS
+from system.judge import Reference
 
 
 @pytest.fixture(scope="session")

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults.cluster import Cluster
-from faults.megatron import VALIDATED, differences, finals, notes
+from system.cluster import Cluster
+from system.megatron import VALIDATED, differences, finals, notes
 
 
 def healed(cluster: Cluster, folder: Path, number: int) -> bool:

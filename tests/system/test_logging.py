@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from faults.cluster import Cluster
+from system.cluster import Cluster
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 SCRIPT = Path(__file__).parent / "logging_worker.py"

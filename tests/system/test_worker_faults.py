@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults.cluster import Cluster
-from faults.judge import Reference, check_exact
+from system.cluster import Cluster
+from system.judge import Reference, check_exact
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(420)]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from faults.network import Network
+from system.network import Network
 
 from unicron_lightning.local_cluster.cluster import LocalCluster
 from unicron_lightning.local_cluster.processes import kill, lives, until

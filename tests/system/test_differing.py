@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from faults.cluster import Cluster
+from system.cluster import Cluster
 
 from unicron_lightning.local_cluster.processes import until
 

@@ -12,7 +12,7 @@ import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
-from faults.cluster import Cluster
+from system.cluster import Cluster
 
 from unicron_lightning import wire
 from unicron_lightning.local_cluster.processes import until

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from faults.cluster import Cluster
+from system.cluster import Cluster
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(420)]
 SCRIPT = Path(__file__).with_name("leaving.py")

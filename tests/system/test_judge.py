@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from faults.judge import check_no_work_twice, check_samples
+from system.judge import check_no_work_twice, check_samples
 
 EXPECTED = [{"step": 0, "data_epoch": 0, "ids": [[0, 1], [2, 3]]}]
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from faults.cluster import Cluster, Note
-from faults.judge import Reference, check_exact
-from faults.test_other_faults import group
+from system.cluster import Cluster, Note
+from system.judge import Reference, check_exact
+from system.test_other_faults import group
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(420)]
 

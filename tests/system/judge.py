@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-from faults.cluster import SCRIPT, Note, Notes
+from system.cluster import SCRIPT, Note, Notes
 
 MOST_DIFFERENCE = {"float64": 1e-11, "float32": 1e-6, "bf16-mixed": 2e-2, "16-mixed": 2e-3}
 """Allowed difference of parameters, by precision. In float64 rounding is about 1e-14; a miscounted sample

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from faults.cluster import Cluster
-from faults.judge import Reference, check_exact
+from system.cluster import Cluster
+from system.judge import Reference, check_exact
 
 from unicron_lightning.worker.checkpoint_files import digest_of
 

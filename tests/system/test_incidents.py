@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-from faults.cluster import Cluster
-from faults.train import FLOPS_PER_STEP
+from system.cluster import Cluster
+from system.train import FLOPS_PER_STEP
 
 from unicron_lightning.local_cluster.processes import kill
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from faults.cluster import Cluster, Note
+from system.cluster import Cluster, Note
 
 from unicron_lightning.local_cluster.processes import lives
 

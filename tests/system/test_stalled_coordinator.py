@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-from faults.cluster import Cluster
-from faults.judge import Reference, check_exact
+from system.cluster import Cluster
+from system.judge import Reference, check_exact
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from faults.cluster import Cluster
+from system.cluster import Cluster
 
 from unicron_lightning.local_cluster.processes import until
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults.cluster import Cluster
-from faults.judge import Reference, check_exact
+from system.cluster import Cluster
+from system.judge import Reference, check_exact
 
 from unicron_lightning.faults.examples import EXAMPLES
 from unicron_lightning.local_cluster.processes import lives, until

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from faults.cluster import Cluster
-from faults.judge import Reference, check_exact
-from faults.network import Network, why_not
+from system.cluster import Cluster
+from system.judge import Reference, check_exact
+from system.network import Network, why_not
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(420)]
 

@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 
 import pytest
-from faults.cluster import Cluster
-from faults.judge import Reference, check_exact
+from system.cluster import Cluster
+from system.judge import Reference, check_exact
 
 from unicron_lightning.local_cluster.processes import kill, lives
 

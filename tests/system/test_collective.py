@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults.cluster import Cluster
+from system.cluster import Cluster
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(420)]
 SCRIPT = Path(__file__).with_name("collective.py")
