@@ -9,11 +9,16 @@ import socket
 import time
 from pathlib import Path
 
+from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
 from coordinator.shell import Coordinator, connected, get, train
 
 from unicron_lightning import wire
+from unicron_lightning.coordinator.server.guard import Guard
 from unicron_lightning.coordinator.server.unproven import PROOF_SECONDS, excess, raise_descriptor_limit
+from unicron_lightning.credentials import Token
 from unicron_lightning.errors import CoordinatorUnavailable
+from unicron_lightning.proof import Meeting, authorization
 
 LIMIT = 128
 
@@ -84,3 +89,23 @@ async def test_idle_connections_beyond_the_limit_shut_nobody_out(tmp_path: Path)
         _, output = coordinator.stop()
         assert "Traceback" not in output
         assert output.count("descriptors_exhausted") < 60
+
+
+async def test_a_connection_that_is_closed_before_its_request_is_handled() -> None:
+    """By its other end, or as one too many: the request is unproven, and no error of the coordinator."""
+    guard = Guard(Token(secret="s", origin="test"))
+    app = guard.app()
+    (authorize,) = app.middlewares
+    proof = authorization("s", Meeting(client="a" * 64, server="b" * 112, address="127.0.0.1:1"), "GET", "/v1/status")
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        return await guard._get_challenge(request)
+
+    for path, headers, status in (
+        ("/v1/status", {"Authorization": proof}, 401),
+        (f"/v1/challenge?nonce={'c' * 64}", {}, 400),
+    ):
+        request = make_mocked_request("GET", path, headers=headers)
+        request.protocol.transport = None
+        assert request.transport is None
+        assert (await authorize(request, handler)).status == status

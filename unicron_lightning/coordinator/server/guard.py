@@ -70,8 +70,11 @@ class Guard:
         client = request.query.get("nonce", "")
         if not is_nonce(client):
             return web.json_response({"error": "nonce: expected 64 hexadecimal digits"}, status=400)
+        address = self._address(request)
+        if address is None:
+            return web.json_response({"error": "the connection is closed"}, status=400)
         server = self._challenges.issue(client, time.monotonic())
-        meeting = Meeting(client=client, server=server, address=self._address(request))
+        meeting = Meeting(client=client, server=server, address=address)
         proof = coordinator_proof(self._secret, meeting)
         return web.json_response({"nonce": server, "address": meeting.address, "proof": proof})
 
@@ -84,7 +87,7 @@ class Guard:
         except (ConnectionError, HttpProcessingError, web.RequestPayloadError):
             return False  # The client left, or its body is malformed.
         address, target = self._address(request), request.raw_path
-        if not self._challenges.accept(
+        if address is None or not self._challenges.accept(
             self._secret, claim, address, method=request.method, target=target, body=body, now=time.monotonic()
         ):
             return False
@@ -99,8 +102,10 @@ class Guard:
             content = body if isinstance(body, bytes | bytearray) else b""
             response.headers[ANSWER_HEADER] = answer_proof(self._secret, meeting, response.status, bytes(content))
 
-    def _address(self, request: web.Request) -> str:
+    def _address(self, request: web.Request) -> str | None:
+        """Return the address of this end of the connection; None if it was closed meanwhile, e.g. as one too many."""
+        if request.transport is None:
+            return None
         if self._certificate is not None:
             return name_of(self._certificate)
-        assert request.transport is not None
         return address_of(request.transport.get_extra_info("sockname"))

@@ -339,7 +339,8 @@ class Server:
             timeout=1.0,
         )
         await socket_.prepare(request)
-        assert request.transport is not None
+        if request.transport is None:  # closed meanwhile
+            return socket_
         raw = request.transport.get_extra_info("socket")
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         conn = next(self._conn_ids)
