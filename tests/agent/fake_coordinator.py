@@ -149,7 +149,7 @@ class FakeCoordinator:
                 if all(name in self._sizes for name in self._order):
                     await self._rank()
             case wire.WorkerHello():
-                await self._to(agent, wire.Welcome(worker=message.worker, founder=True, life=1, resume=None))
+                await self._to(agent, wire.Welcome(worker=message.worker, founder=True, life=1, resume=()))
             case wire.Lookup():
                 await self._to(agent, wire.LookupReply(worker=message.worker, key=message.key, value="kept"))
 

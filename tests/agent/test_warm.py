@@ -85,12 +85,12 @@ def test_a_warm_worker_is_welcomed_when_the_slot_is_free_on_the_machine(bench: B
     with LocalWorker(bench.spawn(0)) as worker:
         hello = bench.fake.wait_for(wire.WorkerHello)
         promote(bench)
-        bench.fake.send(wire.Welcome(worker=hello.worker, founder=True, life=1, resume=None))
-        bench.fake.send(wire.Welcome(worker=hello.worker, founder=False, life=1, resume=None))
+        bench.fake.send(wire.Welcome(worker=hello.worker, founder=True, life=1, resume=()))
+        bench.fake.send(wire.Welcome(worker=hello.worker, founder=False, life=1, resume=()))
         gate: Any = bench.handler._agent._gate  # type: ignore[union-attr]
         until("the welcome is held", lambda: gate._held and not gate._held[hello.worker].founder)
         held.release()
-        assert worker.hear() == wire.Welcome(worker=hello.worker, founder=False, life=1, resume=None)
+        assert worker.hear() == wire.Welcome(worker=hello.worker, founder=False, life=1, resume=())
         assert not SlotLock("n", "0").acquire(), "it is taken"
     bench.children[0].kill()
     bench.children[0].wait()
