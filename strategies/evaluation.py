@@ -12,7 +12,8 @@ import torch
 from lightning.pytorch.loops import _EvaluationLoop
 
 from unicron_lightning.data.loader import EvaluationLoader
-from unicron_lightning.data.order import StepShape
+from unicron_lightning.data.order import DataOrder, StepShape
+from unicron_lightning.strategies.loading import order_seed
 from unicron_lightning.strategies.recording import LogCall, RecordingResults, merge_calls
 from unicron_lightning.strategies.torch_metrics import (
     merge_metric_states,
@@ -66,7 +67,8 @@ class Passes:
             )
 
     def loader(self, trainer: pl.Trainer, loader: DataLoader[Any], shape: StepShape) -> EvaluationLoader:
-        return EvaluationLoader(loader, shape.devices, self._strategy.seed, self.begin, self.start_batch)
+        order = DataOrder(loader, StepShape(devices=shape.devices, accumulation=1), order_seed())
+        return EvaluationLoader(loader, order, self._strategy.seed, self.begin, self.start_batch)
 
     def step(self, run: Callable[[], Any], args: Sequence[Any]) -> Any:
         """Run a batch; metric objects continue from this rank's own state."""

@@ -63,7 +63,7 @@ class Loaders:
             made = self._strategy.parallelism.evaluation.loader(trainer, loader, shape)
         if self._samples and not isinstance(made, PassLoader):
             made.ordinary = ordinary(trainer, loader, shape.devices, self._strategy.global_rank)
-        made.begins = partial(show_ordinary, trainer)
+        made.taken = partial(show_ordinary, trainer)
         self._made.append(made)
         return made
 
@@ -90,7 +90,7 @@ class Loaders:
         if isinstance(trainer.limit_train_batches, int):
             limit = -(-trainer.limit_train_batches // shape.accumulation)
         shuffle = self._strategy.parallelism.shuffles and self._samples and not trainer.overfit_batches  # type: ignore[attr-defined]
-        order = DataOrder(loader, shape, int(os.environ.get("PL_GLOBAL_SEED", "0")), shuffle)  # as Lightning's ddp
+        order = DataOrder(loader, shape, order_seed(), shuffle)
         loop = trainer.fit_loop
 
         def position() -> tuple[int, int]:
@@ -102,3 +102,8 @@ class Loaders:
 
         boundary = partial(self._strategy.boundary, trainer)
         return TrainingLoader(loader, order, seed, limit, position, self._strategy.share, boundary, ended)
+
+
+def order_seed() -> int:
+    """Return the seed of Lightning's samplers under ddp."""
+    return int(os.environ.get("PL_GLOBAL_SEED", "0"))

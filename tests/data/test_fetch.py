@@ -180,16 +180,17 @@ def test_the_users_way_of_collating(loader: DataLoader[Any], first: Any) -> None
 def test_evaluation_batches_by_number(workers: int) -> None:
     started: list[int] = []
     user = DataLoader(Noisy(20), batch_size=3, num_workers=workers)
-    loader = EvaluationLoader(user, 2, 1, lambda loader: [0, 2, 4], started.append)
+    order = DataOrder(user, StepShape(devices=2, accumulation=1), 0)
+    loader = EvaluationLoader(user, order, 1, lambda loader: [0, 2, 5], started.append)
     assert len(loader) == 4  # a device's, as with ddp
     loader.limit(2)
     assert loader.num_batches == 4
     loader.limit(100)
-    assert loader.num_batches == 7
+    assert loader.num_batches == 8
     for _ in range(2):
         batches = [batch[0].tolist() for batch in loader]
-        assert batches == [[0, 1, 2], [6, 7, 8], [12, 13, 14]]
-        assert loader.fetch(6)[0].tolist() == [18, 19]
+        assert batches == [[0, 2, 4], [6, 8, 10], [13, 15, 17]]
+        assert loader.fetch(6)[0].tolist() == [18]
     loader.end()
     loader.close()
-    assert started == [0, 2, 4] * 2
+    assert started == [0, 2, 5] * 2

@@ -121,6 +121,7 @@ class Regression(pl.LightningModule):
         if self.val_steps:
             self.log(f"{prefix}_both", out.mean(), sync_dist=True, on_step=True, on_epoch=True)
             self.log(f"{prefix}_step_only", y.sum(), sync_dist=True, reduce_fx="sum", on_step=True, on_epoch=False)
+        self.log(f"{prefix}_worst", (out - y).square().mean(), sync_dist=True, reduce_fx="max")
         self.log(f"{prefix}_max", x.max(), sync_dist=True, reduce_fx="max")
         self.log(f"{prefix}_sum", x.sum(), sync_dist=True, reduce_fx=torch.sum)
         self.mean[loader](out.mean(), weight=len(x))
@@ -285,6 +286,7 @@ CASES: dict[str, Callable[[], Job]] = {
     "workers": lambda: job(loader={"num_workers": 2}),
     "in_order": lambda: job(loader={"shuffle": False}),
     "peeking": lambda: job(callbacks=[Peeking()]),
+    "peeking_unchecked": lambda: job(callbacks=[Peeking()], num_sanity_val_steps=0),
     "limits": lambda: job(limit_train_batches=5, limit_val_batches=2),
     "limits_float": lambda: job(limit_train_batches=0.5, limit_val_batches=0.5),
     "val_interval": lambda: job(val_check_interval=4),

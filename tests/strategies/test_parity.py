@@ -52,6 +52,7 @@ WORLD_OF_TWO = (
     "checkpoints",
     "bf16",
     "peeking",
+    "peeking_unchecked",
     "val_steps",
     "val_time",
 )

@@ -111,14 +111,14 @@ class InPlace:
 
     Attributes:
         ordinary: the loader that scripts see instead.
-        begins: called whenever its iteration begins.
+        taken: called when a loop has taken this loader (Lightning asks for its length), and when an iteration begins.
     """
 
     _fetcher: Fetcher
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
-        self.begins: Callable[[], None] = lambda: None
+        self.taken: Callable[[], None] = lambda: None
         self.ordinary = loader
 
     @property
@@ -179,10 +179,11 @@ class TrainingLoader(InPlace):
         self._fetcher = Fetcher(loader, order, seed, self._ahead)
 
     def __len__(self) -> int:
+        self.taken()
         return self._steps
 
     def __iter__(self) -> Iterator[GlobalBatch]:
-        self.begins()
+        self.taken()
         return self._epoch()
 
     def _epoch(self) -> Iterator[GlobalBatch]:
@@ -235,7 +236,8 @@ class EvaluationLoader(InPlace):
 
     Args:
         loader: the user's.
-        devices: of the declared world: ``len`` is a device's share, as with ddp.
+        order: of its samples, divided as with ddp: a round has a batch for each device of the declared world, and
+            ``len`` is the number of rounds.
         seed: of augmentation.
         begin: called with this loader when iteration starts; returns the batches to run.
         start: called with each batch's number before it is yielded.
@@ -244,7 +246,7 @@ class EvaluationLoader(InPlace):
     def __init__(
         self,
         loader: DataLoader[Any],
-        devices: int,
+        order: DataOrder,
         seed: int,
         begin: Callable[[EvaluationLoader], list[int]],
         start: Callable[[int], None],
@@ -252,15 +254,16 @@ class EvaluationLoader(InPlace):
         super().__init__(loader)
         self.num_batches = 0
         self.epoch = 0
-        self.devices = devices
-        self._order = DataOrder(loader, StepShape(devices=1, accumulation=1), seed)
+        self.devices = order.devices
+        self._order = order
         self._begin = begin
         self._start = start
         self._planned: list[int] = []
-        self._fetcher = Fetcher(loader, self._order, seed, self._ahead)
+        self._fetcher = Fetcher(loader, order, seed, self._ahead)
 
     def __len__(self) -> int:
-        return math.ceil(self._order.num_micro_batches / self.devices)
+        self.taken()
+        return self._order.num_steps
 
     def limit(self, per_device: int) -> None:
         """Set the pass's batches from Lightning's limit for each device of the declared world."""
@@ -271,7 +274,7 @@ class EvaluationLoader(InPlace):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[Any]:
-        self.begins()
+        self.taken()
         return self._pass()
 
     def _pass(self) -> Iterator[Any]:
@@ -284,14 +287,15 @@ class EvaluationLoader(InPlace):
 
     def fetch(self, number: int) -> Any:
         """One batch by number."""
-        return self._fetcher.get((self.epoch, number, 0))
+        return self._fetcher.get(self._order.place(self.epoch, number))
 
     def end(self) -> None:
         """End the pass."""
         self._fetcher.end_epoch()
 
     def _ahead(self, start: Place) -> Iterator[Place]:
-        return (place for number in self._planned if (place := (self.epoch, number, 0)) >= start)
+        places = (self._order.place(self.epoch, number) for number in self._planned)
+        return (place for place in places if place >= start)
 
 
 class PassLoader(InPlace):
@@ -319,8 +323,8 @@ class PassLoader(InPlace):
     ) -> None:
         super().__init__(loader)
         self._shape = shape
-        self._order = DataOrder(loader, StepShape(devices=1, accumulation=1), seed)
-        self._whole = self._order.num_micro_batches
+        self._order = order = DataOrder(loader, StepShape(devices=shape.devices, accumulation=1), seed)
+        self._whole = order.num_micro_batches
         if most is not None:
             self._whole = min(self._whole, most * shape.devices)
         self._num_batches = self._whole
@@ -341,8 +345,8 @@ class PassLoader(InPlace):
                 epoch,
                 place,
                 numbers,
-                lambda number: self._fetcher.get((epoch, number, 0)),
-                lambda number: len(self._order.indices(epoch, number, 0)),
+                lambda number: self._fetcher.get(self._order.place(epoch, number)),
+                lambda number: len(self._order.indices(*self._order.place(epoch, number))),
             )
 
     def end(self) -> None:
@@ -355,6 +359,6 @@ class PassLoader(InPlace):
             yield range(first, min(first + size, self._num_batches))
 
     def _ahead(self, start: Place) -> Iterator[Place]:
-        epoch, first, _ = start
-        for numbers in self._parts():
-            yield from ((epoch, number, 0) for number in self._share(numbers) if number >= first)
+        numbers = (number for part in self._parts() for number in self._share(part))
+        places = (self._order.place(start[0], number) for number in numbers)
+        return (place for place in places if place >= start)

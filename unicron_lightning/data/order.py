@@ -81,6 +81,15 @@ class DataOrder:
         self.num_micro_batches = self._count()
 
     @property
+    def devices(self) -> int:
+        """Micro-batches of a round: one for each device of the declared world."""
+        return self._shape.devices
+
+    def place(self, epoch: int, number: int) -> tuple[int, int, int]:
+        """The place of a micro-batch that is counted from the start of the epoch."""
+        return epoch, *divmod(number, self._shape.micro_batches)
+
+    @property
     def num_steps(self) -> int:
         """Optimizer steps of an epoch."""
         return math.ceil(self.num_micro_batches / self._shape.micro_batches)
