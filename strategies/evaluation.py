@@ -15,12 +15,8 @@ from unicron_lightning.data.loader import EvaluationLoader
 from unicron_lightning.data.order import DataOrder, StepShape
 from unicron_lightning.strategies.loading import order_seed
 from unicron_lightning.strategies.recording import LogCall, RecordingResults, merge_calls
-from unicron_lightning.strategies.torch_metrics import (
-    merge_metric_states,
-    metric_states,
-    restore_own_states,
-    update_counts,
-)
+from unicron_lightning.strategies.step_metrics import State, StepMetrics
+from unicron_lightning.strategies.torch_metrics import merge_metric_states, set_common_aside
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.evaluation import Evaluation, plan_evaluation
@@ -35,16 +31,14 @@ if TYPE_CHECKING:
 class _Pass:
     """One loader's pass in progress."""
 
-    def __init__(
-        self, loop: _EvaluationLoop, loader: EvaluationLoader, index: int | None, before: dict[str, int]
-    ) -> None:
+    def __init__(self, loop: _EvaluationLoop, loader: EvaluationLoader, index: int | None) -> None:
         self.loop = loop
         self.loader = loader
         self.index = index
         self.current: int | None = None
         self.finished: set[int] = set()
         self.calls: dict[int, list[LogCall]] = {}
-        self.before = before
+        self.common: dict[str, State] | None = None
         self.seen = loop._seen_batches_per_dataloader[index or 0]
 
 
@@ -71,9 +65,10 @@ class Passes:
         return EvaluationLoader(loader, order, self._strategy.seed, self.begin, self.start_batch)
 
     def step(self, run: Callable[[], Any], args: Sequence[Any]) -> Any:
-        """Run a batch; metric objects continue from this rank's own state."""
+        """Run a batch."""
         self._engine.fault("validation", self._engine.step)
-        restore_own_states(self._strategy.module)
+        if self._pass is not None:
+            self._set_aside(self._pass)
         return run()
 
     @property
@@ -98,8 +93,7 @@ class Passes:
         planned = plan_evaluation(loader.num_batches, self._engine.reports, self._engine.world.rank)
         if self._trainer.sanity_checking:  # Lightning discards its results: each rank evaluates alone
             return planned
-        before = update_counts(self._trainer.lightning_module)
-        self._pass = _Pass(loop, loader, place if len(loaders) > 1 else None, before)
+        self._pass = _Pass(loop, loader, place if len(loaders) > 1 else None)
         if not planned and len(loaders) > 1:
             # Lightning detects the loader's change by its first batch, which this rank doesn't have.
             if place > 0:
@@ -136,6 +130,7 @@ class Passes:
         results.record_into(None)
         current.loader.end()
         module = self._trainer.lightning_module
+        common = self._set_aside(current)
         operation = Evaluation(
             current.loader.num_batches,
             lambda number: self._run(current, number),
@@ -149,12 +144,21 @@ class Passes:
                 self._run(current, number)
             encoded = [_encode(current, module)]
         parts = [codec.decode(part) for part in encoded]
-        merge_metric_states(module, [part["metrics"] for part in parts])
+        merge_metric_states(module, common, [part["metrics"] for part in parts])
         calls: dict[int, list[Any]] = {}
         for part in parts:
             for number, batch_calls in part["calls"].items():
                 calls.setdefault(number, batch_calls)
         self._replay(results, calls, current)
+
+    def _set_aside(self, current: _Pass) -> dict[str, State]:
+        """Return the metrics' states from before the pass.
+
+        They are needed until its first step: Lightning reads those of the loader before this one when it has a batch.
+        """
+        if current.common is None:
+            current.common = set_common_aside(self._trainer.lightning_module)
+        return current.common
 
     @property
     def _results(self) -> RecordingResults:
@@ -206,4 +210,4 @@ class Passes:
 
 def _encode(current: _Pass, module: torch.nn.Module) -> bytes:
     calls = {number: [call.plain() for call in current.calls.get(number, [])] for number in sorted(current.finished)}
-    return codec.encode({"calls": calls, "metrics": metric_states(module, current.before)})
+    return codec.encode({"calls": calls, "metrics": StepMetrics(module).states()})

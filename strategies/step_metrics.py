@@ -28,6 +28,9 @@ class StepMetrics:
 
     Args:
         module: the trained module.
+
+    Attributes:
+        by_name: the metric objects.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -37,7 +40,7 @@ class StepMetrics:
     def find(self) -> None:
         """Search the metrics again: scripts may add some."""
         modules = list(self._module.named_modules())
-        self._metrics = {name: child for name, child in modules if isinstance(child, Metric)}
+        self.by_name = {name: child for name, child in modules if isinstance(child, Metric)}
         self._collections = [child for _, child in modules if isinstance(child, MetricCollection)]
 
     def begin(self, anew: bool = False) -> None:
@@ -46,50 +49,49 @@ class StepMetrics:
             self.find()
         self.recorded: dict[int, dict[str, State]] = {}
         self._base: dict[str, State] = {}
-        for metric in self._metrics.values():
+        for metric in self.by_name.values():
             metric._forward_cache = None
 
     def start_micro_batch(self) -> None:
         """Empty the states."""
         self._settle_groups()
-        self._base = {name: _state(metric) for name, metric in self._metrics.items()}
-        for metric in self._metrics.values():
-            empty: State = {k: [] if isinstance(v, list) else v.clone() for k, v in metric._defaults.items()}
-            _set(metric, {**empty, "_update_count": 0})
+        self._base = {name: _state(metric) for name, metric in self.by_name.items()}
+        for metric in self.by_name.values():
+            empty(metric)
             metric._forward_cache = None
 
     def finish_micro_batch(self, number: int) -> None:
         """Record the states and restore those before the step."""
         self._settle_groups()
-        found = {name: _state(metric) for name, metric in self._metrics.items() if metric.update_called}
+        found = {name: _state(metric) for name, metric in self.by_name.items() if metric.update_called}
         if found:
             self.recorded[number] = found
-        for name, metric in self._metrics.items():
-            _set(metric, self._base[name])
+        for name, metric in self.by_name.items():
+            set_state(metric, self._base[name])
 
     def commit(self, recorded: Mapping[int, Mapping[str, State]]) -> None:
         """Add the records of all ranks, by micro-batch."""
-        for name, metric in self._metrics.items():
+        for name, metric in self.by_name.items():
             states = [recorded[number][name] for number in sorted(recorded) if name in recorded[number]]
             if not states:
                 continue
             base = _state(metric)
             if any(state["_forwarded"] for state in states):
-                _set(metric, merge_states(metric, states))
+                set_state(metric, merge_states(metric, states))
                 metric._forward_cache = metric.compute()  # over the whole step
-            _set(metric, merge_states(metric, [base, *states] if base["_update_count"] else states))
+            set_state(metric, merge_states(metric, [base, *states] if base["_update_count"] else states))
             setattr(metric, GLOBAL, True)
 
     def states(self) -> dict[str, State]:
-        """Return the metrics that have been updated, for a joiner."""
+        """Return the states of the metrics that have been updated."""
         self._settle_groups()
-        return {name: _state(metric) for name, metric in self._metrics.items() if metric.update_called}
+        return {name: _state(metric) for name, metric in self.by_name.items() if metric.update_called}
 
     def load_states(self, states: Mapping[str, State]) -> None:
         """Restore the `states` of another worker."""
-        for name, metric in self._metrics.items():
+        for name, metric in self.by_name.items():
             if name in states:
-                _set(metric, states[name])
+                set_state(metric, states[name])
                 setattr(metric, GLOBAL, True)
 
     def _settle_groups(self) -> None:
@@ -135,7 +137,14 @@ def _state(metric: Metric) -> State:
     return {**kept, "_update_count": metric._update_count, "_forwarded": metric._forward_cache is not None}
 
 
-def _set(metric: Metric, state: State) -> None:
+def empty(metric: Metric) -> None:
+    """Set the state of a metric that has not been updated."""
+    defaults: State = {k: [] if isinstance(v, list) else v.clone() for k, v in metric._defaults.items()}
+    set_state(metric, {**defaults, "_update_count": 0})
+
+
+def set_state(metric: Metric, state: State) -> None:
+    """Replace a metric's state."""
     for key in metric._reductions:
         value = state[key]
         setattr(metric, key, list(value) if isinstance(value, list) else value.to(metric.device))

@@ -17,7 +17,7 @@ from unicron_lightning.strategies.module_buffers import ModuleBuffers
 from unicron_lightning.strategies.recording import LogCall, Options, RecordingResults, merge_calls
 from unicron_lightning.strategies.step_metrics import StepMetrics
 from unicron_lightning.strategies.sums import NormStatistics, StepSums, SumsLayout
-from unicron_lightning.strategies.torch_metrics import merge_metric_states, metric_states
+from unicron_lightning.strategies.torch_metrics import merge_metric_states, set_common_aside
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.buckets import GradientBuckets
 from unicron_lightning.worker.engine import Engine
@@ -223,9 +223,9 @@ def test_metric_objects_have_the_whole_datas_value(shares: list[range]) -> None:
     for rank, own in zip(ranks, shares, strict=True):
         for number in own:
             rank.update(x[number], y[number])
-    states = [codec.decode(codec.encode(metric_states(rank))) for rank in ranks]
+    states = [codec.decode(codec.encode(StepMetrics(rank).states())) for rank in ranks]
     for rank in ranks:
-        merge_metric_states(rank, states)
+        merge_metric_states(rank, {}, states)
         assert rank.values()[:-1] == pytest.approx(whole.values()[:-1], rel=1e-5)
         assert rank.values()[-1] == pytest.approx(whole.values()[-1])
         assert not rank.unused.update_called
@@ -245,6 +245,45 @@ class Grouped(Metrics):
 
     def values(self) -> list[Any]:
         return [*(float(value) for value in self.all.compute().values()), *super().values()]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("resets", [True, False])
+def test_metric_objects_of_training_and_evaluation(world: int, resets: bool) -> None:
+    """Training's part counts once, whatever the world, through several passes with and without updates."""
+    x, y = torch.randn(9, 40), torch.randn(9, 40)
+    whole, ranks = Grouped(), [Grouped() for _ in range(world)]
+    for number in range(9):
+        if number % 3 == 0:
+            whole.update(x[number], y[number])
+            recorded = {}
+            for place, rank in enumerate(ranks):
+                steps = StepMetrics(rank)
+                steps.begin()
+                if place == number % world:
+                    steps.start_micro_batch()
+                    rank.update(x[number], y[number])
+                    steps.finish_micro_batch(0)
+                    recorded = steps.recorded
+            for rank in ranks:
+                steps = StepMetrics(rank)
+                steps.begin()
+                steps.commit(recorded)
+        for batches in ([number], []):
+            common = [set_common_aside(rank) for rank in ranks]
+            for batch in batches:
+                whole.update(x[batch], y[batch])
+                ranks[batch % world].update(x[batch], y[batch])
+            states = [StepMetrics(rank).states() for rank in ranks]
+            for rank, own in zip(ranks, common, strict=True):
+                merge_metric_states(rank, own, states)
+                assert rank.values()[:-1] == pytest.approx(whole.values()[:-1], rel=1e-4)
+                assert rank.values()[-1] == pytest.approx(whole.values()[-1])
+        if resets and number == 4:
+            for each in (whole, *ranks):
+                for metric in each.modules():
+                    if isinstance(metric, torchmetrics.Metric):
+                        metric.reset()
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
