@@ -89,7 +89,8 @@ class Passes:
         loaders = loop._combined_loader.flattened
         place = next(i for i, other in enumerate(loaders) if other is loader)
         loader.limit(int(loop.max_batches[place]))
-        loader.set_epoch(self._trainer.current_epoch)
+        epoch: Any = self._trainer.fit_loop.epoch_progress.current
+        loader.set_epoch(epoch.processed)  # as Lightning does for its samplers
         planned = plan_evaluation(loader.num_batches, self._engine.reports, self._engine.world.rank)
         if self._trainer.sanity_checking:  # Lightning discards its results: each rank evaluates alone
             return planned
