@@ -14,7 +14,7 @@ from lightning.pytorch.loops import _EvaluationLoop
 from unicron_lightning.data.loader import EvaluationLoader
 from unicron_lightning.data.order import DataOrder, StepShape
 from unicron_lightning.strategies.loading import order_seed
-from unicron_lightning.strategies.recording import LogCall, RecordingResults, merge_calls
+from unicron_lightning.strategies.recording import LogCall, RecordingResults, logged_dtype, merge_calls
 from unicron_lightning.strategies.step_metrics import State, StepMetrics
 from unicron_lightning.strategies.torch_metrics import merge_metric_states, set_common_aside
 from unicron_lightning.worker import codec
@@ -55,9 +55,10 @@ class Passes:
 
     def begin_run(self, trainer: pl.Trainer) -> None:
         self._pass = None
+        dtype = logged_dtype(self._strategy.precision_plugin)
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.fit_loop.epoch_loop.val_loop):
             loop._results = RecordingResults(
-                False, self._strategy.reduce, self.epoch_metrics, lambda: trainer.sanity_checking
+                False, self._strategy.reduce, self.epoch_metrics, lambda: trainer.sanity_checking, dtype
             )
 
     def loader(self, trainer: pl.Trainer, loader: DataLoader[Any], shape: StepShape) -> EvaluationLoader:

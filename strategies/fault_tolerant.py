@@ -34,7 +34,7 @@ from unicron_lightning.strategies.loading import Loaders
 from unicron_lightning.strategies.loggers import follow, take_over
 from unicron_lightning.strategies.membership import Membership
 from unicron_lightning.strategies.parallelism import Parallelism
-from unicron_lightning.strategies.recording import RecordingResults
+from unicron_lightning.strategies.recording import RecordingResults, logged_dtype
 from unicron_lightning.strategies.reporting import StepReports, report_exception, told_flops
 from unicron_lightning.strategies.session import Session
 from unicron_lightning.strategies.sums import SumsLayout
@@ -187,7 +187,8 @@ class FaultTolerantStrategy(CollectingStrategy):
         self.collectives.interrupted = lambda: trainer.state.status == TrainerStatus.INTERRUPTED
         follow(trainer.loggers)
         self._timed = TimedValidation(trainer, lambda due: bool(self.broadcast(due)))
-        trainer.fit_loop.epoch_loop._results = RecordingResults(True, self.reduce)
+        dtype = logged_dtype(self.precision_plugin)
+        trainer.fit_loop.epoch_loop._results = RecordingResults(True, self.reduce, dtype=dtype)
         parallelism.evaluation.begin_run(trainer)
         super().setup(trainer)
         if fitting:

@@ -13,6 +13,7 @@ from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.data.seeding import place_seed, seed_all
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies.module_buffers import ModuleBuffers
+from unicron_lightning.strategies.recording import logged_dtype
 from unicron_lightning.strategies.step_metrics import StepMetrics
 from unicron_lightning.strategies.sums import NormStatistics, StepSums, SumsLayout
 
@@ -114,7 +115,8 @@ class MicroBatches:
 
     def output(self, loss: float) -> Any:
         """Return the step's output for Lightning's hooks: the last micro-batch's, with the global batch's mean loss."""
-        mean = torch.tensor(loss, device=self._strategy.root_device, dtype=torch.get_default_dtype())
+        dtype = logged_dtype(self._strategy.precision_plugin) or torch.get_default_dtype()
+        mean = torch.tensor(loss, device=self._strategy.root_device, dtype=dtype)
         if isinstance(self._last_output, dict):
             return {**self._last_output, "loss": mean}
         return mean

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from lightning.pytorch.plugins.precision import DoublePrecision, Precision
 from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _Metadata,
     _ResultCollection,
@@ -24,6 +25,8 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import override
+
+from unicron_lightning.data.loader import GlobalBatch
 
 
 class Reduce(Protocol):
@@ -63,6 +66,11 @@ class LogCall:
         return cls(options=tuple(options), value=scalar, weight=weight, metric=metric)
 
 
+def logged_dtype(plugin: Precision) -> torch.dtype | None:
+    """Return the type of logged values if it is not torch's default, which is single outside of double steps."""
+    return torch.float64 if isinstance(plugin, DoublePrecision) else None
+
+
 class RecordingResults(_ResultCollection):
     """Lightning's result collection with a tap.
 
@@ -71,6 +79,7 @@ class RecordingResults(_ResultCollection):
         reduce: the strategy's reduction, for hooks that log with ``sync_dist=True``.
         on_epoch_metrics: called before epoch-level metrics are read: the place to finish an evaluation pass.
         is_local: tells whether what is logged now stays on this rank, whatever ``sync_dist`` says.
+        dtype: of values that steps have logged; None: torch's default.
 
     Attributes:
         at_epoch_start: the trainer's metrics (of callbacks, logged, of the progress bar) when the present epoch began.
@@ -82,6 +91,7 @@ class RecordingResults(_ResultCollection):
         reduce: Reduce = lambda tensor, group=None, reduce_op="mean": tensor,
         on_epoch_metrics: Callable[[], None] = lambda: None,
         is_local: Callable[[], bool] = lambda: False,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(training)
         self._calls: list[LogCall] | None = None
@@ -89,6 +99,7 @@ class RecordingResults(_ResultCollection):
         self._on_epoch_metrics = on_epoch_metrics
         self._is_local = is_local
         self._was_local = False
+        self._dtype = dtype
         self.at_epoch_start: list[dict[str, Any]] = [{}, {}, {}]
 
     @contextmanager
@@ -134,7 +145,7 @@ class RecordingResults(_ResultCollection):
         if call.value is None:
             value = module.get_submodule(call.metric or "")
         else:
-            value = call.value.to(device=device, dtype=torch.get_default_dtype())
+            value = call.value.to(device=device, dtype=self._dtype or torch.get_default_dtype())
         self._log_as(call.options, value, max(1, round(call.weight)), call.metric)
 
     @override
@@ -225,6 +236,8 @@ class RecordingResults(_ResultCollection):
             kwargs["sync_dist_fn"] = self._synchronise
         if kwargs.get("reduce_fx") in (min, max, sum):  # the same function of torch's, as for a joiner
             kwargs["reduce_fx"] = kwargs["reduce_fx"].__name__
+        if isinstance(self.batch, GlobalBatch) and kwargs.get("batch_size") is None and kwargs.get("on_epoch", True):
+            kwargs["batch_size"] = self.batch.num_samples()  # a rank's own part depends on the present world
         super().log(fx, name, value, *args, **kwargs)
 
     def _forget_local(self) -> bool:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from worker.simulation import Coordinator, run_threads
 
+from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.strategies.module_buffers import ModuleBuffers
 from unicron_lightning.strategies.recording import LogCall, Options, RecordingResults, merge_calls
 from unicron_lightning.strategies.step_metrics import StepMetrics
@@ -109,6 +110,20 @@ def hook_log(results: RecordingResults, value: float, **settings: Any) -> None:
         torch.tensor(value),
         **basic | {"batch_size": 1, "sync_dist_fn": lambda value, **_: value} | settings,
     )
+
+
+def test_hooks_weights_do_not_depend_on_the_present_world() -> None:
+    """A rank's own part of a step, which Lightning would weight by, is larger in a smaller world."""
+    means = []
+    for share in (slice(0, 1), slice(0, 2)):
+        results = RecordingResults(True)
+        for step, part in ((0, share), (1, slice(0, 1))):
+            shared: Any = (lambda number: [torch.ones(4, 2)], lambda number: 4, lambda whole, p=part: list(whole[p]))
+            results.batch = GlobalBatch(0, step, range(2), *shared)
+            results.batch_size = None
+            hook_log(results, float(step), batch_size=None)
+        means.append(float(results.metrics(False)["callback"]["lr"]))
+    assert means == [0.5, 0.5]
 
 
 @pytest.mark.parametrize("settings", [{}, {"sync_dist": True}, {"reduce_fx": max}, {"enable_graph": True}])
