@@ -3,6 +3,7 @@
 #   make demo        train a small GPT through three failures, then two tasks that share six nodes
 #   make quick       lint, types and the tests that only compute: under three minutes on two cores
 #   make test        all tests but the long chaos runs
+#   make matrix      Lightning's features under ddp and unicron, in worlds of one and two and with kills: the differences
 #   make chaos       200 random faults, seeded
 #   make gpu         the acceptance kit of docs/gpu.md, on a machine with a GPU: make gpu [WHEELS=folder] [ITEMS=K1,K2]
 #   make bench       the figures in the README, measured here
@@ -16,6 +17,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 FAULTS ?= 200
 PYTEST_ARGS ?=
+CASES ?=
 WHEELS ?=
 ITEMS ?=
 COMPUTING := $(addprefix tests/,planner cli coordinator data simulate inject detection) $(wildcard tests/test_*.py)
@@ -32,7 +34,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 # Read by tests/conftest.py, which prints the time since then at the end of each run of pytest.
 export MAKE_STARTED := $(shell date +%s)
 
-.PHONY: help setup demo quick test docs gpu chaos bench experiments import-cost lint types docs-check wheel-check clean
+.PHONY: help setup demo quick test matrix docs gpu chaos bench experiments import-cost lint types docs-check wheel-check clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -63,6 +65,9 @@ test: $(READY)
 	@$(BIN)/python -m pytest -m "not chaos" -n auto $(COMPUTING) $(PYTEST_ARGS) $(NONE_PICKED)
 	@$(BIN)/python -m pytest -m "not chaos" -n 2 --dist loadscope $(STARTING) $(PYTEST_ARGS) $(NONE_PICKED)
 	@$(BIN)/python -m pytest -m "not chaos" $(patsubst %,--ignore=%,$(COMPUTING) $(STARTING)) $(PYTEST_ARGS) $(NONE_PICKED)
+
+matrix: $(READY)
+	@$(BIN)/python benchmarks/parity.py $(CASES)
 
 chaos: $(READY)
 	@$(BIN)/python benchmarks/chaos.py --faults $(FAULTS)
