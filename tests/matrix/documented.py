@@ -9,7 +9,7 @@ from typing import Any, Final
 from matrix.features import Case
 
 WORLDS: Final = ("one", "two", "killed")
-"""Workers of the run under unicron; in the last, two of which one is killed and replaced."""
+"""Worlds of the run under unicron: one worker, two, and two with one killed and replaced."""
 _ROWS = ("logged", "table")
 _PER_MICRO_BATCH = ("on_train_batch_start", "on_train_batch_end", "on_before_backward", "on_after_backward")
 

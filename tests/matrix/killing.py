@@ -57,7 +57,7 @@ class Killing(pl.Callback):
 
     Args:
         kill: when.
-        folder: of the files by which processes know what has happened.
+        folder: for marker files, which all processes of the case share.
     """
 
     def __init__(self, kill: Kill, folder: Path) -> None:

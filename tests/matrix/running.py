@@ -41,7 +41,7 @@ def run(strategy: str, workers: int, cases: Mapping[str, Case], folder: Path, se
 
 
 def run_killed(name: str, case: Case, kill: Kill, folder: Path, seconds: float = 240) -> int:
-    """Train a case in a world of two, of which a worker is killed and replaced; 0 if all agents have ended well."""
+    """Train a case in a world of two, with one worker killed and replaced; 0 if all agents have ended well."""
     folder.mkdir(parents=True, exist_ok=True)
     settings = {"strategy": "unicron", "cases": {name: case}, "kill": kill.plain()}
     variables = {"PYTHONPATH": str(TESTS)}
