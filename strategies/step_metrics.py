@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
 
+from unicron_lightning.strategies.default_group import own_metrics
+
 State = dict[str, Any]
 """The declared states of a metric, ``_update_count``, and ``_forwarded``: whether it was called, not only updated."""
 
@@ -38,7 +40,8 @@ class StepMetrics:
         self.find()
 
     def find(self) -> None:
-        """Search the metrics again: scripts may add some."""
+        """Search the metrics again: scripts may add some. None synchronises by itself."""
+        own_metrics(self._module)
         modules = list(self._module.named_modules())
         self.by_name = {name: child for name, child in modules if isinstance(child, Metric)}
         self._collections = [child for _, child in modules if isinstance(child, MetricCollection)]

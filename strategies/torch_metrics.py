@@ -1,7 +1,7 @@
 """State of torchmetrics objects over the ranks of an evaluation pass.
 
 torchmetrics synchronises over torch's default group, in `compute`, where a dead rank's state would be missing;
-`own_metrics` keeps it from that. The states are sent with the pass's results instead, and the metrics' own reductions
+`StepMetrics` keeps it from that. The states are sent with the pass's results instead, and the metrics' own reductions
 merge them. A metric may have a state when a pass begins, from training or from another pass, which is the same on every
 rank: it is set aside, and counts once.
 """
@@ -12,13 +12,11 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from unicron_lightning.strategies.default_group import own_metrics
 from unicron_lightning.strategies.step_metrics import GLOBAL, State, StepMetrics, empty, merge_states, set_state
 
 
 def set_common_aside(module: nn.Module) -> dict[str, State]:
     """Empty the metrics whose state is the same on every rank; return these states, by name."""
-    own_metrics(module)
     metrics = StepMetrics(module)
     common = {name: state for name, state in metrics.states().items() if hasattr(metrics.by_name[name], GLOBAL)}
     for name in common:

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from faults.cluster import Cluster
 from matrix.features import Case
 from matrix.killing import Kill
+from system.cluster import Cluster
 
 from unicron_lightning.local_cluster.processes import free_port
 

@@ -14,6 +14,7 @@ from torch import nn
 from worker.simulation import Coordinator, run_threads
 
 from unicron_lightning.data.loader import GlobalBatch
+from unicron_lightning.strategies.default_group import never
 from unicron_lightning.strategies.module_buffers import ModuleBuffers
 from unicron_lightning.strategies.recording import LogCall, Options, RecordingResults, merge_calls
 from unicron_lightning.strategies.step_metrics import StepMetrics
@@ -260,6 +261,15 @@ class Grouped(Metrics):
 
     def values(self) -> list[Any]:
         return [*(float(value) for value in self.all.compute().values()), *super().values()]
+
+
+def test_metric_objects_do_not_synchronise_by_themselves() -> None:
+    """Even if training begins without a sanity check: after each step all ranks have the whole state already."""
+    module = Grouped()
+    StepMetrics(module)
+    metrics = [each for each in module.modules() if isinstance(each, torchmetrics.Metric)]
+    assert len(metrics) == 9 and not any(each.distributed_available_fn() for each in metrics)
+    assert all(each.distributed_available_fn is never for each in metrics)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
