@@ -29,7 +29,9 @@ def test_workers_that_hang_are_named_killed_and_replaced(tmp_path: Path, referen
             print(f"hung; reported after {report['happened_at'] - line['at']:.2f} s: {report['cause']}")
             assert (report["rank"], report["node"]) == (line["rank"], line["node"])
             assert "injector.py" in report["details"]["stacks"], report
-            assert "unicron-control" in report["details"]["stacks"] or "control.py" in report["details"]["stacks"]
+            assert (
+                "unicron-control" in report["details"]["stacks"] or "control/thread.py" in report["details"]["stacks"]
+            )
         assert reports[0]["phase"] == "compute"
         assert reports[0]["details"]["waiting"] in (1, 2), "one that waits is enough; the other's word may come later"
         deaths = cluster.events("worker_died")
