@@ -16,7 +16,7 @@ from unicron_lightning.errors import ConfigError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from megatron.conftest import Worlds
+    from worlds.client import Worlds
 
 pytestmark = pytest.mark.faults
 

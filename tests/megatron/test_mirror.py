@@ -13,7 +13,7 @@ from unicron_lightning.replica.mirror import Redundancy
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from megatron.conftest import Worlds
+    from worlds.client import Worlds
 
 pytestmark = pytest.mark.faults
 

@@ -9,7 +9,7 @@ import pytest
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from megatron.conftest import Worlds
+    from worlds.client import Worlds
 
 pytestmark = pytest.mark.faults
 

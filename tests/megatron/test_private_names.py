@@ -17,7 +17,7 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from megatron.conftest import Worlds
+    from worlds.client import Worlds
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [

@@ -13,7 +13,7 @@ from unicron_lightning.megatron import shim
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from megatron.conftest import Worlds
+    from worlds.client import Worlds
 
 
 @pytest.mark.faults

@@ -210,9 +210,13 @@ class ProcessGroup(dist.ProcessGroup):
 
     def __init__(self, group: PeerGroup, rank: int, size: int) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
+        self.bind(group)
+
+    def bind(self, group: PeerGroup) -> None:
+        """Use these connections from now on."""
         assert group.backend is not None, "the connections were closed"
         self._peers = group
-        self._inner = dist.ProcessGroup(dist.HashStore(), rank, size)
+        self._inner = dist.ProcessGroup(dist.HashStore(), self.rank(), self.size())
         self._inner._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, group.backend)
 
     def name(self) -> str:

@@ -1,13 +1,14 @@
-"""Runs scenarios of tests/megatron in worlds of real processes, forked so that megatron-core is imported once.
+"""Runs scenarios of a test folder in worlds of real processes, forked so that their libraries are imported once.
 
-Started by the fixture ``worlds`` of tests/megatron/conftest.py. Each line of its input is a request, and each line of
-its output the answer:
+    PYTHONPATH=FOLDER forks.py MODULE...
+
+FOLDER has the modules of the scenarios, which are imported by their bare names; the given modules are imported first,
+in this order. Each line of the input is a request, and each line of the output the answer:
 
     {"scenario": "module:function", "world": 4, "arguments": {...}, "folder": "...", "seconds": 100}
     {"exits": [0, 0, -9, 0]}
 
-Modules are those beside this file, imported by their bare names: ``megatron`` is megatron-core's namespace. Rank r
-writes the scenario's result to FOLDER/r.json, and its output to FOLDER/r.log.
+Rank r writes the scenario's result to r.json in the request's folder, and its output to r.log.
 """
 
 from __future__ import annotations
@@ -30,12 +31,11 @@ SCENARIO_SECONDS = 100
 """Default time limit of a rank, which then prints its stacks and exits; below the time limit of a test."""
 
 
-def serve() -> None:
+def serve(modules: list[str]) -> None:
     """Answer requests until the input ends."""
     torch.set_num_threads(1)
-    importlib.import_module("untouched")  # first, because it records the original torch
-    for name in ("megatron.toy", "replica.mirror", "megatron.sharded", "megatron.checkpoint"):
-        importlib.import_module(f"unicron_lightning.{name}")
+    for name in modules:
+        importlib.import_module(name)
     for line in sys.stdin:
         request = json.loads(line)
         children = [_fork(rank, request) for rank in range(request["world"])]
@@ -74,4 +74,4 @@ def _redirect(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    serve()
+    serve(sys.argv[1:])

@@ -1,0 +1,36 @@
+"""A shard of an FSDP2 model in worlds of replicas: sums, norms, updates, a partner's death, and its replacement."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from worlds.client import Worlds
+
+TOLERANCE = 1e-6
+
+
+@pytest.mark.parametrize(("world", "shards"), [(1, 1), (2, 2), (2, 1), (4, 2), (3, 3), (6, 2)])
+def test_steps_equal_those_of_one_process(worlds: Worlds, tmp_path: Path, world: int, shards: int) -> None:
+    results = worlds.run("sharded:two_steps", world, tmp_path, shards=shards)
+    assert all(found < TOLERANCE for found, _ in results)
+    for rank in range(shards, world):
+        assert results[rank][1] == results[rank % shards][1], "replicas differ"
+
+
+def test_a_partner_dies_in_a_backward_and_is_replaced(worlds: Worlds, tmp_path: Path) -> None:
+    exits = worlds.exits("sharded:partner_dies", 5, tmp_path)
+    logs = "\n".join((tmp_path / f"{rank}.log").read_text() for rank in range(5))
+    assert exits == [0, 0, 0, 9, 0], logs
+    results = {rank: worlds.result(tmp_path, rank) for rank in (0, 1, 2, 4)}
+    assert all(found < TOLERANCE for found, _, _ in results.values())
+    assert [results[rank][1] is not None for rank in (0, 1, 2, 4)] == [False, False, True, False]
+    assert results[0][2] == results[2][2] and results[1][2] == results[4][2], "replicas differ"
+
+
+def test_a_reduction_is_repeated_from_the_kept_sums(worlds: Worlds, tmp_path: Path) -> None:
+    first, second = worlds.run("sharded:recovered_sums", 2, tmp_path)
+    assert first[0] == first[1] == second[0] == second[1]

@@ -1,0 +1,1 @@
+"""Models sharded with FSDP2 within a replica, and trained through failures between replicas."""

@@ -1,0 +1,130 @@
+"""Sums of a shard's gradients over the rows of a step, and their reduction over the replicas.
+
+FSDP2 adds each row's gradients, summed over the replica's shards, to the sharded ``grad`` of the parameters. This
+worker's sums are kept until the step is committed: one more copy of the shard's gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unicron_lightning.fsdp.mesh import local_shards
+from unicron_lightning.replica.peers import PeerGroup
+
+BUCKET_BYTES = 25 << 20
+"""Size above which a bucket gets no further parameter."""
+
+
+class ShardedGradients:
+    """Gradients of the parameters' shards on this worker.
+
+    Args:
+        parameters: of the sharded model that require gradients.
+
+    Attributes:
+        peers: workers of this shard in all replicas; None for the only replica.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.peers: PeerGroup | None = None
+        self._parameters = list(parameters)
+        self._buckets = _buckets(self._parameters)
+        self._own: list[Tensor | None] | None = None
+
+    def begin(self) -> None:
+        """Forget all gradients."""
+        self._own = None
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def recover(self) -> None:
+        """After a failure: restore this worker's sums over its completed calls."""
+        if self._own is None:
+            return
+        for parameter, own in zip(self._parameters, self._own, strict=True):
+            if own is None:
+                parameter.grad = None
+            else:
+                _local(parameter).copy_(own)
+        self._own = None
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Accumulate from zero inside; at the end the earlier sums are added, also after an exception."""
+        earlier = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        try:
+            yield
+        except BaseException:
+            for parameter, grad in zip(self._parameters, earlier, strict=True):
+                parameter.grad = grad
+            raise
+        for parameter, grad in zip(self._parameters, earlier, strict=True):
+            if grad is None:
+                continue
+            if parameter.grad is not None:
+                local_shards([grad])[0].add_(_local(parameter))
+            parameter.grad = grad
+
+    def reduce(self) -> None:
+        """Sum over the replicas, keeping this worker's own sums.
+
+        A parameter that no micro-batch of the step has used keeps no gradient.
+
+        Raises:
+            RuntimeError: a reduction has failed.
+        """
+        self._own = [None if parameter.grad is None else _local(parameter).clone() for parameter in self._parameters]
+        if self.peers is None:
+            return
+        used = torch.tensor([parameter.grad is not None for parameter in self._parameters], dtype=torch.float32)
+        self._sum(used)
+        for bucket in self._buckets:
+            members = [index for index in bucket if used[index]]
+            if not members:
+                continue
+            for index in members:
+                if self._parameters[index].grad is None:
+                    self._parameters[index].grad = torch.zeros_like(self._parameters[index])
+            parts = [_local(self._parameters[index]) for index in members]
+            flat = torch.cat([part.reshape(-1) for part in parts])
+            self._sum(flat)
+            for part, summed in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+                part.copy_(summed.view_as(part))
+
+    def settle(self) -> None:
+        """Do nothing: what the library may still write to after a cut is used by nothing else."""
+
+    def _sum(self, tensor: Tensor) -> None:
+        peers = self.peers
+        assert peers is not None
+        backend: Any = peers.backend
+        if backend is None:
+            raise RuntimeError("Connection to the other replicas is closed")
+        peers.start(backend.allreduce([tensor])).wait()
+
+
+def _local(parameter: nn.Parameter) -> Tensor:
+    grad = parameter.grad
+    assert grad is not None
+    return local_shards([grad])[0]
+
+
+def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[int]]:
+    """Indices of parameters of one type, in reverse order, as backward finishes them."""
+    buckets: list[list[int]] = []
+    size, dtype = 0, None
+    for index in reversed(range(len(parameters))):
+        parameter = parameters[index]
+        if not buckets or parameter.dtype != dtype or size >= BUCKET_BYTES:
+            buckets.append([])
+            size, dtype = 0, parameter.dtype
+        buckets[-1].append(index)
+        size += local_shards([parameter])[0].numel() * parameter.element_size()
+    return buckets

@@ -1,0 +1,105 @@
+"""Device mesh of a replica's shards whose connections are replaced in each epoch, and FSDP2's state after an exception.
+
+FSDP2 keeps the mesh's process group in many places. Here that group stays the same object for the life of the process,
+and forwards to the connections of the present epoch. All private names of torch on which this package depends are in
+this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from unicron_lightning.errors import ConfigError
+from unicron_lightning.replica.peers import ProcessGroup
+
+SHARDS = "data_parallel"
+"""Name of the mesh's dimension, as in Lightning's ModelParallelStrategy."""
+GROUP: Any = "unicron_shards"
+"""Name by which torch finds the process group."""
+
+
+class ShardGroup(ProcessGroup):
+    """Process group of a replica's shards; `bind` gives it the connections of an epoch.
+
+    Args:
+        shard: of this worker.
+        shards: workers of a replica.
+    """
+
+    def __init__(self, shard: int, shards: int) -> None:
+        dist.ProcessGroup.__init__(self, shard, shards)  # type: ignore[call-arg]
+        self._set_group_name(GROUP)
+        torch._C._distributed_c10d._register_process_group(GROUP, self)
+
+    def name(self) -> str:
+        return "unicron_fsdp"
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        """Sum a tensor in host memory over the shards, in place.
+
+        Raises:
+            RuntimeError: the connections are closed.
+        """
+        self._peers.start(self._inner.allreduce([tensor])).wait()
+
+    def close(self) -> None:
+        """Release the name, for another group of this process."""
+        torch._C._distributed_c10d._unregister_process_group(GROUP)
+
+
+def shard_mesh(group: ShardGroup, device: torch.device) -> DeviceMesh:
+    """Return the mesh of a replica, with one dimension named `SHARDS`."""
+    mesh = DeviceMesh(
+        device.type,
+        torch.arange(group.size()),
+        mesh_dim_names=(SHARDS,),
+        _init_backend=False,
+        _rank=group.rank(),
+    )
+    mesh._dim_group_names = [GROUP]
+    mesh._pg_registry[GROUP] = group
+    return mesh
+
+
+def check_torch() -> None:
+    """Check that FSDP2 can be used again after an exception in a forward or backward.
+
+    Raises:
+        ConfigError: this version of torch cannot.
+    """
+    if not hasattr(FSDPModule, "reset_iter_state"):
+        raise ConfigError(
+            f"torch {torch.__version__} cannot continue with an FSDP2 model after a failure in a backward; expected a "
+            "version with FSDPModule.reset_iter_state, such as 2.13"
+        )
+
+
+def reset_after_exception(root: nn.Module) -> None:
+    """Give a root of FSDP2 its sharded parameters back after an exception in a forward or backward.
+
+    The gradients of the interrupted micro-batch may have been added in part.
+    """
+    assert isinstance(root, FSDPModule)
+    if root._get_fsdp_state()._is_root is not None:  # a forward has begun
+        root.reset_iter_state()
+
+
+def sum_gradients(root: nn.Module) -> None:
+    """Make FSDP2 add gradients over the shards without dividing them."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def local_shards(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The parts of tensors that this worker holds; they share memory with them."""
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]

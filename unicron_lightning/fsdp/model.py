@@ -1,0 +1,151 @@
+"""One worker's shard of an FSDP2 model, as the operations of a replica use it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from unicron_lightning.fsdp.gradients import ShardedGradients
+from unicron_lightning.fsdp.mesh import ShardGroup, local_shards, reset_after_exception
+from unicron_lightning.replica.channels import Channels
+from unicron_lightning.replica.peers import PeerGroup
+from unicron_lightning.worker import codec
+
+
+class FsdpShard:
+    """Implements `replica.model.ReplicaModel`.
+
+    Args:
+        root: to which `torch.distributed.fsdp.fully_shard` was applied last, with the mesh of ``group``.
+        group: of the replica's shards.
+
+    Attributes:
+        optimizer: steps the sharded parameters; set once it exists.
+        grad_norm: of the last finalized gradients over the whole model, before clipping.
+    """
+
+    keeper = None
+
+    def __init__(self, root: nn.Module, group: ShardGroup) -> None:
+        self.root = root
+        self.group = group
+        self.optimizer: Optimizer | None = None
+        self.grad_norm = 0.0
+        self.gradients = ShardedGradients([each for each in root.parameters() if each.requires_grad])
+        self._alone: PeerGroup | None = None
+        self._peers: PeerGroup | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the parameters."""
+        return next(self.root.parameters()).device
+
+    def adopt(self, channels: Channels | None) -> None:
+        """Use an epoch's connections; None for a spare."""
+        reset_after_exception(self.root)
+        self._peers = None
+        if channels is None:
+            return
+        if self.group.size() > 1:
+            self.group.bind(channels.inner[tuple(range(self.group.size()))])
+        elif self._alone is None:
+            self._alone = PeerGroup(dist.HashStore(), 0, 1, "127.0.0.1")
+            self.group.bind(self._alone)
+        if channels.grid.replicas > 1:
+            self._peers = channels.same_shard
+        self.gradients.peers = self._peers
+
+    def close(self) -> None:
+        """Release the connections that this object has made."""
+        if self._alone is not None:
+            self._alone.close()
+            self._alone = None
+
+    # ---- a step
+
+    def begin(self) -> None:
+        """Reset the gradients."""
+        self.gradients.begin()
+
+    def recover(self) -> None:
+        """After a failure: restore the gradients of this worker's completed calls."""
+        self.gradients.recover()
+
+    def finalize(self) -> None:
+        """Compute the norm of the reduced gradients over all shards."""
+        squares = torch.zeros((), dtype=torch.float64)
+        for parameter in self.root.parameters():
+            if parameter.grad is not None:
+                squares += local_shards([parameter.grad])[0].double().square().sum().cpu()
+        self.group.sum(squares)
+        self.grad_norm = float(squares.sqrt())
+
+    def update(self) -> None:
+        """Step the optimizer on this worker's shards, without communication."""
+        assert self.optimizer is not None
+        self.optimizer.step()
+
+    # ---- state
+
+    def unify(self) -> None:
+        """Give all replicas the first one's parameters and buffers."""
+        if self._peers is None:
+            return
+        for tensor in local_shards([*self.root.parameters(), *self.root.buffers()]):
+            self._peers.broadcast(tensor.detach(), 0)
+
+    def state(self) -> bytes:
+        """Parameters, buffers and optimizer of this shard."""
+        assert self.optimizer is not None
+        tensors = local_shards([*self.root.parameters(), *self.root.buffers()])
+        return codec.encode({"tensors": [each.detach() for each in tensors], "optimizer": self._optimizer_state()})
+
+    def load_state(self, data: bytes) -> None:
+        """Load the `state` of another worker of this shard."""
+        state = codec.decode(data)
+        with torch.no_grad():
+            own = local_shards([*self.root.parameters(), *self.root.buffers()])
+            for tensor, value in zip(own, state["tensors"], strict=True):
+                tensor.copy_(value)
+        self._load_optimizer_state(state["optimizer"])
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        """The optimizer's state with this worker's parts of its tensors."""
+        assert self.optimizer is not None
+        state = self.optimizer.state_dict()
+        plain = {key: {name: _plain(value) for name, value in values.items()} for key, values in state["state"].items()}
+        return {"state": plain, "param_groups": state["param_groups"]}
+
+    def _load_optimizer_state(self, state: dict[str, Any]) -> None:
+        assert self.optimizer is not None
+        parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
+        whole = {
+            key: {name: _like(value, parameters[int(key)]) for name, value in values.items()}
+            for key, values in state["state"].items()
+        }
+        self.optimizer.load_state_dict({"state": whole, "param_groups": state["param_groups"]})
+
+
+def _plain(value: Any) -> Any:
+    return local_shards([value])[0].detach() if isinstance(value, torch.Tensor) else value
+
+
+def _like(value: Any, parameter: torch.Tensor) -> Any:
+    """A tensor of an optimizer's state in the form of its parameter, if it has one value for each element."""
+    if not isinstance(value, torch.Tensor) or not isinstance(parameter, DTensor):
+        return value
+    if value.shape != parameter.to_local().shape or value.dim() == 0:
+        return value
+    return DTensor.from_local(
+        value,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
