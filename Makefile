@@ -22,7 +22,7 @@ WHEELS ?=
 ITEMS ?=
 COMPUTING := $(addprefix tests/,planner cli coordinator data simulate inject detection) $(wildcard tests/test_*.py)
 # These start processes and mostly wait; their limits of time are generous (the fault tests pass at a load of ten).
-STARTING := $(addprefix tests/,strategies system megatron local_cluster examples)
+STARTING := $(addprefix tests/,strategies system megatron fsdp local_cluster examples)
 NONE_PICKED = $(if $(PYTEST_ARGS),|| test $$? = 5)
 
 VENV := .venv

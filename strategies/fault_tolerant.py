@@ -17,6 +17,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from unicron_lightning.data.loader import GlobalBatch
@@ -309,6 +310,15 @@ class FaultTolerantStrategy(CollectingStrategy):
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         self.parallelism.checkpoints.load_model(checkpoint, partial(super().load_model_state_dict, checkpoint, strict))
         self._membership.logged = checkpoint.get(join_state.LOGGED)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self.parallelism.checkpoints.optimizer_state(optimizer, partial(super().optimizer_state, optimizer))
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        load = partial(super().load_optimizer_state_dict, checkpoint)
+        self.parallelism.checkpoints.load_optimizers(checkpoint, load)
 
     # ---- the end
 

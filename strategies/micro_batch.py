@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import lightning.pytorch as pl
 import torch
@@ -13,9 +14,9 @@ from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.data.seeding import place_seed, seed_all
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies.module_buffers import ModuleBuffers
-from unicron_lightning.strategies.recording import logged_dtype
+from unicron_lightning.strategies.recording import LogCall, logged_dtype
 from unicron_lightning.strategies.step_metrics import StepMetrics
-from unicron_lightning.strategies.sums import NormStatistics, StepSums, SumsLayout
+from unicron_lightning.strategies.sums import NormStatistics, SumsLayout
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
@@ -54,6 +55,14 @@ class Effects:
         self.buffers.finish_micro_batch(number)
 
 
+class Results(Protocol):
+    """Takes the results of micro-batches; `StepSums` implements it."""
+
+    def add(self, loss: Tensor, calls: Sequence[LogCall]) -> None:
+        """Take one micro-batch's loss and logged values."""
+        ...
+
+
 class MicroBatches:
     """Runs the micro-batches of one step.
 
@@ -71,7 +80,7 @@ class MicroBatches:
         self,
         strategy: FaultTolerantStrategy,
         batch: GlobalBatch,
-        sums: StepSums,
+        sums: Results,
         effects: Effects,
         *,
         takes_index: bool,
@@ -87,8 +96,8 @@ class MicroBatches:
         if self._scaler is not None:
             self._scaler.scale(torch.zeros((), device=strategy.root_device))  # creates its state even without a share
 
-    def run(self, micro_batch: int) -> None:
-        """Run forward and backward; gradients accumulate."""
+    def run(self, micro_batch: int, *, counts: bool = True) -> None:
+        """Run forward and backward; gradients accumulate. If it does not count, they are zero."""
         strategy, plugin, module = self._strategy, self._strategy.precision_plugin, self._module
         activity = strategy.engine.activity
         activity.enter("data", micro_batch)
@@ -105,11 +114,12 @@ class MicroBatches:
             with plugin.train_step_context():
                 output = module.training_step(data, index) if self._takes_index else module.training_step(data)
             loss = self._loss(output)
-            scaled = loss / shape.micro_batches
+            scaled = loss / shape.micro_batches if counts else loss * 0.0
             if self._scaler is not None:
                 scaled = self._scaler.scale(scaled)
             plugin.backward(scaled, module, strategy.optimizers[0])
-        self._sums.add(loss, calls)
+        if counts:
+            self._sums.add(loss, calls)
         self._effects.finish_micro_batch(micro_batch)
         self._last_output = apply_to_collection(output, Tensor, Tensor.detach)
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from unicron_lightning.data.loader import EvaluationLoader, GlobalBatch, PassLoader
@@ -105,12 +106,20 @@ class CheckpointStore(ABC):
             Its digest ("": it cannot be read back), or None if the task cannot resume from it.
         """
 
+    def optimizer_state(self, optimizer: Optimizer, state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return an optimizer's state for a checkpoint."""
+        return state()
+
     def load(self, path: Any, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return a checkpoint's content; ``read`` gives that of Lightning's file."""
         return read()
 
     def load_model(self, checkpoint: Any, load: Callable[[], None]) -> None:
         """Restore the model; ``load`` does so from the content."""
+        load()
+
+    def load_optimizers(self, checkpoint: Any, load: Callable[[], None]) -> None:
+        """Restore the optimizers; ``load`` does so from the content."""
         load()
 
 
@@ -120,7 +129,7 @@ class Parallelism(ABC):
     Attributes:
         whole: whether each worker holds all of it, so that the workers can be compared, and are torch's default group.
         shuffles: whether training data is shuffled as under ddp.
-        shards: devices that hold the model together, in the declared world.
+        shards: devices that compute a micro-batch together, in the declared world.
         steps, evaluation, checkpoints: its parts.
     """
 

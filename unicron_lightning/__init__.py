@@ -12,10 +12,11 @@ from unicron_lightning.autoload import offer_strategy
 
 if TYPE_CHECKING:
     from unicron_lightning.local_cluster.cluster import LocalCluster
+    from unicron_lightning.strategies.fsdp import UnicronFSDPStrategy
     from unicron_lightning.strategies.megatron import UnicronMegatronStrategy
     from unicron_lightning.strategies.unicron import UnicronStrategy
 
-__all__ = ["LocalCluster", "UnicronMegatronStrategy", "UnicronStrategy", "__version__"]
+__all__ = ["LocalCluster", "UnicronFSDPStrategy", "UnicronMegatronStrategy", "UnicronStrategy", "__version__"]
 
 
 offer_strategy()
@@ -35,6 +36,10 @@ def __getattr__(name: str) -> object:
         from unicron_lightning.strategies.megatron import UnicronMegatronStrategy
 
         return UnicronMegatronStrategy
+    if name == "UnicronFSDPStrategy":
+        from unicron_lightning.strategies.fsdp import UnicronFSDPStrategy
+
+        return UnicronFSDPStrategy
     if name == "__version__":
         from importlib.metadata import version
 

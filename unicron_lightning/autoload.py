@@ -23,11 +23,13 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
+    from unicron_lightning.strategies.fsdp import UnicronFSDPStrategy
     from unicron_lightning.strategies.megatron import UnicronMegatronStrategy
     from unicron_lightning.strategies.unicron import UnicronStrategy
 
 STRATEGY_NAME = "unicron"
 MEGATRON_NAME = "unicron_megatron"
+FSDP_NAME = "unicron_fsdp"
 REGISTRY_MODULE = "lightning.pytorch.strategies"
 """Module with Lightning's ``StrategyRegistry``, which is complete once this module has been executed."""
 
@@ -62,7 +64,7 @@ def offer_strategy() -> None:
 
 
 def register_strategy(module: ModuleType) -> None:
-    """Add ``unicron`` and ``unicron_megatron`` to Lightning's registry, unless they are present.
+    """Add ``unicron``, ``unicron_megatron`` and ``unicron_fsdp`` to Lightning's registry, unless they are present.
 
     Args:
         module: `REGISTRY_MODULE`, executed.
@@ -73,6 +75,8 @@ def register_strategy(module: ModuleType) -> None:
             registry.register(STRATEGY_NAME, build_strategy, description="Trains straight through failures (Unicron)")
         if MEGATRON_NAME not in registry:
             registry.register(MEGATRON_NAME, build_megatron_strategy, description="Megatron-core under Unicron")
+        if FSDP_NAME not in registry:
+            registry.register(FSDP_NAME, build_fsdp_strategy, description="FSDP2 straight through failures")
     except Exception as error:  # noqa: BLE001 - supervisor boundary: runs inside `import lightning`
         logger.warning("strategy_not_registered name=%s error=%r", STRATEGY_NAME, error)
 
@@ -89,6 +93,13 @@ def build_megatron_strategy(**init_params: Any) -> UnicronMegatronStrategy:
     from unicron_lightning.strategies.megatron import UnicronMegatronStrategy
 
     return UnicronMegatronStrategy(**init_params)
+
+
+def build_fsdp_strategy(**init_params: Any) -> UnicronFSDPStrategy:
+    """Make the strategy of sharded models."""
+    from unicron_lightning.strategies.fsdp import UnicronFSDPStrategy
+
+    return UnicronFSDPStrategy(**init_params)
 
 
 class _RegistryFinder:

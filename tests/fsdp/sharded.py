@@ -52,8 +52,7 @@ class Replica:
         fully_shard(net, mesh=mesh)
         sum_gradients(net)
         self.net = net
-        self.shard_model = FsdpShard(net, self.group)
-        self.shard_model.optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        self.shard_model = FsdpShard(net, self.group, torch.optim.AdamW(net.parameters(), lr=1e-2))
         self.channels: Channels | None = None
 
     def enter(self, epoch: int, replicas: int, place: int, *, carried: bool = False) -> None:

@@ -27,26 +27,27 @@ class ShardedGradients:
         parameters: of the sharded model that require gradients.
 
     Attributes:
+        parameters: those.
         peers: workers of this shard in all replicas; None for the only replica.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.peers: PeerGroup | None = None
-        self._parameters = list(parameters)
-        self._buckets = _buckets(self._parameters)
+        self.parameters = list(parameters)
+        self._buckets = _buckets(self.parameters)
         self._own: list[Tensor | None] | None = None
 
     def begin(self) -> None:
         """Forget all gradients."""
         self._own = None
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             parameter.grad = None
 
     def recover(self) -> None:
         """After a failure: restore this worker's sums over its completed calls."""
         if self._own is None:
             return
-        for parameter, own in zip(self._parameters, self._own, strict=True):
+        for parameter, own in zip(self.parameters, self._own, strict=True):
             if own is None:
                 parameter.grad = None
             else:
@@ -56,16 +57,16 @@ class ShardedGradients:
     @contextmanager
     def apart(self) -> Iterator[None]:
         """Accumulate from zero inside; at the end the earlier sums are added, also after an exception."""
-        earlier = [parameter.grad for parameter in self._parameters]
-        for parameter in self._parameters:
+        earlier = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
             parameter.grad = None
         try:
             yield
         except BaseException:
-            for parameter, grad in zip(self._parameters, earlier, strict=True):
+            for parameter, grad in zip(self.parameters, earlier, strict=True):
                 parameter.grad = grad
             raise
-        for parameter, grad in zip(self._parameters, earlier, strict=True):
+        for parameter, grad in zip(self.parameters, earlier, strict=True):
             if grad is None:
                 continue
             if parameter.grad is not None:
@@ -80,19 +81,19 @@ class ShardedGradients:
         Raises:
             RuntimeError: a reduction has failed.
         """
-        self._own = [None if parameter.grad is None else _local(parameter).clone() for parameter in self._parameters]
+        self._own = [None if parameter.grad is None else _local(parameter).clone() for parameter in self.parameters]
         if self.peers is None:
             return
-        used = torch.tensor([parameter.grad is not None for parameter in self._parameters], dtype=torch.float32)
+        used = torch.tensor([parameter.grad is not None for parameter in self.parameters], dtype=torch.float32)
         self._sum(used)
         for bucket in self._buckets:
             members = [index for index in bucket if used[index]]
             if not members:
                 continue
             for index in members:
-                if self._parameters[index].grad is None:
-                    self._parameters[index].grad = torch.zeros_like(self._parameters[index])
-            parts = [_local(self._parameters[index]) for index in members]
+                if self.parameters[index].grad is None:
+                    self.parameters[index].grad = torch.zeros_like(self.parameters[index])
+            parts = [_local(self.parameters[index]) for index in members]
             flat = torch.cat([part.reshape(-1) for part in parts])
             self._sum(flat)
             for part, summed in zip(parts, flat.split([part.numel() for part in parts]), strict=True):

@@ -22,6 +22,8 @@ from unicron_lightning.replica.peers import ProcessGroup
 
 SHARDS = "data_parallel"
 """Name of the mesh's dimension, as in Lightning's ModelParallelStrategy."""
+SLICES = "tensor_parallel"
+"""Name of its other dimension there, which has the size 1 here."""
 GROUP: Any = "unicron_shards"
 """Name by which torch finds the process group."""
 
@@ -69,6 +71,27 @@ def shard_mesh(group: ShardGroup, device: torch.device) -> DeviceMesh:
     return mesh
 
 
+class ReplicaMesh:
+    """The meshes of a replica by their names, as ``LightningModule.device_mesh`` has them under ModelParallelStrategy.
+
+    Args:
+        group: of the replica's shards.
+        device: of the model.
+
+    Attributes:
+        shards: the mesh for `torch.distributed.fsdp.fully_shard`.
+    """
+
+    def __init__(self, group: ShardGroup, device: torch.device) -> None:
+        self.shards = shard_mesh(group, device)
+        self._slices = DeviceMesh(device.type, [0], mesh_dim_names=(SLICES,), _init_backend=False, _rank=0)
+
+    def __getitem__(self, name: str) -> DeviceMesh:
+        if name not in (SHARDS, SLICES):
+            raise KeyError(f"device_mesh[{name!r}]: expected {SHARDS!r} or {SLICES!r}")
+        return self.shards if name == SHARDS else self._slices
+
+
 def check_torch() -> None:
     """Check that FSDP2 can be used again after an exception in a forward or backward.
 
@@ -82,14 +105,14 @@ def check_torch() -> None:
         )
 
 
-def reset_after_exception(root: nn.Module) -> None:
-    """Give a root of FSDP2 its sharded parameters back after an exception in a forward or backward.
+def reset_after_exception(module: nn.Module) -> None:
+    """Give sharded modules their sharded parameters back after an exception in a forward or backward.
 
     The gradients of the interrupted micro-batch may have been added in part.
     """
-    assert isinstance(root, FSDPModule)
-    if root._get_fsdp_state()._is_root is not None:  # a forward has begun
-        root.reset_iter_state()
+    for each in module.modules():
+        if isinstance(each, FSDPModule) and each._get_fsdp_state()._is_root:  # known from the first forward on
+            each.reset_iter_state()
 
 
 def sum_gradients(root: nn.Module) -> None:

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from unicron_lightning.fsdp.gradients import ShardedGradients
 from unicron_lightning.fsdp.mesh import ShardGroup, local_shards, reset_after_exception
+from unicron_lightning.fsdp.whole import like
 from unicron_lightning.replica.channels import Channels
 from unicron_lightning.replica.peers import PeerGroup
 from unicron_lightning.worker import codec
@@ -21,20 +21,20 @@ class FsdpShard:
     """Implements `replica.model.ReplicaModel`.
 
     Args:
-        root: to which `torch.distributed.fsdp.fully_shard` was applied last, with the mesh of ``group``.
+        root: module whose parameters are all sharded by `torch.distributed.fsdp.fully_shard` on the mesh of ``group``.
         group: of the replica's shards.
+        optimizer: steps the sharded parameters.
 
     Attributes:
-        optimizer: steps the sharded parameters; set once it exists.
         grad_norm: of the last finalized gradients over the whole model, before clipping.
     """
 
     keeper = None
 
-    def __init__(self, root: nn.Module, group: ShardGroup) -> None:
+    def __init__(self, root: nn.Module, group: ShardGroup, optimizer: Optimizer) -> None:
         self.root = root
         self.group = group
-        self.optimizer: Optimizer | None = None
+        self.optimizer = optimizer
         self.grad_norm = 0.0
         self.gradients = ShardedGradients([each for each in root.parameters() if each.requires_grad])
         self._alone: PeerGroup | None = None
@@ -87,7 +87,6 @@ class FsdpShard:
 
     def update(self) -> None:
         """Step the optimizer on this worker's shards, without communication."""
-        assert self.optimizer is not None
         self.optimizer.step()
 
     # ---- state
@@ -101,9 +100,14 @@ class FsdpShard:
 
     def state(self) -> bytes:
         """Parameters, buffers and optimizer of this shard."""
-        assert self.optimizer is not None
         tensors = local_shards([*self.root.parameters(), *self.root.buffers()])
-        return codec.encode({"tensors": [each.detach() for each in tensors], "optimizer": self._optimizer_state()})
+        return codec.encode(
+            {
+                "shard": self.group.rank(),
+                "tensors": [each.detach() for each in tensors],
+                "optimizer": self._optimizer_state(),
+            }
+        )
 
     def load_state(self, data: bytes) -> None:
         """Load the `state` of another worker of this shard."""
@@ -116,36 +120,22 @@ class FsdpShard:
 
     def _optimizer_state(self) -> dict[str, Any]:
         """The optimizer's state with this worker's parts of its tensors."""
-        assert self.optimizer is not None
         state = self.optimizer.state_dict()
         plain = {key: {name: _plain(value) for name, value in values.items()} for key, values in state["state"].items()}
         return {"state": plain, "param_groups": state["param_groups"]}
 
     def _load_optimizer_state(self, state: dict[str, Any]) -> None:
-        assert self.optimizer is not None
         parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
-        whole = {
-            key: {name: _like(value, parameters[int(key)]) for name, value in values.items()}
+        entries = {
+            key: {name: _formed(value, parameters[int(key)]) for name, value in values.items()}
             for key, values in state["state"].items()
         }
-        self.optimizer.load_state_dict({"state": whole, "param_groups": state["param_groups"]})
+        self.optimizer.load_state_dict({"state": entries, "param_groups": state["param_groups"]})
 
 
 def _plain(value: Any) -> Any:
     return local_shards([value])[0].detach() if isinstance(value, torch.Tensor) else value
 
 
-def _like(value: Any, parameter: torch.Tensor) -> Any:
-    """A tensor of an optimizer's state in the form of its parameter, if it has one value for each element."""
-    if not isinstance(value, torch.Tensor) or not isinstance(parameter, DTensor):
-        return value
-    if value.shape != parameter.to_local().shape or value.dim() == 0:
-        return value
-    return DTensor.from_local(
-        value,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+def _formed(value: Any, parameter: torch.Tensor) -> Any:
+    return like(value, parameter) if isinstance(value, torch.Tensor) and value.dim() > 0 else value

@@ -1,0 +1,88 @@
+"""The Lightning strategy ``unicron_fsdp``: models sharded with FSDP2, trained straight through failures.
+
+A replica of ``shard_size`` workers holds one copy of the model, sharded by `torch.distributed.fsdp.fully_shard`, and is
+the unit of failure. Replicas exchange gradients as the workers of `UnicronStrategy` do (docs/sharded.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.strategies import _StrategyRegistry
+from lightning.pytorch.plugins.precision import Precision
+from typing_extensions import override
+
+from unicron_lightning.errors import ConfigError
+from unicron_lightning.fsdp.grid import ShardedShape
+from unicron_lightning.replica.fabric import ReplicaFabric
+from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
+from unicron_lightning.strategies.fsdp_parallel import FsdpParallel
+
+
+class UnicronFSDPStrategy(FaultTolerantStrategy):
+    """Sharded data parallelism through failures.
+
+    Args:
+        shard_size: workers of a replica (S), a divisor of devices x num_nodes; default: the devices of a node.
+        blocks: names of the classes whose modules are sharded one by one, such as ``("Block",)``, if the module's
+            ``configure_model`` does not shard; default: the elements of every `torch.nn.ModuleList`.
+        num_micro_batches: M of a global batch, instead of accumulate_grad_batches x devices x num_nodes.
+        reshard_after_forward: free the gathered parameters between forward and backward, as in FSDP2; without effect on
+            a ``configure_model`` that shards.
+        accelerator, parallel_devices, checkpoint_io, precision_plugin: given by Lightning.
+
+    Raises:
+        ConfigError: for settings that can't be supported exactly; see `fsdp_checks`.
+    """
+
+    strategy_name = "unicron_fsdp"
+
+    def __init__(
+        self,
+        accelerator: pl.accelerators.Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Precision | None = None,
+        *,
+        shard_size: int | None = None,
+        blocks: Sequence[str] = (),
+        num_micro_batches: int | None = None,
+        reshard_after_forward: bool = True,
+    ) -> None:
+        super().__init__(
+            num_micro_batches=num_micro_batches,
+            compare=False,
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        if shard_size is not None and shard_size < 1:
+            raise ConfigError(f"shard_size={shard_size!r}: expected 1 or more, or None for the devices of a node")
+        if not isinstance(reshard_after_forward, bool):
+            raise ConfigError(f"reshard_after_forward={reshard_after_forward!r}: expected True or False")
+        self._sharded = FsdpParallel(self, shard_size, tuple(blocks), reshard_after_forward=reshard_after_forward)
+        self.parallelism = self._sharded
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        strategy_registry.register(cls.strategy_name, cls, description="FSDP2 straight through failures")
+
+    @property
+    def fabric(self) -> ReplicaFabric[ShardedShape]:
+        """This worker's place in the world of replicas."""
+        return self._sharded.member.fabric
+
+    @property
+    def shard_size(self) -> int:
+        """Workers of a replica."""
+        return self._sharded.size
+
+    @property
+    def grad_norm(self) -> float:
+        """Norm of the last finished step's gradients over the whole model, before clipping."""
+        return self._sharded.steps.grad_norm

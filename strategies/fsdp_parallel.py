@@ -1,0 +1,166 @@
+"""FSDP2's parallelism: replicas of S workers hold a model in shards; each worker computes micro-batches of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+from torch.optim import Optimizer
+
+from unicron_lightning.data.order import StepShape
+from unicron_lightning.errors import ConfigError
+from unicron_lightning.fsdp.grid import ShardedShape
+from unicron_lightning.fsdp.mesh import ReplicaMesh, ShardGroup, check_torch, sum_gradients
+from unicron_lightning.fsdp.model import FsdpShard
+from unicron_lightning.replica.fabric import ReplicaFabric
+from unicron_lightning.replica.member import ReplicaMember
+from unicron_lightning.strategies.checks import check_optimizers
+from unicron_lightning.strategies.fsdp_checkpoints import ShardedCheckpoints
+from unicron_lightning.strategies.fsdp_checks import (
+    check_sharded_module,
+    check_sharded_optimizer,
+    check_sharded_trainer,
+)
+from unicron_lightning.strategies.fsdp_evaluation import ShardedEvaluation
+from unicron_lightning.strategies.fsdp_steps import ShardedPrecision, ShardedSteps
+from unicron_lightning.strategies.fsdp_wrapping import shard_module
+from unicron_lightning.strategies.parallelism import Parallelism
+from unicron_lightning.strategies.session import Session
+from unicron_lightning.worker.engine import World
+
+if TYPE_CHECKING:
+    from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
+
+
+class FsdpParallel(Parallelism):
+    """FSDP2 through failures.
+
+    Args:
+        strategy: the strategy that it belongs to.
+        size: workers of a replica; None: the devices of a node.
+        blocks: names of the classes whose modules are sharded one by one.
+        reshard_after_forward: as of `torch.distributed.fsdp.fully_shard`.
+
+    Attributes:
+        size: workers of a replica.
+    """
+
+    whole = False
+    shuffles = True
+    shards = 1
+    steps: ShardedSteps
+
+    def __init__(
+        self, strategy: FaultTolerantStrategy, size: int | None, blocks: tuple[str, ...], *, reshard_after_forward: bool
+    ) -> None:
+        self.strategy = strategy
+        self.size = size or 0
+        self.steps = ShardedSteps(self)
+        self.evaluation = ShardedEvaluation(self)
+        self.checkpoints = ShardedCheckpoints(self)
+        self._blocks = blocks
+        self._reshard = reshard_after_forward
+        self._member: ReplicaMember[ShardedShape, FsdpShard] | None = None
+        self._group: ShardGroup | None = None
+        self._mesh: ReplicaMesh | None = None
+
+    @property
+    def member(self) -> ReplicaMember[ShardedShape, FsdpShard]:
+        """This worker's connections and shard."""
+        assert self._member is not None, "no run has begun"
+        return self._member
+
+    @property
+    def shard(self) -> int:
+        """Number of this worker's shard."""
+        return self.member.fabric.own_shard
+
+    # ---- a run's start
+
+    def check(self, trainer: pl.Trainer) -> None:
+        check_torch()
+        check_sharded_trainer(trainer, has_run=self._member is not None)
+        self.size = self.size or trainer.num_devices
+        workers = trainer.num_devices * trainer.num_nodes
+        if workers % self.size:
+            raise ConfigError(
+                f"devices x num_nodes = {trainer.num_devices} x {trainer.num_nodes} is no multiple of "
+                f"shard_size={self.size}"
+            )
+
+    def open(self, device: torch.device, shape: StepShape, on_world: Callable[[World], None]) -> tuple[Session, bool]:
+        declared = ShardedShape(shards=self.size, replicas=shape.devices // self.size)
+        fabric = ReplicaFabric(declared)
+        self._member = ReplicaMember(fabric, FsdpShard.adopt, self._leave)
+        session, is_new = Session.of_process(device, shape.devices, on_world, fabric)
+        fabric.begin(session.control, joins=session.is_joiner)
+        return session, is_new
+
+    def begin(self, session: Session) -> None:
+        strategy, fabric = self.strategy, self.member.fabric
+        if session.is_joiner:
+            fabric.take_shard(strategy.local_rank)
+        self._group = ShardGroup(fabric.own_shard, fabric.shape.shards)
+        self._mesh = ReplicaMesh(self._group, strategy.root_device)
+        strategy.module._device_mesh = self._mesh  # type: ignore[assignment]
+        strategy.precision_plugin = ShardedPrecision(lambda: self.member.model.grad_norm)
+
+    def set_up_optimizers(self, trainer: pl.Trainer, default: Callable[[pl.Trainer], None]) -> None:
+        """Shard the module unless ``configure_model`` has done so, and set up its own optimizer."""
+        strategy, group, mesh = self.strategy, self._group, self._mesh
+        assert group is not None and mesh is not None
+        shard_module(strategy.module, mesh.shards, self._blocks, reshard_after_forward=self._reshard)
+        check_sharded_module(strategy.module)
+        sum_gradients(strategy.module)
+        default(trainer)
+        check_optimizers(strategy.optimizers)
+        optimizer = strategy.optimizers[0]
+        assert isinstance(optimizer, Optimizer)
+        check_sharded_optimizer(optimizer)
+        optimizer.register_step_post_hook(self._stepped)
+        self.member.model = FsdpShard(strategy.module, group, optimizer)
+        self.member.fabric.built = True
+
+    def _stepped(self, *_: Any) -> None:
+        if self.member.fabric.phase == "ready":
+            self.member.fabric.stepped()
+
+    def found(self, *, resumes: bool) -> None:
+        self.member.found(self.strategy.engine)
+
+    # ---- worlds
+
+    def enter(self, world: World) -> None:
+        if world.epoch > 0:
+            self.member.enter(self.strategy.engine)
+
+    def _leave(self) -> None:
+        """Keep a spare's model, which takes part in nothing."""
+
+    def share(self, micro_batches: range) -> list[int]:
+        rows = self.member.share(range(self.rows(micro_batches)))
+        return [self.micro_batch(row, micro_batches)[0] for row in rows]
+
+    def rows(self, micro_batches: Sequence[int]) -> int:
+        """Number of rows of S micro-batches, one for each shard."""
+        return -(-len(micro_batches) // self.size)
+
+    def micro_batch(self, row: int, micro_batches: Sequence[int]) -> tuple[int, bool]:
+        """This worker's micro-batch of a row, and whether it counts; the last row is filled with ones that do not."""
+        own = row * self.size + self.shard
+        return micro_batches[min(own, len(micro_batches) - 1)], own < len(micro_batches)
+
+    def at_boundary(self) -> None:
+        self.member.fabric.leave_if_surplus()
+
+    def state(self, trainer: pl.Trainer) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        if self._member is not None:
+            self._member.close()
+        if self._group is not None:
+            self._group.close()
+            self._group = None

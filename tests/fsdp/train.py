@@ -1,0 +1,268 @@
+"""A small GPT on English text under the strategy ``unicron_fsdp``, for tests with real processes.
+
+FOLDER/settings.json: see `SETTINGS`. FOLDER/schedule.json: a list of faults that strike in sequence, each in a complete
+world on the worker at the given place, which is killed: {"replica", "shard", "point"}; not before "from_step". Without
+an agent the same training runs in this process alone, under Lightning's own strategy: the reference.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pydoc_data.topics
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, Dataset
+
+BATCH = 2
+LENGTH = 16
+SETTINGS: dict[str, Any] = {
+    "shards": 2,
+    "replicas": 2,
+    "accumulation": 2,  # batches per device in a step
+    "steps": 12,  # at least; then until all faults have struck in a complete world, which is there again
+    "full": 4,
+    "slow": 0.3,  # additional seconds of a step while the world is smaller
+    "validate": 0,  # steps between validations
+    "save_every": 0,
+    "resume": None,
+    "configures": True,  # whether the module shards itself
+    "clip": 0.5,
+    "samples": 4096,
+    "dropout": 0.0,
+}
+POINTS = (
+    *("call", "forward", "reduce", "reduced", "gate", "commit", "committed", "checkpoint"),
+    *("validation", "evaluated", "agree", "join"),
+)
+
+
+class Text(Dataset[Any]):
+    """Windows of the standard library's help texts, as bytes."""
+
+    def __init__(self, number: int) -> None:
+        text = "\n".join(pydoc_data.topics.topics.values()).encode()
+        self._bytes = torch.frombuffer(bytearray(text[: number * LENGTH + 1]), dtype=torch.uint8).long()
+
+    def __len__(self) -> int:
+        return (len(self._bytes) - 1) // LENGTH
+
+    def __getitem__(self, index: int) -> Any:
+        window = self._bytes[index * LENGTH : (index + 1) * LENGTH + 1]
+        return window[:-1], window[1:]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 3 * width), nn.GELU(), nn.Linear(3 * width, width), nn.Dropout(dropout)
+        )
+        self.register_buffer("mask", torch.triu(torch.ones(LENGTH, LENGTH, dtype=torch.bool), 1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        x = x + self.attention(y, y, y, attn_mask=self.mask, need_weights=False)[0]
+        out: Tensor = x + self.mlp(x)
+        return out
+
+
+class Network(nn.Module):
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(256, width)
+        self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(2))
+        self.head = nn.Linear(width, 256, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+class Faults:
+    """Kills this worker as planned."""
+
+    def __init__(self, folder: Path, note: Any) -> None:
+        self._folder, self._note = folder, note
+        self._schedule = (
+            json.loads((folder / "schedule.json").read_text()) if (folder / "schedule.json").exists() else []
+        )
+        self.strategy: Any = None
+
+    def point(self, point: str, *_: Any) -> None:
+        strategy = self.strategy
+        number = next((n for n in range(len(self._schedule)) if not self._struck(n).exists()), None)
+        if number is None or point not in POINTS or strategy.trainer.sanity_checking:
+            return
+        fault, fabric, step = self._schedule[number], strategy.fabric, strategy.trainer.global_step
+        place = fabric.place
+        here = {"replica": place.replica, "shard": fabric.shard, "point": point}
+        later = number == 0 or step > int(self._struck(number - 1).read_text() or 1 << 30)
+        whole = len(place.layout.replicas) == fabric.shape.replicas
+        if whole and later and step >= fault.get("from_step", 2) and here.items() <= fault.items():
+            self._note("fault", number=number, step=step, **here)
+            mark = self._folder / f"striking-{number}"
+            mark.write_text(str(step))
+            mark.rename(self._struck(number))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def over(self) -> bool:
+        """Whether all faults have struck."""
+        return all(self._struck(number).exists() for number in range(len(self._schedule)))
+
+    def _struck(self, number: int) -> Path:
+        return self._folder / f"struck-{number}"
+
+
+class Model(pl.LightningModule):
+    def __init__(self, settings: dict[str, Any]) -> None:
+        super().__init__()
+        self.settings = settings
+        torch.manual_seed(7)
+        self.net = Network(32, settings["dropout"])
+
+    def configure_model(self) -> None:
+        if self.settings["configures"] and self.device_mesh is not None:
+            mesh = self.device_mesh["data_parallel"]
+            assert self.device_mesh["tensor_parallel"].size() == 1
+            for block in self.net.blocks:
+                fully_shard(block, mesh=mesh)
+            fully_shard(self.net, mesh=mesh)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self._loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.log("samples", float(len(batch[0])), on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self._loss(batch), sync_dist=True)
+        self.log("val_samples", float(len(batch[0])), reduce_fx="sum", sync_dist=True)
+
+    def _loss(self, batch: Any) -> Tensor:
+        tokens, following = batch
+        return nn.functional.cross_entropy(self.net(tokens).flatten(0, 1), following.flatten())
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.99)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Watch(pl.Callback):
+    def __init__(self, folder: Path, settings: dict[str, Any], note: Any, faults: Faults) -> None:
+        self._folder, self._settings, self._note, self._faults = folder, settings, note, faults
+
+    def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
+        strategy: Any = trainer.strategy
+        if hasattr(strategy, "engine"):
+            self._faults.strategy = strategy
+            strategy.engine.fault = self._faults.point
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        strategy: Any = trainer.strategy
+        if not hasattr(strategy, "engine"):
+            return
+        world, place = strategy.engine.world, strategy.fabric.place
+        about = {"rank": world.rank, "world": world.size, "epoch": world.epoch, "replica": place.replica}
+        values = {"loss": float(outputs["loss"]), "norm": strategy.grad_norm, "shard": strategy.fabric.shard}
+        self._note("step", step=trainer.global_step, replicas=len(place.layout.replicas), **about, **values)
+        whole = world.size == self._settings["full"]
+        if not whole:
+            time.sleep(self._settings["slow"])
+        if trainer.global_step >= self._settings["steps"]:
+            over = bool(strategy.broadcast(whole and self._faults.over(), 0))
+            trainer.should_stop = trainer.should_stop or over
+
+    def on_validation_end(self, trainer: pl.Trainer, module: Any) -> None:
+        values = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val")}
+        self._note("validated", step=trainer.global_step, sanity=trainer.sanity_checking, **values)
+
+    def on_fit_end(self, trainer: pl.Trainer, module: Any) -> None:
+        strategy: Any = trainer.strategy
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        local = [each.to_local() if hasattr(each, "to_local") else each for each in module.parameters()]
+        data = {
+            "parameters": [each.detach().clone() for each in local],
+            "metrics": metrics,
+            "step": trainer.global_step,
+        }
+        place, shard = (
+            (0, 0) if not hasattr(strategy, "engine") else (strategy.fabric.place.replica, strategy.fabric.shard)
+        )
+        if place is not None:
+            torch.save(data, self._folder / f"final-{place}-{shard}.pt")
+        self._note("end", step=trainer.global_step, replica=place, shard=shard)
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    settings = {**SETTINGS, **json.loads((folder / "settings.json").read_text())}
+    alone = "UNICRON_AGENT" not in os.environ
+    node = os.environ.get("UNICRON_NODE", "alone")
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)  # Adam amplifies the rounding of gradients that are nearly zero
+    notes = (folder / f"notes-{node}-{os.getpid()}.jsonl").open("w", buffering=1)
+
+    def note(what: str, **fields: Any) -> None:
+        notes.write(json.dumps({"what": what, "at": time.time(), "node": node, "pid": os.getpid(), **fields}) + "\n")
+
+    note("start")
+    pl.seed_everything(5, verbose=False)
+    from unicron_lightning import UnicronFSDPStrategy
+
+    workers = settings["shards"] * settings["replicas"]
+    every, validate, rounds = settings["save_every"], settings["validate"], settings["accumulation"]
+    saves = (
+        [ModelCheckpoint(folder / "checkpoints", "{step}", every_n_train_steps=every, save_top_k=-1)] if every else []
+    )
+    trainer = pl.Trainer(
+        strategy="auto" if alone else UnicronFSDPStrategy(shard_size=settings["shards"]),
+        accelerator="cpu",
+        devices=1,
+        num_nodes=1 if alone else workers,
+        accumulate_grad_batches=rounds * workers if alone else rounds,
+        max_steps=settings["steps"] if alone else -1,
+        max_epochs=-1,
+        gradient_clip_val=settings["clip"],
+        logger=False,
+        enable_checkpointing=bool(saves),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        val_check_interval=validate * rounds * (workers if alone else 1) if validate else None,
+        check_val_every_n_epoch=None if validate else 1,
+        default_root_dir=folder,
+        callbacks=[Watch(folder, settings, note, Faults(folder, note)), *saves],
+    )
+    data = DataLoader(Text(settings["samples"]), batch_size=BATCH, shuffle=False)
+    judged = DataLoader(Text(22), batch_size=3) if validate else None
+    trainer.fit(Model(settings), ordered(data, workers) if alone else data, judged, ckpt_path=settings["resume"])
+
+
+def ordered(loader: DataLoader[Any], workers: int) -> DataLoader[Any]:
+    """The micro-batches in the order of the distributed run: the shuffle of ddp for seed 5."""
+    from unicron_lightning.data.order import DataOrder, StepShape
+
+    order = DataOrder(loader, StepShape(devices=workers, accumulation=1), 5, shuffle=True)
+    batches = [order.indices(0, step, m) for step in range(order.num_steps) for m in order.micro_batches(step)]
+    return DataLoader(loader.dataset, batch_sampler=batches)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Whole tensors from the shards of a replica, and back: parameters, buffers and the optimizer's state.
+
+FSDP2 divides a tensor along its first axis as `torch.chunk` does, so the whole is the concatenation of the shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+
+def whole_parameters(module: nn.Module, shards: Sequence[Sequence[Tensor]]) -> dict[str, Tensor]:
+    """Return the state dict of a module with whole tensors.
+
+    Args:
+        module: this worker's shard of it.
+        shards: of each shard, in order: its parts of the parameters and then of the buffers.
+    """
+    own = [*module.parameters(), *module.buffers()]
+    whole = {
+        id(tensor): torch.cat(list(parts)) if isinstance(tensor, DTensor) else parts[0]
+        for tensor, parts in zip(own, zip(*shards, strict=True), strict=True)
+    }
+    return {name: whole[id(tensor)] for name, tensor in module.state_dict(keep_vars=True).items()}
+
+
+def load_parameters(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Copy this worker's parts of whole tensors into a module.
+
+    Raises:
+        KeyError: a tensor is missing.
+    """
+    with torch.no_grad():
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            _local(tensor).copy_(shard_of(state[name], tensor))
+
+
+def whole_optimizer(shards: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return an optimizer's state dict with whole tensors, from those with the parts of each shard, in order."""
+    first = shards[0]
+    state = {
+        key: {name: _whole([each["state"][key][name] for each in shards]) for name in values}
+        for key, values in first["state"].items()
+    }
+    return {"state": state, "param_groups": first["param_groups"]}
+
+
+def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Load a state dict with whole tensors."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    entries = {
+        key: {
+            name: like(shard_of(value, parameters[int(key)]), parameters[int(key)]) if _divided(value) else value
+            for name, value in values.items()
+        }
+        for key, values in state["state"].items()
+    }
+    optimizer.load_state_dict({"state": entries, "param_groups": state["param_groups"]})
+
+
+def shard_of(whole: Tensor, tensor: Tensor) -> Tensor:
+    """This worker's part of a whole tensor that is divided as another one."""
+    if not isinstance(tensor, DTensor):
+        return whole
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "this worker is in its replica's mesh"
+    parts, [shard] = whole.chunk(mesh.size(), 0), coordinate
+    return parts[shard] if shard < len(parts) else whole[:0]
+
+
+def like(local: Tensor, tensor: Tensor) -> Tensor:
+    """A part of a tensor that is divided as another one, in its form."""
+    if not isinstance(tensor, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
+def _divided(value: Any) -> bool:
+    """Whether an entry of an optimizer's state has a value for each element of its parameter."""
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _whole(parts: Sequence[Any]) -> Any:
+    return torch.cat(list(parts)) if _divided(parts[0]) else parts[0]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
