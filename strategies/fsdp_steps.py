@@ -47,7 +47,7 @@ class ShardedSteps:
 
     def run(self, batch: GlobalBatch, *where: int) -> FinishedStep:
         strategy, member = self._parallel.strategy, self._parallel.member
-        rows = Rows(self._parallel, batch, takes_index=bool(where))
+        rows = StepRows(self._parallel, batch, takes_index=bool(where))
         operation = ReplicaStep(rows.numbers, member.model, member.fabric, rows.call, rows.sums)
         strategy.engine.run(operation)
         assert operation.sums is not None
@@ -67,7 +67,7 @@ class ShardedSteps:
         return plugin.post_backward(loss, module)
 
 
-class Rows:
+class StepRows:
     """Runs this worker's micro-batches of a step, row by row.
 
     Args:

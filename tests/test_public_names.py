@@ -22,7 +22,8 @@ LEAST_USES = 2
 
 
 def test_the_public_names() -> None:
-    assert unicron_lightning.__all__ == ["LocalCluster", "UnicronFSDPStrategy", "UnicronMegatronStrategy", "UnicronStrategy", "__version__"]
+    strategies = ["UnicronFSDPStrategy", "UnicronMegatronStrategy", "UnicronStrategy"]
+    assert unicron_lightning.__all__ == ["LocalCluster", *strategies, "__version__"]
 
 
 def test_the_version_is_the_installed_one() -> None:
