@@ -6,6 +6,7 @@ import lightning.pytorch as pl
 
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
+from unicron_lightning.strategies.roots import is_other, refuse
 from unicron_lightning.worker.engine import Engine
 
 
@@ -15,6 +16,8 @@ def engine_of(trainer: pl.Trainer, asked_by: pl.Callback) -> Engine:
     Raises:
         ConfigError: the strategy is another one.
     """
+    if is_other(trainer):
+        raise refuse(f"the Trainer of the callback {type(asked_by).__name__}")
     strategy = trainer.strategy
     if not isinstance(strategy, FaultTolerantStrategy):
         raise ConfigError(

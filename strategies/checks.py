@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.optim import LBFGS, Optimizer
 
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.strategies.roots import is_other, refuse
 
 
 def check_trainer(trainer: pl.Trainer) -> None:
@@ -18,6 +20,8 @@ def check_trainer(trainer: pl.Trainer) -> None:
         ConfigError: naming the setting.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if is_other(callback):
+            raise refuse(f"the callback {type(callback).__qualname__}")
         if isinstance(callback, GradientAccumulationScheduler) and callback.scheduling != {
             0: trainer.accumulate_grad_batches
         }:
@@ -39,11 +43,17 @@ def check_trainer(trainer: pl.Trainer) -> None:
 
 
 def check_module(module: pl.LightningModule) -> None:
-    """Refuse modules that step their optimizers themselves.
+    """Refuse modules that step their optimizers, or fetch their batches, themselves.
 
     Raises:
-        ConfigError: for manual optimization.
+        ConfigError: for manual optimization; for steps that take the data's iterator.
     """
+    for name in ("training_step", "validation_step", "test_step", "predict_step"):
+        if is_param_in_hook_signature(getattr(module, name), "dataloader_iter", explicit=True):
+            raise ConfigError(
+                f"{type(module).__qualname__}.{name}(dataloader_iter) fetches its batches itself; the unicron strategy "
+                f"must know which rank has which batch: define {name}(batch, batch_idx)"
+            )
     if not module.automatic_optimization:
         raise ConfigError(
             f"{type(module).__qualname__}.automatic_optimization is False; the unicron strategy needs automatic "

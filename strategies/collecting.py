@@ -16,6 +16,7 @@ from unicron_lightning.strategies import default_group
 from unicron_lightning.strategies.collectives import Collectives
 from unicron_lightning.strategies.environment import UnicronEnvironment
 from unicron_lightning.strategies.loggers import is_log_dir
+from unicron_lightning.strategies.roots import check_accelerator
 from unicron_lightning.strategies.session import Session
 
 
@@ -33,6 +34,16 @@ class CollectingStrategy(ParallelStrategy):
         super().__init__(cluster_environment=self._environment, **kwargs)
         self._collectives: Collectives | None = None
         self._trainer: pl.Trainer | None = None
+
+    @property
+    @override
+    def accelerator(self) -> pl.accelerators.Accelerator | None:
+        return super().accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: pl.accelerators.Accelerator) -> None:
+        check_accelerator(accelerator)
+        self._accelerator = accelerator
 
     def _begin_collectives(self, session: Session, trainer: pl.Trainer, *, records: bool, is_group: bool) -> None:
         """Exchange values from now on; by `torch.distributed` too, if the workers are its default group."""

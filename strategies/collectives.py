@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from unicron_lightning import wire
+from unicron_lightning.copying import OfProcess
 from unicron_lightning.errors import UnicronError
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.operations import Agreement, unpack_parts
@@ -34,12 +35,17 @@ class CollectiveInStep(UnicronError):
     """A collective was called inside a training or evaluation step, where ranks run different numbers of batches."""
 
 
-class Collectives:
+class ShapesDiffer(UnicronError):
+    """The tensors that ranks gather cannot be stacked."""
+
+
+class Collectives(OfProcess):
     """Collectives over the present world.
 
     Attributes:
         starting: whether the program is before its first training step, where results are recorded or looked up.
         inside: the name of the running step, in which collectives are refused.
+        evaluates: returns the name of the evaluation whose batch is in progress, where they are refused, too.
         records: whether results are recorded and looked up at all; not for a script's second trainer.
         live: whether the last result came from the members present.
         interrupted: returns whether this worker's run is ending by an error of its own. The other workers do not know,
@@ -53,6 +59,7 @@ class Collectives:
         self.starting = True
         self.records = True
         self.inside: str | None = None
+        self.evaluates: Callable[[], str | None] = _no_evaluation
         self.scope = ""
         self.live = True
         self.interrupted: Callable[[], bool] = lambda: False
@@ -102,10 +109,11 @@ class Collectives:
 
     def _check_place(self, name: str) -> None:
         running = self._session.engine.running
-        if self.inside is not None:
+        inside = self.inside or self.evaluates()
+        if inside is not None:
             raise CollectiveInStep(
-                f"{name}() was called inside {self.inside}; under the unicron strategy ranks run different numbers of "
-                "micro-batches, so collectives belong in epoch-level hooks (self.log(sync_dist=True) works anywhere)"
+                f"{name}() was called inside {inside}; under the unicron strategy ranks run different numbers of "
+                "batches, so collectives belong in epoch-level hooks (self.log(sync_dist=True) works anywhere)"
             )
         if running is not None:
             raise CollectiveInStep(
@@ -130,9 +138,9 @@ class Collectives:
         return all(votes) if every else any(votes)
 
     def stack(self, name: str, tensor: Tensor) -> Tensor:
-        """Stack all ranks' tensors of one shape in rank order, on the tensor's device."""
+        """Stack all ranks' tensors in rank order, on the tensor's device; see `filled` for different lengths."""
         parts = self.gather(name, lambda rank: codec.encode(tensor))
-        return torch.stack([codec.decode(part) for part in parts]).to(tensor.device)
+        return torch.stack(filled(name, [codec.decode(part) for part in parts])).to(tensor.device)
 
     def reduce(self, tensor: Tensor, operation: str) -> Tensor:
         """Return mean, sum, minimum or maximum over the ranks, in the tensor's dtype."""
@@ -147,3 +155,30 @@ class Collectives:
             case "max":
                 return stacked.amax(0)
         raise ValueError(f"reduce_op={operation!r} is not supported; expected mean, sum, min or max")
+
+
+def filled(name: str, parts: Sequence[Tensor]) -> list[Tensor]:
+    """Repeat rows of the shorter tensors until all have the same shape.
+
+    Ranks evaluate different numbers of samples. Under ddp the sampler repeats samples of the data set for this purpose.
+
+    Raises:
+        ShapesDiffer: tensors differ in more than the number of rows.
+    """
+    if len({part.shape for part in parts}) == 1:
+        return list(parts)
+    rows = [len(part) if part.dim() else 0 for part in parts]
+    longest = parts[rows.index(max(rows))]
+    if len({(part.dim(), part.shape[1:], part.dtype) for part in parts}) > 1:
+        shapes = [tuple(part.shape) for part in parts]
+        raise ShapesDiffer(f"{name}() was given tensors of the shapes {shapes}; expected the same but in dimension 0")
+    logger.info("gathered_rows_repeated name=%s rows=%s", name, rows)
+    return [_repeated(part if len(part) else longest, max(rows)) for part in parts]
+
+
+def _repeated(part: Tensor, rows: int) -> Tensor:
+    return part if len(part) == rows else part[torch.arange(rows) % len(part)]
+
+
+def _no_evaluation() -> None:
+    """Tell that no batch of an evaluation is in progress."""

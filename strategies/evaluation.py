@@ -5,6 +5,7 @@ ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -56,6 +57,7 @@ class Passes:
     def begin_run(self, trainer: pl.Trainer) -> None:
         self._pass = None
         dtype = logged_dtype(self._strategy.precision_plugin)
+        self._strategy.collectives.evaluates = partial(evaluates, trainer)
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.fit_loop.epoch_loop.val_loop):
             loop._results = RecordingResults(
                 False, self._strategy.reduce, self.epoch_metrics, lambda: trainer.sanity_checking, dtype
@@ -208,6 +210,16 @@ class Passes:
         current.loop._seen_batches_per_dataloader[current.index or 0] = current.seen + -(
             -current.loader.num_batches // devices
         )
+
+
+def evaluates(trainer: pl.Trainer) -> str | None:
+    """Return the name of the evaluation of which Lightning has begun a batch and not ended it."""
+    stage = trainer.state.stage
+    if stage is None or not (stage.evaluating or trainer.sanity_checking or trainer.predicting):
+        return None
+    loop = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
+    progress: Any = loop.batch_progress.current
+    return f"a batch of {stage.value}" if progress.ready > progress.completed else None
 
 
 def _encode(current: _Pass, module: torch.nn.Module) -> bytes:

@@ -32,7 +32,7 @@ from unicron_lightning.strategies.describing import Comparison
 from unicron_lightning.strategies.environment import own_device
 from unicron_lightning.strategies.global_batch import declare
 from unicron_lightning.strategies.loading import Loaders
-from unicron_lightning.strategies.loggers import follow, take_over
+from unicron_lightning.strategies.loggers import follow, keep_files, take_over
 from unicron_lightning.strategies.membership import Membership
 from unicron_lightning.strategies.parallelism import Parallelism
 from unicron_lightning.strategies.recording import RecordingResults, logged_dtype
@@ -176,6 +176,8 @@ class FaultTolerantStrategy(CollectingStrategy):
         if begins:
             seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed() & 0xFFFFFFFF))
             self.seed = self.collectives.broadcast(seed, 0)
+            if self._session.resume:
+                keep_files(trainer.loggers)
         parallelism.begin(self._session)
 
     @override

@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch.loops import _FitLoop
 
 from unicron_lightning.data.seeding import random_states, restore_random_states
-from unicron_lightning.strategies.loggers import adopt_versions, versions
+from unicron_lightning.strategies.loggers import adopt_versions, cut_rows, versions
 from unicron_lightning.strategies.recording import RecordingResults
 from unicron_lightning.strategies.step_metrics import StepMetrics
 from unicron_lightning.strategies.sums import SumsLayout
@@ -139,6 +139,7 @@ def resume(trainer: pl.Trainer, path: str) -> dict[str, Any] | None:
     logger.warning("task_resumes_from_checkpoint path=%s", path)
     connector = trainer._checkpoint_connector
     connector.resume_start(path, weights_only=True)  # the path came over the network: no code in the file is run
+    cut_rows(trainer.loggers, int(connector._loaded_checkpoint["global_step"]))
     if WHOLE in connector._loaded_checkpoint:
         whole: dict[str, Any] = codec.decode(connector._loaded_checkpoint.pop(WHOLE))
         trainer.num_sanity_val_steps = 0

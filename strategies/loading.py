@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 
 from unicron_lightning.data.loader import EvaluationLoader, PassLoader, TrainingLoader
 from unicron_lightning.data.order import DataOrder, StepShape, check_loader
-from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies.ordinary import ordinary, show_ordinary
+from unicron_lightning.strategies.prediction import PredictionLoader, Predictions, unwrapped
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
@@ -31,7 +31,12 @@ class Loaders:
         self._trainer: pl.Trainer | None = None
         self._samples = True
         """Whether Lightning would make samplers, which the user can switch off."""
+        self._predictions: Predictions | None = None
         self._made: list[TrainingLoader | EvaluationLoader | PassLoader] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has made no loaders yet."""
+        return {**vars(self), "_made": [], "_predictions": None}
 
     def attend(self, trainer: pl.Trainer) -> None:
         """Replace the samplers that Lightning would make for this trainer, if it would."""
@@ -44,21 +49,19 @@ class Loaders:
         """Return the loader for the loop of the trainer's present stage, instead of ``loader``.
 
         Raises:
-            ConfigError: for loaders that can't be distributed, and for prediction with more than one worker.
+            ConfigError: for loaders that can't be distributed.
         """
         check_loader(loader)
         assert isinstance(loader, DataLoader)
-        if trainer.predicting:
-            if self._strategy.engine.world.size > 1:
-                raise ConfigError(
-                    f"trainer.predict() under the unicron strategy needs a world of one worker; it has "
-                    f"{self._strategy.engine.world.size}"
-                )
-            return loader
         made: TrainingLoader | EvaluationLoader | PassLoader
         if trainer.training:
             self._strategy.parallelism.steps.check_data(loader)
             made = self._training(trainer, loader, shape, seed)
+        elif trainer.predicting:
+            if self._predictions is None:
+                self._predictions = Predictions(trainer, self._strategy.engine)
+            loader = unwrapped(loader)
+            made = PredictionLoader(loader, shape.devices, seed, self._predictions)
         else:
             made = self._strategy.parallelism.evaluation.loader(trainer, loader, shape)
         if self._samples and not isinstance(made, PassLoader):
@@ -84,6 +87,7 @@ class Loaders:
             loader.close()
             _shutdown_workers_and_reset_iterator(loader.ordinary)
         self._made = []
+        self._predictions = None
 
     def _training(self, trainer: pl.Trainer, loader: DataLoader[Any], shape: StepShape, seed: int) -> TrainingLoader:
         limit = None

@@ -91,6 +91,35 @@ def take_over(loggers: Sequence[Logger]) -> None:
             each.save()
 
 
+def keep_files(loggers: Sequence[Logger]) -> None:
+    """Keep the rows of files that a task which resumes from a checkpoint finds; called before any of them is opened.
+
+    Lightning's `CSVLogger` would delete the file of a version that the script has chosen.
+    """
+    for each in loggers:
+        if rank_zero_only.rank == 0 and isinstance(each, CSVLogger) and each._version is not None:  # type: ignore[attr-defined]
+            _continue_csv(each)
+
+
+def cut_rows(loggers: Sequence[Logger], step: int) -> None:
+    """Remove the rows of step ``step`` and later, which are about to be repeated."""
+    for each in loggers:
+        if rank_zero_only.rank != 0 or not isinstance(each, CSVLogger) or each._version is None:  # type: ignore[attr-defined]
+            continue
+        path = Path(each.log_dir) / "metrics.csv"
+        if not path.is_file():
+            continue
+        with path.open(newline="") as file:
+            reader = csv.DictReader(file)
+            header, rows = list(reader.fieldnames or []), [row for row in reader if int(row["step"]) < step]
+        partial = path.with_suffix(".partial")
+        with partial.open("w", newline="") as file:
+            writer = csv.DictWriter(file, header)
+            writer.writeheader()
+            writer.writerows(rows)
+        partial.replace(path)
+
+
 def _numbered(loggers: Sequence[Logger]) -> list[CSVLogger | TensorBoardLogger]:
     return [each for each in loggers if isinstance(each, CSVLogger | TensorBoardLogger)]
 

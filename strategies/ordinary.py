@@ -36,10 +36,10 @@ def ordinary(trainer: pl.Trainer, loader: DataLoader[Any], devices: int, rank: i
     assert stage is not None
     overfits: float = trainer.overfit_batches  # type: ignore[attr-defined]
     shuffled = stage == RunningStage.TRAINING or _is_dataloader_shuffled(loader)
-    sampler = _get_distributed_sampler(loader, shuffled, overfits, stage, num_replicas=devices, rank=rank % devices)
     try:
+        sampler = _get_distributed_sampler(loader, shuffled, overfits, stage, num_replicas=devices, rank=rank % devices)
         made: DataLoader[Any] = _update_dataloader(loader, sampler, mode=stage)
-    except (MisconfigurationException, TypeError):  # a class with unknown arguments
+    except (MisconfigurationException, TypeError, AssertionError):  # unknown arguments; fewer samples than devices
         return loader
     return made
 
@@ -47,7 +47,7 @@ def ordinary(trainer: pl.Trainer, loader: DataLoader[Any], devices: int, rank: i
 def show_ordinary(trainer: pl.Trainer) -> None:
     """Make the trainer's properties return the ordinary loaders, while its loops keep those of the strategy."""
     fit = trainer.fit_loop
-    for loop in (fit, fit.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+    for loop in (fit, fit.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
         combined: CombinedLoader | None = loop._combined_loader
         if combined is not None:
             leaves = [each.ordinary if isinstance(each, InPlace) else each for each in combined.flattened]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsIndex
 
 import torch
 from lightning.pytorch.plugins.precision import DoublePrecision, Precision
@@ -166,6 +166,12 @@ class RecordingResults(_ResultCollection):
             result_metric.compute()
             result_metric.meta.sync.should = should
         return _ResultCollection._get_cache(result_metric, on_step)
+
+    @override
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """A copy has the values, and no part in this process's run."""
+        state = {"at_epoch_start": self.at_epoch_start}
+        return type(self), (self.training,), state, None, iter(self.items())
 
     def state(self) -> list[Any]:
         """Return accumulated results, as plain data for a joiner; of metric objects only that they were logged."""

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from unicron_lightning import environ, wire
+from unicron_lightning.copying import OfProcess
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.stacks import StackFile
 from unicron_lightning.strategies import default_group
@@ -39,7 +40,7 @@ _DESTROYED_SECONDS = 20.0
 """Seconds that the end of the process waits for NCCL groups in their aborts and destructors, for the same reason."""
 
 
-class Session:
+class Session(OfProcess):
     """Control connection and engine of this process; without an agent, a world of this process alone.
 
     Args:

@@ -8,8 +8,10 @@ from collections.abc import Callable
 
 import lightning.pytorch as pl
 
+from unicron_lightning.copying import OfProcess
 
-class TimedValidation:
+
+class TimedValidation(OfProcess):
     """Have Lightning validate when rank 0 finds that ``Trainer(val_check_interval=...)``, a duration, has passed.
 
     Lightning compares each rank's own clock with the time of its last validation. Here that time is set to the past or

@@ -8,9 +8,11 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.strategies import _StrategyRegistry
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy
 from typing_extensions import override
 
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.strategies import roots
 from unicron_lightning.strategies.data_parallel import DataParallel, WholeModelSteps
 from unicron_lightning.strategies.divergence import Divergence, OnDivergence
 from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
@@ -73,3 +75,8 @@ class UnicronStrategy(FaultTolerantStrategy):
     @override
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
         strategy_registry.register(cls.strategy_name, cls, description="Trains straight through failures (Unicron)")
+
+
+# Lightning and scripts ask by isinstance() what works, such as torch.compile.
+DDPStrategy.register(UnicronStrategy)
+roots.meet(UnicronStrategy)

@@ -19,7 +19,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
@@ -32,6 +32,8 @@ MEGATRON_NAME = "unicron_megatron"
 FSDP_NAME = "unicron_fsdp"
 REGISTRY_MODULE = "lightning.pytorch.strategies"
 """Module with Lightning's ``StrategyRegistry``, which is complete once this module has been executed."""
+OTHER_REGISTRY_MODULE = "pytorch_lightning.strategies"
+"""The same of the package ``pytorch_lightning``, in which the strategy is refused; see `strategies.roots`."""
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +56,10 @@ def install() -> None:
 def offer_strategy() -> None:
     """Register the strategy with Lightning, now or as soon as Lightning is imported. Idempotent, never raises."""
     try:
-        module = sys.modules.get(REGISTRY_MODULE)
-        if module is not None:
-            register_strategy(module)
-        elif not any(isinstance(finder, _RegistryFinder) for finder in sys.meta_path):
+        for name, register in _REGISTERS.items():
+            if name in sys.modules:
+                register(sys.modules[name])
+        if not any(isinstance(finder, _RegistryFinder) for finder in sys.meta_path):
             sys.meta_path.insert(0, _RegistryFinder())
     except Exception:  # supervisor boundary: runs inside `import torch`
         logger.debug("strategy_hook_failed", exc_info=True)
@@ -79,6 +81,32 @@ def register_strategy(module: ModuleType) -> None:
             registry.register(FSDP_NAME, build_fsdp_strategy, description="FSDP2 straight through failures")
     except Exception as error:  # noqa: BLE001 - supervisor boundary: runs inside `import lightning`
         logger.warning("strategy_not_registered name=%s error=%r", STRATEGY_NAME, error)
+
+
+def register_refusal(module: ModuleType) -> None:
+    """Have the strategy's names, and its instances, refused by trainers of the package ``pytorch_lightning``.
+
+    Args:
+        module: `OTHER_REGISTRY_MODULE`, executed.
+    """
+    try:
+        for name in (STRATEGY_NAME, MEGATRON_NAME):
+            if name not in module.StrategyRegistry:
+                module.StrategyRegistry.register(name, build_refusal, description="Refused: see the error")
+        if (made := sys.modules.get("unicron_lightning.strategies.unicron")) is not None:
+            module.Strategy.register(made.UnicronStrategy)
+    except Exception as error:  # noqa: BLE001 - supervisor boundary: runs inside `import pytorch_lightning`
+        logger.debug("refusal_not_registered error=%r", error)
+
+
+def build_refusal(**init_params: Any) -> Any:  # noqa: ARG001 - called with the strategy's settings
+    """Raise the error that names the cause."""
+    from unicron_lightning.strategies.roots import refuse_strategy
+
+    refuse_strategy()
+
+
+_REGISTERS = {REGISTRY_MODULE: register_strategy, OTHER_REGISTRY_MODULE: register_refusal}
 
 
 def build_strategy(**init_params: Any) -> UnicronStrategy:
@@ -103,7 +131,7 @@ def build_fsdp_strategy(**init_params: Any) -> UnicronFSDPStrategy:
 
 
 class _RegistryFinder:
-    """Calls `register_strategy` right after `REGISTRY_MODULE` has been executed; ignores all other modules.
+    """Registers the strategy right after a module of `_REGISTERS` has been executed; ignores all other modules.
 
     It stays on ``sys.meta_path`` (one string comparison per import): removing it while another thread iterates over the
     list would make that thread skip a finder.
@@ -113,17 +141,17 @@ class _RegistryFinder:
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return the other finders' spec, with a loader that calls back."""
-        if fullname != REGISTRY_MODULE:
+        if fullname not in _REGISTERS:
             return None
         for finder in sys.meta_path:
             spec = None if finder is self else finder.find_spec(fullname, path, target)
             if spec is not None:
-                _call_after_execution(spec)
+                _call_after_execution(spec, _REGISTERS[fullname])
                 return spec
         return None
 
 
-def _call_after_execution(spec: ModuleSpec) -> None:
+def _call_after_execution(spec: ModuleSpec, register: Callable[[ModuleType], None]) -> None:
     """Shadow ``exec_module`` on the loader's instance; its type and all other attributes are unchanged."""
     loader = spec.loader
     if loader is None:
@@ -132,6 +160,6 @@ def _call_after_execution(spec: ModuleSpec) -> None:
 
     def exec_module(module: ModuleType) -> None:
         execute(module)
-        register_strategy(module)
+        register(module)
 
     loader.exec_module = exec_module  # type: ignore[method-assign]

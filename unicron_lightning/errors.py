@@ -17,6 +17,7 @@
     ├── WorkersDiffer (worker.agreement)    this worker trains something else than the others
     ├── ParametersDiffer (worker.agreement) this worker's parameters differ from those of most others
     ├── CollectiveInStep (strategies.collectives)  a collective where ranks run different numbers of batches
+    ├── ShapesDiffer (strategies.collectives)  tensors to be gathered cannot be stacked
     ├── CollectiveRefused (strategies.process_group)  the default process group does not have a collective
     ├── MembersChanged (strategies.process_group)  members changed during a collective with one part per member
     ├── SweepJobFailed (launcher.launch)    a job of a Hydra sweep failed

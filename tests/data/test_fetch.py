@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from unicron_lightning.data.fetch import Fetcher
 from unicron_lightning.data.loader import EvaluationLoader, GlobalBatch, TrainingLoader
@@ -194,3 +194,31 @@ def test_evaluation_batches_by_number(workers: int) -> None:
     loader.end()
     loader.close()
     assert started == [0, 2, 5] * 2
+
+
+class Opened(Dataset[Any]):
+    """Samples from a file that each worker process opens by itself."""
+
+    opened = 0
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> tuple[int, int, bool]:
+        info = get_worker_info()
+        return index, self.opened, info is not None and info.dataset is self
+
+
+def open_file(worker: int) -> None:
+    info = get_worker_info()
+    assert info is not None and isinstance(info.dataset, Opened)
+    info.dataset.opened = 10 + worker
+
+
+@pytest.mark.parametrize("init", [open_file, None])
+def test_a_worker_process_sees_the_users_data_set(init: Any) -> None:
+    loader = World().loader(DataLoader(Opened(), batch_size=3, num_workers=1, worker_init_fn=init))
+    batch = next(iter(loader)).fetch(0)
+    loader.close()
+    assert batch[1].tolist() == [10 if init else 0] * 3
+    assert batch[2].all()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -81,6 +80,32 @@ class Skipping(Small):
         return None
 
 
+class Fetching(Small):
+    def training_step(self, dataloader_iter: Any) -> Any:
+        return super().training_step(next(dataloader_iter)[0], 0)
+
+
+class FetchingPredictions(Small):
+    def predict_step(self, dataloader_iter: Any) -> Any:
+        return next(dataloader_iter)
+
+
+class TalkingInValidation(Small):
+    def val_dataloader(self) -> Any:
+        return data()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        torch.distributed.all_reduce(batch[0])
+
+
+class TalkingInHooks(TalkingInValidation):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("x", batch[0].mean(), sync_dist=True)
+
+    def on_validation_batch_end(self, *about: Any) -> None:
+        self.trainer.strategy.barrier()
+
+
 class Talking(Small):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.trainer.strategy.barrier("here")
@@ -99,6 +124,7 @@ class Product(Small):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
 @pytest.mark.parametrize(
     ("module", "error", "message"),
     [
@@ -108,6 +134,14 @@ class Product(Small):
         (Skipping, ConfigError, "training_step returned None"),
         (Talking, CollectiveInStep, r"barrier\(\) was called inside training_step"),
         (Gathering, CollectiveInStep, r"all_gather\(\) was called inside training_step"),
+        (Fetching, ConfigError, r"Fetching\.training_step\(dataloader_iter\) fetches .*: define training_step\(batch"),
+        (FetchingPredictions, ConfigError, r"FetchingPredictions\.predict_step\(dataloader_iter\) fetches"),
+        (
+            TalkingInValidation,
+            CollectiveInStep,
+            r"torch\.distributed\.all_reduce\(\) was called inside a batch of sanity_check",
+        ),
+        (TalkingInHooks, CollectiveInStep, r"barrier\(\) was called inside a batch of sanity_check"),
         (Product, ValueError, r"reduce_fx=<\S+ method prod.*is not supported; expected mean, sum, min or max"),
     ],
 )
@@ -203,11 +237,12 @@ def test_an_unknown_reduction() -> None:
         trainer.strategy.reduce(torch.ones(1), reduce_op="product")
 
 
-def test_prediction_in_a_world_of_one(tmp_path: Path) -> None:
+def test_collectives_in_a_prediction() -> None:
     class Predicting(Small):
         def predict_step(self, batch: Any) -> Any:
-            return self.layer(batch[0])
+            return self.all_gather(batch[0])
 
     module = Predicting()
     trainer = fit(module)
-    assert sum(len(part) for part in trainer.predict(module, data()) or []) == 8
+    with pytest.raises(CollectiveInStep, match=r"all_gather\(\) was called inside a batch of predict;"):
+        trainer.predict(module, data())

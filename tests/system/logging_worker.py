@@ -1,6 +1,7 @@
-"""A training that logs to a CSV file, whose first rank is killed twice before it writes a step's row.
+"""A training that logs, whose first rank is killed twice before it writes a step's row.
 
-Under torchrun agents: ``logging_worker.py FOLDER``. It ends once the second one has been replaced.
+Under torchrun agents: ``logging_worker.py FOLDER``, where the file ``logger`` names one of `LOGGERS`. It ends once the
+second one has been replaced.
 """
 
 from __future__ import annotations
@@ -15,12 +16,17 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 PACE_SECONDS = 0.03
 KILLS = 2
+LOGGERS = {
+    "csv": CSVLogger,
+    "csv_version": lambda folder: CSVLogger(folder, version=0),
+    "tensorboard": TensorBoardLogger,
+}
 
 
 class Line(pl.LightningModule):
@@ -70,7 +76,7 @@ def main() -> None:
         strategy="unicron",
         accelerator="cpu",
         max_epochs=-1,
-        logger=CSVLogger(folder / "logs"),
+        logger=LOGGERS[(folder / "logger").read_text()](folder / "logs"),
         log_every_n_steps=1,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -13,17 +13,72 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 SCRIPT = Path(__file__).parent / "logging_worker.py"
 
 
-def test_no_row_is_lost_with_the_first_rank(tmp_path: Path) -> None:
-    with Cluster(tmp_path, agents=2, nodes="1:2", script=SCRIPT) as cluster:
+WRITER = '''
+import json, os
+class SummaryWriter:
+    """Writes scalars as lines, into a file of its process as tensorboardX does."""
+    def __init__(self, log_dir, **settings):
+        os.makedirs(log_dir, exist_ok=True)
+        self.path = os.path.join(log_dir, f"events.{os.getpid()}")
+    def add_scalar(self, name, value, step):
+        with open(self.path, "a") as file:
+            file.write(json.dumps([name, float(value), step]) + "\\n")
+    def flush(self): pass
+    close = flush
+'''
+
+
+def run(folder: Path, logger: str, **variables: str) -> int:
+    """Train with a logger of `logging_worker` until two first ranks have died; return the number of steps."""
+    (folder / "logger").write_text(logger)
+    with Cluster(folder, agents=2, nodes="1:2", script=SCRIPT, variables=lambda node: variables) as cluster:
         cluster.wait_end(240)
-    steps = {int((tmp_path / f"end-{rank}").read_text()) for rank in range(2)}
-    assert len(steps) == 1 and (tmp_path / "killed-1").exists()
-    assert [path.name for path in (tmp_path / "logs/lightning_logs").iterdir()] == ["version_0"]
+    steps = {int((folder / f"end-{rank}").read_text()) for rank in range(2)}
+    assert len(steps) == 1 and (folder / "killed-1").exists()
+    assert [path.name for path in (folder / "logs/lightning_logs").iterdir()] == ["version_0"]
+    return steps.pop()
+
+
+@pytest.mark.parametrize("logger", ["csv", "csv_version"])
+def test_no_row_is_lost_with_the_first_rank(logger: str, tmp_path: Path) -> None:
+    steps = run(tmp_path, logger)
     with (tmp_path / "logs/lightning_logs/version_0/metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [int(row["step"]) for row in rows if row["loss_step"]] == list(range(steps.pop()))
+    assert [int(row["step"]) for row in rows if row["loss_step"]] == list(range(steps))
     epochs = {int(row["epoch"]): float(row["loss_epoch"]) for row in rows if row["loss_epoch"]}
     seen = [json.loads(line) for line in (tmp_path / "seen.jsonl").read_text().splitlines()]
     assert len(seen) > len(epochs)
     for each in seen:
         assert abs(each["loss"] - epochs[each["epoch"] - 1]) < 1e-6, each
+
+
+def test_tensorboard_goes_on_in_the_same_folder(tmp_path: Path) -> None:
+    """With a writer that stands for tensorboardX's, which Lightning's logger looks for by name."""
+    package = tmp_path / "packages"
+    about = package / "tensorboardX-2.6.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: tensorboardX\nVersion: 2.6\n")
+    (package / "tensorboardX").mkdir()
+    (package / "tensorboardX/__init__.py").write_text(WRITER)
+    (package / "tensorboardX/summary.py").write_text("hparams = lambda *about: []\n")
+    steps = run(tmp_path, "tensorboard", PYTHONPATH=str(package))
+    files = list((tmp_path / "logs/lightning_logs/version_0").glob("events.*"))
+    assert len(files) >= 2, "the first ranks of the runs before and after the deaths"
+    written = [json.loads(line) for path in files for line in path.read_text().splitlines()]
+    losses: dict[int, set[float]] = {}
+    for name, value, step in written:
+        if name == "loss_step":
+            losses.setdefault(step, set()).add(round(value, 6))
+    assert sorted(losses) == list(range(steps))
+    assert all(len(values) == 1 for values in losses.values()), "a row that is there twice has the same value"
+
+
+def test_a_resumed_task_keeps_the_rows_of_a_chosen_version(tmp_path: Path) -> None:
+    """No worker survives; the steps since the checkpoint are repeated, and so are their rows."""
+    with Cluster(tmp_path, agents=1, nodes="1", script=SCRIPT.with_name("resumed_logging.py")) as cluster:
+        cluster.wait_end()
+        (restart,) = cluster.events("task_restarts")
+        assert restart["step"] == 12
+    with (tmp_path / "logs/version_0/metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows if row["loss"]] == list(range(24))

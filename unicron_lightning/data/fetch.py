@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from unicron_lightning.data.order import DataOrder
 from unicron_lightning.data.seeding import place_seed, preserved, seed_all
@@ -26,19 +26,37 @@ def _as_it_is(item: T) -> T:
 
 
 class _MicroBatches(Dataset[Any]):
-    """The user's data set with whole micro-batches as items; picklable, for worker processes."""
+    """The user's data set, ``users``, with whole micro-batches as items; picklable, for worker processes."""
 
     def __init__(self, dataset: Any, collate: Callable[[Any], Any], batched: bool, seed: int) -> None:
-        self._dataset, self._collate, self._batched, self._seed = dataset, collate, batched, seed
+        self.users, self._collate, self._batched, self._seed = dataset, collate, batched, seed
 
     def __getitem__(self, request: tuple[Place, list[int]]) -> tuple[Place, Any]:
         place, indices = request
         seed_all(place_seed(self._seed, *place))  # makes augmentation independent of the process that performs it
         if not self._batched:
-            return place, self._collate(self._dataset[indices[0]])
-        fetch_many = getattr(self._dataset, "__getitems__", None)
-        samples = fetch_many(indices) if fetch_many else [self._dataset[index] for index in indices]
+            return place, self._collate(self.users[indices[0]])
+        fetch_many = getattr(self.users, "__getitems__", None)
+        samples = fetch_many(indices) if fetch_many else [self.users[index] for index in indices]
         return place, self._collate(samples)
+
+
+class _InitWorker:
+    """Starts a worker process of a loader, which sees the user's data set, as in an ordinary loader.
+
+    Args:
+        init: the user's ``worker_init_fn``, if any.
+    """
+
+    def __init__(self, init: Callable[[int], None] | None) -> None:
+        self._init = init
+
+    def __call__(self, worker: int) -> None:
+        info = get_worker_info()
+        assert info is not None and isinstance(info.dataset, _MicroBatches)
+        object.__setattr__(info, "dataset", info.dataset.users)  # it refuses assignments
+        if self._init is not None:
+            self._init(worker)
 
 
 class Fetcher:
@@ -73,7 +91,7 @@ class Fetcher:
                 num_workers=loader.num_workers,
                 pin_memory=loader.pin_memory,
                 timeout=loader.timeout,
-                worker_init_fn=loader.worker_init_fn,
+                worker_init_fn=_InitWorker(loader.worker_init_fn),
                 multiprocessing_context=loader.multiprocessing_context,
                 prefetch_factor=loader.prefetch_factor,
                 persistent_workers=loader.persistent_workers,

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from unicron_lightning.copying import OfProcess
 from unicron_lightning.data.fetch import Fetcher, Place
 from unicron_lightning.data.order import DataOrder, StepShape
 from unicron_lightning.data.seeding import preserved
@@ -77,6 +78,10 @@ class GlobalBatch:
             raise AttributeError(name)
         return getattr(self.own(), name)
 
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """A copy is a batch of this rank's samples."""
+        return _same, (self.own(),)
+
     def num_samples(self) -> int:
         """Number of data set items in the whole step, over all ranks."""
         return sum(self.count(micro_batch) for micro_batch in self.micro_batches)
@@ -139,9 +144,27 @@ class InPlace:
             raise AttributeError(name)
         return getattr(self._loader, name)
 
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """A copy of a trainer has the ordinary loader, as this one belongs to a run."""
+        return _same, (self.ordinary,)
+
     def close(self) -> None:
         """Stop the loader's worker processes."""
         self._fetcher.close()
+
+
+class _Items(OfProcess, Iterator[Any]):
+    """The items of a loader in a run; Lightning leaves out an ordinary loader's when a trainer is copied, too."""
+
+    def __init__(self, items: Iterator[Any]) -> None:
+        self._items = items
+
+    def __next__(self) -> Any:
+        return next(self._items)
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 class TrainingLoader(InPlace):
@@ -184,7 +207,7 @@ class TrainingLoader(InPlace):
 
     def __iter__(self) -> Iterator[GlobalBatch]:
         self.taken()
-        return self._epoch()
+        return _Items(self._epoch())
 
     def _epoch(self) -> Iterator[GlobalBatch]:
         self._fetcher.end_epoch()
@@ -248,7 +271,7 @@ class EvaluationLoader(InPlace):
         loader: DataLoader[Any],
         order: DataOrder,
         seed: int,
-        begin: Callable[[EvaluationLoader], list[int]],
+        begin: Callable[[Any], list[int]],
         start: Callable[[int], None],
     ) -> None:
         super().__init__(loader)
@@ -275,7 +298,7 @@ class EvaluationLoader(InPlace):
 
     def __iter__(self) -> Iterator[Any]:
         self.taken()
-        return self._pass()
+        return _Items(self._pass())
 
     def _pass(self) -> Iterator[Any]:
         self._fetcher.end_epoch()
@@ -288,6 +311,10 @@ class EvaluationLoader(InPlace):
     def fetch(self, number: int) -> Any:
         """One batch by number."""
         return self._fetcher.get(self._order.place(self.epoch, number))
+
+    def indices(self, number: int) -> list[Any]:
+        """The data set indices of a batch."""
+        return self._order.indices(*self._order.place(self.epoch, number))
 
     def end(self) -> None:
         """End the pass."""

@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from unicron_lightning.copying import OfProcess
+
 OBSERVED: Final = 8
 """Steps with one division, whose median decides on the next one."""
 WORTH: Final = 0.1
@@ -55,7 +57,7 @@ def equal(total: int, world: int) -> list[int]:
     return [len(range(rank, total, world)) for rank in range(world)]
 
 
-class Balance:
+class Balance(OfProcess):
     """The shares of the present epoch.
 
     Args:

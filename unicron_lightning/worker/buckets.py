@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from unicron_lightning.copying import OfProcess
 from unicron_lightning.errors import ConfigError
 
 _FIRST_BUCKET_BYTES: Final = 1 << 20
@@ -82,7 +83,7 @@ class GradientBucket(Bucket):
             parameter.grad = view
 
 
-class GradientBuckets:
+class GradientBuckets(OfProcess):
     """The buckets of a model's gradients, in the order in which backward is expected to finish them.
 
     Args:

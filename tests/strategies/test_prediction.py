@@ -1,0 +1,93 @@
+"""``trainer.predict`` gives each rank what it gives under Lightning's ddp: predictions, indices, and calls of hooks."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+import predicting  # noqa: E402 - a script as well
+from test_parity import free_port, launch, load  # noqa: E402
+
+sys.path.remove(str(HERE))
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:predict returned None"),
+    pytest.mark.filterwarnings("ignore:The 'predict_dataloader' does not have many workers"),
+]
+
+
+@pytest.fixture(scope="module")
+def ddp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ddp")
+    port = ["--nproc-per-node", "2", "--master-port", str(free_port())]
+    launch([*port, str(HERE / "predicting.py"), "ddp", str(folder), *predicting.CASES], folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two")
+    agent = ["--nnodes", "1", "--nproc-per-node", "2", "--rdzv-backend", "unicron", "--rdzv-id", "predictions"]
+    endpoint = ["--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+    script = [str(HERE / "predicting.py"), "unicron", str(folder), *predicting.CASES]
+    launch([*agent, *endpoint, *script], folder, UNICRON_STATE_DIR=str(folder / "state"))
+    return folder
+
+
+@pytest.mark.parametrize("name", predicting.CASES)
+def test_a_world_of_two_is_like_ddp(name: str, ddp: Path, two: Path) -> None:
+    for rank in range(2):
+        assert load(two, name, rank) == load(ddp, name, rank)
+
+
+def batches(result: dict[str, Any], loaders: int) -> list[Any]:
+    """Predicted batches, in any order, with what a writer received about them."""
+    returned = result["returned"] or []
+    outputs = [batch for part in (returned if loaders > 1 else [returned]) for batch in part]
+    ends = [hook[2:] for hook in result["hooks"] if hook[0] == "end"]
+    steps = [hook[:1] + hook[2:] for hook in result["hooks"] if hook[0] != "end"]
+    written = result["written"] or []
+    if written and len(written[0]) == 2:  # of epochs: predictions, and indices by loader
+        found = [
+            pair for part in written for of_loader in zip(*part, strict=True) for pair in zip(*of_loader, strict=True)
+        ]
+    else:
+        found = [(prediction, indices, loader) for prediction, indices, _, loader in written]
+    return [sorted(map(str, part)) for part in (outputs, ends, [s for s in steps if len(s) > 1], found)]
+
+
+@pytest.mark.parametrize("name", predicting.CASES)
+def test_a_world_of_one_predicts_the_batches_of_both(name: str, ddp: Path, tmp_path: Path) -> None:
+    loaders = len(predicting.CASES[name]["sizes"])
+    mine = batches(predicting.predict(name, "unicron", tmp_path), loaders)
+    theirs = [batches(load(ddp, name, rank), loaders) for rank in range(2)]
+    assert mine == [sorted(a + b) for a, b in zip(*theirs, strict=True)]
+
+
+def test_every_sample_is_predicted_once(ddp: Path, two: Path) -> None:
+    """Without samples, equal results would prove nothing."""
+    for folder in (ddp, two):
+        results = [load(folder, "uneven", rank)["returned"] for rank in range(2)]
+        assert sorted(n for part in results for batch in part for n in batch["number"]) == list(range(45))
+        assert all(load(folder, "batches", rank)["written"] for rank in range(2))
+
+
+def test_fewer_samples_than_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(predicting.CASES, "one", {"sizes": (1,), "interval": "batch"})
+    result = predicting.predict("one", "unicron", tmp_path)
+    assert result["returned"] == [{"number": [0.0]}] and len(result["written"]) == 1
+
+
+def test_a_loader_without_automatic_batching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: dict[str, Any] = {"sizes": (5,), "loader": {"batch_size": None}}
+    monkeypatch.setitem(predicting.CASES, "samples", settings)
+    result = predicting.predict("samples", "unicron", tmp_path)
+    assert sorted(batch["number"][0] for batch in result["returned"]) == list(range(5))
+    assert torch.tensor([hook[1] for hook in result["hooks"] if hook[0] == "step"]).unique().numel() == 5

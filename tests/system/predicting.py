@@ -1,0 +1,107 @@
+"""Predicts, with or without a fit before; one worker dies in its second batch.
+
+Its argument is a folder: ``fits`` there asks for the fit, ``waits`` for the end of the dead worker's successor. Each
+worker writes what it got to ``predicted-PID.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import BasePredictionWriter
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+SAMPLES = (50, 31)
+
+
+class Line(pl.LightningModule):
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.folder = folder
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        time.sleep(0.02)
+        return self.layer(batch[0]).square().mean()
+
+    def on_train_batch_end(self, *about: Any) -> None:
+        self.trainer.should_stop = self.trainer.world_size == 3
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int, dataloader_idx: int) -> Tensor:
+        time.sleep(0.05)
+        dies = batch_idx == 1 and dataloader_idx == int((self.folder / "loader").read_text())
+        if dies and self.global_rank == self.trainer.world_size - 1 and not (self.folder / "killed").exists():
+            (self.folder / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if (self.folder / "waits").exists() and (self.folder / "killed").exists():
+            self._wait_for_successor()
+        return batch[0].flatten()
+
+    def _wait_for_successor(self) -> None:
+        """Predict on only once the dead worker's successor has ended."""
+        deadline = time.monotonic() + 100
+        while not list(self.folder.glob("predicted-*.json")):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Writer(BasePredictionWriter):
+    """Keeps the indices of each batch."""
+
+    def __init__(self) -> None:
+        super().__init__("batch_and_epoch")
+        self.batches: list[Any] = []
+        self.epoch: Any = None
+
+    def write_on_batch_end(self, trainer: Any, module: Any, prediction: Tensor, indices: Any, *about: Any) -> None:
+        assert prediction.tolist() == indices
+        self.batches.append([about[-1], *indices])
+
+    def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:
+        self.epoch = [[batch.tolist() for batch in part] for part in predictions], indices
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    pl.seed_everything(1, verbose=False)
+    writer = Writer()
+    trainer = pl.Trainer(
+        strategy="unicron",
+        accelerator="cpu",
+        devices=1,
+        num_nodes=3,
+        max_epochs=-1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[writer],
+    )
+    module = Line(folder)
+    if (folder / "fits").exists():
+        trainer.fit(module, DataLoader(TensorDataset(torch.randn(48, 1)), batch_size=4))
+    loaders = [DataLoader(TensorDataset(torch.arange(float(n)).unsqueeze(1)), batch_size=4) for n in SAMPLES]
+    returned: Any = trainer.predict(module, loaders)
+    result = {
+        "returned": [[batch.tolist() for batch in part] for part in returned],
+        "batches": writer.batches,
+        "epoch": writer.epoch,
+        "world": trainer.world_size,
+    }
+    (folder / f"predicted-{os.getpid()}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

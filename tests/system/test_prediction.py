@@ -1,0 +1,36 @@
+"""A worker is killed while it predicts: others predict its batches, and each sample belongs to one living worker."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from system.cluster import Cluster
+from system.predicting import SAMPLES
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
+SCRIPT = Path(__file__).with_name("predicting.py")
+
+
+@pytest.mark.parametrize(("fits", "loader"), [(True, 0), (True, 1), (False, 1)])
+def test_a_death_while_predicting(fits: bool, loader: int, tmp_path: Path) -> None:
+    (tmp_path / "loader").write_text(str(loader))
+    (tmp_path / ("fits" if fits else "waits")).touch()
+    with Cluster(tmp_path, agents=3, nodes="3" if not fits else "1:3", script=SCRIPT) as cluster:
+        cluster.wait_end()
+        deaths = [death for death in cluster.events("worker_died") if death["cause"] == "signal"]
+        assert len(deaths) == 1, "nobody else has failed"
+    results = [json.loads(path.read_text()) for path in tmp_path.glob("predicted-*.json")]
+    survivors = [result for result in results if any(result["returned"])]
+    assert len(survivors) == 2
+    if not fits:
+        assert len(results) == 3, "the dead worker's successor has predicted nothing, and ended at once"
+    for place, number in enumerate(SAMPLES):
+        for source in ("returned", "epoch"):
+            parts = [(r["returned"] if source == "returned" else r["epoch"][0])[place] for r in survivors]
+            assert sorted(n for part in parts for batch in part for n in batch) == list(range(number)), source
+        indices = [r["epoch"][1][place] for r in survivors]
+        assert sorted(n for part in indices for batch in part for n in batch) == list(range(number))
+        batches = [batch for r in survivors for batch in r["batches"] if batch[0] == place]
+        assert sorted(n for batch in batches for n in batch[1:]) == list(range(number))
