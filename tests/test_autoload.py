@@ -99,6 +99,7 @@ def test_registering_twice_is_harmless(registry_module: types.ModuleType) -> Non
     assert registry_module.StrategyRegistry == {
         "unicron": autoload.build_strategy,
         "unicron_megatron": autoload.build_megatron_strategy,
+        "unicron_fsdp": autoload.build_fsdp_strategy,
     }
 
 
