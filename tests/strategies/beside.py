@@ -109,7 +109,7 @@ def trainer(strategy: Any, **settings: Any) -> pl.Trainer:
         "enable_model_summary": False,
         "enable_checkpointing": False,
     }
-    return pl.Trainer(strategy=strategy, accelerator="cpu", max_epochs=1, **{"devices": 1} | quiet | settings)
+    return pl.Trainer(strategy=strategy, accelerator="cpu", **{"devices": 1, "max_epochs": 1} | quiet | settings)
 
 
 def numbers(used: pl.Trainer, module: pl.LightningModule) -> Any:
