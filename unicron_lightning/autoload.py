@@ -90,7 +90,7 @@ def register_refusal(module: ModuleType) -> None:
         module: `OTHER_REGISTRY_MODULE`, executed.
     """
     try:
-        for name in (STRATEGY_NAME, MEGATRON_NAME):
+        for name in (STRATEGY_NAME, MEGATRON_NAME, FSDP_NAME):
             if name not in module.StrategyRegistry:
                 module.StrategyRegistry.register(name, build_refusal, description="Refused: see the error")
         if (made := sys.modules.get("unicron_lightning.strategies.unicron")) is not None:
