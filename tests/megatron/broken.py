@@ -136,13 +136,13 @@ def left_groups(rank: int, world: int, folder: Path) -> Any:
     channels = Channels(Grid(shape=shape, replicas=1, place=0, shard=0), dist.HashStore(), "127.0.0.1", None)
     cpu = torch.device("cpu")
     torch.cuda.synchronize = lambda device: None
-    worlds.enter_world(channels, cpu, lambda: None)
+    worlds.enter_world(channels, shape, cpu, lambda: None)
     for each in list(dist.distributed_c10d._world.pg_map):
         worlds._accelerated.append((each, SimpleNamespace(abort=abort), cpu))
     began = time.monotonic()
     worlds.leave_world()
     left, early = time.monotonic() - began, group.ended
-    worlds.enter_world(channels, cpu, lambda: None)
+    worlds.enter_world(channels, shape, cpu, lambda: None)
     found = [left, early, group.ended, sorted(group.threads), dist.get_world_size()]
     worlds.leave_world()
     return found
