@@ -149,7 +149,7 @@ class FaultTolerantStrategy(CollectingStrategy):
         self._environment.set_world_size(world.size)
         self._environment.set_global_rank(world.rank)
         default_group.follow()
-        if world.rank == 0 and not was_first and self._trainer is not None:
+        if world.rank == 0 and not was_first and self._trainer is not None and not self._membership.joins:
             take_over(self._trainer.loggers)
         self.parallelism.enter(world)
 

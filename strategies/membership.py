@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from unicron_lightning.strategies import join_state
+from unicron_lightning.strategies.loggers import take_over
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.operations import Join
 
@@ -23,11 +24,13 @@ class Membership:
 
     Attributes:
         logged: values logged in the epoch of a loaded checkpoint, to be restored at the first boundary.
+        joins: whether this worker lacks the state of the task that it joins.
     """
 
     def __init__(self, strategy: FaultTolerantStrategy) -> None:
         self._strategy = strategy
         self.logged: bytes | None = None
+        self.joins = False
         self._arrival: dict[str, Any] | None = None
         self._parts = False
         self._checked = False
@@ -39,6 +42,7 @@ class Membership:
         trainer.fit_loop.setup_data()
         join_state.warm_up()
         self._checked = True  # by the members, when they began
+        self.joins = True
         session.wait_admission()
         join = Join(lambda: b"")
         session.engine.run(join)
@@ -51,6 +55,9 @@ class Membership:
         join_state.receive(trainer, state)
         self._arrival, self._parts = state, join.parts
         strategy.parallelism.admitted(state)
+        self.joins = False
+        if strategy.engine.world.rank == 0:  # the sender died meanwhile
+            take_over(trainer.loggers)
 
     def resume(self, trainer: pl.Trainer) -> None:
         """Resume from the task's newest checkpoint that is as it was written, because no member is left."""
