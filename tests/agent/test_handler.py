@@ -319,6 +319,31 @@ def test_what_is_said_while_the_coordinator_is_away(bench: Bench) -> None:
             second.wait_for(wire.Bye)
 
 
+@pytest.mark.parametrize("others", [1, 0])
+def test_success_without_a_coordinator_is_kept_for_the_next_while_others_run(bench: Bench, others: int) -> None:
+    first = FakeCoordinator()
+    first.others = others
+    with first.serving():
+        bench.fake = first
+        bench.make()
+        bench.handler.next_rendezvous()
+        agent: Any = bench.handler._agent
+        port = first.port
+    until("the session is lost", lambda: agent.away_seconds() > 0.0)
+    agent.say_bye(succeeded=True)
+    ending = threading.Thread(target=bench.handler.shutdown)
+    ending.start()
+    ending.join(4.0)
+    assert ending.is_alive() == (others > 0)
+    second = FakeCoordinator()
+    with second.serving(port):
+        if others:
+            assert second.wait_for(wire.Bye) == wire.Bye(succeeded=True)
+        ending.join(10.0)
+        assert not ending.is_alive()
+        assert second.count(wire.Bye) == (1 if others else 0)
+
+
 def test_lookup_lost_with_the_connection_is_asked_again(bench: Bench) -> None:
     bench.rendezvous()
     with LocalWorker(bench.spawn(0)) as worker:

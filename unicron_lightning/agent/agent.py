@@ -50,6 +50,8 @@ T = TypeVar("T")
 TICK_SECONDS: Final = 0.25
 DEFAULT_WORKER_TIMEOUT: Final = 10.0  # seconds, until the coordinator's value is known
 _GOODBYE_SECONDS: Final = 2.0
+_SUCCESS_SECONDS: Final = 15.0
+"""Seconds without a coordinator for which a success is kept: one that is killed at the end is back after 1 to 4 s."""
 _LOOK_SECONDS: Final = 0.02
 _LOOKS: Final = 50
 """Number of short waits for the last messages of a worker that has ended."""
@@ -91,6 +93,7 @@ class AgentThread:
         self._leaving = False
         self._failed = False
         self._said_bye = False
+        self._succeeded = False
         self._store_evidence = False
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
@@ -164,7 +167,7 @@ class AgentThread:
         if self._thread.is_alive():
             with contextlib.suppress(RuntimeError):  # the loop ended by itself meanwhile
                 self._loop.call_soon_threadsafe(self._closing.set)
-            self._thread.join(_GOODBYE_SECONDS + 5.0)
+            self._thread.join(_SUCCESS_SECONDS + 5.0)
         self._scratch.close()
 
     def _call(self, function: Callable[..., None], *arguments: Any) -> None:
@@ -192,8 +195,7 @@ class AgentThread:
         ticking = asyncio.create_task(self._tick())
         try:
             await self._closing.wait()
-            # While the coordinator is away the goodbye cannot arrive: it detects the loss, or finds this agent missing.
-            await self._session.flush(_GOODBYE_SECONDS if self._session.away_seconds == 0.0 else 0.0)
+            await self._session.flush(self._goodbye_seconds())
         finally:
             for task in (ticking, keeping_up):
                 task.cancel()
@@ -207,6 +209,18 @@ class AgentThread:
             await self._loop.run_in_executor(None, self._health.close)
             await self._local.close()
             self._embedded.release()
+
+    def _goodbye_seconds(self) -> float:
+        """Return the seconds allowed for the last messages.
+
+        A coordinator detects a failure without them, but one that misses a success runs the task again.
+        """
+        away = self._session.away_seconds
+        if away == 0.0:
+            return _GOODBYE_SECONDS
+        view = self._shared.now
+        alone = view.over is not None or view.fatal is not None or view.grant is None or view.grant.group_world == 1
+        return 0.0 if alone or not self._succeeded else max(0.0, _SUCCESS_SECONDS - away)
 
     async def _keep_session(self) -> None:
         """Keep the session; if it ends permanently, notify the main thread, while workers are still served."""
@@ -250,7 +264,8 @@ class AgentThread:
         if self._undecided:
             self._loop.call_later(_LOOK_SECONDS, self._say_bye, succeeded)
             return
-        self._send(wire.Bye(succeeded=succeeded and not self._failed))
+        self._succeeded = succeeded and not self._failed
+        self._send(wire.Bye(succeeded=self._succeeded))
 
     def _send(self, message: wire.Message) -> None:
         self._session.send(message)
