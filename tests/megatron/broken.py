@@ -17,6 +17,7 @@ from unicron_lightning.replica.channels import Channels
 from unicron_lightning.replica.fabric import ReplicaFabric
 from unicron_lightning.replica.peers import PeerGroup, ProcessGroup, ReduceScatter
 from unicron_lightning.worker.communication.gloo import wait_buried
+from unicron_lightning.worker.communication.lazy_groups import LazyGroups
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -112,7 +113,7 @@ def let_go_by_a_partner(rank: int, world: int, folder: Path) -> Any:
         fabric.cut()
         fabric.close()
         return None
-    channels.inner_accelerated = [SimpleNamespace(abort=aborted.set)]
+    channels.inner_accelerated = LazyGroups([SimpleNamespace(abort=aborted.set)])
     fabric.watch()
     early = aborted.wait(1.0)
     (folder / "now").write_text("1")

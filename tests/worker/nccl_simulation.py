@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from worker.nccl_stand_in import Host, Network
 from worker.simulation import Coordinator, FakeCommunicator, Fault, run_threads
@@ -37,22 +38,31 @@ class NcclCoordinator(Coordinator):
     def __init__(self, seed: int = 0) -> None:
         super().__init__(seed)
         self.networks: dict[int, Network] = {}
-        self.built: list[NcclCommunicator] = []
+        self.stores: dict[int, dist.Store] = {}
+        self.built: list[tuple[str, NcclCommunicator]] = []
 
     def _connect(self, epoch: Any, rank: int, world: int) -> Any:
         host = FakeCommunicator(self.hubs[epoch.number], rank)
         with self.condition:
             network = self.networks.setdefault(epoch.number, Network(world, self._seed + epoch.number))
+            store = self.stores.setdefault(epoch.number, dist.HashStore())
         made = Routed(
-            None,  # type: ignore[arg-type]
+            store,
             rank,
             world,
             torch.device("cpu"),
             Host(host),
             lambda store, rank, world: network.group(rank),
         )
-        self.built.append(made)
+        self.built.append((epoch.members[rank].worker, made))
         return made
+
+    def left(self, worker: str, died: bool) -> None:
+        """As in the kernel, the sockets of a process are closed before its death is reported."""
+        for name, communicator in list(self.built):
+            if name == worker and (barrier := communicator._owned._barrier) is not None:
+                barrier.announce()
+        super().left(worker, died)
 
 
 def simulate_nccl(
@@ -70,11 +80,11 @@ def simulate_nccl(
     try:
         run_threads(coordinator, list(programs.items()))
     finally:
-        for communicator in coordinator.built:
+        for _, communicator in coordinator.built:
             communicator.close()
         for network in coordinator.networks.values():
             network.groups.clear()
-        for communicator in coordinator.built:
+        for _, communicator in coordinator.built:
             assert communicator._owned.join(20), "a group's owner hangs"
     return coordinator, programs, placed
 

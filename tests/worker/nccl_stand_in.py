@@ -7,6 +7,7 @@ Derived from torch's ProcessGroupNCCL and NCCLUtils:
 * After a peer's death the next enqueue raises, if the error has been detected.
 * Enqueue and abort need a mutex that is held until the communicator is connected.
 * Abort and destructor may take long.
+* An abort frees buffers that the kernels of other ranks of the host use.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ class Network:
         self.groups: dict[int, StandInGroup] = {}
         self.calls: dict[int, dict[int, StandInWork]] = {}
         self.sums: dict[int, Tensor] = {}
+        self.freed_early: list[int] = []
+        """Ranks whose abort freed buffers while another rank, which had not begun its own, had a kernel under way."""
 
     def group(self, rank: int) -> StandInGroup:
         return StandInGroup(self, rank)
@@ -103,6 +106,7 @@ class StandInGroup:
     def __init__(self, network: Network, rank: int) -> None:
         self.network, self.rank = network, rank
         self.error: str | None = None
+        self.stopping = False
         self.aborted = False
         self.ready = threading.Event()
         self.ready.set()
@@ -122,14 +126,22 @@ class StandInGroup:
 
     def abort(self) -> None:
         self.threads.add(threading.current_thread().name)
+        self.stopping = True
         with self.mutex:
             time.sleep(self.network.abort_seconds)
             with self.network.condition:
                 self.aborted = True
+                if any(group.running for group in self.network.groups.values() if group is not self):
+                    self.network.freed_early.append(self.rank)
                 for work in self.works:
                     if not work.delivered:
                         work.tensor += 1  # a half-summed tensor
         self.network.lose(self.rank)
+
+    @property
+    def running(self) -> bool:
+        """Whether a kernel of this rank is under way."""
+        return not self.stopping and any(not work.delivered for work in self.works)
 
     def __del__(self) -> None:
         time.sleep(self.network.destroy_seconds)

@@ -22,7 +22,7 @@ from unicron_lightning.megatron.grid import Shape
 from unicron_lightning.replica.channels import Channels, Topology
 from unicron_lightning.replica.peers import ProcessGroup
 from unicron_lightning.worker.communication.gloo import OPERATION_TIMEOUT
-from unicron_lightning.worker.communication.lazy_groups import Retirement, connect_apart
+from unicron_lightning.worker.communication.lazy_groups import LazyGroups, Retirement, connect_apart
 
 BACKEND: Final = "unicron"
 ROLES: Final = (
@@ -90,6 +90,8 @@ def enter_world(channels: Channels, shape: Shape, device: torch.device, check: C
     _initialize(shape, grid, channels.store, provide, backend)
     if device.type == "cuda":
         connect_apart(_accelerate(channels, device), lambda group: _first(group, device), check)
+        channels.inner_accelerated.meet()
+        channels.outer_accelerated.meet()
     return current_groups()
 
 
@@ -99,11 +101,15 @@ def _accelerate(channels: Channels, device: torch.device) -> list[Any]:
     Returns:
         Those with peers, in the order in which all ranks have made them.
     """
-    channels.inner_accelerated, channels.outer_accelerated = [], []
+    grid = channels.grid
+    inner, outer = LazyGroups(), LazyGroups()
+    inner.add_barrier(dist.PrefixStore(f"abort/{grid.place}", channels.store), grid.shard, grid.shards)
+    outer.add_barrier(dist.PrefixStore("abort", channels.store), grid.rank, grid.shards * grid.replicas)
+    channels.inner_accelerated, channels.outer_accelerated = inner, outer
     with_peers = []
     for group in dist.distributed_c10d._world.pg_map:
         inside = channels.shards(tuple(dist.get_process_group_ranks(group))) is not None
-        accelerated = channels.inner_accelerated if inside else channels.outer_accelerated
+        accelerated = (inner if inside else outer).groups
         accelerated.append(group._get_backend(device))
         _accelerated.append((group, accelerated[-1], device))
         if group.size() > 1:

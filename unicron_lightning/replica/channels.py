@@ -6,14 +6,14 @@ Sets within a replica outlive the epoch if the replica does; sets across replica
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch.distributed as dist
 
 from unicron_lightning.replica.peers import PeerGroup
 from unicron_lightning.worker.communication.communicator import SoloCommunicator
 from unicron_lightning.worker.communication.gloo import GlooCommunicator
-from unicron_lightning.worker.communication.lazy_groups import abort_apart
+from unicron_lightning.worker.communication.lazy_groups import LazyGroups
 
 
 class Topology(Protocol):
@@ -86,8 +86,8 @@ class Channels:
         self.store = store
         self.inner: dict[tuple[int, ...], PeerGroup] = dict(carried or {})
         self.outer: dict[tuple[int, ...], PeerGroup] = {}
-        self.inner_accelerated: list[Any] = []
-        self.outer_accelerated: list[Any] = []
+        self.inner_accelerated = LazyGroups()
+        self.outer_accelerated = LazyGroups()
         self.exchange: GlooCommunicator | SoloCommunicator | None = None
         self.adopted = carried is not None
         try:
@@ -136,7 +136,7 @@ class Channels:
             group.cut()
         if self.exchange is not None:
             self.exchange.abort("the connections between replicas were cut")
-        abort_apart(self.outer_accelerated)
+        self.outer_accelerated.abort()
 
     def close(self) -> None:
         """Release all connections but those that were carried, or adopted meanwhile."""
@@ -145,6 +145,7 @@ class Channels:
         self.outer = {}
         if self.exchange is not None:
             self.exchange.close()
+        self.outer_accelerated.close()
         if not self.adopted:
             for group in self.inner.values():
                 group.close()

@@ -34,7 +34,6 @@ from unicron_lightning.replica.peers import PeerGroup
 from unicron_lightning.worker.communication.backends import connector, open_store
 from unicron_lightning.worker.communication.background_connect import Connect
 from unicron_lightning.worker.communication.communicator import Communicator, CommunicatorAborted, Handle
-from unicron_lightning.worker.communication.lazy_groups import abort_apart
 from unicron_lightning.worker.control.thread import EXIT_EXPELLED, Control
 from unicron_lightning.worker.engine import Report
 
@@ -265,7 +264,8 @@ class ReplicaFabric(Generic[_Shape]):
             self.intact = False
             for group in self._inner.values():
                 group.cut()
-            abort_apart([] if self.channels is None else self.channels.inner_accelerated)
+            if self.channels is not None:
+                self.channels.inner_accelerated.abort()
 
     def enter(self) -> Channels | None:
         """Adopt the channels built with the epoch's communicator; close replaced ones."""
@@ -279,6 +279,8 @@ class ReplicaFabric(Generic[_Shape]):
             self._inner, self._partners, self.intact = dict(kept), place.workers, True
             if channels is not None:
                 channels.adopted = True
+            if self.channels is not None and self.channels is not channels:
+                self.channels.inner_accelerated.close()
         for group in left:
             group.close()
         self.channels = channels
@@ -289,7 +291,7 @@ class ReplicaFabric(Generic[_Shape]):
     def watch(self) -> None:
         """On an accelerator, once the channels have its groups: follow a partner's cut."""
         channels = self.channels
-        if channels is not None and channels.inner_accelerated:
+        if channels is not None and channels.inner_accelerated.groups:
             self._watch = PartnerWatch(list(channels.inner.values()), self.cut)
 
     def _end_watch(self) -> None:

@@ -12,9 +12,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
+import torch.distributed as dist
+
+from unicron_lightning.worker.communication.abort_barrier import AbortBarrier
 from unicron_lightning.worker.communication.communicator import CommunicatorAborted
 from unicron_lightning.worker.communication.owned_group import (
     POLL_SECONDS,
@@ -75,12 +79,52 @@ def connect_apart(
         raise CommunicatorAborted((str(errors[0]) or repr(errors[0])).splitlines()[0][:200])
 
 
-def abort_apart(groups: Sequence[Any]) -> list[threading.Thread]:
-    """Abort groups of NCCL in parallel, each in its own thread; return the threads at once.
+def abort_apart(groups: Sequence[Any], barrier: AbortBarrier | None = None) -> list[threading.Thread]:
+    """Abort groups of NCCL in parallel, each in its own thread, after the barrier; return the threads at once.
 
     Sequential aborts can deadlock: an abort may synchronise the device behind another group's stuck kernel.
     """
-    return [start_owner(partial(abort_logged, group), f"unicron-abort-{number}") for number, group in enumerate(groups)]
+    if barrier is not None and groups:
+        barrier.announce()
+    return [start_owner(partial(_abort, group, barrier), f"unicron-abort-{at}") for at, group in enumerate(groups)]
+
+
+def _abort(group: Any, barrier: AbortBarrier | None) -> None:
+    if barrier is not None:
+        barrier.wait()
+    abort_logged(group)
+
+
+@dataclass
+class LazyGroups:
+    """Groups that are aborted together.
+
+    Attributes:
+        groups: back-ends of the library.
+        barrier: among the ranks of this host that have them; None if they have no peers.
+    """
+
+    groups: list[Any] = field(default_factory=list)
+    barrier: AbortBarrier | None = None
+
+    def add_barrier(self, store: dist.Store, rank: int, world: int) -> None:
+        """Make the barrier; ``store`` has a prefix of its own."""
+        if world > 1:
+            self.barrier = AbortBarrier(store, rank, world)
+
+    def meet(self) -> None:
+        """Find the ranks of this host, when all groups are connected."""
+        if self.barrier is not None:
+            self.barrier.meet()
+
+    def abort(self) -> None:
+        """Abort the groups in helper threads; return at once."""
+        abort_apart(self.groups, self.barrier)
+
+    def close(self) -> None:
+        """Release the barrier."""
+        if self.barrier is not None:
+            self.barrier.wait(0.0)
 
 
 class Retirement:

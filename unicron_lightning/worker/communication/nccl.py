@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.worker.communication.abort_barrier import AbortBarrier
 from unicron_lightning.worker.communication.background_connect import abandoned
 from unicron_lightning.worker.communication.communicator import Handle
 from unicron_lightning.worker.communication.gloo import OPERATION_TIMEOUT
@@ -128,6 +129,7 @@ class NcclCommunicator:
             lambda group: group.allreduce([torch.ones(1, device=device)]),
             host.abort,
             f"unicron-nccl-{rank}",
+            lambda: AbortBarrier(store, rank, world),
         )
         try:
             self._owned.wait_connected(self._given_up)

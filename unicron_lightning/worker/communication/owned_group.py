@@ -17,6 +17,7 @@ from typing import Any, Final, Protocol
 from torch import Tensor
 
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.worker.communication.abort_barrier import BARRIER_SECONDS, AbortBarrier
 from unicron_lightning.worker.communication.communicator import Gate, Handle
 
 logger = logging.getLogger(__name__)
@@ -102,6 +103,7 @@ class OwnedGroup:
         first: starts the collective that connects the group, on the owner's thread.
         failed: called with the reason when the library reports an error; on any thread, must not block.
         name: of the thread.
+        barrier: makes that before an abort, on the owner's thread.
 
     Attributes:
         gate: releases waiters.
@@ -109,13 +111,20 @@ class OwnedGroup:
     """
 
     def __init__(
-        self, make: Callable[[], Any], first: Callable[[Any], GroupWork], failed: Callable[[str], None], name: str
+        self,
+        make: Callable[[], Any],
+        first: Callable[[Any], GroupWork],
+        failed: Callable[[str], None],
+        name: str,
+        barrier: Callable[[], AbortBarrier],
     ) -> None:
         self.gate = Gate()
         self.fatal: Exception | None = None
         self._make = make
         self._first = first
         self._failed = failed
+        self._make_barrier = barrier
+        self._barrier: AbortBarrier | None = None
         self._group: Any = None
         self._connected = False
         self._enqueuing = threading.Lock()
@@ -200,12 +209,14 @@ class OwnedGroup:
     def _run(self) -> None:
         group: Any = None
         try:
+            barrier = self._barrier = self._make_barrier()
             group = self._group = self._make()
             work = self._first(group)
             while self.gate.reason is None and not work.is_completed():
                 self.gate.wait_for(lambda: False, POLL_SECONDS)
             if self.gate.reason is None:
                 work.wait()
+                barrier.meet()
                 with self.gate.condition:
                     self._connected = True
                     self.gate.condition.notify_all()
@@ -242,8 +253,13 @@ class OwnedGroup:
 
     def _end(self, group: Any) -> None:
         """Abort the group, then destroy it: its last reference is the caller's, on this thread."""
+        barrier = self._barrier
+        if barrier is not None:
+            barrier.announce()
         entered = self._enqueuing.acquire(timeout=ENQUEUE_SECONDS)
         try:
+            if barrier is not None and not barrier.wait():
+                logger.info("abort_not_awaited seconds=%.0f", BARRIER_SECONDS)
             if group is not None:
                 abort_logged(group)
         finally:
