@@ -20,7 +20,7 @@ PYTEST_ARGS ?=
 CASES ?=
 WHEELS ?=
 ITEMS ?=
-COMPUTING := $(addprefix tests/,planner cli coordinator data simulate inject detection) $(wildcard tests/test_*.py)
+COMPUTING := $(addprefix tests/,planner cli coordinator data simulate faults detection) $(wildcard tests/test_*.py)
 # These start processes and mostly wait; their limits of time are generous (the fault tests pass at a load of ten).
 STARTING := $(addprefix tests/,strategies system megatron fsdp local_cluster examples)
 NONE_PICKED = $(if $(PYTEST_ARGS),|| test $$? = 5)

@@ -14,16 +14,16 @@ from torch.optim import Optimizer
 
 from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.data.order import StepShape
-from unicron_lightning.strategies import join_state
-from unicron_lightning.strategies.checkpointing import SingleFileCheckpoints
 from unicron_lightning.strategies.checks import check_optimizers
-from unicron_lightning.strategies.divergence import Divergence
-from unicron_lightning.strategies.evaluation import Passes
+from unicron_lightning.strategies.metrics.sums import StepSums
 from unicron_lightning.strategies.micro_batch import Effects, MicroBatches
 from unicron_lightning.strategies.parallelism import FinishedStep, Parallelism
+from unicron_lightning.strategies.passes.evaluation import Passes
 from unicron_lightning.strategies.reporting import balance_of
 from unicron_lightning.strategies.session import Session
-from unicron_lightning.strategies.sums import StepSums
+from unicron_lightning.strategies.state import join_state
+from unicron_lightning.strategies.state.checkpointing import SingleFileCheckpoints
+from unicron_lightning.strategies.state.divergence import Divergence
 from unicron_lightning.worker.balance import Balance, deal
 from unicron_lightning.worker.buckets import GradientBuckets
 from unicron_lightning.worker.engine import World

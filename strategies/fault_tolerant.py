@@ -24,22 +24,23 @@ from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.data.order import StepShape
 from unicron_lightning.data.seeding import preserved
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.strategies import default_group, join_state
-from unicron_lightning.strategies.checkpointing import ReportedCheckpoints
 from unicron_lightning.strategies.checks import check_module, check_trainer
-from unicron_lightning.strategies.collecting import CollectingStrategy
-from unicron_lightning.strategies.describing import Comparison
+from unicron_lightning.strategies.collectives import default_group
+from unicron_lightning.strategies.collectives.lightning import CollectingStrategy
 from unicron_lightning.strategies.environment import own_device
 from unicron_lightning.strategies.global_batch import declare
-from unicron_lightning.strategies.loading import Loaders
-from unicron_lightning.strategies.loggers import follow, keep_files, take_over
 from unicron_lightning.strategies.membership import Membership
+from unicron_lightning.strategies.metrics.loggers import follow, keep_files, take_over
+from unicron_lightning.strategies.metrics.recording import RecordingResults, logged_dtype
+from unicron_lightning.strategies.metrics.sums import SumsLayout
 from unicron_lightning.strategies.parallelism import Parallelism
-from unicron_lightning.strategies.recording import RecordingResults, logged_dtype
+from unicron_lightning.strategies.passes.loaders import Loaders
+from unicron_lightning.strategies.passes.validation_clock import TimedValidation
 from unicron_lightning.strategies.reporting import StepReports, report_exception, told_flops
 from unicron_lightning.strategies.session import Session
-from unicron_lightning.strategies.sums import SumsLayout
-from unicron_lightning.strategies.timed import TimedValidation
+from unicron_lightning.strategies.state import join_state
+from unicron_lightning.strategies.state.checkpointing import ReportedCheckpoints
+from unicron_lightning.strategies.state.comparison import Comparison
 from unicron_lightning.worker.checkpoint_files import located
 from unicron_lightning.worker.control.statistics import Summary
 from unicron_lightning.worker.engine import Engine, World
@@ -53,7 +54,7 @@ class FaultTolerantStrategy(CollectingStrategy):
     Args:
         parallelism: made from this strategy.
         num_micro_batches: M of a global batch, instead of accumulate_grad_batches x devices x num_nodes.
-        compare: workers are compared when the task begins and at each join; see `describing`.
+        compare: workers are compared when the task begins and at each join; see `state.comparison`.
         accelerator, parallel_devices, checkpoint_io, precision_plugin: given by Lightning.
 
     Attributes:

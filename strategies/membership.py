@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from unicron_lightning.strategies import join_state
-from unicron_lightning.strategies.loggers import take_over
+from unicron_lightning.strategies.metrics.loggers import take_over
+from unicron_lightning.strategies.state import join_state
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.operations import Join
 

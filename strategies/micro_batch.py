@@ -13,10 +13,10 @@ from torch import Tensor
 from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.data.seeding import place_seed, seed_all
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.strategies.module_buffers import ModuleBuffers
-from unicron_lightning.strategies.recording import LogCall, logged_dtype
-from unicron_lightning.strategies.step_metrics import StepMetrics
-from unicron_lightning.strategies.sums import NormStatistics, SumsLayout
+from unicron_lightning.strategies.metrics.recording import LogCall, logged_dtype
+from unicron_lightning.strategies.metrics.step_metrics import StepMetrics
+from unicron_lightning.strategies.metrics.sums import NormStatistics, SumsLayout
+from unicron_lightning.strategies.state.module_buffers import ModuleBuffers
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy

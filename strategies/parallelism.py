@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from unicron_lightning.data.loader import EvaluationLoader, GlobalBatch, PassLoader
 from unicron_lightning.data.order import StepShape
-from unicron_lightning.strategies.recording import LogCall
+from unicron_lightning.strategies.metrics.recording import LogCall
 from unicron_lightning.strategies.session import Session
 from unicron_lightning.worker.commit import CommittedStep
 from unicron_lightning.worker.engine import World

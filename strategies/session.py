@@ -16,7 +16,7 @@ from unicron_lightning import environ, wire
 from unicron_lightning.copying import OfProcess
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.stacks import StackFile
-from unicron_lightning.strategies import default_group
+from unicron_lightning.strategies.collectives import default_group
 from unicron_lightning.worker.communication.backends import connector
 from unicron_lightning.worker.communication.gloo import leave_buried, wait_buried
 from unicron_lightning.worker.communication.owned_group import wait_destroyed

@@ -14,8 +14,8 @@ from typing_extensions import override
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies import roots
 from unicron_lightning.strategies.data_parallel import DataParallel, WholeModelSteps
-from unicron_lightning.strategies.divergence import Divergence, OnDivergence
 from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
+from unicron_lightning.strategies.state.divergence import Divergence, OnDivergence
 
 _MIB = 1 << 20
 
@@ -29,7 +29,7 @@ class UnicronStrategy(FaultTolerantStrategy):
         num_micro_batches: M of a global batch, instead of accumulate_grad_batches x devices x num_nodes.
         rebalance: a rank that is slower than the others gets fewer of a step's micro-batches.
         compare: workers compare seed, data, parameters and settings when the task begins and at each join, and one that
-            differs is refused; see `describing`. Set False if `hparams` differ on purpose.
+            differs is refused; see `state.comparison`. Set False if `hparams` differ on purpose.
         digest_every: number of steps between two comparisons of the workers' parameters, by a digest in the commit. 0:
             never.
         on_divergence: ``heal`` replaces workers whose parameters differ from most, ``stop`` ends the task; see

@@ -167,7 +167,7 @@ def test_every_error_stands_in_the_drawn_tree() -> None:
 
 def test_messages_of_troubleshooting_exist() -> None:
     sources = "".join(path.read_text() for path in ROOT.glob("unicron_lightning/**/*.py"))
-    sources += "".join(path.read_text() for path in ROOT.glob("strategies/*.py"))
+    sources += "".join(path.read_text() for path in ROOT.glob("strategies/**/*.py"))
     messages = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
     assert len(messages) > 20
     assert [message for message in messages if message not in sources] == []

@@ -12,8 +12,8 @@ from unicron_lightning.autoload import offer_strategy
 
 if TYPE_CHECKING:
     from unicron_lightning.local_cluster.cluster import LocalCluster
-    from unicron_lightning.strategies.fsdp import UnicronFSDPStrategy
-    from unicron_lightning.strategies.megatron import UnicronMegatronStrategy
+    from unicron_lightning.strategies.fsdp.strategy import UnicronFSDPStrategy
+    from unicron_lightning.strategies.megatron.strategy import UnicronMegatronStrategy
     from unicron_lightning.strategies.unicron import UnicronStrategy
 
 __all__ = ["LocalCluster", "UnicronFSDPStrategy", "UnicronMegatronStrategy", "UnicronStrategy", "__version__"]
@@ -33,11 +33,11 @@ def __getattr__(name: str) -> object:
 
         return UnicronStrategy
     if name == "UnicronMegatronStrategy":
-        from unicron_lightning.strategies.megatron import UnicronMegatronStrategy
+        from unicron_lightning.strategies.megatron.strategy import UnicronMegatronStrategy
 
         return UnicronMegatronStrategy
     if name == "UnicronFSDPStrategy":
-        from unicron_lightning.strategies.fsdp import UnicronFSDPStrategy
+        from unicron_lightning.strategies.fsdp.strategy import UnicronFSDPStrategy
 
         return UnicronFSDPStrategy
     if name == "__version__":

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
-    from unicron_lightning.strategies.fsdp import UnicronFSDPStrategy
-    from unicron_lightning.strategies.megatron import UnicronMegatronStrategy
+    from unicron_lightning.strategies.fsdp.strategy import UnicronFSDPStrategy
+    from unicron_lightning.strategies.megatron.strategy import UnicronMegatronStrategy
     from unicron_lightning.strategies.unicron import UnicronStrategy
 
 STRATEGY_NAME = "unicron"
@@ -118,14 +118,14 @@ def build_strategy(**init_params: Any) -> UnicronStrategy:
 
 def build_megatron_strategy(**init_params: Any) -> UnicronMegatronStrategy:
     """Make the Megatron strategy; megatron-core, an extra, is imported only here."""
-    from unicron_lightning.strategies.megatron import UnicronMegatronStrategy
+    from unicron_lightning.strategies.megatron.strategy import UnicronMegatronStrategy
 
     return UnicronMegatronStrategy(**init_params)
 
 
 def build_fsdp_strategy(**init_params: Any) -> UnicronFSDPStrategy:
     """Make the strategy of sharded models."""
-    from unicron_lightning.strategies.fsdp import UnicronFSDPStrategy
+    from unicron_lightning.strategies.fsdp.strategy import UnicronFSDPStrategy
 
     return UnicronFSDPStrategy(**init_params)
 

@@ -13,7 +13,7 @@ import torch
 from torch.distributed import TCPStore
 
 from unicron_lightning.coordinator.severity.errors import SEVERITY
-from unicron_lightning.detection.exceptions import describe, phase_of
+from unicron_lightning.detection.exceptions import PHASES, describe, phase_of
 from unicron_lightning.detection.patterns import UNKNOWN, Pattern, builtin, classify
 from unicron_lightning.errors import ConfigError
 
@@ -82,5 +82,14 @@ def test_the_phase_is_that_of_the_innermost_frame_that_is_known() -> None:
     step, batch = "/p/unicron_lightning/worker/step.py", "/p/unicron_lightning/strategies/micro_batch.py"
     assert phase_of([(step, "attempt"), (step, "_compute"), (batch, "run"), ("model.py", "forward")]) == "compute"
     assert phase_of([(step, "_compute"), (batch, "run"), ("/x/unicron_lightning/data/fetch.py", "get")]) == "data"
-    assert phase_of([(step, "attempt"), (step, "_commit")]) == "commit"
+    assert phase_of([(step, "attempt"), ("/x/unicron_lightning/worker/commit.py", "commit")]) == "commit"
     assert phase_of([("train.py", "<module>")]) == "script"
+
+
+def test_the_functions_of_each_phase_exist() -> None:
+    root = Path(__file__).parents[2]
+    for part, name, _ in PHASES:
+        path = root / ("strategies/micro_batch.py" if part == "micro_batch.py" else part)
+        if part.startswith(("strategies/", "unicron_lightning/", "micro_batch")):
+            assert path.is_file(), part
+            assert f"def {name}" in path.read_text(), (part, name)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 SOURCES = [
     *(path for name in ("megatron", "replica") for path in (ROOT / "unicron_lightning" / name).glob("*.py")),
-    *(ROOT / "strategies").glob("megatron*.py"),
+    *(ROOT / "strategies" / "megatron").glob("*.py"),
 ]
 
 _V0_16: Final = {

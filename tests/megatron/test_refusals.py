@@ -16,14 +16,14 @@ from megatron.core.optimizer import OptimizerConfig
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.megatron.grid import Shape
 from unicron_lightning.replica.mirror import Redundancy
-from unicron_lightning.strategies.megatron import UnicronMegatronStrategy
-from unicron_lightning.strategies.megatron_checks import (
+from unicron_lightning.strategies.megatron.checks import (
     check_megatron_config,
     check_megatron_layout,
     check_megatron_loader,
     check_validation_loader,
 )
-from unicron_lightning.strategies.megatron_optimizer import split_configuration
+from unicron_lightning.strategies.megatron.optimizer import split_configuration
+from unicron_lightning.strategies.megatron.strategy import UnicronMegatronStrategy
 
 
 class Config:

@@ -222,7 +222,7 @@ def main() -> None:
     pl.seed_everything(SEED, verbose=False)
     options = toy.Toy(**settings["toy"])
     from unicron_lightning.replica.mirror import Redundancy
-    from unicron_lightning.strategies.megatron import UnicronMegatronStrategy
+    from unicron_lightning.strategies.megatron.strategy import UnicronMegatronStrategy
 
     strategy = UnicronMegatronStrategy(
         tensor_model_parallel_size=settings["tp"],

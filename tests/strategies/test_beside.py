@@ -20,7 +20,7 @@ from test_parity import free_port, launch  # noqa: E402
 
 sys.path.remove(str(HERE))
 
-from unicron_lightning.strategies.collectives import ShapesDiffer, filled  # noqa: E402
+from unicron_lightning.strategies.collectives.operations import ShapesDiffer, filled  # noqa: E402
 
 
 def run(strategy: str, case: str, folder: Path) -> Any:

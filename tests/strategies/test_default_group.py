@@ -14,9 +14,9 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.utils.data import DataLoader, TensorDataset
 
-from unicron_lightning.strategies import default_group
-from unicron_lightning.strategies.collectives import CollectiveInStep
-from unicron_lightning.strategies.process_group import UNSUPPORTED, CollectiveRefused, DefaultGroup
+from unicron_lightning.strategies.collectives import default_group
+from unicron_lightning.strategies.collectives.operations import CollectiveInStep
+from unicron_lightning.strategies.collectives.process_group import UNSUPPORTED, CollectiveRefused, DefaultGroup
 
 
 class Line(pl.LightningModule):

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from unicron_lightning.data.loader import TrainingLoader
 from unicron_lightning.data.order import DataOrder, StepShape
-from unicron_lightning.strategies.describing import describe_data, describe_model
+from unicron_lightning.strategies.state.comparison import describe_data, describe_model
 
 
 class Model(pl.LightningModule):

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from unicron_lightning import wire
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.strategies import join_state
+from unicron_lightning.strategies.state import join_state
 from unicron_lightning.strategies.unicron import UnicronStrategy
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.checkpoint_files import digest_of

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from worker.simulation import Coordinator, Fault, Killed, run_threads
 
-from unicron_lightning.strategies.module_buffers import ModuleBuffers
-from unicron_lightning.strategies.sums import NormStatistics, StepSums, SumsLayout
+from unicron_lightning.strategies.metrics.sums import NormStatistics, StepSums, SumsLayout
+from unicron_lightning.strategies.state.module_buffers import ModuleBuffers
 from unicron_lightning.worker.buckets import GradientBuckets
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.operations import Agreement

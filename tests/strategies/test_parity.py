@@ -16,7 +16,7 @@ from programs.launching import PROGRAMS, launch
 
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.local_cluster.processes import free_port
-from unicron_lightning.strategies.checkpointing import count_steps
+from unicron_lightning.strategies.state.checkpointing import count_steps
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Metric `SpearmanCorrcoef` will save:UserWarning"),

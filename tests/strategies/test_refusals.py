@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.strategies.collectives import CollectiveInStep
+from unicron_lightning.strategies.collectives.operations import CollectiveInStep
 from unicron_lightning.strategies.environment import own_device
 from unicron_lightning.strategies.unicron import UnicronStrategy
 

@@ -13,8 +13,8 @@ from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 from unicron_lightning import wire
-from unicron_lightning.strategies.checkpointing import _write
-from unicron_lightning.strategies.resuming import CheckpointsChanged, _agreed, _Seen, newest
+from unicron_lightning.strategies.state.checkpointing import _write
+from unicron_lightning.strategies.state.resuming import CheckpointsChanged, _agreed, _Seen, newest
 from unicron_lightning.worker.checkpoint_files import digest_of, located
 from unicron_lightning.worker.engine import Engine
 

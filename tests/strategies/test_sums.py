@@ -14,12 +14,12 @@ from torch import nn
 from worker.simulation import Coordinator, run_threads
 
 from unicron_lightning.data.loader import GlobalBatch
-from unicron_lightning.strategies.default_group import never
-from unicron_lightning.strategies.module_buffers import ModuleBuffers
-from unicron_lightning.strategies.recording import LogCall, Options, RecordingResults, merge_calls
-from unicron_lightning.strategies.step_metrics import StepMetrics
-from unicron_lightning.strategies.sums import NormStatistics, StepSums, SumsLayout
-from unicron_lightning.strategies.torch_metrics import merge_metric_states, set_common_aside
+from unicron_lightning.strategies.collectives.default_group import never
+from unicron_lightning.strategies.metrics.recording import LogCall, Options, RecordingResults, merge_calls
+from unicron_lightning.strategies.metrics.step_metrics import StepMetrics
+from unicron_lightning.strategies.metrics.sums import NormStatistics, StepSums, SumsLayout
+from unicron_lightning.strategies.metrics.torch_metrics import merge_metric_states, set_common_aside
+from unicron_lightning.strategies.state.module_buffers import ModuleBuffers
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.buckets import GradientBuckets
 from unicron_lightning.worker.engine import Engine

@@ -17,15 +17,15 @@ from unicron_lightning.fsdp.model import FsdpShard
 from unicron_lightning.replica.fabric import ReplicaFabric
 from unicron_lightning.replica.member import ReplicaMember
 from unicron_lightning.strategies.checks import check_optimizers
-from unicron_lightning.strategies.fsdp_checkpoints import ShardedCheckpoints
-from unicron_lightning.strategies.fsdp_checks import (
+from unicron_lightning.strategies.fsdp.checkpoints import ShardedCheckpoints
+from unicron_lightning.strategies.fsdp.checks import (
     check_sharded_module,
     check_sharded_optimizer,
     check_sharded_trainer,
 )
-from unicron_lightning.strategies.fsdp_evaluation import ShardedEvaluation
-from unicron_lightning.strategies.fsdp_steps import ShardedPrecision, ShardedSteps
-from unicron_lightning.strategies.fsdp_wrapping import shard_module
+from unicron_lightning.strategies.fsdp.steps import ShardedPrecision, ShardedSteps
+from unicron_lightning.strategies.fsdp.validation import ShardedEvaluation
+from unicron_lightning.strategies.fsdp.wrapping import shard_module
 from unicron_lightning.strategies.parallelism import Parallelism
 from unicron_lightning.strategies.session import Session
 from unicron_lightning.worker.engine import World

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import msgspec
 
-from unicron_lightning.strategies.join_state import WHOLE
+from unicron_lightning.strategies.state.join_state import WHOLE
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.control.thread import terminable
 from unicron_lightning.worker.operations import Parting

@@ -17,14 +17,14 @@ from typing_extensions import override
 from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.fsdp.mesh import local_shards
 from unicron_lightning.replica.step import ReplicaStep
+from unicron_lightning.strategies.metrics.recording import LogCall
+from unicron_lightning.strategies.metrics.sums import NormStatistics, StepSums
 from unicron_lightning.strategies.micro_batch import Effects, MicroBatches
-from unicron_lightning.strategies.module_buffers import ModuleBuffers
 from unicron_lightning.strategies.parallelism import FinishedStep
-from unicron_lightning.strategies.recording import LogCall
-from unicron_lightning.strategies.sums import NormStatistics, StepSums
+from unicron_lightning.strategies.state.module_buffers import ModuleBuffers
 
 if TYPE_CHECKING:
-    from unicron_lightning.strategies.fsdp_parallel import FsdpParallel
+    from unicron_lightning.strategies.fsdp.parallel import FsdpParallel
 
 
 class ShardedSteps:

@@ -14,10 +14,10 @@ from lightning.pytorch.loops import _EvaluationLoop
 
 from unicron_lightning.data.loader import EvaluationLoader
 from unicron_lightning.data.order import DataOrder, StepShape
-from unicron_lightning.strategies.loading import order_seed
-from unicron_lightning.strategies.recording import LogCall, RecordingResults, logged_dtype, merge_calls
-from unicron_lightning.strategies.step_metrics import State, StepMetrics
-from unicron_lightning.strategies.torch_metrics import merge_metric_states, set_common_aside
+from unicron_lightning.strategies.metrics.recording import LogCall, RecordingResults, logged_dtype, merge_calls
+from unicron_lightning.strategies.metrics.step_metrics import State, StepMetrics
+from unicron_lightning.strategies.metrics.torch_metrics import merge_metric_states, set_common_aside
+from unicron_lightning.strategies.passes.loaders import order_seed
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.evaluation import Evaluation, plan_evaluation

@@ -17,14 +17,14 @@ from unicron_lightning.data.order import StepShape, check_loader
 from unicron_lightning.data.seeding import place_seed, preserved, seed_all
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.replica.evaluation import ReplicaEvaluation
-from unicron_lightning.strategies.recording import LogCall, RecordingResults, merge_calls
+from unicron_lightning.strategies.metrics.recording import LogCall, RecordingResults, merge_calls
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.engine import Report
 from unicron_lightning.worker.ledger import share
 from unicron_lightning.worker.operations import unpack_parts
 
 if TYPE_CHECKING:
-    from unicron_lightning.strategies.fsdp_parallel import FsdpParallel
+    from unicron_lightning.strategies.fsdp.parallel import FsdpParallel
 
 _VALIDATION: Final = 2
 """Distinguishes the random state from that of training, at the same place."""

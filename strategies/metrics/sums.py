@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from unicron_lightning.strategies.module_buffers import ModuleBuffers
-from unicron_lightning.strategies.recording import LogCall, Options, merge_calls
-from unicron_lightning.strategies.step_metrics import StepMetrics
+from unicron_lightning.strategies.metrics.recording import LogCall, Options, merge_calls
+from unicron_lightning.strategies.metrics.step_metrics import StepMetrics
+from unicron_lightning.strategies.state.module_buffers import ModuleBuffers
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.buckets import Bucket, FlatBucket
 from unicron_lightning.worker.communication.communicator import gather_bytes

@@ -25,13 +25,13 @@ from unicron_lightning.replica.channels import Channels
 from unicron_lightning.replica.fabric import ReplicaFabric
 from unicron_lightning.replica.member import ReplicaMember
 from unicron_lightning.replica.mirror import Redundancy
-from unicron_lightning.strategies.megatron_batches import StageSteps
-from unicron_lightning.strategies.megatron_building import build_shard
-from unicron_lightning.strategies.megatron_checkpoints import GridCheckpoints
-from unicron_lightning.strategies.megatron_checks import check_megatron_trainer
-from unicron_lightning.strategies.megatron_optimizer import MegatronOptimizer, split_configuration
-from unicron_lightning.strategies.megatron_relayout import part
-from unicron_lightning.strategies.megatron_validation import StageEvaluation
+from unicron_lightning.strategies.megatron.batches import StageSteps
+from unicron_lightning.strategies.megatron.building import build_shard
+from unicron_lightning.strategies.megatron.checkpoints import GridCheckpoints
+from unicron_lightning.strategies.megatron.checks import check_megatron_trainer
+from unicron_lightning.strategies.megatron.optimizer import MegatronOptimizer, split_configuration
+from unicron_lightning.strategies.megatron.relayout import part
+from unicron_lightning.strategies.megatron.validation import StageEvaluation
 from unicron_lightning.strategies.parallelism import Parallelism
 from unicron_lightning.strategies.session import Session
 from unicron_lightning.worker.engine import World

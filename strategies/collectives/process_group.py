@@ -20,7 +20,7 @@ from torch.futures import Future
 from typing_extensions import override
 
 from unicron_lightning.errors import UnicronError
-from unicron_lightning.strategies.collectives import Collectives
+from unicron_lightning.strategies.collectives.operations import Collectives
 from unicron_lightning.worker import codec
 
 NAME: Final = "unicron"

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 
 from unicron_lightning.data.loader import EvaluationLoader, PassLoader, TrainingLoader
 from unicron_lightning.data.order import DataOrder, StepShape, check_loader
-from unicron_lightning.strategies.ordinary import ordinary, show_ordinary
-from unicron_lightning.strategies.prediction import PredictionLoader, Predictions, unwrapped
+from unicron_lightning.strategies.passes.prediction import PredictionLoader, Predictions, unwrapped
+from unicron_lightning.strategies.passes.script_loaders import ordinary, show_ordinary
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy

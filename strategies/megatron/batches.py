@@ -15,15 +15,15 @@ from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.megatron.randomness import seed_micro_batch
 from unicron_lightning.replica.step import ReplicaStep
-from unicron_lightning.strategies.megatron_checks import check_megatron_loader
+from unicron_lightning.strategies.megatron.checks import check_megatron_loader
+from unicron_lightning.strategies.metrics.recording import LogCall
+from unicron_lightning.strategies.metrics.sums import NormStatistics, StepSums
 from unicron_lightning.strategies.micro_batch import FORWARD
-from unicron_lightning.strategies.module_buffers import ModuleBuffers
 from unicron_lightning.strategies.parallelism import FinishedStep
-from unicron_lightning.strategies.recording import LogCall
-from unicron_lightning.strategies.sums import NormStatistics, StepSums
+from unicron_lightning.strategies.state.module_buffers import ModuleBuffers
 
 if TYPE_CHECKING:
-    from unicron_lightning.strategies.megatron_parallel import MegatronParallel
+    from unicron_lightning.strategies.megatron.parallel import MegatronParallel
 
 
 class StageSteps:

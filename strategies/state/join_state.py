@@ -16,10 +16,10 @@ import torch
 from lightning.pytorch.loops import _FitLoop
 
 from unicron_lightning.data.seeding import random_states, restore_random_states
-from unicron_lightning.strategies.loggers import adopt_versions, cut_rows, versions
-from unicron_lightning.strategies.recording import RecordingResults
-from unicron_lightning.strategies.step_metrics import StepMetrics
-from unicron_lightning.strategies.sums import SumsLayout
+from unicron_lightning.strategies.metrics.loggers import adopt_versions, cut_rows, versions
+from unicron_lightning.strategies.metrics.recording import RecordingResults
+from unicron_lightning.strategies.metrics.step_metrics import StepMetrics
+from unicron_lightning.strategies.metrics.sums import SumsLayout
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.operations import Agreement, unpack_parts

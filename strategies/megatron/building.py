@@ -13,7 +13,7 @@ from unicron_lightning.megatron.spread import spread_of
 from unicron_lightning.megatron.world import current_groups
 from unicron_lightning.replica.fabric import ReplicaFabric
 from unicron_lightning.replica.mirror import Redundancy
-from unicron_lightning.strategies.megatron_checks import (
+from unicron_lightning.strategies.megatron.checks import (
     check_megatron_config,
     check_megatron_layout,
     find_megatron_module,

@@ -16,9 +16,9 @@ from lightning.pytorch.plugins.io.async_plugin import AsyncCheckpointIO
 
 from unicron_lightning import wire
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.strategies import join_state
 from unicron_lightning.strategies.parallelism import CheckpointStore
-from unicron_lightning.strategies.resuming import newest
+from unicron_lightning.strategies.state import join_state
+from unicron_lightning.strategies.state.resuming import newest
 from unicron_lightning.worker.checkpoint_files import HashingFile, OpenCheckpoint, digest_of
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.operations import LeaderAction, unpack_parts

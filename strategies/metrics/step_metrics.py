@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
 
-from unicron_lightning.strategies.default_group import own_metrics
+from unicron_lightning.strategies.collectives.default_group import own_metrics
 
 State = dict[str, Any]
 """The declared states of a metric, ``_update_count``, and ``_forwarded``: whether it was called, not only updated."""

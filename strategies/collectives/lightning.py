@@ -12,10 +12,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.strategies import default_group
-from unicron_lightning.strategies.collectives import Collectives
+from unicron_lightning.strategies.collectives import default_group
+from unicron_lightning.strategies.collectives.operations import Collectives
 from unicron_lightning.strategies.environment import UnicronEnvironment
-from unicron_lightning.strategies.loggers import is_log_dir
+from unicron_lightning.strategies.metrics.loggers import is_log_dir
 from unicron_lightning.strategies.roots import check_accelerator
 from unicron_lightning.strategies.session import Session
 

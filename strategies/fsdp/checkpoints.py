@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from unicron_lightning.fsdp.whole import load_optimizer, load_parameters, whole_optimizer, whole_parameters
-from unicron_lightning.strategies.checkpointing import SingleFileCheckpoints
+from unicron_lightning.strategies.state.checkpointing import SingleFileCheckpoints
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.operations import Agreement, unpack_parts
 
 if TYPE_CHECKING:
-    from unicron_lightning.strategies.fsdp_parallel import FsdpParallel
+    from unicron_lightning.strategies.fsdp.parallel import FsdpParallel
 
 logger = logging.getLogger(__name__)
 

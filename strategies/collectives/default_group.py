@@ -19,8 +19,8 @@ from torch import nn
 from torchmetrics import Metric
 from torchmetrics.metric import jit_distributed_available
 
-from unicron_lightning.strategies.collectives import Collectives
-from unicron_lightning.strategies.process_group import NAME, DefaultGroup, NoStore, Place
+from unicron_lightning.strategies.collectives.operations import Collectives
+from unicron_lightning.strategies.collectives.process_group import NAME, DefaultGroup, NoStore, Place
 
 logger = logging.getLogger(__name__)
 

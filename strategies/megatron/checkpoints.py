@@ -21,7 +21,7 @@ from unicron_lightning.worker.engine import Engine, Report
 from unicron_lightning.worker.operations import Indivisible
 
 if TYPE_CHECKING:
-    from unicron_lightning.strategies.megatron_parallel import MegatronParallel
+    from unicron_lightning.strategies.megatron.parallel import MegatronParallel
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from unicron_lightning.strategies.step_metrics import GLOBAL, State, StepMetrics, empty, merge_states, set_state
+from unicron_lightning.strategies.metrics.step_metrics import GLOBAL, State, StepMetrics, empty, merge_states, set_state
 
 
 def set_common_aside(module: nn.Module) -> dict[str, State]:

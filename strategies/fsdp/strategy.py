@@ -19,7 +19,7 @@ from unicron_lightning.errors import ConfigError
 from unicron_lightning.fsdp.grid import ShardedShape
 from unicron_lightning.replica.fabric import ReplicaFabric
 from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
-from unicron_lightning.strategies.fsdp_parallel import FsdpParallel
+from unicron_lightning.strategies.fsdp.parallel import FsdpParallel
 
 
 class UnicronFSDPStrategy(FaultTolerantStrategy):
@@ -35,7 +35,7 @@ class UnicronFSDPStrategy(FaultTolerantStrategy):
         accelerator, parallel_devices, checkpoint_io, precision_plugin: given by Lightning.
 
     Raises:
-        ConfigError: for settings that can't be supported exactly; see `fsdp_checks`.
+        ConfigError: for settings that can't be supported exactly; see `checks`.
     """
 
     strategy_name = "unicron_fsdp"

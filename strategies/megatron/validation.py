@@ -23,14 +23,14 @@ from unicron_lightning.data.order import StepShape
 from unicron_lightning.data.seeding import preserved
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.replica.evaluation import ReplicaEvaluation
-from unicron_lightning.strategies.megatron_batches import stage_batch
-from unicron_lightning.strategies.megatron_checks import check_validation_loader
-from unicron_lightning.strategies.recording import LogCall, RecordingResults, merge_calls
+from unicron_lightning.strategies.megatron.batches import stage_batch
+from unicron_lightning.strategies.megatron.checks import check_validation_loader
+from unicron_lightning.strategies.metrics.recording import LogCall, RecordingResults, merge_calls
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.operations import unpack_parts
 
 if TYPE_CHECKING:
-    from unicron_lightning.strategies.megatron_parallel import MegatronParallel
+    from unicron_lightning.strategies.megatron.parallel import MegatronParallel
 
 _VALIDATION: Final = 2
 """Distinguishes the random state from that of training, at the same place."""

@@ -18,7 +18,7 @@ from unicron_lightning.megatron.model import ShardModel
 from unicron_lightning.replica.fabric import ReplicaFabric
 from unicron_lightning.replica.mirror import Redundancy
 from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
-from unicron_lightning.strategies.megatron_parallel import MegatronParallel
+from unicron_lightning.strategies.megatron.parallel import MegatronParallel
 
 
 class UnicronMegatronStrategy(FaultTolerantStrategy):
@@ -34,7 +34,7 @@ class UnicronMegatronStrategy(FaultTolerantStrategy):
             copy of each.
 
     Raises:
-        ConfigError: for settings that can't be supported exactly; see `megatron_checks`.
+        ConfigError: for settings that can't be supported exactly; see `checks`.
     """
 
     strategy_name = "unicron_megatron"

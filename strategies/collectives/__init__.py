@@ -1,0 +1,1 @@
+"""Lightning's and torch's collectives, as operations that survive failures."""

@@ -1,0 +1,1 @@
+"""The strategy ``unicron_fsdp``."""

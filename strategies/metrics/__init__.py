@@ -1,0 +1,1 @@
+"""Logged values, metrics and loggers."""

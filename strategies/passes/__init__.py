@@ -1,0 +1,1 @@
+"""Validation, test and prediction passes, and the loaders of all loops."""

@@ -1,0 +1,1 @@
+"""The training state: checkpoints, joins, buffers, and comparisons between workers."""
