@@ -137,6 +137,12 @@ class Turn:
         """Close a connection."""
         self.actions.append(ev.Close(conn=conn, reason=reason))
 
+    def hang_up(self, agent: Agent, reason: str) -> None:
+        """Close an agent's connection, if it has one; nothing more is received on it."""
+        if agent.conn is not None:
+            del self._cluster.conns[agent.conn]
+            self.close(agent.conn, reason)
+
     def refuse(self, conn: int, reason: str) -> None:
         """Notify an agent that it can't take part, and close its connection."""
         self.actions.append(ev.Send(conn=conn, message=wire.Refused(reason=reason)))

@@ -14,13 +14,10 @@ from typing import Final
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
+from unicron_lightning.coordinator import parts
 from unicron_lightning.coordinator.actions import Turn
-from unicron_lightning.coordinator.connectivity import pairing
-from unicron_lightning.coordinator.membership import registration
 from unicron_lightning.coordinator.orders import jobs
-from unicron_lightning.coordinator.severity import apply as severity
 from unicron_lightning.coordinator.state import Agent, Cluster, Task
-from unicron_lightning.coordinator.watch import hangs
 from unicron_lightning.wire.fields import shortened
 
 WINDOW: Final = 60.0
@@ -71,10 +68,7 @@ def set_back(cluster: Cluster, turn: Turn, task_id: str, stored: Task | None, wh
     if stored is not None:
         cluster.tasks[task_id] = stored
         _log(turn, "task_set_back", task_id, why)
-        registration.restore(stored, turn)
-        severity.restore(stored)
-        hangs.restore(stored, turn)
-        pairing.restore(stored)
+        parts.restore(stored, turn)
         turn.to_review[task_id] = stored
         return
     turn.actions.append(ev.Forget(task=task_id))

@@ -1,26 +1,22 @@
 """The coordinator as a pure state machine: `Machine.handle` takes an input and returns the actions that answer it.
 
 No clock, no I/O, no randomness: the same inputs from the same snapshot give the same state and actions. This module
-handles connections and finds the task of each input; everything about one task is in the packages beside it,
-below all in `membership`.
+handles connections and finds the task of each input. The rules about one task are in the packages beside it, and are
+called through `parts`.
 """
 
 from __future__ import annotations
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
-from unicron_lightning.coordinator import isolation, state
+from unicron_lightning.coordinator import isolation, parts, state
 from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.allocation.places import DaemonPlaces, competing_tasks
 from unicron_lightning.coordinator.allocation.plans import gather, gathered, review_allocation, take_plan
-from unicron_lightning.coordinator.connectivity import pairing, partition
-from unicron_lightning.coordinator.incidents import accounting, measurements
-from unicron_lightning.coordinator.membership import daemons, epochs, registration, slots, standby, workers
+from unicron_lightning.coordinator.incidents import accounting
+from unicron_lightning.coordinator.membership import daemons, epochs, registration, workers
 from unicron_lightning.coordinator.orders import injection, jobs, operator, relayout
-from unicron_lightning.coordinator.severity import apply as severity
-from unicron_lightning.coordinator.severity import reports
-from unicron_lightning.coordinator.state import Agent, Cluster, Lasting, Pending, Task
-from unicron_lightning.coordinator.watch import hangs
+from unicron_lightning.coordinator.state import Cluster, Lasting, Pending, Task
 from unicron_lightning.wire.daemon import NodeHello
 
 
@@ -178,11 +174,7 @@ class Machine:
             turn.actions.append(ev.Emit(name="coordinator_restored", task=None, incident=None, fields=fields))
         for task in list(cluster.tasks.values()):
             self._touched = {task.id: None}
-            registration.restore(task, turn)
-            severity.restore(task)
-            hangs.restore(task, turn)
-            pairing.restore(task)
-            partition.restore(task, turn)
+            parts.restore(task, turn)
             self._review(turn, task)
         daemons.restore(cluster, turn)
         if self.limits.exit_when_idle:
@@ -209,7 +201,7 @@ class Machine:
             agent = task.agents.get(agent_id) if task else None
             if task is not None and agent is not None:
                 step = task.severity.step
-                self._from_agent(turn, task, agent, message)
+                parts.receive(task, turn, agent, message)
                 if turn.decisions or task.severity.step != step or not workers.changes_nothing(task, message):
                     turn.to_review[task.id] = task
 
@@ -241,55 +233,12 @@ class Machine:
             self._cluster.tasks[task.id] = task
             turn.emit(task, "task_created", min_nodes=task.min_nodes, max_nodes=task.max_nodes)
         old = task.agents.get(message.agent)
-        if old is not None and old.conn is not None and old.conn != conn:
-            del self._cluster.conns[old.conn]
-            turn.close(old.conn, "the agent has a newer connection")
+        if old is not None and old.conn != conn:
+            turn.hang_up(old, "the agent has a newer connection")
         self._cluster.conns[conn] = (task.id, message.agent)
         registration.register(task, turn, conn, message, created=created)
         gather(self._cluster, turn, task.agents[message.agent], old is None)
         turn.to_review[task.id] = task
-
-    def _from_agent(self, turn: Turn, task: Task, agent: Agent, message: wire.FromAgent) -> None:
-        match message:
-            case wire.WorkerReady():  # first, as thousands arrive at once
-                workers.receive(task, turn, agent, message)
-            case wire.Register() | wire.Beat():
-                raise AssertionError("handled by the caller")
-            case wire.Bye():
-                if agent.conn is not None:
-                    del self._cluster.conns[agent.conn]
-                    turn.close(agent.conn, "bye")
-                registration.bye(task, turn, agent, message)
-            case wire.RendezvousBegin():
-                if message.round > agent.round:
-                    workers.died(task, turn, task.workers_of(agent.id), "stopped")
-                slots.begin_rendezvous(task, turn, agent, message)
-            case wire.LocalWorld():
-                started = agent.warm or agent.id in task.slots
-                if message.round == agent.round and started and agent.local_world is None:
-                    agent.local_world = message.size
-                    turn.save(task)
-            case wire.StoreUsed():
-                if message.round == agent.round:
-                    slots.store_used(task, turn)
-            case wire.WorkerDied():
-                severity.worker_died(task, turn, agent, message)
-                workers.worker_died(task, turn, agent, message)
-            case wire.ErrorReport() | wire.NodeReading():
-                reports.receive(task, turn, agent, message)
-            case wire.PairServing() | wire.PairResult():
-                pairing.receive(task, turn, agent, message)
-            case wire.Probed():
-                partition.receive(task, turn, agent, message)
-            case wire.WorkerHello():
-                workers.hello(task, turn, agent, message)
-            case wire.ActivityReport():
-                hangs.receive_activity(task, turn, agent, message)
-            case wire.Record():
-                workers.record(task, turn, agent, message)
-            case _:
-                severity.receive(task, turn, agent, message)
-                workers.receive(task, turn, agent, message)
 
     def _node_said(self, turn: Turn, event: ev.DaemonMessage) -> None:
         if isinstance(event.message, NodeHello):
@@ -350,51 +299,17 @@ class Machine:
         if key.kind == "plan":
             gathered(self._cluster, turn)
         task = self._cluster.tasks.get(key.task)
-        if task is None:
-            return
-        self._touched[task.id] = None
-        agent = task.agents.get(key.agent)
-        match key.kind:
-            case "lost" if agent is not None:
-                registration.lost_due(task, turn, agent)
-            case "missing" if agent is not None:
-                registration.missing_due(task, turn, agent)
-            case "pair" if agent is not None:
-                pairing.timer_fired(task, turn, agent)
-            case "probe" | "enter" | "parted":
-                partition.timer_fired(task, turn, key.kind)
-            case "restore" if task.restoring:
-                registration.restore_due(task, turn)
-            case "rebuild" if task.rebuilding:
-                epochs.rebuild_due(task, turn)
-            case "comm_error" if task.comm_error_epoch:
-                severity.comm_error_due(task, turn)
-            case "recovery":
-                severity.overdue(task, turn)
-            case "watch" | "start" | "stacks" if not hangs.timer(task, turn, key.kind, agent):
-                return
-            case "join":
-                task.join_timer = False
-                task.join_due = True
-            case "empty":
-                task.empty_grace = False
-        self._review(turn, task)
+        if task is not None:
+            self._touched[task.id] = None
+            if parts.timer_fired(task, turn, key):
+                self._review(turn, task)
 
     # ---- after each input ------------------------------------------------------------------------------------------
 
     def _review(self, turn: Turn, task: Task) -> None:
         """Carry out the steps that are due for the task now."""
         self._touched[task.id] = None
-        again = True
-        while again:
-            pairing.review(task, turn)
-            partition.review(task, turn)
-            slots.review_slots(task, turn)
-            epochs.review_members(task, turn)
-            partition.watch(task, turn)
-            standby.review_standbys(task, turn)
-            registration.review_end(task, turn)
-            again = severity.review(task, turn)
+        parts.review(task, turn)
         if task.over is not None and not task.agents:
             self._cluster.tasks.pop(task.id, None)
             turn.actions.append(ev.Forget(task=task.id))
@@ -412,8 +327,7 @@ class Machine:
         """Update measurements and accounts. They decide nothing."""
         for task, logged in list(turn.news):
             self._touched[task.id] = None
-            measurements.record_event(task, turn, logged)
-            accounting.record_event(task, turn, logged)
+            parts.record(task, turn, logged)
         if turn.actions:
             accounting.review(self._cluster.tasks.values(), turn)
         workers.send_notices(turn)

@@ -24,6 +24,7 @@ import msgspec
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator.actions import Turn
+from unicron_lightning.coordinator.part import Part, on
 from unicron_lightning.coordinator.severity import reports
 from unicron_lightning.coordinator.state import Agent, Task
 from unicron_lightning.detection import pairs
@@ -83,7 +84,7 @@ def timer_fired(task: Task, turn: Turn, agent: Agent) -> None:
         _failed(task, turn, agent, paired.own_cause or silent, "nothing" if paired.own_cause else "")
 
 
-def restore(task: Task) -> None:
+def restore(task: Task, _turn: Turn) -> None:
     """Restore a task of an earlier coordinator process, whose timers are gone: exchanges start over."""
     for agent in task.agents.values():
         agent.paired.ended()
@@ -261,3 +262,11 @@ def _bar(task: Task, turn: Turn, agent: Agent) -> None:
         details={"check": "exchange", "partners": partners},
     )
     reports.handle_error(task, turn, agent, word)
+
+
+PART: Final = Part(
+    restore=restore,
+    receivers=(on(wire.PairServing, receive), on(wire.PairResult, receive)),
+    agent_timers={"pair": timer_fired},
+    review=review,
+)

@@ -24,6 +24,7 @@ from unicron_lightning.coordinator.connectivity.reachability import Candidate, P
 from unicron_lightning.coordinator.connectivity.record import NodeExclusion
 from unicron_lightning.coordinator.membership import epochs
 from unicron_lightning.coordinator.membership.slots import revoke
+from unicron_lightning.coordinator.part import Part, on
 from unicron_lightning.coordinator.state import Agent, Task
 
 ANSWER_SECONDS: Final = 1.5
@@ -72,16 +73,6 @@ def receive(task: Task, turn: Turn, agent: Agent, message: wire.Probed) -> None:
         probing.missed[agent.id] = [peer for peer in message.missed if peer in task.agents]
         if set(probing.asked) <= set(probing.missed):
             _conclude(task, turn)
-
-
-def timer_fired(task: Task, turn: Turn, kind: str) -> None:
-    """Process a timer: of a probe (``probe``), of an epoch's members (``enter``), or of excluded nodes (``parted``)."""
-    if kind == "probe":
-        _conclude(task, turn)
-    elif kind == "enter":
-        _look_at_entries(task, turn)
-    else:
-        _probe_again(task, turn)
 
 
 def restore(task: Task, turn: Turn) -> None:
@@ -288,3 +279,13 @@ def _candidate(task: Task, node: str) -> Candidate:
 def _whole_replicas(task: Task) -> list[set[str]]:
     whole = (replica for replica in task.replicas if all(worker in task.workers for worker in replica))
     return [{task.agents[task.workers[worker].agent].node for worker in replica} for replica in whole]
+
+
+PART: Final = Part(
+    restore=restore,
+    receivers=(on(wire.Probed, receive),),
+    timers={"probe": _conclude, "parted": _probe_again},
+    review=review,
+)
+ENTRIES: Final = Part(timers={"enter": _look_at_entries}, review=watch)
+"""Suspicion of members that do not enter a settled epoch."""

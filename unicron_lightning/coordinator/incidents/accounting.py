@@ -28,6 +28,7 @@ from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.allocation import estimates
 from unicron_lightning.coordinator.incidents.record import PHASES, Accounts, Incident, Level, Loss, Phase
+from unicron_lightning.coordinator.part import Part
 from unicron_lightning.coordinator.state import Cluster, Lasting, Task
 from unicron_lightning.jobs import Job
 
@@ -296,3 +297,6 @@ def _number(incident: str) -> int:
     """Return the number in an incident's id; 0 if it has none."""
     digits = incident.removeprefix("i")
     return int(digits) if digits.isdecimal() else 0
+
+
+PART: Final = Part(record=record_event)

@@ -26,6 +26,7 @@ from unicron_lightning.coordinator.incidents.record import (
     SpeedMeasurement,
     TransitionName,
 )
+from unicron_lightning.coordinator.part import Part
 from unicron_lightning.coordinator.state import Task
 
 _WINDOW: Final = 32
@@ -154,3 +155,6 @@ def _conclude(task: Task, turn: Turn, pace: SpeedMeasurement) -> None:
         del speeds[min(speeds, key=lambda slots: speeds[slots].at)]
     task.measured.speeds = speeds
     turn.save(task)
+
+
+PART: Final = Part(record=record_event)

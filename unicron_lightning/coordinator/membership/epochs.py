@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hmac
 from collections import Counter
-from typing import Any
+from typing import Any, Final
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator.actions import Turn
@@ -24,6 +24,7 @@ from unicron_lightning.coordinator.membership.replicas import awaited, bearable,
 from unicron_lightning.coordinator.membership.slots import leaving, revoke
 from unicron_lightning.coordinator.orders import relayout
 from unicron_lightning.coordinator.orders.jobs import ended
+from unicron_lightning.coordinator.part import Part
 from unicron_lightning.coordinator.state import Agent, Task, Worker
 
 _JOIN = "join"
@@ -100,6 +101,8 @@ def comm_error_due(task: Task, turn: Turn) -> None:
 
 def rebuild_due(task: Task, turn: Turn) -> None:
     """Resume with the workers that hold the task's state, after all agents had time to register."""
+    if not task.rebuilding:
+        return
     task.rebuilding = False
     turn.places_changed = True
     turn.save(task)
@@ -123,6 +126,12 @@ def rebuild_due(task: Task, turn: Turn) -> None:
     open_incident(task)
     _publish(task, turn, "fail", [_member(task, worker) for worker in members])
     _turn_into_joiners(task, turn, set(task.established))
+
+
+def _join_due(task: Task, _turn: Turn) -> None:
+    """Admit candidates now, without siblings that are not ready."""
+    task.join_timer = False
+    task.join_due = True
 
 
 def holds_state(worker: Worker) -> bool:
@@ -401,3 +410,6 @@ def _new_life(task: Task, turn: Turn) -> None:
     saved = task.checkpoint
     path, step = (saved.path, saved.step) if saved else (None, None)
     turn.emit(task, "task_restarts", life=task.life, path=path, step=step)
+
+
+PART: Final = Part(timers={"rebuild": rebuild_due, "join": _join_due}, review=review_members)

@@ -16,12 +16,14 @@ An agent's `wire.Register` leads to one of four cases:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.membership import replicas, slots, standby, workers
 from unicron_lightning.coordinator.membership.epochs import agents_to_notify, finish, open_incident, send_go, welcome
 from unicron_lightning.coordinator.orders.jobs import is_job
+from unicron_lightning.coordinator.part import Part, on
 from unicron_lightning.coordinator.severity import apply as severity
 from unicron_lightning.coordinator.severity import reports
 from unicron_lightning.coordinator.state import Agent, Task
@@ -200,10 +202,17 @@ def lost_due(task: Task, turn: Turn, agent: Agent) -> None:
 
 def restore_due(task: Task, turn: Turn) -> None:
     """Declare absent agents of a restored task lost: their time to return is over."""
+    if not task.restoring:
+        return
     task.restoring = False
     for agent in [agent for agent in task.agents.values() if agent.conn is None]:
         _declare_lost(task, turn, agent)
     turn.save(task)
+
+
+def _empty_due(task: Task, _turn: Turn) -> None:
+    """Stop waiting for lost agents."""
+    task.empty_grace = False
 
 
 def ended(task: Task, turn: Turn, agents: Sequence[Agent]) -> None:
@@ -240,6 +249,7 @@ def restore(task: Task, turn: Turn) -> None:
 
 def bye(task: Task, turn: Turn, agent: Agent, message: wire.Bye) -> None:
     """Handle the exit of an agent that has stopped its workers."""
+    turn.hang_up(agent, "bye")
     if message.succeeded and not agent.warm:
         task.agents_succeeded += 1
         for worker in task.workers_of(agent.id):
@@ -249,6 +259,13 @@ def bye(task: Task, turn: Turn, agent: Agent, message: wire.Bye) -> None:
     _remove(task, turn, agent)
     turn.emit(task, "agent_left", agent=agent.id, node=agent.node, succeeded=message.succeeded)
     slots.agent_gone(task, turn, had_slot=had_slot, succeeded=message.succeeded)
+
+
+def _begin_rendezvous(task: Task, turn: Turn, agent: Agent, message: wire.RendezvousBegin) -> None:
+    """Handle an agent's request for a grant: its workers of earlier rounds have ended."""
+    if message.round > agent.round:
+        workers.died(task, turn, task.workers_of(agent.id), "stopped")
+    slots.begin_rendezvous(task, turn, agent, message)
 
 
 def review_end(task: Task, turn: Turn) -> None:
@@ -396,3 +413,12 @@ def _repeat_epoch(task: Task, turn: Turn, agent: Agent, seen: int) -> None:
         turn.send(agent, task.epoch)
     if task.go is not None:
         send_go(task, turn, only=agent.id)
+
+
+PART: Final = Part(
+    restore=restore,
+    receivers=(on(wire.Bye, bye), on(wire.RendezvousBegin, _begin_rendezvous)),
+    timers={"restore": restore_due, "empty": _empty_due},
+    agent_timers={"lost": lost_due, "missing": missing_due},
+    review=review_end,
+)

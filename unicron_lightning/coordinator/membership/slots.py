@@ -17,9 +17,12 @@ Rules:
 
 from __future__ import annotations
 
+from typing import Final
+
 from unicron_lightning import wire
 from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.membership.replicas import most_needed_first
+from unicron_lightning.coordinator.part import Part, on
 from unicron_lightning.coordinator.state import Agent, Task
 
 
@@ -83,9 +86,17 @@ def agent_gone(task: Task, turn: Turn, *, had_slot: bool, succeeded: bool) -> No
         task.changed = True
 
 
-def store_used(task: Task, turn: Turn) -> None:
+def _local_world(task: Task, turn: Turn, agent: Agent, message: wire.LocalWorld) -> None:
+    """Record the number of workers that an agent starts."""
+    started = agent.warm or agent.id in task.slots
+    if message.round == agent.round and started and agent.local_world is None:
+        agent.local_world = message.size
+        turn.save(task)
+
+
+def _store_used(task: Task, turn: Turn, agent: Agent, message: wire.StoreUsed) -> None:
     """Record evidence that the script is a plain one: earlier changes now count."""
-    if task.elastic or task.store_used:
+    if message.round != agent.round or task.elastic or task.store_used:
         return
     task.store_used = True
     turn.save(task)
@@ -231,3 +242,9 @@ def _review_ranks(task: Task, turn: Turn) -> None:
         if agent.batch not in unknown:
             agent.ranked = True
             send_ranks(task, turn, agent)
+
+
+PART: Final = Part(
+    receivers=(on(wire.LocalWorld, _local_world), on(wire.StoreUsed, _store_used)),
+    review=review_slots,
+)

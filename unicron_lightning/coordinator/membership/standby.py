@@ -18,10 +18,13 @@ Rules:
 
 from __future__ import annotations
 
+from typing import Final
+
 from unicron_lightning import wire
 from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.membership import workers
 from unicron_lightning.coordinator.membership.slots import leave_slot, next_in_line, review_slots
+from unicron_lightning.coordinator.part import Part
 from unicron_lightning.coordinator.state import Agent, Task
 
 
@@ -107,3 +110,6 @@ def _cool(task: Task, turn: Turn, agent: Agent) -> None:
     agent.stopping = True
     turn.send(agent, wire.Stop(reason="its workers are no longer kept warm"))
     turn.emit_for(task, None, "standby_cools", {"agent": agent.id, "node": agent.node})
+
+
+PART: Final = Part(review=review_standbys)

@@ -24,6 +24,7 @@ from unicron_lightning.coordinator.membership.epochs import (
     welcome,
 )
 from unicron_lightning.coordinator.orders import injection, relayout
+from unicron_lightning.coordinator.part import Part, on
 from unicron_lightning.coordinator.state import Agent, Task, Worker, round_of
 from unicron_lightning.coordinator.watch import slowness
 
@@ -287,3 +288,21 @@ def send_notices(turn: Turn) -> None:
             for agent_id in agents_to_notify(task):
                 if (agent := task.agents.get(agent_id)) is not None:
                     turn.send(agent, notice)
+
+
+PART: Final = Part(
+    receivers=(
+        on(wire.WorkerHello, hello),
+        on(wire.WorkerDied, worker_died),
+        on(wire.Record, record),
+        on(wire.WorkerReady, receive),
+        on(wire.CommError, receive),
+        on(wire.Progress, receive),
+        on(wire.WorkerEvent, receive),
+        on(wire.Lookup, receive),
+        on(wire.CheckpointSaved, receive),
+        on(wire.WorkerDone, receive),
+        on(wire.FaultDue, receive),
+        on(wire.Replicas, receive),
+    )
+)

@@ -7,11 +7,13 @@ determines by itself which epochs were published and settled, and when a new lif
 from __future__ import annotations
 
 import signal
+from typing import Final
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.connectivity import partition
 from unicron_lightning.coordinator.membership import epochs
+from unicron_lightning.coordinator.part import Part, on
 from unicron_lightning.coordinator.severity.errors import known
 from unicron_lightning.coordinator.severity.record import Awaited, Failure, UnattributedError
 from unicron_lightning.coordinator.severity.rules import Decision, FailureContext
@@ -62,7 +64,12 @@ def agent_lost(task: Task, turn: Turn, agent: Agent) -> None:
         feed(task, turn, Error(failure=failure))
 
 
-def receive(task: Task, turn: Turn, agent: Agent, message: wire.FromAgent) -> None:
+def receive(
+    task: Task,
+    turn: Turn,
+    agent: Agent,
+    message: wire.Progress | wire.CheckpointSaved | wire.WorkerEvent | wire.CommError,
+) -> None:
     """Handle a worker's report of its progress, or of a failed connection."""
     record = task.severity
     step = None
@@ -88,6 +95,8 @@ def receive(task: Task, turn: Turn, agent: Agent, message: wire.FromAgent) -> No
 
 def comm_error_due(task: Task, turn: Turn) -> None:
     """Handle a communication error that no death has explained in time."""
+    if not task.comm_error_epoch:
+        return
     if partition.delays(task, turn):
         return
     pending = task.epoch is not None and not task.settled and task.epoch.kind not in wire.PLANNED
@@ -112,7 +121,7 @@ def overdue(task: Task, turn: Turn) -> None:
     turn.save(task)
 
 
-def restore(task: Task) -> None:
+def restore(task: Task, _turn: Turn) -> None:
     """Reset after a restart of the coordinator, which has no timers."""
     task.severity.awaited = ""
 
@@ -283,3 +292,17 @@ def _stop(task: Task, turn: Turn, decision: Decision) -> None:
     for worker in list(task.workers.values()):
         epochs.expel(task, turn, worker, "the task is stopped")
     epochs.finish(task, turn, succeeded=False, reason=decision.reason)
+
+
+PART: Final = Part(
+    restore=restore,
+    receivers=(
+        on(wire.WorkerDied, worker_died),
+        on(wire.Progress, receive),
+        on(wire.CheckpointSaved, receive),
+        on(wire.WorkerEvent, receive),
+        on(wire.CommError, receive),
+    ),
+    timers={"comm_error": comm_error_due, "recovery": overdue},
+    review=review,
+)

@@ -19,6 +19,7 @@ import msgspec
 from unicron_lightning import wire
 from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.membership import epochs, workers
+from unicron_lightning.coordinator.part import Part, on
 from unicron_lightning.coordinator.severity import apply
 from unicron_lightning.coordinator.severity.errors import REPORTED_ONLY, SEVERITY, STOPPING, known
 from unicron_lightning.coordinator.severity.record import UnattributedError
@@ -145,14 +146,6 @@ def _log(
     turn.emit_for(task, incident, "error_reported", fields)
 
 
-def receive(task: Task, turn: Turn, agent: Agent, message: wire.ErrorReport | wire.NodeReading) -> None:
-    """Handle an agent's report of an error or of its node's health."""
-    if isinstance(message, wire.NodeReading):
-        handle_reading(task, turn, agent, message)
-    else:
-        handle_error(task, turn, agent, message)
-
-
 def handle_reading(task: Task, turn: Turn, agent: Agent, reading: wire.NodeReading) -> None:
     """Handle an agent's reading of its node's health."""
     now = {problem.check: problem for problem in problems(reading, turn.limits.health)}
@@ -220,3 +213,6 @@ def _type(details: dict[str, Any]) -> str:
 def _short(frame: str) -> str:
     """Without the folder, which may differ between nodes."""
     return frame.rsplit("/", 1)[-1]
+
+
+PART: Final = Part(receivers=(on(wire.ErrorReport, handle_error), on(wire.NodeReading, handle_reading)))

@@ -15,6 +15,7 @@ from unicron_lightning import wire
 from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.connectivity import partition
 from unicron_lightning.coordinator.membership import epochs
+from unicron_lightning.coordinator.part import Part, on
 from unicron_lightning.coordinator.severity import apply, reports
 from unicron_lightning.coordinator.severity.errors import SEVERITY
 from unicron_lightning.coordinator.severity.record import Failure
@@ -58,21 +59,6 @@ def receive_activity(task: Task, turn: Turn, agent: Agent, message: wire.Activit
         _judge(task, turn, watch)
 
 
-def timer(task: Task, turn: Turn, kind: str, agent: Agent | None) -> bool:
-    """Handle a timer: review the members again (``watch``), a worker's start, or missing stacks.
-
-    Returns:
-        Whether the task has to be reviewed: workers that have started in time need no review.
-    """
-    if kind == "start" and (agent is None or all(worker.built for worker in task.workers_of(agent.id))):
-        return False
-    if kind == "watch":
-        _watch_due(task, turn)
-    elif agent is not None:
-        (_start_due if kind == "start" else _stacks_due)(task, turn, agent)
-    return True
-
-
 def restore(task: Task, turn: Turn) -> None:
     """Reset after a restart of the coordinator: hanging workers report again."""
     task.watch = WatchRecord()
@@ -94,11 +80,13 @@ def _watch_due(task: Task, turn: Turn) -> None:
         _ask(task, turn)
 
 
-def _start_due(task: Task, turn: Turn, agent: Agent) -> None:
+def _start_due(task: Task, turn: Turn, agent: Agent) -> bool:
+    """Inspect workers that have not started in time; return whether there are any."""
     late = [worker for worker in task.workers_of(agent.id) if not worker.built]
     for worker in late if apply.decides_errors(task) else []:
         cause = f"not ready {turn.limits.watch.start_time:g} s after it was welcomed"
         _inspect(task, turn, wire.Inspect(worker=worker.id, cause=cause, phase="start", step=None, details={}))
+    return bool(late)
 
 
 def _stacks_due(task: Task, turn: Turn, agent: Agent) -> None:
@@ -219,3 +207,11 @@ def _communicator_hangs(task: Task, turn: Turn, watch: WatchRecord) -> None:
     failure = Failure(kind="nccl_timeout", node="", agent="", cause=cause, step=task.severity.step, at=turn.now)
     _forget(watch)
     apply.feed(task, turn, Error(failure=failure))
+
+
+PART: Final = Part(
+    restore=restore,
+    receivers=(on(wire.ActivityReport, receive_activity),),
+    timers={"watch": _watch_due},
+    agent_timers={"start": _start_due, "stacks": _stacks_due},
+)

@@ -1,0 +1,94 @@
+"""The machine's parts in their order, and the calls of their rules.
+
+The order is that of reviews: who may run (`pairing`, `partition`), who runs (`slots`), who trains together (`epochs`),
+and the consequences. Of two parts that handle a message, `severity` comes first: it sees the task before `workers`
+changes it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
+
+from unicron_lightning import wire
+from unicron_lightning.coordinator import events as ev
+from unicron_lightning.coordinator.actions import Turn
+from unicron_lightning.coordinator.connectivity import pairing, partition
+from unicron_lightning.coordinator.incidents import accounting, measurements
+from unicron_lightning.coordinator.membership import epochs, registration, slots, standby, workers
+from unicron_lightning.coordinator.part import Part
+from unicron_lightning.coordinator.severity import apply as severity
+from unicron_lightning.coordinator.severity import reports
+from unicron_lightning.coordinator.state import Agent, Task
+from unicron_lightning.coordinator.watch import hangs
+
+PARTS: Final[tuple[Part, ...]] = (
+    pairing.PART,
+    partition.PART,
+    slots.PART,
+    epochs.PART,
+    partition.ENTRIES,
+    standby.PART,
+    registration.PART,
+    severity.PART,
+    workers.PART,
+    reports.PART,
+    hangs.PART,
+    measurements.PART,
+    accounting.PART,
+)
+
+
+def _receivers() -> dict[type[msgspec.Struct], list[Callable[[Task, Turn, Agent, Any], None]]]:
+    rules = defaultdict(list)
+    for part in PARTS:
+        for receiver in part.receivers:
+            rules[receiver.kind].append(receiver.rule)
+    return dict(rules)
+
+
+_RECEIVERS: Final = _receivers()
+_TIMERS: Final = {kind: rule for part in PARTS for kind, rule in part.timers.items()}
+_AGENT_TIMERS: Final = {kind: rule for part in PARTS for kind, rule in part.agent_timers.items()}
+_REVIEWS: Final = [part.review for part in PARTS if part.review is not None]
+_RECORDS: Final = [part.record for part in PARTS if part.record is not None]
+
+
+def restore(task: Task, turn: Turn) -> None:
+    """Continue with a task as stored."""
+    for part in PARTS:
+        if part.restore is not None:
+            part.restore(task, turn)
+
+
+def receive(task: Task, turn: Turn, agent: Agent, message: wire.FromAgent) -> None:
+    """Handle a message of a registered agent."""
+    for rule in _RECEIVERS[type(message)]:
+        rule(task, turn, agent, message)
+
+
+def timer_fired(task: Task, turn: Turn, key: ev.TimerKey) -> bool:
+    """Handle a timer of a task; return whether the task has to be reviewed."""
+    if (rule := _TIMERS.get(key.kind)) is not None:
+        rule(task, turn)
+        return True
+    agent = task.agents.get(key.agent)
+    return agent is None or _AGENT_TIMERS[key.kind](task, turn, agent) is not False
+
+
+def review(task: Task, turn: Turn) -> None:
+    """Carry out the steps that are due for a task now."""
+    again = True
+    while again:
+        again = False
+        for rule in _REVIEWS:
+            again = rule(task, turn) is True or again
+
+
+def record(task: Task, turn: Turn, event: ev.Emit) -> None:
+    """Update measurements and accounts by an event of the task's log."""
+    for rule in _RECORDS:
+        rule(task, turn, event)
