@@ -190,6 +190,16 @@ class World:
             assert set(task.slots) <= set(task.agents)
             assert {worker.agent for worker in task.workers.values()} <= set(task.agents)
             self._check_warm(task)
+            self._check_lifecycle(task)
+
+    def _check_lifecycle(self, task: state.Task) -> None:
+        """Parts of the lifecycle are consistent with each other and with the rest of the state."""
+        now = task.lifecycle
+        assert now.slots != "regrouping" or now.script in ("plain", "elastic"), now
+        assert now.join == "none" or now.script == "elastic", now
+        assert task.epoch is None or now.script == "elastic", now
+        assert now.agents != "absent" or not task.agents, now
+        assert now.slots != "none" or not task.slots, now
 
     def _check_warm(self, task: state.Task) -> None:
         """Warm agents have no slot and no counted worker; none is on a drained node, or in a plain task."""

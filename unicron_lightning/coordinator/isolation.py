@@ -16,6 +16,7 @@ from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator import parts
 from unicron_lightning.coordinator.actions import Turn
+from unicron_lightning.coordinator.lifecycle import Lifecycle
 from unicron_lightning.coordinator.orders import jobs
 from unicron_lightning.coordinator.state import Agent, Cluster, Task
 from unicron_lightning.wire.fields import shortened
@@ -86,7 +87,13 @@ def stop(cluster: Cluster, turn: Turn, task_id: str, why: str) -> None:
         turn.actions.append(ev.Forget(task=task_id))
         _log(turn, "task_stopped", task_id, reason)
         return
-    task = Task(id=task_id, min_nodes=old.min_nodes, max_nodes=old.max_nodes, created_at=old.created_at, over=False)
+    task = Task(
+        id=task_id,
+        min_nodes=old.min_nodes,
+        max_nodes=old.max_nodes,
+        created_at=old.created_at,
+        lifecycle=Lifecycle(over=False),
+    )
     by_agent = {agent: conn for conn, (of, agent) in cluster.conns.items() if of == task_id}
     for each in old.agents.values():
         conn = by_agent.get(each.id)

@@ -14,6 +14,7 @@ from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.allocation.places import DaemonPlaces, competing_tasks
 from unicron_lightning.coordinator.allocation.plans import gather, gathered, review_allocation, take_plan
 from unicron_lightning.coordinator.incidents import accounting
+from unicron_lightning.coordinator.lifecycle import Lifecycle
 from unicron_lightning.coordinator.membership import daemons, epochs, registration, workers
 from unicron_lightning.coordinator.orders import injection, jobs, operator, relayout
 from unicron_lightning.coordinator.state import Cluster, Lasting, Pending, Task
@@ -229,6 +230,7 @@ class Machine:
                 max_nodes=message.max_nodes,
                 created_at=turn.now,
                 weight=message.weight,
+                lifecycle=Lifecycle(),
             )
             self._cluster.tasks[task.id] = task
             turn.emit(task, "task_created", min_nodes=task.min_nodes, max_nodes=task.max_nodes)

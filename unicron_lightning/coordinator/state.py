@@ -14,6 +14,7 @@ import msgspec
 from unicron_lightning import wire
 from unicron_lightning.coordinator.connectivity.record import PairCheck, ProbeState
 from unicron_lightning.coordinator.incidents.record import Accounts, Lifetimes, Measured
+from unicron_lightning.coordinator.lifecycle import Lifecycle
 from unicron_lightning.coordinator.severity.record import SeverityRecord
 from unicron_lightning.coordinator.watch.record import WatchRecord
 from unicron_lightning.jobs import Job
@@ -150,16 +151,8 @@ class Task(msgspec.Struct, kw_only=True):
     finished: list[str] = []
     """Members of this life that have finished successfully."""
 
-    formed: bool = False
-    """Whether the first slots were granted."""
-    elastic: bool = False
-    """Whether a worker has sent its hello: the task recovers in process."""
-    store_used: bool = False
-    """Evidence of a plain script: workers use the rendezvous' store."""
-    changed: bool = False
-    """Whether agents changed since the last common grant, before the kind of script was known."""
-    regrouping: bool = False
-    """Plain script: all agents are stopping, and are granted slots together when all wait."""
+    lifecycle: Lifecycle
+    """Replaced only by the transitions in `lifecycle`; read through the properties below."""
     agents_succeeded: int = 0
 
     life: int = 1
@@ -180,17 +173,8 @@ class Task(msgspec.Struct, kw_only=True):
     replicas_at_once: int | None = None
     """Number of replicas that may leave at the same time; None: all but one."""
     layouts: LayoutRecord = msgspec.field(default_factory=LayoutRecord)
-    join_due: bool = False
-    """Whether candidates have waited long enough for their siblings."""
-    join_timer: bool = False
     comm_error_epoch: int = 0
     """Epoch for which a failed collective is being diagnosed; 0 if none."""
-    rebuilding: bool = False
-    """The task was running before this coordinator knew of it: its agents are given time to register."""
-    restoring: bool = False
-    """The state comes from an earlier coordinator process and some agents have not reconnected yet."""
-    empty_grace: bool = False
-    """No agent is present. Lost agents are given time to return; a job waits for them without limit."""
 
     severity: SeverityRecord = msgspec.field(default_factory=SeverityRecord)
     """Records of the severity workflow."""
@@ -203,14 +187,52 @@ class Task(msgspec.Struct, kw_only=True):
     records: dict[str, str] = {}
     checkpoints: list[wire.Checkpoint] = []
     """Reported checkpoints, newest first."""
-    over: bool | None = None
-    """Whether the task succeeded; None until it has ended."""
     struck: dict[str, tuple[int, str]] = {}
     """Strikes of each injected fault, by key: their number, and the claim of the last one."""
     arrivals: int = 0
     batches: int = 0
     measured: Measured = msgspec.field(default_factory=Measured)
     accounts: Accounts = msgspec.field(default_factory=Accounts)
+
+    @property
+    def elastic(self) -> bool:
+        """Whether a worker has sent its hello: the task recovers in process."""
+        return self.lifecycle.script == "elastic"
+
+    @property
+    def plain(self) -> bool:
+        """Whether the script is known to be a plain one."""
+        return self.lifecycle.script == "plain"
+
+    @property
+    def formed(self) -> bool:
+        """Whether the first slots were granted."""
+        return self.lifecycle.slots != "none"
+
+    @property
+    def regrouping(self) -> bool:
+        """Whether all agents of a plain script are stopping."""
+        return self.lifecycle.slots == "regrouping"
+
+    @property
+    def restoring(self) -> bool:
+        """Whether some agents have not reconnected yet to this coordinator process."""
+        return self.lifecycle.agents == "restoring"
+
+    @property
+    def absent(self) -> bool:
+        """Whether the task has no agent and waits for some."""
+        return self.lifecycle.agents == "absent"
+
+    @property
+    def rebuilding(self) -> bool:
+        """Whether agents are given time to register a task that this coordinator did not know."""
+        return self.lifecycle.rebuilding
+
+    @property
+    def over(self) -> bool | None:
+        """Whether the task succeeded; None until it has ended."""
+        return self.lifecycle.over
 
     @property
     def checkpoint(self) -> wire.Checkpoint | None:

@@ -15,6 +15,7 @@ from unicron_lightning.coordinator.allocation.estimates import (
     transition_times,
 )
 from unicron_lightning.coordinator.incidents.record import Lifetimes, Measured, MeasuredTransition, Speed
+from unicron_lightning.coordinator.lifecycle import Lifecycle
 from unicron_lightning.coordinator.state import Task, Worker, decode_task, encode
 from unicron_lightning.jobs import Job
 from unicron_lightning.planner.transitions import TransitionKind
@@ -27,7 +28,7 @@ def speed(seconds: float, *, at: float = NOW, intervals: int = 16, workers: int 
 
 
 def task(name: str = "t", *, capacity: int = 0, **measured: object) -> Task:
-    made = Task(id=name, min_nodes=1, max_nodes=8, created_at=0.0, measured=Measured(**measured))
+    made = Task(id=name, min_nodes=1, max_nodes=8, created_at=0.0, lifecycle=Lifecycle(), measured=Measured(**measured))
     if capacity:
         made.workers["w"] = Worker(id="w", agent="a", local_rank=0, pid=1, capacity=capacity, founder=True)
     return made

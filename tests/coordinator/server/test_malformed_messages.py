@@ -16,6 +16,7 @@ from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator import state
 from unicron_lightning.coordinator.isolation import MOST_OF_A_TASK
+from unicron_lightning.coordinator.lifecycle import Lifecycle
 from unicron_lightning.coordinator.membership.registration import refusal
 from unicron_lightning.coordinator.server import malformed
 from unicron_lightning.coordinator.storage.store import Store
@@ -242,7 +243,10 @@ def test_an_agent_that_fails_again_is_refused_and_a_task_that_fails_too_often_is
 
 
 def test_an_unreadable_task_is_set_aside_and_the_others_live(tmp_path):
-    tasks = [state.Task(id=name, min_nodes=1, max_nodes=1, created_at=1.0) for name in ("good", "bad", "fine")]
+    tasks = [
+        state.Task(id=name, min_nodes=1, max_nodes=1, created_at=1.0, lifecycle=Lifecycle())
+        for name in ("good", "bad", "fine")
+    ]
     store = Store(tmp_path)
     store.write(save=tasks, forget=[], events=[])
     store.close()

@@ -80,7 +80,7 @@ def review(tasks: Iterable[Task], turn: Turn) -> None:
     """Close incidents that have healed, at the end of a turn, and record changes that no event reports."""
     given_out = sum(turn.lasting.allocation.values())
     for task in tasks:
-        if task.store_used and not task.elastic:
+        if task.plain:
             _review_plain(task, turn)
         if task.accounts.open:
             _close_healed(task, turn)

@@ -19,6 +19,7 @@ from collections import Counter
 from typing import Any, Final
 
 from unicron_lightning import wire
+from unicron_lightning.coordinator import lifecycle
 from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.membership.replicas import awaited, bearable, fewest
 from unicron_lightning.coordinator.membership.slots import leaving, revoke
@@ -103,7 +104,7 @@ def rebuild_due(task: Task, turn: Turn) -> None:
     """Resume with the workers that hold the task's state, after all agents had time to register."""
     if not task.rebuilding:
         return
-    task.rebuilding = False
+    lifecycle.end_rebuilding(task)
     turn.places_changed = True
     turn.save(task)
     reported = [worker for worker in task.workers.values() if worker.ready > 0 and holds_state(worker)]
@@ -130,8 +131,8 @@ def rebuild_due(task: Task, turn: Turn) -> None:
 
 def _join_due(task: Task, _turn: Turn) -> None:
     """Admit candidates now, without siblings that are not ready."""
-    task.join_timer = False
-    task.join_due = True
+    if task.lifecycle.join == "waiting":
+        lifecycle.join_due(task)
 
 
 def holds_state(worker: Worker) -> bool:
@@ -142,7 +143,7 @@ def holds_state(worker: Worker) -> bool:
 
 def finish(task: Task, turn: Turn, *, succeeded: bool, reason: str) -> None:
     """End the task and notify all its agents."""
-    task.over = succeeded
+    lifecycle.end(task, succeeded=succeeded)
     ended(task, turn, succeeded=succeeded, reason=reason)
     for agent in task.agents.values():
         turn.send(agent, wire.TaskOver(succeeded=succeeded, reason=reason))
@@ -245,8 +246,7 @@ def pause(task: Task, turn: Turn) -> None:
     """Stop all workers because the plan gives the task no place; it later resumes from its checkpoint."""
     for agent_id in list(task.slots):
         _dismiss(task, turn, agent_id)
-    task.formed = False
-    task.regrouping = False
+    lifecycle.lose_slots(task)
     turn.emit(task, "task_paused", step=task.checkpoint.step if task.checkpoint else None)
     if task.epoch is not None:
         _new_life(task, turn)
@@ -328,10 +328,10 @@ def _admit(task: Task, turn: Turn, away: set[str], room: int) -> None:
     candidates = sorted(built, key=task.place)
     if not candidates or room <= 0:
         return
-    ready = [worker for worker in candidates if task.join_due or _siblings_ready(task, worker)]
+    ready = [worker for worker in candidates if task.lifecycle.join == "due" or _siblings_ready(task, worker)]
     if not ready:
-        if not task.join_timer:
-            task.join_timer = True
+        if task.lifecycle.join == "none":
+            lifecycle.await_siblings(task)
             turn.timer("join", turn.limits.join_grace, task=task.id)
         return
     task.incident = None
@@ -353,11 +353,9 @@ def _publish(task: Task, turn: Turn, kind: wire.EpochKind, members: list[wire.Me
     task.number += 1
     task.earlier = (task.go or task.earlier) if kind in wire.PLANNED else None
     task.go = None
-    task.join_due = False
     # A planned epoch is entered at a step boundary, which the members of a broken one do not reach.
     task.comm_error_epoch = task.number if kind in wire.PLANNED and task.comm_error_epoch else 0
-    if task.join_timer:
-        task.join_timer = False
+    if lifecycle.end_waiting_for_siblings(task):
         turn.cancel("join", task=task.id)
     task.epoch = wire.Epoch(
         number=task.number,

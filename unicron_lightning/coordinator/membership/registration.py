@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from unicron_lightning import wire
+from unicron_lightning.coordinator import lifecycle
 from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.membership import replicas, slots, standby, workers
 from unicron_lightning.coordinator.membership.epochs import agents_to_notify, finish, open_incident, send_go, welcome
@@ -83,8 +84,8 @@ def register(task: Task, turn: Turn, conn: int, message: wire.Register, *, creat
             if task.target is not None and not task.min_nodes <= task.target <= task.max_nodes:
                 task.target = None
         task.agents[agent.id] = agent
-        if task.empty_grace:
-            task.empty_grace = False
+        if task.absent:
+            lifecycle.stop_waiting(task)
             turn.cancel("empty", task=task.id)
     else:
         if not task.restoring:
@@ -105,7 +106,7 @@ def register(task: Task, turn: Turn, conn: int, message: wire.Register, *, creat
     elif (created and (message.granted or message.warm)) or _was_running(task, message):
         _has_room(task, turn)
         if not task.rebuilding:
-            task.rebuilding = True
+            lifecycle.begin_rebuilding(task)
             turn.timer("rebuild", turn.limits.restart_grace, task=task.id)
         (_adopt if message.granted else _adopt_warm)(task, turn, agent, message)
     elif task.rebuilding and message.granted and _has_room(task, turn):
@@ -178,7 +179,7 @@ def _has_room(task: Task, turn: Turn) -> bool:
 
 def _review_restoring(task: Task, turn: Turn) -> None:
     if task.restoring and all(agent.conn is not None for agent in task.agents.values()):
-        task.restoring = False
+        lifecycle.agents_returned(task)
         turn.cancel("restore", task=task.id)
 
 
@@ -196,7 +197,7 @@ def lost_due(task: Task, turn: Turn, agent: Agent) -> None:
         return
     _declare_lost(task, turn, agent)
     if not task.agents and not task.finishing and task.over is None and not is_job(task, turn):
-        task.empty_grace = True
+        lifecycle.agents_left(task)
         turn.timer("empty", turn.limits.restart_grace, task=task.id)
 
 
@@ -204,7 +205,7 @@ def restore_due(task: Task, turn: Turn) -> None:
     """Declare absent agents of a restored task lost: their time to return is over."""
     if not task.restoring:
         return
-    task.restoring = False
+    lifecycle.agents_returned(task)
     for agent in [agent for agent in task.agents.values() if agent.conn is None]:
         _declare_lost(task, turn, agent)
     turn.save(task)
@@ -212,7 +213,8 @@ def restore_due(task: Task, turn: Turn) -> None:
 
 def _empty_due(task: Task, _turn: Turn) -> None:
     """Stop waiting for lost agents."""
-    task.empty_grace = False
+    if task.absent:
+        lifecycle.stop_waiting(task)
 
 
 def ended(task: Task, turn: Turn, agents: Sequence[Agent]) -> None:
@@ -232,9 +234,7 @@ def missing_due(task: Task, turn: Turn, agent: Agent) -> None:
 
 def restore(task: Task, turn: Turn) -> None:
     """Restore a task of an earlier coordinator process: no agent is connected, timers are gone."""
-    task.restoring = bool(task.agents)
-    task.join_timer = False
-    task.empty_grace = not task.agents and is_job(task, turn)
+    lifecycle.restore(task, waits=is_job(task, turn))
     for agent in list(task.agents.values()):
         agent.away_since = agent.away_since if agent.conn is None and agent.away_since else turn.now
         agent.conn = None
@@ -270,7 +270,7 @@ def _begin_rendezvous(task: Task, turn: Turn, agent: Agent, message: wire.Rendez
 
 def review_end(task: Task, turn: Turn) -> None:
     """End the task when no agent is left to run it."""
-    if task.over is not None or task.empty_grace:
+    if task.over is not None or task.absent:
         return
     if not task.agents:
         finish(task, turn, succeeded=task.finishing, reason="no agent is left")
@@ -298,7 +298,7 @@ def _remove(task: Task, turn: Turn, agent: Agent) -> None:
     slots.leave_slot(task, agent)
     del task.agents[agent.id]
     if not task.agents and not task.finishing and task.over is None and is_job(task, turn):
-        task.empty_grace = True  # queued again; `daemons` ends it if torchrun has failed
+        lifecycle.agents_left(task)  # queued again; `daemons` ends it if torchrun has failed
 
 
 def _take_new(task: Task, turn: Turn, agent: Agent, message: wire.Register) -> None:
@@ -325,7 +325,7 @@ def _adopt(task: Task, turn: Turn, agent: Agent, message: wire.Register) -> None
     if agent.place is not None and turn.lasting.assigned.get(agent.place) != task.id:
         turn.lasting.assigned[agent.place] = task.id
         turn.save_lasting()
-    task.formed = True
+    lifecycle.adopt_slot(task)
     task.number = max(task.number, message.epoch)
     _reconcile_workers(task, turn, agent, message)
 

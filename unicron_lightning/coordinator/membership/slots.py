@@ -20,6 +20,7 @@ from __future__ import annotations
 from typing import Final
 
 from unicron_lightning import wire
+from unicron_lightning.coordinator import lifecycle
 from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.membership.replicas import most_needed_first
 from unicron_lightning.coordinator.part import Part, on
@@ -80,10 +81,10 @@ def agent_gone(task: Task, turn: Turn, *, had_slot: bool, succeeded: bool) -> No
     """Apply the membership rule of plain scripts to an agent that has left `Task.agents`."""
     if task.elastic or succeeded or not task.formed or not had_slot:
         return
-    if task.store_used:
+    if task.plain:
         start_regroup(task, turn, "a node left")
     else:
-        task.changed = True
+        lifecycle.agents_changed(task)
 
 
 def _local_world(task: Task, turn: Turn, agent: Agent, message: wire.LocalWorld) -> None:
@@ -96,19 +97,19 @@ def _local_world(task: Task, turn: Turn, agent: Agent, message: wire.LocalWorld)
 
 def _store_used(task: Task, turn: Turn, agent: Agent, message: wire.StoreUsed) -> None:
     """Record evidence that the script is a plain one: earlier changes now count."""
-    if message.round != agent.round or task.elastic or task.store_used:
+    if message.round != agent.round or task.elastic or task.plain:
         return
-    task.store_used = True
+    changed = lifecycle.found_plain(task)
     turn.save(task)
-    if task.changed:
+    if changed:
         start_regroup(task, turn, "the task's nodes changed")
 
 
 def start_regroup(task: Task, turn: Turn, reason: str) -> None:
     """Plain script: have all agents stop their workers and rendezvous again."""
-    if task.regrouping:
+    if task.regrouping or not task.formed:
         return
-    task.regrouping = True
+    lifecycle.regroup(task)
     for agent_id in task.slots:
         turn.send(task.agents[agent_id], wire.Stop(reason=reason))
     turn.emit(task, "task_regroups", reason=reason)
@@ -162,7 +163,7 @@ def send_ranks(task: Task, turn: Turn, agent: Agent) -> None:
 
 def _review_drained(task: Task, turn: Turn) -> None:
     """Restart a plain script without its drained nodes."""
-    if task.elastic or not task.store_used or task.finishing:
+    if not task.plain or task.finishing:
         return
     staying = [agent for agent in task.agents.values() if not turn.drains(agent)]
     if leaving(task, turn) and len(staying) >= task.min_nodes:
@@ -180,21 +181,20 @@ def _review_grants(task: Task, turn: Turn) -> None:
         return
     if not task.formed:
         if len(queue) >= task.min_nodes:
-            task.formed = True
+            lifecycle.grant_slots(task)
             _grant(task, turn, queue[: task.limit])
         return
     if not task.regrouping:
         taken = queue[: max(0, task.limit - len(_undrained(task, turn)))]
         if not taken:
             return
-        if task.elastic or not task.store_used:
-            task.changed = task.changed or not task.elastic
+        if not task.plain:
+            lifecycle.agents_changed(task)
             _grant(task, turn, taken)
             return
         start_regroup(task, turn, "a node joins")
     if len(task.queue()) == len(task.agents) and len(queue) >= task.min_nodes:
-        task.regrouping = False
-        task.changed = False
+        lifecycle.grant_slots(task)
         _grant(task, turn, queue[: task.limit])
         task.incident = None
 

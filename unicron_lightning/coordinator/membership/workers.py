@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from unicron_lightning import wire
+from unicron_lightning.coordinator import lifecycle
 from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.connectivity import partition
 from unicron_lightning.coordinator.incidents import accounting, measurements
@@ -57,7 +58,7 @@ def hello(task: Task, turn: Turn, agent: Agent, message: wire.WorkerHello) -> No
         if not present or round_of(message.worker) != agent.round or message.worker in agent.gone:
             fence_stranger(task, turn, agent, message.worker)
             return
-        task.elastic = True
+        lifecycle.found_elastic(task)
         replicas.hello(task, turn, agent, message)
         if agent.warm:
             if message.worker not in agent.hellos:

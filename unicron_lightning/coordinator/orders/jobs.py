@@ -1,6 +1,6 @@
 """Jobs: tasks that were submitted, from the queue to their end.
 
-A job is a `Task` from its submission on. While no agent runs it, it waits (`Task.empty_grace`): at the beginning, and
+A job is a `Task` from its submission on. While no agent runs it, it waits (`Task.absent`): at the beginning, and
 after all its nodes are lost. It fails when torchrun exhausts its restarts on the last node.
 """
 
@@ -11,6 +11,7 @@ from typing import Final, Literal
 import msgspec
 
 from unicron_lightning.coordinator.actions import Turn
+from unicron_lightning.coordinator.lifecycle import Lifecycle
 from unicron_lightning.coordinator.state import Cluster, JobResult, Lasting, Task
 from unicron_lightning.jobs import Job
 
@@ -48,7 +49,7 @@ def adopt(cluster: Cluster, turn: Turn, job: Job) -> None:
             max_nodes=job.max_nodes,
             created_at=turn.now,
             weight=job.weight,
-            empty_grace=True,
+            lifecycle=Lifecycle(agents="absent"),
         )
         turn.save(cluster.tasks[job.name])
     turn.save_lasting()
