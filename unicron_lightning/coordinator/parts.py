@@ -50,7 +50,8 @@ def _receivers() -> dict[type[msgspec.Struct], list[Callable[[Task, Turn, Agent,
     return dict(rules)
 
 
-_RECEIVERS: Final = _receivers()
+RECEIVERS: Final = _receivers()
+"""Rules for messages by their type."""
 _TIMERS: Final = {kind: rule for part in PARTS for kind, rule in part.timers.items()}
 _AGENT_TIMERS: Final = {kind: rule for part in PARTS for kind, rule in part.agent_timers.items()}
 _REVIEWS: Final = [part.review for part in PARTS if part.review is not None]
@@ -66,7 +67,7 @@ def restore(task: Task, turn: Turn) -> None:
 
 def receive(task: Task, turn: Turn, agent: Agent, message: wire.FromAgent) -> None:
     """Handle a message of a registered agent."""
-    for rule in _RECEIVERS[type(message)]:
+    for rule in RECEIVERS[type(message)]:
         rule(task, turn, agent, message)
 
 

@@ -14,7 +14,8 @@ from coordinator.shell import Coordinator, connected, get, known, train
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
-from unicron_lightning.coordinator import state
+from unicron_lightning.coordinator import parts, state
+from unicron_lightning.coordinator.connectivity.record import NodeExclusion
 from unicron_lightning.coordinator.isolation import MOST_OF_A_TASK
 from unicron_lightning.coordinator.lifecycle import Lifecycle
 from unicron_lightning.coordinator.membership.registration import refusal
@@ -183,9 +184,7 @@ def contained(world: World, event: ev.Input) -> None:
 
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Break records with the key "poison"."""
-    from unicron_lightning.coordinator.membership import workers
-
-    whole = workers.record
+    (whole,) = parts.RECEIVERS[wire.Record]
 
     def record(task: Any, turn: Any, agent: Any, message: wire.Record) -> None:
         if message.key == "poison":
@@ -193,7 +192,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
             raise Broken("no such record")
         whole(task, turn, agent, message)
 
-    monkeypatch.setattr(workers, "record", record)
+    monkeypatch.setitem(parts.RECEIVERS, wire.Record, [record])
 
 
 def test_a_failed_input_sets_its_task_back_and_training_continues(monkeypatch):
@@ -216,6 +215,16 @@ def test_a_failed_input_sets_its_task_back_and_training_continues(monkeypatch):
     assert world.task().incidents == 0
     b.die()
     assert [member.worker for member in world.task().members()] == [a.worker()]
+
+
+def test_a_task_that_is_set_back_probes_its_excluded_nodes_again(monkeypatch):
+    world = World()
+    _, b = running(world, 2)
+    poisoned(monkeypatch)
+    world.task().probing.nodes["elsewhere"] = NodeExclusion(times=[world.now], reason="it does not reach others")
+    world.disk["t"] = state.encode(world.task())
+    contained(world, ev.AgentMessage(conn=b.conn, message=wire.Record(key="poison", value="1")))
+    assert ev.TimerKey("parted", "t") in world.timers
 
 
 def test_an_agent_that_fails_again_is_refused_and_a_task_that_fails_too_often_is_stopped(monkeypatch):
