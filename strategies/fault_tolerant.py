@@ -24,6 +24,7 @@ from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.data.order import StepShape
 from unicron_lightning.data.seeding import preserved
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.strategies import roots
 from unicron_lightning.strategies.checks import check_module, check_trainer
 from unicron_lightning.strategies.collectives import default_group
 from unicron_lightning.strategies.collectives.lightning import CollectingStrategy
@@ -350,3 +351,6 @@ class FaultTolerantStrategy(CollectingStrategy):
         self.loaders.close()
         self._last_batch = None
         super().teardown()
+
+
+roots.meet(FaultTolerantStrategy)

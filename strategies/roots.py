@@ -36,20 +36,20 @@ def meet(strategy: type) -> None:
         other.Strategy.register(strategy)
 
 
-def check_accelerator(accelerator: Any) -> None:
+def check_accelerator(accelerator: Any, strategy: type) -> None:
     """Refuse a trainer of the other root, which is known by the accelerator that it gives its strategy.
 
     Raises:
         ConfigError: naming the cause.
     """
     if is_other(accelerator):
-        raise refuse("the Trainer that was given a UnicronStrategy")
+        raise refuse(f"the Trainer that was given a {strategy.__qualname__}")
 
 
-def refuse_strategy() -> NoReturn:
-    """Stand for the strategy in the other root's registry.
+def refuse_strategy(name: str) -> NoReturn:
+    """Stand for the strategy of a name in the other root's registry.
 
     Raises:
         ConfigError: naming the cause.
     """
-    raise refuse('the Trainer that was given strategy="unicron"')
+    raise refuse(f'the Trainer that was given strategy="{name}"')

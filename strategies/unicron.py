@@ -12,7 +12,6 @@ from lightning.pytorch.strategies import DDPStrategy
 from typing_extensions import override
 
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.strategies import roots
 from unicron_lightning.strategies.data_parallel import DataParallel, WholeModelSteps
 from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
 from unicron_lightning.strategies.state.divergence import Divergence, OnDivergence
@@ -79,4 +78,3 @@ class UnicronStrategy(FaultTolerantStrategy):
 
 # Lightning and scripts ask by isinstance() what works, such as torch.compile.
 DDPStrategy.register(UnicronStrategy)
-roots.meet(UnicronStrategy)

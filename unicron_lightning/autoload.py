@@ -92,18 +92,18 @@ def register_refusal(module: ModuleType) -> None:
     try:
         for name in (STRATEGY_NAME, MEGATRON_NAME, FSDP_NAME):
             if name not in module.StrategyRegistry:
-                module.StrategyRegistry.register(name, build_refusal, description="Refused: see the error")
-        if (made := sys.modules.get("unicron_lightning.strategies.unicron")) is not None:
-            module.Strategy.register(made.UnicronStrategy)
+                module.StrategyRegistry.register(name, build_refusal, description="Refused: see the error", given=name)
+        if (made := sys.modules.get("unicron_lightning.strategies.fault_tolerant")) is not None:
+            module.Strategy.register(made.FaultTolerantStrategy)
     except Exception as error:  # noqa: BLE001 - supervisor boundary: runs inside `import pytorch_lightning`
         logger.debug("refusal_not_registered error=%r", error)
 
 
-def build_refusal(**init_params: Any) -> Any:  # noqa: ARG001 - called with the strategy's settings
-    """Raise the error that names the cause."""
+def build_refusal(*, given: str, **init_params: Any) -> Any:  # noqa: ARG001 - called with the strategy's settings
+    """Raise the error that names the cause; ``given`` is the strategy's name."""
     from unicron_lightning.strategies.roots import refuse_strategy
 
-    refuse_strategy()
+    refuse_strategy(given)
 
 
 _REGISTERS = {REGISTRY_MODULE: register_strategy, OTHER_REGISTRY_MODULE: register_refusal}

@@ -42,7 +42,7 @@ class CollectingStrategy(ParallelStrategy):
 
     @accelerator.setter
     def accelerator(self, accelerator: pl.accelerators.Accelerator) -> None:
-        check_accelerator(accelerator)
+        check_accelerator(accelerator, type(self))
         self._accelerator = accelerator
 
     def _begin_collectives(self, session: Session, trainer: pl.Trainer, *, records: bool, is_group: bool) -> None:

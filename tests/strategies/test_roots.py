@@ -14,14 +14,27 @@ class Small(pl.LightningModule):
 """
 SETTINGS = 'accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False'
 OURS = "from unicron_lightning.strategies.unicron import UnicronStrategy\n"
+FSDP = "from unicron_lightning.strategies.fsdp import UnicronFSDPStrategy\n"
+MEGATRON = "from unicron_lightning.strategies.megatron import UnicronMegatronStrategy\n"
 THEIRS = "import pytorch_lightning as pl\n"
 MONITOR = "from unicron_lightning.callbacks import UnicronMonitor\n"
 EARLY = "from pytorch_lightning.callbacks import ModelCheckpoint\nimport lightning.pytorch as pl\n"
 CASES = {
     "name": (f'{THEIRS}pl.Trainer(strategy="unicron", {SETTINGS})', 'strategy="unicron"'),
-    "megatron": (f'{THEIRS}pl.Trainer(strategy="unicron_megatron", {SETTINGS})', 'strategy="unicron"'),
+    "megatron": (f'{THEIRS}pl.Trainer(strategy="unicron_megatron", {SETTINGS})', 'strategy="unicron_megatron"'),
+    "fsdp": (f'{THEIRS}pl.Trainer(strategy="unicron_fsdp", {SETTINGS})', 'strategy="unicron_fsdp"'),
     "instance": (f"{THEIRS}{OURS}pl.Trainer(strategy=UnicronStrategy(), {SETTINGS})", "given a UnicronStrategy"),
     "reversed": (f"{OURS}{THEIRS}pl.Trainer(strategy=UnicronStrategy(), {SETTINGS})", "given a UnicronStrategy"),
+    "fsdp_instance": (f"{THEIRS}{FSDP}pl.Trainer(strategy=UnicronFSDPStrategy(), {SETTINGS})", "given a UnicronFSDP"),
+    "fsdp_reversed": (f"{FSDP}{THEIRS}pl.Trainer(strategy=UnicronFSDPStrategy(), {SETTINGS})", "given a UnicronFSDP"),
+    "megatron_instance": (
+        f"{THEIRS}{MEGATRON}pl.Trainer(strategy=UnicronMegatronStrategy(), {SETTINGS})",
+        "given a UnicronMegatronStrategy",
+    ),
+    "megatron_reversed": (
+        f"{MEGATRON}{THEIRS}pl.Trainer(strategy=UnicronMegatronStrategy(), {SETTINGS})",
+        "given a UnicronMegatronStrategy",
+    ),
     "our_callback": (
         f"{THEIRS}{MONITOR}{MODULE}pl.Trainer(callbacks=[UnicronMonitor()], {SETTINGS}).fit(Small(), [0])",
         "the Trainer of the callback UnicronMonitor",
@@ -35,6 +48,8 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_one_error_names_the_cause(name: str) -> None:
+    if name.startswith("megatron_"):
+        pytest.importorskip("megatron.core.package_info")
     script, found = CASES[name]
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
