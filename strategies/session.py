@@ -119,6 +119,8 @@ class Session(OfProcess):
     def close(self) -> None:
         """End the session; the process may exit afterwards without waiting."""
         atexit.unregister(self.close)
+        if self.control is not None and self.is_joiner and not self.engine.has_state:
+            self.control.wait_over()
         if self.engine.world.size > 1:
             time.sleep(_LINGER_SECONDS)
         default_group.unregister()

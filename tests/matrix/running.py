@@ -17,6 +17,8 @@ from unicron_lightning.local_cluster.processes import free_port
 
 SCRIPT = Path(__file__).with_name("train.py")
 TESTS = SCRIPT.parents[1]
+LOADER_SOCKETS = "pymp-*/listener-*"
+"""Sockets through which a `DataLoader`'s workers pass tensors: Python removes them at an ordinary end only."""
 
 
 def run(strategy: str, workers: int, cases: Mapping[str, Case], folder: Path, seconds: float = 540) -> int:
@@ -45,7 +47,15 @@ def run_killed(name: str, case: Case, kill: Kill, folder: Path, seconds: float =
     folder.mkdir(parents=True, exist_ok=True)
     settings = {"strategy": "unicron", "cases": {name: case}, "kill": kill.plain()}
     variables = {"PYTHONPATH": str(TESTS)}
-    cluster = Cluster(folder, agents=2, nodes="2:2", script=SCRIPT, settings=settings, variables=lambda node: variables)
+    cluster = Cluster(
+        folder,
+        agents=2,
+        nodes="2:2",
+        script=SCRIPT,
+        settings=settings,
+        variables=lambda node: variables,
+        leaves=LOADER_SOCKETS if case["loader"] == "workers" else None,
+    )
     try:
         with cluster:
             cluster.wait_end(seconds)

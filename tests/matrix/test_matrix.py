@@ -17,6 +17,8 @@ from matrix.running import run, run_killed
 
 SHORT = ("defaults", "uneven", "pairs_06")
 CASES = dict(cases())
+MEASURED = CASES["defaults"] | {"metrics": "collection", "accumulation": "2", "logging": "both"}
+"""Three torchmetrics objects in each step, of states that add up and of ones that are lists."""
 README = Path(__file__).parents[2] / "README.md"
 START, CALL = ("on_train_epoch_start",), ("on_train_batch_start",)
 
@@ -127,7 +129,7 @@ def test_documented_kinds_exist(each: Documented) -> None:
 @pytest.fixture(scope="module")
 def ddp(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ddp")
-    status = run("ddp", 2, {name: CASES[name] for name in SHORT}, folder, 240)
+    status = run("ddp", 2, {name: CASES[name] for name in SHORT} | {"measured": MEASURED}, folder, 240)
     assert status == 0, next(folder.glob("torchrun*.log")).read_text()[-4000:]
     return folder
 
@@ -149,3 +151,21 @@ def test_a_case_with_a_kill(ddp: Path, tmp_path: Path) -> None:
     assert run_killed(name, CASES[name], Kill(rank=0, place="training", step=2, delay=0.002), tmp_path) == 0
     found = compare(CASES[name], "killed", Run.load(tmp_path, name), Run.load(ddp, name))
     assert found.unexplained == {}, json.dumps(found.unexplained)
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("rank", "step", "delay"), [(0, 1, 0.003), (1, 6, 0.0)])
+def test_metric_objects_in_training_through_a_kill(
+    rank: int, step: int, delay: float, ddp: Path, tmp_path: Path
+) -> None:
+    """In each epoch they are those of ddp over all ranks, each sample once."""
+    kill = Kill(rank=rank, place="training", step=step, delay=delay)
+    assert run_killed("measured", MEASURED, kill, tmp_path) == 0
+    mine, theirs = Run.load(tmp_path, "measured"), Run.load(ddp, "measured")
+    found = compare(MEASURED, "killed", mine, theirs)
+    assert found.unexplained == {}, json.dumps(found.unexplained)
+    names = {"train0_error", "train0_root", "train0_rank"}
+    for process in (*mine.processes, *theirs.processes):
+        assert len([row for _, row in process["table"] if row.keys() >= names]) == 3
+        assert len({process["metrics"][name] for name in names}) == 3

@@ -100,6 +100,7 @@ class Cluster(LocalCluster):
         script: the workers' script, which gets the folder as its argument.
         variables: further environment of a node's agent.
         network: in which the nodes are.
+        leaves: pattern of socket files that processes may leave, because they are killed.
         others: of `LocalCluster`.
     """
 
@@ -116,6 +117,7 @@ class Cluster(LocalCluster):
         script: Path = SCRIPT,
         variables: Callable[[str], Mapping[str, str]] = lambda node: {},
         network: Network | None = None,
+        leaves: str | None = None,
         beside: Cluster | None = None,
         **others: Any,
     ) -> None:
@@ -135,6 +137,7 @@ class Cluster(LocalCluster):
         self.settings = {**SETTINGS, **(settings or {})}
         self.notes = Notes(folder)
         self.network = network
+        self._leaves = leaves
         self._variables = variables
         self.replaced: list[int] = []
         (folder / "settings.json").write_text(json.dumps(self.settings))
@@ -257,6 +260,7 @@ class Cluster(LocalCluster):
         with socket.socket() as probe:
             assert probe.connect_ex(("127.0.0.1", self.port)) != 0, "the coordinator's port is still open"
         sockets = [path for path in self.temporary.rglob("*") if _is_socket(path)]
+        sockets = [path for path in sockets if self._leaves is None or not path.match(self._leaves)]
         assert not sockets, f"left behind: {sockets}"
 
     def print_logs(self) -> None:

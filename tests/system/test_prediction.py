@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from system.cluster import Cluster
@@ -21,11 +22,36 @@ def test_a_death_while_predicting(fits: bool, loader: int, tmp_path: Path) -> No
         cluster.wait_end()
         deaths = [death for death in cluster.events("worker_died") if death["cause"] == "signal"]
         assert len(deaths) == 1, "nobody else has failed"
-    results = [json.loads(path.read_text()) for path in tmp_path.glob("predicted-*.json")]
+    results = read(tmp_path)
     survivors = [result for result in results if any(result["returned"])]
     assert len(survivors) == 2
     if not fits:
         assert len(results) == 3, "the dead worker's successor has predicted nothing, and ended at once"
+    check_samples(survivors)
+
+
+def test_the_death_of_all_members_begins_the_prediction_again(tmp_path: Path) -> None:
+    """A worker that returned meanwhile has no results: its end is not the task's."""
+    (tmp_path / "loader").write_text("0")
+    for mark in ("waits", "die"):
+        (tmp_path / mark).touch()
+    with Cluster(tmp_path, agents=3, nodes="3", script=SCRIPT) as cluster:
+        cluster.wait_end()
+        deaths = [death for death in cluster.events("worker_died") if death["cause"] == "signal"]
+        assert len(deaths) == 3 and len(cluster.events("task_restarts")) == 1
+        assert [event["succeeded"] for event in cluster.events("task_over")] == [True]
+    results = read(tmp_path)
+    assert len(results) == 4
+    check_samples([result for result in results if any(result["returned"])])
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """What each worker got that came to the end of its script."""
+    return [json.loads(path.read_text()) for path in folder.glob("predicted-*.json")]
+
+
+def check_samples(survivors: list[dict[str, Any]]) -> None:
+    """Each sample belongs to one of the workers."""
     for place, number in enumerate(SAMPLES):
         for source in ("returned", "epoch"):
             parts = [(r["returned"] if source == "returned" else r["epoch"][0])[place] for r in survivors]

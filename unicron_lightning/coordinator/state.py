@@ -47,6 +47,8 @@ class Worker(msgspec.Struct, kw_only=True):
     founder: bool
     built: bool = False
     """Whether the worker has sent `wire.WorkerReady`: its model exists, so it can become a member."""
+    idle: bool = False
+    """Whether its script has ended without a ``fit``, in a task that had members: it waits for the task's end."""
     ready: int = 0
     """Newest epoch for which the worker reported its state."""
     state: dict[str, Any] = {}

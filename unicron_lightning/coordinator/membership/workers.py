@@ -130,6 +130,9 @@ def ready(task: Task, turn: Turn, worker: Worker, message: wire.WorkerReady) -> 
     """
     if task.rebuilding:
         task.number = max(task.number, message.epoch)
+    if message.epoch == 0 and message.state.get("idle", False):
+        worker.idle = True
+        return
     if message.epoch == 0 and message.state.get("founder", False) and not worker.founder:
         return  # sent before it learned that the first epoch was formed without it; repeated once it is built
     late = message.epoch > 0 and not worker.built and not task.rebuilding and worker.id not in needed(task)

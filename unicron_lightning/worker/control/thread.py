@@ -90,6 +90,9 @@ class Control:
         self._progress: wire.Progress | None = None
         self._closed = False
         self._ending = False
+        self._idle = False
+        """Whether the training thread waits for the end of the task."""
+        self._over = False
         self._write_lock = threading.Lock()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.connect(path)
@@ -155,6 +158,19 @@ class Control:
         """
         with terminable():
             self.wait_newer(number)
+
+    def wait_over(self) -> None:
+        """Wait for the end of the task, after the end of a script in which this worker has not become a member.
+
+        The members have all its results. If none of them survives, all workers start again, this one as well. An error
+        that ends the process ends the wait.
+        """
+        if self._ending:
+            return
+        self._idle = True
+        self.send(wire.WorkerReady(worker=self.worker, epoch=0, state={"idle": True}))
+        with terminable(), self.condition:
+            self.condition.wait_for(lambda: self._over)
 
     def wait_go(self, number: int) -> wire.Go | None:
         """Wait until all members are ready for epoch ``number``; return None if a newer epoch came first."""
@@ -313,6 +329,8 @@ class Control:
                     self._replies[message.key] = message
                 case wire.FaultRecorded():
                     self._noted[message.claim] = message
+                case wire.TaskOver():
+                    self._over = message.succeeded
             self.condition.notify_all()
         if self._monitor is not None and isinstance(message, wire.ActivityQuery):
             self.send(self._monitor.look())
@@ -322,7 +340,9 @@ class Control:
             self._judge(message)
         elif isinstance(message, wire.Inject):
             self.on_order(message)
-        elif isinstance(message, wire.TaskOver) and not (self._ending or (self.is_member and message.succeeded)):
+        elif isinstance(message, wire.TaskOver) and not (
+            self._ending or (message.succeeded and (self.is_member or self._idle))
+        ):
             # Members of a cancelled task exit at once: a step that only some of them begin would never end.
             _leave(0 if message.succeeded else 1)
 
