@@ -215,3 +215,36 @@ def test_tasks_do_not_touch_each_other():
     assert "one" not in world.machine.tasks
     assert len(b.inbox) == seen
     assert world.names("one")[-2:] == ["task_over", "incident_closed"]
+
+
+def test_a_worker_at_the_end_of_its_script_without_the_tasks_state_is_no_end_of_the_task():
+    """It waits for the end of the task, and starts again with the others if no member survives."""
+    world = World()
+    a, b = running(world, 2)
+    b.die()
+    settle(world)
+    b.rendezvous()
+    b.launch().hello()
+    b.say(wire.WorkerReady(worker=b.worker(), epoch=0, state={"idle": True}))
+    world.advance(2 * world.limits.watch.start_time)
+    assert not b.all(wire.Inspect) and members(world) == ["a/0#1"]
+    a.die()
+    assert world.task().over is None and world.task().life == 2
+    assert b.last(wire.Fence).worker == "b/0#2"
+    for agent in (a, b):
+        agent.rendezvous()
+        agent.boot()
+    settle(world)
+    assert members(world) == ["a/0#2", "b/0#3"]
+
+
+def test_a_worker_that_waits_at_the_end_of_its_script_learns_of_the_tasks_end():
+    world = World()
+    a, b = running(world, 2)
+    b.die()
+    settle(world)
+    b.rendezvous()
+    b.launch().hello()
+    b.say(wire.WorkerReady(worker=b.worker(), epoch=0, state={"idle": True}))
+    a.exit()
+    assert b.last(wire.TaskOver).succeeded
