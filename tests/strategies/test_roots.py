@@ -14,8 +14,8 @@ class Small(pl.LightningModule):
 """
 SETTINGS = 'accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False'
 OURS = "from unicron_lightning.strategies.unicron import UnicronStrategy\n"
-FSDP = "from unicron_lightning.strategies.fsdp import UnicronFSDPStrategy\n"
-MEGATRON = "from unicron_lightning.strategies.megatron import UnicronMegatronStrategy\n"
+FSDP = "from unicron_lightning.strategies.fsdp.strategy import UnicronFSDPStrategy\n"
+MEGATRON = "from unicron_lightning.strategies.megatron.strategy import UnicronMegatronStrategy\n"
 THEIRS = "import pytorch_lightning as pl\n"
 MONITOR = "from unicron_lightning.callbacks import UnicronMonitor\n"
 EARLY = "from pytorch_lightning.callbacks import ModelCheckpoint\nimport lightning.pytorch as pl\n"
