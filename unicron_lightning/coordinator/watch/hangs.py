@@ -81,7 +81,7 @@ def _watch_due(task: Task, turn: Turn) -> None:
 
 
 def _start_due(task: Task, turn: Turn, agent: Agent) -> bool:
-    """Inspect workers that have neither started in time nor come to their script's end; return whether there are any."""
+    """Inspect workers that have neither started nor ended in time; return whether there are any."""
     late = [worker for worker in task.workers_of(agent.id) if not (worker.built or worker.idle)]
     for worker in late if apply.decides_errors(task) else []:
         cause = f"not ready {turn.limits.watch.start_time:g} s after it was welcomed"
