@@ -1,6 +1,7 @@
 # Every target sets itself up on a fresh machine: it needs python3 (3.10 or newer) and a package index, nothing else.
 #
 #   make demo        train a small GPT through three failures, then two tasks that share six nodes
+#   make demo-sharded  train a GPT sharded with FSDP2 through a failure
 #   make quick       lint, types and the tests that only compute: under three minutes on two cores
 #   make test        all tests but the long chaos runs
 #   make matrix      Lightning's features under ddp and unicron, in worlds of one and two and with kills: the differences
@@ -34,7 +35,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 # Read by tests/conftest.py, which prints the time since then at the end of each run of pytest.
 export MAKE_STARTED := $(shell date +%s)
 
-.PHONY: help setup demo quick test matrix docs gpu chaos bench experiments import-cost lint types docs-check wheel-check clean
+.PHONY: help setup demo demo-sharded quick test matrix docs gpu chaos bench experiments import-cost lint types docs-check wheel-check clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -54,6 +55,9 @@ setup: $(READY)
 
 demo: $(READY)
 	@$(BIN)/python -m unicron_lightning.demo
+
+demo-sharded: $(READY)
+	@$(BIN)/python examples/fsdp_gpt.py --demo
 
 quick: lint types
 	@$(BIN)/python -m pytest -q -m "not chaos and not processes" -n auto $(COMPUTING) $(PYTEST_ARGS)

@@ -47,7 +47,7 @@ class Gpt(pl.LightningModule):
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(LENGTH), persistent=False)
 
     def training_step(self, text: Tensor, batch_idx: int) -> Tensor:
-        inside = self.token(text[:, :-1]) + self.place.weight
+        inside = self.token(text[:, :-1]) + self.place(torch.arange(LENGTH, device=text.device))
         logits = self.head(self.blocks(inside, mask=self.mask, is_causal=True))
         loss = functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
         self.log("loss", loss, prog_bar=True)

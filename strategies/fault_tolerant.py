@@ -59,6 +59,7 @@ class FaultTolerantStrategy(CollectingStrategy):
         accelerator, parallel_devices, checkpoint_io, precision_plugin: given by Lightning.
 
     Attributes:
+        strategy_name: of ``Trainer(strategy=...)``.
         num_nodes: of the declared world; set by Lightning from ``Trainer(num_nodes=...)``.
         parallelism: how the workers hold the model and run its steps.
         agreed: what the members know of each step's sums.
@@ -68,6 +69,7 @@ class FaultTolerantStrategy(CollectingStrategy):
         seed: the task's.
     """
 
+    strategy_name: str
     parallelism: Parallelism
 
     def __init__(self, *, num_micro_batches: int | None, compare: bool, **lightning: Any) -> None:
@@ -329,6 +331,11 @@ class FaultTolerantStrategy(CollectingStrategy):
     @override
     def model_to_device(self) -> None:
         self.module.to(self.root_device)
+
+    def to_device(self, batch: Any, dataloader_idx: int = 0) -> Any:
+        """Return the samples of a micro-batch as the module's steps get them: of the right type, on this device."""
+        batch = self.module._on_before_batch_transfer(self.precision_plugin.convert_input(batch), dataloader_idx)
+        return self.batch_to_device(batch, dataloader_idx=dataloader_idx)
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:

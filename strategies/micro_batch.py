@@ -48,6 +48,12 @@ class Effects:
         self.buffers.start_micro_batch()
         self.metrics.start_micro_batch()
 
+    def restore(self) -> None:
+        """Restore the step's values after an exception in a micro-batch."""
+        self.norms.restore()
+        self.metrics.restore()
+        self.buffers.restore()
+
     def finish_micro_batch(self, number: int) -> None:
         """Record the changes and restore the step's values."""
         self.norms.finish_micro_batch()
@@ -103,7 +109,7 @@ class MicroBatches:
         activity.enter("data", micro_batch)
         batch = self._batch.fetch(micro_batch)
         activity.enter("compute", micro_batch)
-        data = self._to_device(batch)
+        data = strategy.to_device(batch)
         strategy.engine.fault("forward", strategy.engine.step, micro_batch, module)
         place = (self._batch.epoch, self._batch.step, micro_batch)
         seed_all(place_seed(strategy.seed, FORWARD, *place))
@@ -130,11 +136,6 @@ class MicroBatches:
         if isinstance(self._last_output, dict):
             return {**self._last_output, "loss": mean}
         return mean
-
-    def _to_device(self, batch: Any) -> Any:
-        batch = self._strategy.precision_plugin.convert_input(batch)
-        batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
-        return self._strategy.batch_to_device(batch, dataloader_idx=0)
 
     def _loss(self, output: Any) -> Tensor:
         loss = output.get("loss") if isinstance(output, dict) else output

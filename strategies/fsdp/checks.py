@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import lightning.pytorch as pl
-import torchmetrics
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
-from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from unicron_lightning.errors import ConfigError
@@ -15,19 +13,25 @@ from unicron_lightning.errors import ConfigError
 _GATHERING = ("Muon", "Shampoo", "DistributedShampoo", "SOAP", "LBFGS")
 """Optimizers that need whole parameters, or several evaluations of the loss."""
 
+_PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed")
 
-def check_sharded_trainer(trainer: pl.Trainer, *, has_run: bool) -> None:
+
+def check_sharded_trainer(trainer: pl.Trainer, *, has_fitted: bool) -> None:
     """Refuse trainer settings.
 
     Raises:
         ConfigError: naming the setting.
     """
-    if has_run or trainer.state.fn != TrainerFn.FITTING:
-        raise ConfigError("the unicron_fsdp strategy supports one trainer.fit per script, and nothing beside it")
-    if str(trainer.precision) != "32-true":
+    if has_fitted and trainer.state.fn == TrainerFn.FITTING:
+        raise ConfigError("a second trainer.fit: the unicron_fsdp strategy supports one per script")
+    if trainer.state.fn == TrainerFn.PREDICTING:
         raise ConfigError(
-            f"Trainer(precision={trainer.precision!r}): unicron_fsdp supports '32-true'; set a "
-            "MixedPrecisionPolicy(param_dtype=torch.bfloat16) with fully_shard in configure_model for bf16"
+            "trainer.predict is not supported by unicron_fsdp; load a checkpoint, which has whole tensors, under "
+            "another strategy"
+        )
+    if str(trainer.precision) not in _PRECISIONS:
+        raise ConfigError(
+            f"Trainer(precision={trainer.precision!r}): unicron_fsdp supports {', '.join(map(repr, _PRECISIONS))}"
         )
     if trainer.strategy.root_device.type != "cpu":
         raise ConfigError(
@@ -37,21 +41,11 @@ def check_sharded_trainer(trainer: pl.Trainer, *, has_run: bool) -> None:
 
 
 def check_sharded_module(module: pl.LightningModule) -> None:
-    """Refuse models whose state a worker could not recover exactly.
+    """Refuse models that are not sharded as expected.
 
     Raises:
-        ConfigError: naming the submodule or the parameter.
+        ConfigError: naming the parameter.
     """
-    for name, each in module.named_modules():
-        if isinstance(each, _NormBase) and each.track_running_stats:
-            raise ConfigError(
-                f"{name} is a {type(each).__name__} with running statistics, which unicron_fsdp does not average over "
-                "replicas; expected track_running_stats=False, or another normalization"
-            )
-        if isinstance(each, torchmetrics.Metric):
-            raise ConfigError(
-                f"{name} is a torchmetrics object, {type(each).__name__}; under unicron_fsdp log values with self.log"
-            )
     for name, parameter in module.named_parameters():
         if not isinstance(parameter, DTensor):
             raise ConfigError(
@@ -67,6 +61,18 @@ def check_sharded_module(module: pl.LightningModule) -> None:
         raise ConfigError(
             f"fully_shard is applied to {type(module).__qualname__} itself, whose training_step FSDP2 does not see; "
             "expected it on the model that training_step calls"
+        )
+
+
+def check_same_module(module: pl.LightningModule, mesh: object) -> None:
+    """Refuse another module than that of the script's earlier runs.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    if module._device_mesh is not mesh:
+        raise ConfigError(
+            f"this {type(module).__qualname__} is not the module of the script's first run; unicron_fsdp supports one"
         )
 
 

@@ -19,13 +19,14 @@ from unicron_lightning.replica.member import ReplicaMember
 from unicron_lightning.strategies.checks import check_optimizers
 from unicron_lightning.strategies.fsdp.checkpoints import ShardedCheckpoints
 from unicron_lightning.strategies.fsdp.checks import (
+    check_same_module,
     check_sharded_module,
     check_sharded_optimizer,
     check_sharded_trainer,
 )
-from unicron_lightning.strategies.fsdp.steps import ShardedPrecision, ShardedSteps
+from unicron_lightning.strategies.fsdp.steps import ShardedSteps, clip_by_agreed_norm
 from unicron_lightning.strategies.fsdp.validation import ShardedEvaluation
-from unicron_lightning.strategies.fsdp.wrapping import shard_module
+from unicron_lightning.strategies.fsdp.wrapping import Sharding, shard_module
 from unicron_lightning.strategies.parallelism import Parallelism
 from unicron_lightning.strategies.session import Session
 from unicron_lightning.worker.engine import World
@@ -40,8 +41,7 @@ class FsdpParallel(Parallelism):
     Args:
         strategy: the strategy that it belongs to.
         size: workers of a replica; None: the devices of a node.
-        blocks: names of the classes whose modules are sharded one by one.
-        reshard_after_forward: as of `torch.distributed.fsdp.fully_shard`.
+        sharding: options for a module that does not shard itself.
 
     Attributes:
         size: workers of a replica.
@@ -52,19 +52,17 @@ class FsdpParallel(Parallelism):
     shards = 1
     steps: ShardedSteps
 
-    def __init__(
-        self, strategy: FaultTolerantStrategy, size: int | None, blocks: tuple[str, ...], *, reshard_after_forward: bool
-    ) -> None:
+    def __init__(self, strategy: FaultTolerantStrategy, size: int | None, sharding: Sharding) -> None:
         self.strategy = strategy
         self.size = size or 0
         self.steps = ShardedSteps(self)
         self.evaluation = ShardedEvaluation(self)
         self.checkpoints = ShardedCheckpoints(self)
-        self._blocks = blocks
-        self._reshard = reshard_after_forward
+        self._sharding = sharding
         self._member: ReplicaMember[ShardedShape, FsdpShard] | None = None
         self._group: ShardGroup | None = None
         self._mesh: ReplicaMesh | None = None
+        self._fitted = self._founded = False
 
     @property
     def member(self) -> ReplicaMember[ShardedShape, FsdpShard]:
@@ -81,7 +79,7 @@ class FsdpParallel(Parallelism):
 
     def check(self, trainer: pl.Trainer) -> None:
         check_torch()
-        check_sharded_trainer(trainer, has_run=self._member is not None)
+        check_sharded_trainer(trainer, has_fitted=self._fitted)
         self.size = self.size or trainer.num_devices
         workers = trainer.num_devices * trainer.num_nodes
         if workers % self.size:
@@ -95,40 +93,61 @@ class FsdpParallel(Parallelism):
         fabric = ReplicaFabric(declared)
         self._member = ReplicaMember(fabric, FsdpShard.adopt, self._leave)
         session, is_new = Session.of_process(device, shape.devices, on_world, fabric)
+        if not is_new:
+            raise ConfigError("this script has a second Trainer; unicron_fsdp supports one, for all runs of a script")
         fabric.begin(session.control, joins=session.is_joiner)
         return session, is_new
 
     def begin(self, session: Session) -> None:
         strategy, fabric = self.strategy, self.member.fabric
+        if self._mesh is not None:
+            check_same_module(strategy.module, self._mesh)
+            return
         if session.is_joiner:
             fabric.take_shard(strategy.local_rank)
         self._group = ShardGroup(fabric.own_shard, fabric.shape.shards)
         self._mesh = ReplicaMesh(self._group, strategy.root_device)
         strategy.module._device_mesh = self._mesh  # type: ignore[assignment]
-        strategy.precision_plugin = ShardedPrecision(lambda: self.member.model.grad_norm)
 
     def set_up_optimizers(self, trainer: pl.Trainer, default: Callable[[pl.Trainer], None]) -> None:
         """Shard the module unless ``configure_model`` has done so, and set up its own optimizer."""
-        strategy, group, mesh = self.strategy, self._group, self._mesh
-        assert group is not None and mesh is not None
-        shard_module(strategy.module, mesh.shards, self._blocks, reshard_after_forward=self._reshard)
-        check_sharded_module(strategy.module)
-        sum_gradients(strategy.module)
+        strategy = self.strategy
+        self._build()
         default(trainer)
         check_optimizers(strategy.optimizers)
         optimizer = strategy.optimizers[0]
         assert isinstance(optimizer, Optimizer)
         check_sharded_optimizer(optimizer)
         optimizer.register_step_post_hook(self._stepped)
-        self.member.model = FsdpShard(strategy.module, group, optimizer)
-        self.member.fabric.built = True
+        self.member.model.optimizer = optimizer
+        self._fitted = True
+
+    def _build(self) -> None:
+        """Make this worker's shard of the model."""
+        strategy, member, mesh = self.strategy, self.member, self._mesh
+        if member.fabric.built:
+            return
+        assert self._group is not None and mesh is not None
+        precision = shard_module(strategy.module, mesh.shards, self._sharding, strategy.precision_plugin)
+        strategy.precision_plugin = precision
+        clip_by_agreed_norm(precision, lambda: member.model.grad_norm)
+        check_sharded_module(strategy.module)
+        sum_gradients(strategy.module)
+        member.model = FsdpShard(strategy.module, self._group)
+        member.fabric.built = True
 
     def _stepped(self, *_: Any) -> None:
         if self.member.fabric.phase == "ready":
             self.member.fabric.stepped()
 
+    def built(self) -> None:
+        self.steps.begin_fit()
+
     def found(self, *, resumes: bool) -> None:
-        self.member.found(self.strategy.engine)
+        self._build()
+        if not self._founded:
+            self._founded = True
+            self.member.found(self.strategy.engine)
 
     # ---- worlds
 
@@ -159,8 +178,4 @@ class FsdpParallel(Parallelism):
         return {}
 
     def close(self) -> None:
-        if self._member is not None:
-            self._member.close()
-        if self._group is not None:
-            self._group.close()
-            self._group = None
+        """Keep the shard for the script's next run."""

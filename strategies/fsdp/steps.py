@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -18,10 +18,10 @@ from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.fsdp.mesh import local_shards
 from unicron_lightning.replica.step import ReplicaStep
 from unicron_lightning.strategies.metrics.recording import LogCall
-from unicron_lightning.strategies.metrics.sums import NormStatistics, StepSums
+from unicron_lightning.strategies.metrics.sums import StepSums
 from unicron_lightning.strategies.micro_batch import Effects, MicroBatches
 from unicron_lightning.strategies.parallelism import FinishedStep
-from unicron_lightning.strategies.state.module_buffers import ModuleBuffers
+from unicron_lightning.worker.buckets import FlatBucket
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fsdp.parallel import FsdpParallel
@@ -41,19 +41,26 @@ class ShardedSteps:
         self.grad_norm = 0.0
         self._parallel = parallel
         self._gradients: list[Tensor | None] = []
+        self._effects: Effects | None = None
+
+    def begin_fit(self) -> None:
+        """Begin with a complete model."""
+        self._effects = Effects(self._parallel.strategy.module)
 
     def check_data(self, loader: DataLoader[Any]) -> None:
         """Refuse nothing more than `data.order.check_loader`."""
 
     def run(self, batch: GlobalBatch, *where: int) -> FinishedStep:
-        strategy, member = self._parallel.strategy, self._parallel.member
-        rows = StepRows(self._parallel, batch, takes_index=bool(where))
+        strategy, member, effects = self._parallel.strategy, self._parallel.member, self._effects
+        assert effects is not None
+        rows = StepRows(self._parallel, batch, effects, takes_index=bool(where))
         operation = ReplicaStep(rows.numbers, member.model, member.fabric, rows.call, rows.sums)
         strategy.engine.run(operation)
         assert operation.sums is not None
         self.grad_norm = operation.grad_norm
         self._gradients = [parameter.grad for parameter in member.model.gradients.parameters]
         loss, calls, _ = operation.sums.finish()
+        effects.norms.commit(len(batch.micro_batches))
         return FinishedStep(operation=operation, loss=loss, calls=calls, output=rows.output(loss))
 
     def backward(self, loss: Tensor) -> Tensor:
@@ -73,40 +80,59 @@ class StepRows:
     Args:
         parallel: provides module and place.
         batch: locates the samples.
+        effects: of the micro-batches on the module.
         takes_index: whether the module's ``training_step`` takes the batch index.
 
     Attributes:
         numbers: of all rows of the step.
     """
 
-    def __init__(self, parallel: FsdpParallel, batch: GlobalBatch, *, takes_index: bool) -> None:
+    def __init__(self, parallel: FsdpParallel, batch: GlobalBatch, effects: Effects, *, takes_index: bool) -> None:
         self.numbers = list(range(parallel.rows(batch.micro_batches)))
         self._parallel = parallel
+        self._effects = effects
         self._micro_batches = batch.micro_batches
-        self._done: dict[int, list[tuple[Tensor, Sequence[LogCall]]]] = {}
-        self._row = 0
-        effects = Effects(pl.LightningModule())
+        self._done: dict[int, _Row] = {}
+        self._row = _Row(number=0, counts=False)
         effects.begin(batch, parallel.strategy.agreed)
         self._batches = MicroBatches(parallel.strategy, batch, self, effects, takes_index=takes_index)
 
     def call(self, micro_batches: Sequence[int], *, last: bool) -> None:
         """Run some rows together with the partners; see `replica.step.Call`."""
+        bucket = self._effects.norms.bucket
         for row in micro_batches:
-            self._row, self._done[row] = row, []
             number, counts = self._parallel.micro_batch(row, self._micro_batches)
-            self._batches.run(number, counts=counts)
+            self._row = self._done[row] = _Row(number=number, counts=counts)
+            if bucket is not None:
+                bucket.local.zero_()
+            try:
+                self._batches.run(number, counts=counts)
+            except BaseException:
+                self._effects.restore()
+                raise
+            if bucket is not None and counts:
+                self._row.norms = bucket.local.clone()
 
     def add(self, loss: Tensor, calls: Sequence[LogCall]) -> None:
         """Record the results of a micro-batch that counts."""
-        self._done[self._row].append((loss.detach().clone(), calls))
+        self._row.results.append((loss.detach().clone(), calls))
 
-    def sums(self, rows: Sequence[int]) -> StepSums:
+    def sums(self, rows: Sequence[int]) -> ShardedSums:
         """Return the step's other sums, over this worker's micro-batches of some rows."""
-        nothing = pl.LightningModule()
-        sums = StepSums(self._parallel.strategy.agreed, NormStatistics(nothing), ModuleBuffers(nn.Module()), _AllUsed())
-        for row in rows:
-            for loss, calls in self._done[row]:
-                sums.add(loss, calls)
+        effects, done = self._effects, [self._done[row] for row in rows]
+        counted = {each.number for each in done if each.counts}
+        if effects.norms.bucket is not None:
+            effects.norms.bucket.local.zero_()
+            for each in done:
+                if each.norms is not None:
+                    effects.norms.bucket.local.add_(each.norms)
+        if self._micro_batches[0] not in counted:
+            effects.buffers.withdraw()
+        recorded = effects.metrics.recorded
+        effects.metrics.recorded = {number: recorded[number] for number in counted & recorded.keys()}
+        sums = ShardedSums(self._parallel.strategy.agreed, effects.norms, effects.buffers, _AllUsed(), effects.metrics)
+        for loss, calls in (result for each in done for result in each.results):
+            sums.add(loss, calls)
         return sums
 
     def output(self, loss: float) -> Any:
@@ -114,22 +140,61 @@ class StepRows:
         return self._batches.output(loss)
 
 
-class ShardedPrecision(Precision):
-    """Clipping by a norm that the shards have agreed on before the commit, since no communication may follow it.
+@dataclass(kw_only=True)
+class _Row:
+    """This worker's micro-batch of a row.
+
+    Attributes:
+        number: of the micro-batch.
+        counts: whether it counts.
+        results: its loss and logged values, once it is done.
+        norms: its changes of batch-norm statistics.
+    """
+
+    number: int
+    counts: bool
+    results: list[tuple[Tensor, Sequence[LogCall]]] = field(default_factory=list)
+    norms: Tensor | None = None
+
+
+class ShardedSums(StepSums):
+    """The sums of one step, which all travel with the commit: a broken replica's are discarded until then."""
+
+    @override
+    def totals(self) -> list[float]:
+        large = (value for bucket in self._flat() for value in bucket.local.double().tolist())
+        return [*super().totals(), *large]
+
+    @override
+    def read(self, totals: Sequence[float]) -> bool:
+        end = len(totals) - sum(bucket.local.numel() for bucket in self._flat())
+        start = end
+        for bucket in self._flat():
+            values = totals[start : start + bucket.local.numel()]
+            bucket.reduced.copy_(torch.tensor(values, dtype=torch.float64))
+            start += len(values)
+        return super().read(totals[:end])
+
+    def _flat(self) -> list[FlatBucket]:
+        return [bucket for bucket in self.buckets if isinstance(bucket, FlatBucket)]
+
+
+def clip_by_agreed_norm(plugin: Precision, norm: Callable[[], float]) -> None:
+    """Make a precision plugin clip by a norm that the shards have agreed on before the commit, since no communication
+    may follow it.
 
     Args:
+        plugin: Lightning's.
         norm: returns the norm of the present gradients over the whole model.
     """
 
-    def __init__(self, norm: Callable[[], float]) -> None:
-        self._norm = norm
-
-    @override
-    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        factor = min(1.0, float(clip_val) / (self._norm() + 1e-6))
-        grads = [parameter.grad for parameter in self.main_params(optimizer) if parameter.grad is not None]
+    def clip(optimizer: Optimizer, clip_val: int | float) -> None:
+        factor = min(1.0, float(clip_val) / (norm() + 1e-6))
+        grads = [parameter.grad for parameter in plugin.main_params(optimizer) if parameter.grad is not None]
         if grads:  # a spare has none
             torch._foreach_mul_(local_shards(grads), factor)
+
+    plugin.clip_grad_by_norm = clip  # type: ignore[method-assign]
 
 
 class _AllUsed:

@@ -7,12 +7,8 @@ the unit of failure. Replicas exchange gradients as the workers of `UnicronStrat
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-import lightning.pytorch as pl
-import torch
 from lightning.fabric.strategies import _StrategyRegistry
-from lightning.pytorch.plugins.precision import Precision
 from typing_extensions import override
 
 from unicron_lightning.errors import ConfigError
@@ -20,6 +16,7 @@ from unicron_lightning.fsdp.grid import ShardedShape
 from unicron_lightning.replica.fabric import ReplicaFabric
 from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
 from unicron_lightning.strategies.fsdp.parallel import FsdpParallel
+from unicron_lightning.strategies.fsdp.wrapping import Sharding
 
 
 class UnicronFSDPStrategy(FaultTolerantStrategy):
@@ -29,42 +26,41 @@ class UnicronFSDPStrategy(FaultTolerantStrategy):
         shard_size: workers of a replica (S), a divisor of devices x num_nodes; default: the devices of a node.
         blocks: names of the classes whose modules are sharded one by one, such as ``("Block",)``, if the module's
             ``configure_model`` does not shard; default: the elements of every `torch.nn.ModuleList`.
+        activation_checkpointing: names of the classes whose modules compute their activations again in the backward;
+            likewise.
         num_micro_batches: M of a global batch, instead of accumulate_grad_batches x devices x num_nodes.
         reshard_after_forward: free the gathered parameters between forward and backward, as in FSDP2; without effect on
             a ``configure_model`` that shards.
-        accelerator, parallel_devices, checkpoint_io, precision_plugin: given by Lightning.
 
     Raises:
-        ConfigError: for settings that can't be supported exactly; see `checks`.
+        ConfigError: for settings that can't be supported exactly; see `fsdp_checks`.
     """
 
     strategy_name = "unicron_fsdp"
 
     def __init__(
         self,
-        accelerator: pl.accelerators.Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        checkpoint_io: Any = None,
-        precision_plugin: Precision | None = None,
         *,
         shard_size: int | None = None,
         blocks: Sequence[str] = (),
+        activation_checkpointing: Sequence[str] = (),
         num_micro_batches: int | None = None,
         reshard_after_forward: bool = True,
     ) -> None:
-        super().__init__(
-            num_micro_batches=num_micro_batches,
-            compare=False,
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-        )
+        super().__init__(num_micro_batches=num_micro_batches, compare=False)
         if shard_size is not None and shard_size < 1:
             raise ConfigError(f"shard_size={shard_size!r}: expected 1 or more, or None for the devices of a node")
         if not isinstance(reshard_after_forward, bool):
             raise ConfigError(f"reshard_after_forward={reshard_after_forward!r}: expected True or False")
-        self._sharded = FsdpParallel(self, shard_size, tuple(blocks), reshard_after_forward=reshard_after_forward)
+        for name, classes in (("blocks", blocks), ("activation_checkpointing", activation_checkpointing)):
+            if isinstance(classes, str):
+                raise ConfigError(f"{name}={classes!r}: expected names of classes, such as ({classes!r},)")
+        sharding = Sharding(
+            blocks=tuple(blocks),
+            activation_checkpointing=tuple(activation_checkpointing),
+            reshard_after_forward=reshard_after_forward,
+        )
+        self._sharded = FsdpParallel(self, shard_size, sharding)
         self.parallelism = self._sharded
 
     @classmethod

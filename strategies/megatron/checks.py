@@ -143,11 +143,8 @@ def check_megatron_loader(loader: object) -> int:
     return size
 
 
-def check_validation_loader(loader: object) -> DataLoader[Any]:
+def check_validation_loader(loader: object) -> None:
     """Refuse batches of unknown size; the last one of a pass may be smaller.
-
-    Returns:
-        The loader.
 
     Raises:
         ConfigError: naming the alternative.
@@ -159,4 +156,3 @@ def check_validation_loader(loader: object) -> DataLoader[Any]:
             "the validation DataLoader has no batch_size; pipeline stages have to know the size of what they exchange: "
             "use DataLoader(batch_size=...)"
         )
-    return loader

@@ -63,14 +63,18 @@ class StepMetrics:
             empty(metric)
             metric._forward_cache = None
 
+    def restore(self) -> None:
+        """Restore the states before a micro-batch, after an exception in it."""
+        for name, state in self._base.items():
+            set_state(self.by_name[name], state)
+
     def finish_micro_batch(self, number: int) -> None:
         """Record the states and restore those before the step."""
         self._settle_groups()
         found = {name: _state(metric) for name, metric in self.by_name.items() if metric.update_called}
         if found:
             self.recorded[number] = found
-        for name, metric in self.by_name.items():
-            set_state(metric, self._base[name])
+        self.restore()
 
     def commit(self, recorded: Mapping[int, Mapping[str, State]]) -> None:
         """Add the records of all ranks, by micro-batch."""

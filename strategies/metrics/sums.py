@@ -79,6 +79,11 @@ class NormStatistics:
             self._base_counts = [c.clone() for c in self._counts]
             self.bucket.local.zero_()
 
+    def restore(self) -> None:
+        """Restore the step's start after an exception in a micro-batch."""
+        for buffer, base in zip([*self._floats, *self._counts], [*self._base, *self._base_counts], strict=False):
+            buffer.copy_(base)
+
     def finish_micro_batch(self) -> None:
         """Add the micro-batch's changes to the sums and restore the step's start."""
         if self.bucket is None:

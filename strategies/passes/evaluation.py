@@ -58,7 +58,7 @@ class Passes:
         self._pass = None
         dtype = logged_dtype(self._strategy.precision_plugin)
         self._strategy.collectives.evaluates = partial(evaluates, trainer)
-        for loop in (trainer.validate_loop, trainer.test_loop, trainer.fit_loop.epoch_loop.val_loop):
+        for loop in evaluation_loops(trainer):
             loop._results = RecordingResults(
                 False, self._strategy.reduce, self.epoch_metrics, lambda: trainer.sanity_checking, dtype
             )
@@ -86,9 +86,8 @@ class Passes:
         """Start the pass over a loader; return this rank's batches."""
         self.finish()
         self._engine.activity.enter("validation")
-        loop: Any = self._trainer._active_loop
-        loop = loop.epoch_loop.val_loop if hasattr(loop, "epoch_loop") else loop
-        assert isinstance(loop, _EvaluationLoop) and loop._combined_loader is not None
+        loop = active_evaluation(self._trainer)
+        assert loop._combined_loader is not None
         loaders = loop._combined_loader.flattened
         place = next(i for i, other in enumerate(loaders) if other is loader)
         loader.limit(int(loop.max_batches[place]))
@@ -210,6 +209,19 @@ class Passes:
         current.loop._seen_batches_per_dataloader[current.index or 0] = current.seen + -(
             -current.loader.num_batches // devices
         )
+
+
+def evaluation_loops(trainer: pl.Trainer) -> tuple[_EvaluationLoop, ...]:
+    """Return all loops of a trainer that run validations or tests."""
+    return trainer.validate_loop, trainer.test_loop, trainer.fit_loop.epoch_loop.val_loop
+
+
+def active_evaluation(trainer: pl.Trainer) -> _EvaluationLoop:
+    """Return the loop that runs the present validation or test."""
+    loop: Any = trainer._active_loop
+    loop = loop.epoch_loop.val_loop if hasattr(loop, "epoch_loop") else loop
+    assert isinstance(loop, _EvaluationLoop)
+    return loop
 
 
 def evaluates(trainer: pl.Trainer) -> str | None:

@@ -44,7 +44,7 @@ class SingleFileCheckpoints(CheckpointStore):
         strategy = self._strategy
 
         def write() -> bytes:
-            return _write(strategy.checkpoint_io, checkpoint, path, options).encode()
+            return write_checkpoint(strategy.checkpoint_io, checkpoint, path, options).encode()
 
         if strategy.collectives.interrupted():
             # Not reported, unless it replaces a checkpoint that was: its digest would be wrong.
@@ -99,7 +99,7 @@ class ReportedCheckpoints:
                 self._opened = None
 
 
-def _write(plugin: CheckpointIO, checkpoint: dict[str, Any], path: str, storage_options: Any) -> str:
+def write_checkpoint(plugin: CheckpointIO, checkpoint: dict[str, Any], path: str, storage_options: Any) -> str:
     """Write a checkpoint; return its digest, or "" if it cannot be read back."""
     while isinstance(plugin, AsyncCheckpointIO) and plugin.checkpoint_io is not None:
         plugin = plugin.checkpoint_io  # a checkpoint is reported once it is complete

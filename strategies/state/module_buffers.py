@@ -136,6 +136,18 @@ class ModuleBuffers:
         if number == self._first:
             self._fill()
 
+    def restore(self) -> None:
+        """Restore the step's buffers after an exception in a micro-batch."""
+        for index, place in enumerate(self._places):
+            if place.touched() or index in self._carried:
+                place.set(place.base)
+
+    def withdraw(self) -> None:
+        """Contribute nothing to the step's result, since another rank has run the first micro-batch."""
+        self.values = {}
+        for packed in self._packed:
+            packed.bucket.local.zero_()
+
     def commit(self, values: Mapping[int, Tensor]) -> None:
         """Set the buffers to the step's result.
 

@@ -4,24 +4,37 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from unicron_lightning.fsdp.grid import ShardedShape
 from unicron_lightning.fsdp.mesh import ShardGroup, local_shards, shard_mesh, sum_gradients
 from unicron_lightning.fsdp.model import FsdpShard
+from unicron_lightning.fsdp.whole import whole_parameters
 from unicron_lightning.replica.channels import Channels
+from unicron_lightning.replica.start import send_shard
+from unicron_lightning.strategies.fsdp.wrapping import PolicyPrecision, Sharding, shard_module
+from unicron_lightning.worker import codec
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
+
+    from torch.distributed.device_mesh import DeviceMesh
 
 CPU = torch.device("cpu")
 DEATH = 9
 ROWS = 6
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def model() -> nn.Sequential:
@@ -38,18 +51,26 @@ def loss_of(net: nn.Module, micro_batch: int) -> Tensor:
     return value
 
 
+def by_layer(net: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy | None = None) -> None:
+    """Shard layer by layer; with a policy, the whole returns float32."""
+    policy = policy or MixedPrecisionPolicy()
+    for layer in net.children():
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(net, mesh=mesh, mp_policy=replace(policy, output_dtype=policy.reduce_dtype))
+
+
 class Replica:
     """A worker with its shard, in epochs that the test makes."""
 
-    def __init__(self, folder: Path, shards: int, shard: int) -> None:
+    def __init__(
+        self, folder: Path, shards: int, shard: int, divide: Callable[[nn.Module, DeviceMesh], None] | None = None
+    ) -> None:
         self.folder, self.shards, self.shard = folder, shards, shard
         self.group = ShardGroup(shard, shards)
         net = model()
         mesh = shard_mesh(self.group, CPU)
-        for layer in net:
-            if isinstance(layer, nn.Linear):
-                fully_shard(layer, mesh=mesh)
-        fully_shard(net, mesh=mesh)
+        (divide or by_layer)(net, mesh)
         sum_gradients(net)
         self.net = net
         self.shard_model = FsdpShard(net, self.group, torch.optim.AdamW(net.parameters(), lr=1e-2))
@@ -163,7 +184,8 @@ def partner_dies(rank: int, world: int, folder: Path) -> Any:
     data = replica.shard_model.state() if place == 0 else None
     if place == 1:
         replica.shard_model.begin()
-    received = _send(replica, data)
+    assert replica.channels is not None
+    received = send_shard(replica.channels, data, 0)
     if place == 1:
         replica.shard_model.load_state(received)
     replica.shard_model.begin()
@@ -173,18 +195,6 @@ def partner_dies(rank: int, world: int, folder: Path) -> Any:
     result = [found, error, replica.parameters()]
     replica.close()
     return result
-
-
-def _send(replica: Replica, data: bytes | None) -> bytes:
-    assert replica.channels is not None
-    peers = replica.channels.same_shard
-    size = torch.tensor([0 if data is None else len(data)])
-    peers.broadcast(size, 0)
-    buffer = torch.empty(int(size), dtype=torch.uint8)
-    if data is not None:
-        buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    peers.broadcast(buffer, 0)
-    return buffer.numpy().tobytes()
 
 
 def recovered_sums(rank: int, world: int, folder: Path) -> Any:
@@ -202,5 +212,43 @@ def recovered_sums(rank: int, world: int, folder: Path) -> Any:
         same = [torch.equal(a, b.grad.to_local()) for a, b in zip(own, replica.net.parameters(), strict=True)]  # type: ignore[union-attr]
         assert all(same)
     time.sleep(0.1)
+    replica.close()
+    return found
+
+
+def beside_plain_fsdp(rank: int, world: int, folder: Path) -> Any:
+    """One replica in mixed precision, sharded by the strategy's own rules, beside FSDP2 alone with the default group;
+    then a plain model takes the replica's whole tensors.
+    """
+    module = pl.LightningModule()
+
+    def divide(net: nn.Module, mesh: DeviceMesh) -> None:
+        module.net = net
+        plugin = shard_module(module, mesh, Sharding(blocks=("Linear",)), MixedPrecision("bf16-mixed", "cpu"))
+        assert isinstance(plugin, PolicyPrecision)
+
+    replica = Replica(folder, world, rank, divide)
+    replica.enter(1, 1, 0)
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "plain"), world), rank=rank, world_size=world)
+    nets = [model() for _ in range(2)]
+    for net, policy in zip(nets, (BF16, None), strict=True):
+        by_layer(net, init_device_mesh("cpu", (world,)), policy)
+    plain, other = nets
+    sum_gradients(plain)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for _ in range(2):
+        replica.shard_model.begin()
+        replica.rows(range(ROWS), ROWS * world)
+        replica.step()
+        optimizer.zero_grad()
+        for row in range(ROWS):
+            (loss_of(plain, row * world + rank) / (ROWS * world)).backward()
+        optimizer.step()
+    shards = [codec.decode(part)["tensors"] for part in replica.group.collect(replica.shard_model.state())]
+    whole = whole_parameters(replica.net, shards) if shards else {}
+    set_model_state_dict(other, whole, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    found = [replica.parameters()]
+    found += [[each.detach().flatten().tolist() for each in local_shards(net.parameters())] for net in nets]
+    dist.destroy_process_group()
     replica.close()
     return found

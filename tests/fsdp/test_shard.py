@@ -34,3 +34,8 @@ def test_a_partner_dies_in_a_backward_and_is_replaced(worlds: Worlds, tmp_path: 
 def test_a_reduction_is_repeated_from_the_kept_sums(worlds: Worlds, tmp_path: Path) -> None:
     first, second = worlds.run("sharded:recovered_sums", 2, tmp_path)
     assert first[0] == first[1] == second[0] == second[1]
+
+
+def test_mixed_precision_and_whole_tensors_are_those_of_plain_fsdp(worlds: Worlds, tmp_path: Path) -> None:
+    for own, plain, loaded in worlds.run("sharded:beside_plain_fsdp", 2, tmp_path):
+        assert own == plain == loaded

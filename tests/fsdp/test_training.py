@@ -2,58 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fsdp.judge import SCRIPT, alone, between_replicas, differences, notes
 from fsdp.train import SETTINGS, Model
 from system.cluster import Cluster
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 
-SCRIPT = Path(__file__).with_name("train.py")
 TOLERANCE = 1e-10
 
 
 def die(point: str, replica: int, shard: int, **where: Any) -> dict[str, Any]:
     return {"point": point, "replica": replica, "shard": shard, **where}
-
-
-def alone(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Train in one process, under Lightning's own strategy."""
-    folder.mkdir()
-    (folder / "settings.json").write_text(json.dumps(settings))
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("UNICRON_")}
-    command = [sys.executable, str(SCRIPT), str(folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    result: dict[str, Any] = torch.load(folder / "final-0-0.pt", weights_only=True)
-    return result
-
-
-def differences(folder: Path, reference: dict[str, Any], shards: int) -> dict[str, float]:
-    """For each worker the largest difference of a parameter from the reference's."""
-    found = {}
-    for path in sorted(folder.glob("final-*.pt")):
-        shard = int(path.stem.split("-")[2])
-        own = torch.load(path, weights_only=True)
-        assert own["step"] == reference["step"]
-        worst = 0.0
-        for part, whole in zip(own["parameters"], reference["parameters"], strict=True):
-            expected = whole.chunk(shards)[shard] if shard < len(whole.chunk(shards)) else whole[:0]
-            worst = max(worst, float((part - expected).abs().max()) if part.numel() else 0.0)
-        found[path.name] = worst
-    return found
-
-
-def notes(folder: Path, what: str) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for path in folder.glob("notes-*.jsonl") for line in path.read_text().splitlines()]
-    return sorted((line for line in lines if line["what"] == what), key=lambda line: float(line["at"]))
 
 
 def run(folder: Path, settings: dict[str, Any], schedule: list[dict[str, Any]], agents: int, nodes: str) -> None:
@@ -69,6 +33,7 @@ def check(folder: Path, settings: dict[str, Any], workers: int) -> dict[str, Any
     reference = alone(folder / "alone", {**settings, "steps": steps})
     found = differences(folder, reference, 2)
     assert len(found) == workers and max(found.values()) < TOLERANCE, found
+    assert not between_replicas(folder)
     expected = {note["step"]: note for note in notes(folder / "alone", "validated")}
     passes = [
         note for note in notes(folder, "validated") if note["step"] in expected

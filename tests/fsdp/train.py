@@ -1,8 +1,7 @@
 """A small GPT on English text under the strategy ``unicron_fsdp``, for tests with real processes.
 
-FOLDER/settings.json: see `SETTINGS`. FOLDER/schedule.json: a list of faults that strike in sequence, each in a complete
-world on the worker at the given place, which is killed: {"replica", "shard", "point"}; not before "from_step". Without
-an agent the same training runs in this process alone, under Lightning's own strategy: the reference.
+FOLDER/settings.json: see `SETTINGS`. FOLDER/schedule.json: a list of faults that strike in sequence, see `strikes`.
+Without an agent the same training runs in this process alone, under Lightning's own strategy: the reference.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import pydoc_data.topics
-import signal
 import sys
 import time
 from pathlib import Path
@@ -35,15 +33,17 @@ SETTINGS: dict[str, Any] = {
     "validate": 0,  # steps between validations
     "save_every": 0,
     "resume": None,
+    "finish": False,  # whether to train on until FOLDER/finish exists
+    "pace": 0.0,  # additional seconds of a step in a complete world
+    "tests": False,  # whether a test follows
+    "options": {},  # of the strategy
     "configures": True,  # whether the module shards itself
     "clip": 0.5,
     "samples": 4096,
     "dropout": 0.0,
+    "reference": "auto",  # strategy of the run without an agent; "unicron" has the same dropout
+    "dtype": "float64",  # Adam amplifies the rounding of gradients that are nearly zero
 }
-POINTS = (
-    *("call", "forward", "reduce", "reduced", "gate", "commit", "committed", "checkpoint"),
-    *("validation", "evaluated", "agree", "join"),
-)
 
 
 class Text(Dataset[Any]):
@@ -94,41 +94,6 @@ class Network(nn.Module):
         return logits
 
 
-class Faults:
-    """Kills this worker as planned."""
-
-    def __init__(self, folder: Path, note: Any) -> None:
-        self._folder, self._note = folder, note
-        self._schedule = (
-            json.loads((folder / "schedule.json").read_text()) if (folder / "schedule.json").exists() else []
-        )
-        self.strategy: Any = None
-
-    def point(self, point: str, *_: Any) -> None:
-        strategy = self.strategy
-        number = next((n for n in range(len(self._schedule)) if not self._struck(n).exists()), None)
-        if number is None or point not in POINTS or strategy.trainer.sanity_checking:
-            return
-        fault, fabric, step = self._schedule[number], strategy.fabric, strategy.trainer.global_step
-        place = fabric.place
-        here = {"replica": place.replica, "shard": fabric.shard, "point": point}
-        later = number == 0 or step > int(self._struck(number - 1).read_text() or 1 << 30)
-        whole = len(place.layout.replicas) == fabric.shape.replicas
-        if whole and later and step >= fault.get("from_step", 2) and here.items() <= fault.items():
-            self._note("fault", number=number, step=step, **here)
-            mark = self._folder / f"striking-{number}"
-            mark.write_text(str(step))
-            mark.rename(self._struck(number))
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def over(self) -> bool:
-        """Whether all faults have struck."""
-        return all(self._struck(number).exists() for number in range(len(self._schedule)))
-
-    def _struck(self, number: int) -> Path:
-        return self._folder / f"struck-{number}"
-
-
 class Model(pl.LightningModule):
     def __init__(self, settings: dict[str, Any]) -> None:
         super().__init__()
@@ -165,33 +130,36 @@ class Model(pl.LightningModule):
 
 
 class Watch(pl.Callback):
-    def __init__(self, folder: Path, settings: dict[str, Any], note: Any, faults: Faults) -> None:
+    def __init__(self, folder: Path, settings: dict[str, Any], note: Any, faults: Any) -> None:
         self._folder, self._settings, self._note, self._faults = folder, settings, note, faults
 
-    def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
+    def setup(self, trainer: pl.Trainer, module: Any, stage: str) -> None:
         strategy: Any = trainer.strategy
-        if hasattr(strategy, "engine"):
-            self._faults.strategy = strategy
-            strategy.engine.fault = self._faults.point
+        if hasattr(strategy, "fabric"):
+            self._faults.attend(trainer, module.net.blocks)
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         strategy: Any = trainer.strategy
-        if not hasattr(strategy, "engine"):
+        if not hasattr(strategy, "fabric"):
             return
+        self._faults.point("hooks")
         world, place = strategy.engine.world, strategy.fabric.place
         about = {"rank": world.rank, "world": world.size, "epoch": world.epoch, "replica": place.replica}
         values = {"loss": float(outputs["loss"]), "norm": strategy.grad_norm, "shard": strategy.fabric.shard}
         self._note("step", step=trainer.global_step, replicas=len(place.layout.replicas), **about, **values)
         whole = world.size == self._settings["full"]
-        if not whole:
-            time.sleep(self._settings["slow"])
+        time.sleep(self._settings["pace" if whole else "slow"])
         if trainer.global_step >= self._settings["steps"]:
-            over = bool(strategy.broadcast(whole and self._faults.over(), 0))
+            finishes = not self._settings["finish"] or (self._folder / "finish").exists()
+            over = bool(strategy.broadcast(whole and finishes and self._faults.over(), 0))
             trainer.should_stop = trainer.should_stop or over
 
     def on_validation_end(self, trainer: pl.Trainer, module: Any) -> None:
         values = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val")}
         self._note("validated", step=trainer.global_step, sanity=trainer.sanity_checking, **values)
+
+    def on_test_end(self, trainer: pl.Trainer, module: Any) -> None:
+        self._note("tested", **{name: float(value) for name, value in trainer.callback_metrics.items()})
 
     def on_fit_end(self, trainer: pl.Trainer, module: Any) -> None:
         strategy: Any = trainer.strategy
@@ -199,24 +167,30 @@ class Watch(pl.Callback):
         local = [each.to_local() if hasattr(each, "to_local") else each for each in module.parameters()]
         data = {
             "parameters": [each.detach().clone() for each in local],
+            "buffers": [each.clone() for each in module.buffers()],
             "metrics": metrics,
             "step": trainer.global_step,
         }
         place, shard = (
-            (0, 0) if not hasattr(strategy, "engine") else (strategy.fabric.place.replica, strategy.fabric.shard)
+            (0, 0) if not hasattr(strategy, "fabric") else (strategy.fabric.place.replica, strategy.fabric.shard)
         )
         if place is not None:
             torch.save(data, self._folder / f"final-{place}-{shard}.pt")
         self._note("end", step=trainer.global_step, replica=place, shard=shard)
 
 
-def main() -> None:
+def main(make: type[Model] = Model) -> None:
+    """Train.
+
+    Args:
+        make: makes the module from the settings.
+    """
     folder = Path(sys.argv[1])
     settings = {**SETTINGS, **json.loads((folder / "settings.json").read_text())}
     alone = "UNICRON_AGENT" not in os.environ
     node = os.environ.get("UNICRON_NODE", "alone")
     torch.set_num_threads(1)
-    torch.set_default_dtype(torch.float64)  # Adam amplifies the rounding of gradients that are nearly zero
+    torch.set_default_dtype(getattr(torch, settings["dtype"]))
     notes = (folder / f"notes-{node}-{os.getpid()}.jsonl").open("w", buffering=1)
 
     def note(what: str, **fields: Any) -> None:
@@ -224,15 +198,21 @@ def main() -> None:
 
     note("start")
     pl.seed_everything(5, verbose=False)
-    from unicron_lightning import UnicronFSDPStrategy
+    from strikes import Faults
+
+    from unicron_lightning import UnicronFSDPStrategy, UnicronStrategy
 
     workers = settings["shards"] * settings["replicas"]
     every, validate, rounds = settings["save_every"], settings["validate"], settings["accumulation"]
     saves = (
         [ModelCheckpoint(folder / "checkpoints", "{step}", every_n_train_steps=every, save_top_k=-1)] if every else []
     )
+    strategy: Any = UnicronFSDPStrategy(shard_size=settings["shards"], **settings["options"])
+    if alone:
+        strategy = "auto" if settings["reference"] == "auto" else UnicronStrategy()
     trainer = pl.Trainer(
-        strategy="auto" if alone else UnicronFSDPStrategy(shard_size=settings["shards"]),
+        use_distributed_sampler=not alone,
+        strategy=strategy,
         accelerator="cpu",
         devices=1,
         num_nodes=1 if alone else workers,
@@ -252,7 +232,10 @@ def main() -> None:
     )
     data = DataLoader(Text(settings["samples"]), batch_size=BATCH, shuffle=False)
     judged = DataLoader(Text(22), batch_size=3) if validate else None
-    trainer.fit(Model(settings), ordered(data, workers) if alone else data, judged, ckpt_path=settings["resume"])
+    module = make(settings)
+    trainer.fit(module, ordered(data, workers) if alone else data, judged, ckpt_path=settings["resume"])
+    if settings["tests"]:
+        trainer.test(module, judged, verbose=False)
 
 
 def ordered(loader: DataLoader[Any], workers: int) -> DataLoader[Any]:

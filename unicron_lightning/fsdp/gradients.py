@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unicron_lightning.fsdp.mesh import local_shards
+from unicron_lightning.fsdp.mesh import local_shard
 from unicron_lightning.replica.peers import PeerGroup
 
 BUCKET_BYTES = 25 << 20
@@ -70,7 +70,7 @@ class ShardedGradients:
             if grad is None:
                 continue
             if parameter.grad is not None:
-                local_shards([grad])[0].add_(_local(parameter))
+                local_shard(grad).add_(_local(parameter))
             parameter.grad = grad
 
     def reduce(self) -> None:
@@ -114,7 +114,7 @@ class ShardedGradients:
 def _local(parameter: nn.Parameter) -> Tensor:
     grad = parameter.grad
     assert grad is not None
-    return local_shards([grad])[0]
+    return local_shard(grad)
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[int]]:
@@ -127,5 +127,5 @@ def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[int]]:
             buckets.append([])
             size, dtype = 0, parameter.dtype
         buckets[-1].append(index)
-        size += local_shards([parameter])[0].numel() * parameter.element_size()
+        size += local_shard(parameter).numel() * parameter.element_size()
     return buckets

@@ -7,8 +7,9 @@ this module.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -24,8 +25,8 @@ SHARDS = "data_parallel"
 """Name of the mesh's dimension, as in Lightning's ModelParallelStrategy."""
 SLICES = "tensor_parallel"
 """Name of its other dimension there, which has the size 1 here."""
-GROUP: Any = "unicron_shards"
-"""Name by which torch finds the process group."""
+_numbers = itertools.count()
+"""Numbers of the process groups that were made in this process."""
 
 
 class ShardGroup(ProcessGroup):
@@ -34,12 +35,16 @@ class ShardGroup(ProcessGroup):
     Args:
         shard: of this worker.
         shards: workers of a replica.
+
+    Attributes:
+        key: name by which torch finds the group.
     """
 
     def __init__(self, shard: int, shards: int) -> None:
         dist.ProcessGroup.__init__(self, shard, shards)  # type: ignore[call-arg]
-        self._set_group_name(GROUP)
-        torch._C._distributed_c10d._register_process_group(GROUP, self)
+        self.key = cast("Any", f"unicron_shards_{next(_numbers)}")
+        self._set_group_name(self.key)
+        torch._C._distributed_c10d._register_process_group(self.key, self)
 
     def name(self) -> str:
         return "unicron_fsdp"
@@ -52,9 +57,22 @@ class ShardGroup(ProcessGroup):
         """
         self._peers.start(self._inner.allreduce([tensor])).wait()
 
-    def close(self) -> None:
-        """Release the name, for another group of this process."""
-        torch._C._distributed_c10d._unregister_process_group(GROUP)
+    def collect(self, data: bytes) -> list[bytes]:
+        """Send the bytes of all shards to the first one; return them there, by shard, and nothing elsewhere.
+
+        Raises:
+            RuntimeError: the connections are closed.
+        """
+        sizes = torch.zeros(self.size(), dtype=torch.int64)
+        sizes[self.rank()] = len(data)
+        self.sum(sizes)
+        own = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+        own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        received = [torch.empty_like(own) for _ in sizes] if self.rank() == 0 else []
+        options = dist.GatherOptions()
+        options.rootRank = 0
+        self._peers.start(self._inner.gather([received] if received else [], [own], options)).wait()
+        return [part[:size].numpy().tobytes() for part, size in zip(received, sizes.tolist(), strict=False)]
 
 
 def shard_mesh(group: ShardGroup, device: torch.device) -> DeviceMesh:
@@ -66,8 +84,8 @@ def shard_mesh(group: ShardGroup, device: torch.device) -> DeviceMesh:
         _init_backend=False,
         _rank=group.rank(),
     )
-    mesh._dim_group_names = [GROUP]
-    mesh._pg_registry[GROUP] = group
+    mesh._dim_group_names = [group.key]
+    mesh._pg_registry[group.key] = group
     return mesh
 
 
@@ -123,6 +141,11 @@ def sum_gradients(root: nn.Module) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that this worker holds; it shares memory with it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def local_shards(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The parts of tensors that this worker holds; they share memory with them."""
-    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    """The `local_shard` of each tensor."""
+    return [local_shard(tensor) for tensor in tensors]

@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unicron_lightning.fsdp.gradients import ShardedGradients
-from unicron_lightning.fsdp.mesh import ShardGroup, local_shards, reset_after_exception
-from unicron_lightning.fsdp.whole import like
+from unicron_lightning.fsdp.mesh import ShardGroup, local_shard, local_shards, reset_after_exception
+from unicron_lightning.fsdp.whole import load_optimizer
 from unicron_lightning.replica.channels import Channels
 from unicron_lightning.replica.peers import PeerGroup
 from unicron_lightning.worker import codec
@@ -23,15 +23,15 @@ class FsdpShard:
     Args:
         root: module whose parameters are all sharded by `torch.distributed.fsdp.fully_shard` on the mesh of ``group``.
         group: of the replica's shards.
-        optimizer: steps the sharded parameters.
 
     Attributes:
+        optimizer: steps the sharded parameters; None before the first ``fit``.
         grad_norm: of the last finalized gradients over the whole model, before clipping.
     """
 
     keeper = None
 
-    def __init__(self, root: nn.Module, group: ShardGroup, optimizer: Optimizer) -> None:
+    def __init__(self, root: nn.Module, group: ShardGroup, optimizer: Optimizer | None = None) -> None:
         self.root = root
         self.group = group
         self.optimizer = optimizer
@@ -81,12 +81,13 @@ class FsdpShard:
         squares = torch.zeros((), dtype=torch.float64)
         for parameter in self.root.parameters():
             if parameter.grad is not None:
-                squares += local_shards([parameter.grad])[0].double().square().sum().cpu()
+                squares += local_shard(parameter.grad).double().square().sum().cpu()
         self.group.sum(squares)
         self.grad_norm = float(squares.sqrt())
 
     def update(self) -> None:
         """Step the optimizer on this worker's shards, without communication."""
+        assert self.optimizer is not None
         self.optimizer.step()
 
     # ---- state
@@ -116,26 +117,19 @@ class FsdpShard:
             own = local_shards([*self.root.parameters(), *self.root.buffers()])
             for tensor, value in zip(own, state["tensors"], strict=True):
                 tensor.copy_(value)
-        self._load_optimizer_state(state["optimizer"])
+        if self.optimizer is not None:
+            load_optimizer(self.optimizer, state["optimizer"], whole=False)
 
     def _optimizer_state(self) -> dict[str, Any]:
         """The optimizer's state with this worker's parts of its tensors."""
+        if self.optimizer is None:
+            return {}
         state = self.optimizer.state_dict()
-        plain = {key: {name: _plain(value) for name, value in values.items()} for key, values in state["state"].items()}
-        return {"state": plain, "param_groups": state["param_groups"]}
-
-    def _load_optimizer_state(self, state: dict[str, Any]) -> None:
-        parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
-        entries = {
-            key: {name: _formed(value, parameters[int(key)]) for name, value in values.items()}
+        own = {
+            key: {
+                name: local_shard(value.detach()) if isinstance(value, torch.Tensor) else value
+                for name, value in values.items()
+            }
             for key, values in state["state"].items()
         }
-        self.optimizer.load_state_dict({"state": entries, "param_groups": state["param_groups"]})
-
-
-def _plain(value: Any) -> Any:
-    return local_shards([value])[0].detach() if isinstance(value, torch.Tensor) else value
-
-
-def _formed(value: Any, parameter: torch.Tensor) -> Any:
-    return like(value, parameter) if isinstance(value, torch.Tensor) and value.dim() > 0 else value
+        return {"state": own, "param_groups": state["param_groups"]}

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from unicron_lightning.fsdp.mesh import local_shard
+
 
 def whole_parameters(module: nn.Module, shards: Sequence[Sequence[Tensor]]) -> dict[str, Tensor]:
     """Return the state dict of a module with whole tensors.
@@ -37,7 +39,7 @@ def load_parameters(module: nn.Module, state: Mapping[str, Tensor]) -> None:
     """
     with torch.no_grad():
         for name, tensor in module.state_dict(keep_vars=True).items():
-            _local(tensor).copy_(shard_of(state[name], tensor))
+            local_shard(tensor).copy_(shard_of(state[name], tensor))
 
 
 def whole_optimizer(shards: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -50,14 +52,15 @@ def whole_optimizer(shards: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"state": state, "param_groups": first["param_groups"]}
 
 
-def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load a state dict with whole tensors."""
+def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any], *, whole: bool) -> None:
+    """Load a state dict with whole tensors, or with this worker's parts of them."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+    def own(value: Any, parameter: Tensor) -> Any:
+        return like(shard_of(value, parameter) if whole else value, parameter) if _divided(value) else value
+
     entries = {
-        key: {
-            name: like(shard_of(value, parameters[int(key)]), parameters[int(key)]) if _divided(value) else value
-            for name, value in values.items()
-        }
+        key: {name: own(value, parameters[int(key)]) for name, value in values.items()}
         for key, values in state["state"].items()
     }
     optimizer.load_state_dict({"state": entries, "param_groups": state["param_groups"]})
@@ -95,7 +98,3 @@ def _divided(value: Any) -> bool:
 
 def _whole(parts: Sequence[Any]) -> Any:
     return torch.cat(list(parts)) if _divided(parts[0]) else parts[0]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

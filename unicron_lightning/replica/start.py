@@ -58,13 +58,13 @@ def transfer(fabric: ReplicaFabric[Any], model: ReplicaModel) -> None:
     source, lacks = layout.sources[fabric.own_shard], place.rank in layout.stale
     if lacks:
         fabric.at = None
-    data = run_released(lambda: _broadcast(channels, model.state() if place.replica == source else None, source))
+    data = run_released(lambda: send_shard(channels, model.state() if place.replica == source else None, source))
     if lacks:
         model.load_state(data)
         fabric.at = layout.newest
 
 
-def _broadcast(channels: Channels, data: bytes | None, source: int) -> bytes:
+def send_shard(channels: Channels, data: bytes | None, source: int) -> bytes:
     """Send the bytes of the worker of this shard in one replica to those in all."""
     size = torch.tensor([0 if data is None else len(data)], dtype=torch.int64)
     channels.same_shard.broadcast(size, source)

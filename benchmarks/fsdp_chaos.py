@@ -1,0 +1,188 @@
+"""Kill workers of a real FSDP2 training at every kind of point and in every role; compare its parameters afterwards.
+
+The model of tests/fsdp/train.py runs on S x R workers, each with an agent of its own; one further agent has a warm
+worker that replaces a lost one. Faults strike in sequence, in seeded order: at each point of a step, of a validation
+and of a checkpoint, on the first and the last shard; and pairs, of which the second one strikes during the recovery
+from the first: the joiner, its partner, the donor of their state, a spare or a worker of another replica. The last and
+the donor need three replicas, as otherwise no worker has the state any more.
+
+    python benchmarks/fsdp_chaos.py --faults 50 --seed 1                       # S=2, R=3
+    python benchmarks/fsdp_chaos.py --faults 10 --steps 200 --replicas 2 --float32
+
+The parameters are compared with those of a run in one process and, with --float32, with those of the same workers
+without failures; and bit by bit between replicas.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from fsdp.judge import SCRIPT, alone, between_replicas, differences, notes
+from fsdp.strikes import CHECKPOINT, PASS, STEP
+from system.cluster import Cluster
+
+TASK = {"slow": 0.3, "validate": 4, "save_every": 3, "dropout": 0.1, "samples": 65536, "reference": "unicron"}
+STALLED_SECONDS = 60.0
+"""Time without a finished step that counts as a hang."""
+LIMITS = {"float64": 1e-10, "float32": 1e-5}
+"""Largest difference of a parameter: only the order of additions differs."""
+SECOND = {
+    "joiner": ("connect", "transfer", "join"),
+    "partner": ("connect", "transfer", "join"),
+    "spare": ("exchange", "gate", "commit"),
+    "donor": ("transfer",),
+    "worker": ("connect", "call", "reduction"),
+}
+"""Points at which a worker of each role dies after another one."""
+TRIGGERS = ("forward", "backward", "reduce-scatter")
+"""Points of the first death."""
+OF_THREE = ("donor", "worker")
+"""Roles that need three replicas."""
+
+Fault = dict[str, Any]
+
+
+def schedule(faults: int, shards: int, replicas: int, chance: random.Random) -> list[Fault]:
+    """Draw at least ``faults`` faults: all kinds in random order, again and again."""
+    drawn: list[Fault] = []
+    while len(drawn) < faults:
+        groups = list(kinds(shards, replicas, chance))
+        chance.shuffle(groups)
+        for group in groups:
+            if len(drawn) < faults:
+                drawn += group
+    return drawn
+
+
+def kinds(shards: int, replicas: int, chance: random.Random) -> Iterator[list[Fault]]:
+    """One group of faults of each kind, at random places."""
+
+    def first(point: str, shard: int) -> Fault:
+        nth = chance.randrange(3) if point in ("all-gather", "reduce-scatter", "forward", "backward") else 0
+        return {"point": point, "replica": chance.randrange(replicas), "shard": shard, "nth": nth}
+
+    for point in (*STEP, *PASS, *CHECKPOINT):
+        fault = first(point, chance.choice((0, shards - 1)))
+        yield [{**fault, "replica": 0, "shard": 0} if point == "checkpoint" else fault]
+    for role, points in SECOND.items():
+        if role not in OF_THREE or replicas > 2:
+            for point in points:
+                trigger = first(
+                    chance.choice(("forward", "backward", "reduce-scatter")), chance.choice((0, shards - 1))
+                )
+                yield [trigger, {"point": point, "role": role}]
+
+
+def train(folder: Path, settings: dict[str, Any], planned: list[Fault]) -> tuple[int, float]:
+    """Run the training with faults; return its last step and its duration in seconds."""
+    folder.mkdir()
+    workers = settings["full"]
+    agents = workers + bool(planned)
+    nodes = f"{settings['shards']}:{workers}"
+    started = time.monotonic()
+    with Cluster(folder, script=SCRIPT, agents=agents, nodes=nodes, schedule=planned, settings=settings) as cluster:
+        for number, fault in enumerate(planned):
+            mark = folder / f"struck-{number}"
+            cluster.watch(mark.exists, f"fault {number}, {fault}", 200, STALLED_SECONDS)
+            print(f"{time.monotonic() - started:6.1f} s  {number + 1:3d}  {_name(fault)}", flush=True)
+        cluster.wait_end(200)
+        assert not cluster.events("task_restarts"), "no worker had some shard's state any more"
+    [step] = {note["step"] for note in notes(folder, "end")}
+    return step, time.monotonic() - started
+
+
+def _name(fault: Fault) -> str:
+    return f"{fault['role']} in {fault['point']}" if "role" in fault else str(fault["point"])
+
+
+def recoveries(folder: Path) -> dict[str, list[float]]:
+    """Milliseconds from each fault to the next step finished in a later epoch, by point or role."""
+    steps, found = notes(folder, "step"), defaultdict(list)
+    for fault in notes(folder, "fault"):
+        after = [note["at"] for note in steps if note["at"] > fault["at"] and note["epoch"] > fault["epoch"]]
+        found[_name(fault)].append(1e3 * (min(after) - fault["at"]) if after else float("nan"))
+    return dict(found)
+
+
+def main() -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=50, help="lowest number of deaths (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="of kinds, places and moments (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=20, help="lowest number of steps (default: %(default)s)")
+    parser.add_argument("--shards", type=int, default=2, help="S (default: %(default)s)")
+    parser.add_argument("--replicas", type=int, default=3, help="R (default: %(default)s)")
+    parser.add_argument("--float32", action="store_true", help="train in float32, and compare with a failure-free run")
+    parser.add_argument("--keep", type=Path, help="folder for logs and notes (default: a temporary one)")
+    arguments = parser.parse_args()
+    if arguments.keep is not None:
+        arguments.keep.mkdir(parents=True)
+        run(arguments, arguments.keep)
+        return
+    with tempfile.TemporaryDirectory(prefix="fsdp-chaos-") as name:
+        run(arguments, Path(name))
+
+
+def run(arguments: argparse.Namespace, folder: Path) -> None:
+    """Train, judge and print.
+
+    Raises:
+        AssertionError: a guarantee does not hold.
+    """
+    shards, replicas = arguments.shards, arguments.replicas
+    planned = schedule(arguments.faults, shards, replicas, random.Random(arguments.seed))
+    for number, fault in enumerate(planned):  # spread over the steps
+        fault["from_step"] = 2 + number * arguments.steps // (len(planned) + 1)
+    workers, dtype = shards * replicas, "float32" if arguments.float32 else "float64"
+    settings = {
+        "shards": shards,
+        "replicas": replicas,
+        "full": workers,
+        **TASK,
+        "steps": arguments.steps,
+        "dtype": dtype,
+    }
+    step, seconds = train(folder / "run", settings, planned)
+    found = differences(folder / "run", alone(folder / "alone", {**settings, "steps": step}), shards)
+    assert len(found) == workers and not between_replicas(folder / "run"), "replicas differ"
+    world = f"S={shards}, R={replicas}, {dtype}, seed {arguments.seed}"
+    print(f"{len(planned)} deaths in {step} steps, {world}: {seconds:.0f} s")
+    print("no hang, no orphan, no restart; replicas are equal bit by bit")
+    print(f"largest difference of a parameter from a run in one process: {max(found.values()):.1e}")
+    worst = max(found.values())
+    if arguments.float32:
+        calm = {**settings, "steps": step}
+        train(folder / "calm", calm, [])
+        worst = against(folder / "run", folder / "calm")
+        print(f"largest difference of a parameter from the run of {workers} workers without failures: {worst:.1e}")
+    for name, values in sorted(recoveries(folder / "run").items()):
+        print(f"{name:<24}{len(values):>4} times, to the next step {statistics.median(values):6.0f} ms (median)")
+    assert worst <= LIMITS[dtype], f"{worst:.1e} > {LIMITS[dtype]}"
+
+
+def against(folder: Path, other: Path) -> float:
+    """The largest difference between the parameters of two runs with the same workers."""
+    import torch
+
+    worst = 0.0
+    for path in folder.glob("final-*.pt"):
+        own, expected = (torch.load(each, weights_only=True) for each in (path, other / path.name))
+        assert own["step"] == expected["step"]
+        pairs = zip(own["parameters"], expected["parameters"], strict=True)
+        worst = max([worst, *(float((a - b).abs().max()) for a, b in pairs if a.numel())])
+    return worst
+
+
+if __name__ == "__main__":
+    main()
