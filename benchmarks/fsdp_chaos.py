@@ -1,10 +1,10 @@
 """Kill workers of a real FSDP2 training at every kind of point and in every role; compare its parameters afterwards.
 
 The model of tests/fsdp/train.py runs on S x R workers, each with an agent of its own; one further agent has a warm
-worker that replaces a lost one. Faults strike in sequence, in seeded order: at each point of a step, of a validation
-and of a checkpoint, on the first and the last shard; and pairs, of which the second one strikes during the recovery
-from the first: the joiner, its partner, the donor of their state, a spare or a worker of another replica. The last and
-the donor need three replicas, as otherwise no worker has the state any more.
+worker that replaces a lost one. Faults strike in sequence, in seeded order: a death at each point of a step, of a
+validation and of a checkpoint, on the first or the last shard; a worker that stops; and pairs, of which the second one
+strikes during the recovery from the first: the joiner, its partner, the donor of their state, a spare or a worker of
+another replica. The last and the donor need three replicas, as otherwise no worker has the state any more.
 
     python benchmarks/fsdp_chaos.py --faults 50 --seed 1                       # S=2, R=3
     python benchmarks/fsdp_chaos.py --faults 10 --steps 200 --replicas 2 --float32
@@ -33,6 +33,8 @@ from fsdp.strikes import CHECKPOINT, PASS, STEP
 from system.cluster import Cluster
 
 TASK = {"slow": 0.3, "validate": 4, "save_every": 3, "dropout": 0.1, "samples": 65536, "reference": "unicron"}
+CONF = "worker_timeout=5"
+"""Seconds without a heartbeat after which a stopped worker counts as dead."""
 STALLED_SECONDS = 60.0
 """Time without a finished step that counts as a hang."""
 LIMITS = {"float64": 1e-10, "float32": 1e-5}
@@ -75,6 +77,7 @@ def kinds(shards: int, replicas: int, chance: random.Random) -> Iterator[list[Fa
     for point in (*STEP, *PASS, *CHECKPOINT):
         fault = first(point, chance.choice((0, shards - 1)))
         yield [{**fault, "replica": 0, "shard": 0} if point == "checkpoint" else fault]
+    yield [{**first("forward", chance.choice((0, shards - 1))), "stops": True}]
     for role, points in SECOND.items():
         if role not in OF_THREE or replicas > 2:
             for point in points:
@@ -91,7 +94,9 @@ def train(folder: Path, settings: dict[str, Any], planned: list[Fault]) -> tuple
     agents = workers + bool(planned)
     nodes = f"{settings['shards']}:{workers}"
     started = time.monotonic()
-    with Cluster(folder, script=SCRIPT, agents=agents, nodes=nodes, schedule=planned, settings=settings) as cluster:
+    with Cluster(
+        folder, script=SCRIPT, agents=agents, nodes=nodes, schedule=planned, settings=settings, conf=CONF
+    ) as cluster:
         for number, fault in enumerate(planned):
             mark = folder / f"struck-{number}"
             cluster.watch(mark.exists, f"fault {number}, {fault}", 200, STALLED_SECONDS)
@@ -103,7 +108,9 @@ def train(folder: Path, settings: dict[str, Any], planned: list[Fault]) -> tuple
 
 
 def _name(fault: Fault) -> str:
-    return f"{fault['role']} in {fault['point']}" if "role" in fault else str(fault["point"])
+    if "role" in fault:
+        return f"{fault['role']} in {fault['point']}"
+    return f"stopped in {fault['point']}" if fault.get("stops") else str(fault["point"])
 
 
 def recoveries(folder: Path) -> dict[str, list[float]]:

@@ -1,10 +1,11 @@
 """Faults that the workers of tests/fsdp/train.py inject into themselves, at exact points of the program.
 
 A fault is {"point", "nth", "from_step", ...}: the worker dies when it is at the point for the ``nth`` time as the fault
-describes. Faults strike in sequence, one worker each. One with a "replica" and a "shard" strikes the worker at that
-place of a complete world, in a later step than the fault before. One with a "role" strikes a worker that has it in an
-incomplete world, or during the entry into a complete one: a "spare" without a complete replica, a "joiner", a "partner"
-of a joiner in its new replica, a "donor" of their state, or another "worker" while two replicas continue.
+describes; with "stops" it is stopped and sends no more heartbeats. Faults strike in sequence, one worker each. One with
+a "replica" and a "shard" strikes the worker at that place of a complete world, in a later step than the fault before.
+One with a "role" strikes a worker that has it in an incomplete world, or during the entry into a complete one: a
+"spare" without a complete replica, a "joiner", a "partner" of a joiner in its new replica, a "donor" of their state, or
+another "worker" while two replicas continue.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class Faults:
         mark = self._folder / f"striking-{number}"
         mark.write_text(str(step))
         mark.rename(self._struck(number))
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGSTOP if fault.get("stops") else signal.SIGKILL)
 
     def over(self) -> bool:
         """Whether all faults have struck."""

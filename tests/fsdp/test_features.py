@@ -1,4 +1,4 @@
-"""Everything that a shard has to keep, through deaths in training and validation and a drain: as in one process."""
+"""Everything that a shard has to keep, through deaths, a drain and a resize: as in one process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SETTINGS: dict[str, Any] = {
 TOLERANCE = 1e-9
 
 
-def test_all_features_through_deaths_and_a_drain(tmp_path: Path) -> None:
+def test_all_features_through_deaths_and_orders(tmp_path: Path) -> None:
     schedule = [
         {"point": "backward", "replica": 0, "shard": 0, "nth": 1},
         {"point": "validation", "replica": 1, "shard": 1},
@@ -38,6 +38,12 @@ def test_all_features_through_deaths_and_a_drain(tmp_path: Path) -> None:
         cluster.order("drain", node)
         cluster.watch(lambda: node not in {note["node"] for note in cluster.world()}, "the drain", 120)
         assert node not in {note["node"] for note in cluster.wait_world(4, after=time.time())}
+        with pytest.raises(AssertionError, match="a replica of the model takes 2 nodes"):
+            cluster.order("resize", "task", "3")
+        cluster.order("resize", "task", "2")
+        cluster.wait_world(2, after=time.time())
+        cluster.order("resize", "task", "all")
+        cluster.wait_world(4, after=time.time())
         (tmp_path / "finish").touch()
         cluster.wait_end(300)
         assert not cluster.events("task_restarts")
