@@ -1,4 +1,4 @@
-"""The GPT of gpt.py sharded with FSDP2: replicas of two workers, of which one is killed while they train.
+"""The GPT of gpt.py sharded with FSDP2: replicas of two workers; one is killed while they train.
 
     python examples/fsdp_gpt.py --demo           # four workers and a spare node, as `make demo-sharded`
 
