@@ -200,19 +200,14 @@ def main(make: type[Model] = Model) -> None:
     pl.seed_everything(5, verbose=False)
     from strikes import Faults
 
-    from unicron_lightning import UnicronFSDPStrategy, UnicronStrategy
-
     workers = settings["shards"] * settings["replicas"]
     every, validate, rounds = settings["save_every"], settings["validate"], settings["accumulation"]
     saves = (
         [ModelCheckpoint(folder / "checkpoints", "{step}", every_n_train_steps=every, save_top_k=-1)] if every else []
     )
-    strategy: Any = UnicronFSDPStrategy(shard_size=settings["shards"], **settings["options"])
-    if alone:
-        strategy = "auto" if settings["reference"] == "auto" else UnicronStrategy()
     trainer = pl.Trainer(
         use_distributed_sampler=not alone,
-        strategy=strategy,
+        strategy=strategy_of(settings, alone=alone),
         accelerator="cpu",
         devices=1,
         num_nodes=1 if alone else workers,
@@ -236,6 +231,15 @@ def main(make: type[Model] = Model) -> None:
     trainer.fit(module, ordered(data, workers) if alone else data, judged, ckpt_path=settings["resume"])
     if settings["tests"]:
         trainer.test(module, judged, verbose=False)
+
+
+def strategy_of(settings: dict[str, Any], *, alone: bool) -> Any:
+    """The strategy, or that of the reference."""
+    from unicron_lightning import UnicronFSDPStrategy, UnicronStrategy
+
+    if not alone:
+        return UnicronFSDPStrategy(shard_size=settings["shards"], **settings["options"])
+    return "auto" if settings["reference"] == "auto" else UnicronStrategy()
 
 
 def ordered(loader: DataLoader[Any], workers: int) -> DataLoader[Any]:
