@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = ROOT / "conf" / "examples" / "six_tasks_128_gpus.yaml"
 SMALL = """
-cluster: {num_nodes: 4, workers_per_node: 4, nodes_per_switch: 2, unit: 4}
+cluster: {num_nodes: 4, workers_per_node: 4, unit: 4}
 failures: {node_mtbf_hours: 1000}
 tasks:
   a:
@@ -77,7 +77,7 @@ def test_a_lost_node_is_planned_for(small: Path) -> None:
     assert after["tasks"]["b"]["num_workers_lost"] == 4
     (given,) = [move for move in after["moves"] if move["source"] == "node3"]
     assert given["task"] == "b" and given["target"] in ("node0", "node1")
-    assert after["num_moved_accelerators"] == after["fewest_moves"] == 4
+    assert after["num_moved_accelerators"] == 4
 
 
 def test_a_task_loses_a_node_of_its_own(small: Path) -> None:
@@ -142,7 +142,6 @@ def test_the_example_is_the_one_in_the_repository_and_works(tmp_path: Path) -> N
     assert (both["plan"]["num_workers"], len(both["plan"]["tasks"]), both["what_if"]["num_workers"]) == (128, 6, 120)
     assert both["plan"]["infeasible"] == []
     assert both["what_if"]["waf_flops_per_second"] < both["plan"]["waf_flops_per_second"]
-    assert both["what_if"]["num_moved_accelerators"] == both["what_if"]["fewest_moves"]
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -36,16 +36,12 @@ def test_equal_nodes_are_numbered_and_those_named_replace_them() -> None:
     config = PlanClusterConfig(
         num_nodes=11,
         workers_per_node=4,
-        nodes_per_switch=8,
-        nodes={"node03": NodeConfig(state="draining"), "big": NodeConfig(num_accelerators=16, switch="s")},
+        nodes={"node03": NodeConfig(state="draining"), "big": NodeConfig(num_accelerators=16)},
     )
     nodes = {node.name: node for node in nodes_of(config)}
     assert list(nodes) == [*(f"node{index:02}" for index in range(11)), "big"]
-    assert nodes["node03"] == NodeCapacity(
-        name="node03", num_accelerators=4, switch="switch0", state=NodeState.DRAINING
-    )
-    assert nodes["node08"].switch == "switch1"
-    assert nodes["big"] == NodeCapacity(name="big", num_accelerators=16, switch="s")
+    assert nodes["node03"] == NodeCapacity(name="node03", num_accelerators=4, state=NodeState.DRAINING)
+    assert nodes["big"] == NodeCapacity(name="big", num_accelerators=16)
 
 
 def test_the_mtbf_is_corrected_by_what_was_seen() -> None:
@@ -101,11 +97,12 @@ def test_groups_come_from_the_configuration_or_from_the_file() -> None:
     layout = {"tensor_parallel": 3, "pipeline_parallel": 2, "data_parallel": 1, "micro_batch_size": 1}
     known = PlanTaskConfig(performance=PerformanceConfig(points=[row | layout]), transition_seconds=1, max_workers=6)
     cluster = PlanClusterConfig(num_nodes=3, workers_per_node=4)
-    for each, sizes in ((known, {3}), (dataclasses.replace(known, group_size=2, replica_size=2), {2, 4})):
+    # 6 workers of TP3 x PP2 on nodes of 4, so groups of 3 should share a node: 4 + 2
+    for each, spanning in ((known, 3), (dataclasses.replace(known, group_size=2, replica_size=2), 0)):
         situation = situation_of(PlanConfig(cluster=cluster, failures=FAILURES, tasks={"a": each}), HERE)
         placement = situation.place(solve(situation.state))
-        assert sum(placement.of_task("a").values()) == 6
-        assert set(placement.of_task("a").values()) <= sizes
+        assert placement.of_task("a") == {"node0": 4, "node1": 2}
+        assert placement.num_spanning == {"a": spanning}
 
 
 def test_a_transformer_is_modelled_on_the_clusters_accelerators() -> None:

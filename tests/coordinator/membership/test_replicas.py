@@ -12,9 +12,8 @@ from coordinator.driver import FakeAgent, World, members, settle
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.allocation.answers import state_of
-from unicron_lightning.coordinator.allocation.assignment import assign
-from unicron_lightning.coordinator.allocation.places import Place
 from unicron_lightning.coordinator.membership.replicas import refusal
+from unicron_lightning.planner.placement.assignment import Place, assign
 from unicron_lightning.planner.solver import solve
 
 

@@ -20,8 +20,6 @@ class NodeConfig:
 
     num_accelerators: int | None = None
     """Number of its accelerators; default: `PlanClusterConfig.workers_per_node`."""
-    switch: str = ""
-    """Label shared with near nodes."""
     state: Literal["ready", "failed", "draining", "cordoned"] = "ready"
     """Only ready nodes are planned with. Workers on other nodes count as lost."""
 
@@ -36,8 +34,6 @@ class PlanClusterConfig:
     """Nodes by name. A name of an equal node replaces that one."""
     workers_per_node: int = 8
     """Accelerators of a node."""
-    nodes_per_switch: int = 0
-    """Equal nodes under one switch, counted in their order; 0: all under one."""
     unit: int = 1
     """Workers that are allocated together; the value of workers_per_node allocates whole nodes."""
     accelerator: str | None = None
@@ -130,9 +126,9 @@ class PlanTaskConfig:
     accelerators: dict[str, int] = field(default_factory=dict)
     """Node -> the task's present workers on it, including those on failed nodes."""
     group_size: int | None = None
-    """Workers that have to share a node; default: TP of the configuration, if known."""
+    """Workers that should share a node; default: TP of the configuration, if known. Only reported."""
     replica_size: int | None = None
-    """Workers of one replica; default: TP x PP."""
+    """Workers of one replica, which should share a node if they fit on one; default: TP x PP. Only reported."""
 
     def __post_init__(self) -> None:
         if self.workers is not None and self.accelerators:

@@ -38,7 +38,6 @@ def as_json(plan: Plan, placement: Placement) -> dict[str, Any]:
             for move in placement.moves
         ],
         "num_moved_accelerators": placement.num_moved,
-        "fewest_moves": placement.fewest_moves,
     }
 
 
@@ -136,8 +135,7 @@ def _summary(plan: Plan, placement: Placement, *, assumed: bool) -> Iterator[str
         yield f"not enough workers for: {', '.join(plan.infeasible)} (they may not be paused, and are)"
     if paused := [name for name in plan.paused if name not in plan.infeasible]:
         yield f"paused: {', '.join(paused)}"
-    best = "no placement moves fewer" if placement.proven_fewest else f"at least {placement.fewest_moves} are needed"
-    yield f"accelerators to start: {placement.num_moved} ({best})" + (
+    yield f"accelerators to start: {placement.num_moved}" + (
         "; the present places are assumed, as the file contains only numbers of workers" if assumed else ""
     )
     # For accelerators that are new to a task, the table's last column is sufficient.
@@ -147,7 +145,7 @@ def _summary(plan: Plan, placement: Placement, *, assumed: bool) -> Iterator[str
     if len(leaving) > _MOST_MOVES:
         yield f"  and {len(leaving) - _MOST_MOVES} more (--json has all)"
     if spanning := [f"{task} {num}" for task, num in placement.num_spanning.items() if num]:
-        yield f"accelerators of replicas that are not on as few nodes as they could be: {', '.join(spanning)}"
+        yield f"accelerators of replicas, or groups, that do not share a node: {', '.join(spanning)}"
 
 
 def _hours(hours: float) -> str:

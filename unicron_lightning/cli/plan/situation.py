@@ -52,11 +52,7 @@ class Situation:
     config: Mapping[str, PlanTaskConfig]
 
     def place(self, plan: Plan) -> Placement:
-        """Place a plan's workers.
-
-        Raises:
-            ValueError: groups do not fit on the nodes.
-        """
+        """Place a plan's workers."""
         demands = [self._demand(part.name, part.num_workers, plan) for part in plan.tasks]
         return place(self.nodes, demands, self.running)
 
@@ -65,10 +61,8 @@ class Situation:
         config = self.config[task]
         group = config.group_size or (layout.tensor_parallel if layout else 1)
         replica = config.replica_size or (layout.tensor_parallel * layout.pipeline_parallel if layout else group)
-        # A task may have more workers than its configuration uses; idle ones form no group.
-        group = math.gcd(group, num_workers) or 1
-        replica = math.gcd(replica, num_workers) or group
-        return Demand(task=task, num_workers=num_workers, group_size=group, replica_size=replica)
+        largest = max((node.num_accelerators for node in self.nodes), default=0)
+        return Demand(task=task, num_workers=num_workers, together=replica if replica <= largest else group)
 
 
 def situation_of(config: PlanConfig, folder: Path) -> Situation:
@@ -123,22 +117,18 @@ def situation_of(config: PlanConfig, folder: Path) -> Situation:
 
 def nodes_of(config: PlanClusterConfig) -> tuple[NodeCapacity, ...]:
     """All nodes, the equal ones first."""
-    if config.workers_per_node < 1 or config.num_nodes < 0 or config.nodes_per_switch < 0 or config.unit < 1:
-        raise ConfigError(f"cluster: {config}: expected workers_per_node and unit >= 1, the other numbers >= 0")
+    if config.workers_per_node < 1 or config.num_nodes < 0 or config.unit < 1:
+        raise ConfigError(f"cluster: {config}: expected workers_per_node and unit >= 1, num_nodes >= 0")
     digits = len(str(max(config.num_nodes - 1, 0)))
     nodes = {}
     for index in range(config.num_nodes):
         name = f"node{index:0{digits}}"
-        switch = f"switch{index // config.nodes_per_switch}" if config.nodes_per_switch else ""
-        nodes[name] = NodeCapacity(name=name, num_accelerators=config.workers_per_node, switch=switch)
+        nodes[name] = NodeCapacity(name=name, num_accelerators=config.workers_per_node)
     for name, node in config.nodes.items():
         num_accelerators = config.workers_per_node if node.num_accelerators is None else node.num_accelerators
         if num_accelerators < 0:
             raise ConfigError(f"cluster.nodes.{name}.num_accelerators={num_accelerators}: expected a number >= 0")
-        switch = node.switch or (nodes[name].switch if name in nodes else "")
-        nodes[name] = NodeCapacity(
-            name=name, num_accelerators=num_accelerators, switch=switch, state=NodeState(node.state)
-        )
+        nodes[name] = NodeCapacity(name=name, num_accelerators=num_accelerators, state=NodeState(node.state))
     if not nodes:
         raise ConfigError("cluster: no nodes: expected num_nodes >= 1, or nodes by name")
     return tuple(nodes.values())

@@ -15,23 +15,10 @@ from typing import Final
 import msgspec
 
 from unicron_lightning.coordinator.state import Agent, Cluster, Node, Task
+from unicron_lightning.planner.placement.assignment import Place
 
 NO_TASK: Final = ""
 """Task name of a place that the plan leaves unused."""
-
-
-class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """A place that may be used now.
-
-    Attributes:
-        name: ``<node>/<slot>``.
-        node: the node that it belongs to.
-        tasks: tasks that could use it, sorted.
-    """
-
-    name: str
-    node: str
-    tasks: tuple[str, ...]
 
 
 class Places(list[Place]):
@@ -106,20 +93,6 @@ def usable_places(cluster: Cluster, daemons: DaemonPlaces | None = None) -> Plac
     found = {place.name: place for place in daemons.places}
     found |= {name: Place(name=name, node=node, tasks=in_order[able]) for name, (node, able) in others.items()}
     return Places(found[name] for name in sorted(found))
-
-
-def users(places: Collection[Place]) -> dict[str, frozenset[str]]:
-    """Map each place to the tasks that can use it. Places that are alike share one set, which is faster than a
-    tuple.
-    """
-    sets: dict[int, frozenset[str]] = {}
-    by_place = {}
-    for place in places:
-        able = sets.get(id(place.tasks))
-        if able is None:
-            able = sets[id(place.tasks)] = frozenset(place.tasks)
-        by_place[place.name] = able
-    return by_place
 
 
 def competing_tasks(cluster: Cluster) -> list[Task]:

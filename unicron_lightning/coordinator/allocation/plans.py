@@ -20,19 +20,18 @@ import msgspec
 
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.actions import Turn
-from unicron_lightning.coordinator.allocation.assignment import assign
 from unicron_lightning.coordinator.allocation.places import (
     NO_TASK,
     Places,
     competing_tasks,
     several_compete,
     usable_places,
-    users,
 )
 from unicron_lightning.coordinator.allocation.request import Competitor, Question
 from unicron_lightning.coordinator.membership.epochs import pause
 from unicron_lightning.coordinator.membership.replicas import keep_together, worth
 from unicron_lightning.coordinator.state import Agent, Cluster, Task, has_multiple
+from unicron_lightning.planner.placement.assignment import assign, users
 
 
 def review_allocation(cluster: Cluster, turn: Turn) -> None:

@@ -16,9 +16,10 @@ from collections.abc import Mapping, Sequence
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator.actions import Turn
-from unicron_lightning.coordinator.allocation.places import NO_TASK, Places, users
+from unicron_lightning.coordinator.allocation.places import NO_TASK, Places
 from unicron_lightning.coordinator.orders import relayout
 from unicron_lightning.coordinator.state import Agent, Task
+from unicron_lightning.planner.placement.assignment import users
 
 
 def hello(task: Task, turn: Turn, agent: Agent, message: wire.WorkerHello) -> None:

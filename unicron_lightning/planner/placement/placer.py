@@ -1,29 +1,14 @@
-"""Places numbers of workers on nodes: running workers stay in place, and new ones are placed close together.
-
-Each worker takes an accelerator of a node. `place` gives each task the planned number of accelerators.
+"""Places numbers of workers on nodes, as the coordinator does: `assign`, with a place for each accelerator.
 
 Guarantees:
 
 * no node has more accelerators in use than it has, and nodes that are not ready have none in use;
-* the accelerators of a group, i.e. of workers that have to share a node (tensor parallelism), are on one node;
+* the fewest moves: a task that had p_t accelerators on ready nodes and gets x_t starts on max(0, x_t - p_t) others, the
+  least of any placement, since tasks only release surplus ones and all accelerators are alike;
 * equal arguments give equal results, in any order of nodes and tasks.
 
-Aims, in descending priority:
-
-1. The fewest moves: accelerators on which a task has to start that it did not have before. A task that had p_t
-   accelerators on ready nodes and gets x_t starts on at least max(0, x_t - p_t) of them in any placement, so that
-
-       moved accelerators  >=  sum over tasks of max(0, x_t - p_t)  =  Placement.fewest_moves
-
-   Where no group has more than one accelerator the bound is always reached, since tasks only release surplus ones:
-   those kept are a part of the running ones and fit; the rest fits because all accelerators are alike. Groups of the
-   size of a node reach the bound for the same reason. With groups in between, free accelerators may be scattered, and
-   smaller groups have to be evicted. `Placement.num_moved` may then exceed the bound; the minimum is a packing problem,
-   which is solved greedily here. `Placement.proven_fewest` states whether the bound was reached.
-2. Replicas (TP x PP groups) whole on a node where they fit on one, whole under a switch otherwise.
-3. Few nodes and few switches for each task.
-
-Aims 2 and 3 are bin packing and pursued greedily; `Placement.num_spanning` measures the result.
+Workers that should share a node (a replica, or a tensor-parallel group) are not kept together;
+`Placement.num_spanning` counts those that do not share one.
 """
 
 from __future__ import annotations
@@ -33,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from unicron_lightning.planner.placement.packing import Packing
+from unicron_lightning.planner.placement.assignment import Place, assign
 
 Accelerators = Mapping[str, Mapping[str, int]]
 """node -> task -> number of accelerators"""
@@ -55,13 +40,11 @@ class NodeCapacity:
     Attributes:
         name: unique.
         num_accelerators: number of its accelerators.
-        switch: the switch, rack or rail group that it shares with near nodes; "" if unknown.
         state: only ready nodes are used.
     """
 
     name: str
     num_accelerators: int
-    switch: str = ""
     state: NodeState = NodeState.READY
 
     def __post_init__(self) -> None:
@@ -77,26 +60,19 @@ class Demand:
 
     Attributes:
         task: its name, unique.
-        num_workers: its accelerators, a multiple of ``group_size``.
-        replica_size: workers of one replica (TP x PP), a multiple of ``group_size``; 0 for one group.
-        group_size: workers that have to share a node (TP).
+        num_workers: its accelerators.
+        together: workers that should share a node, for the report.
     """
 
     task: str
     num_workers: int
-    replica_size: int = 0
-    group_size: int = 1
+    together: int = 1
 
     def __post_init__(self) -> None:
-        if self.group_size < 1:
-            raise ValueError(f"task {self.task!r}: group_size={self.group_size}: expected an integer >= 1")
-        for name in ("num_workers", "replica_size"):
+        for name, least in (("num_workers", 0), ("together", 1)):
             value = getattr(self, name)
-            if value < 0 or value % self.group_size:
-                expected = f"a multiple of group_size={self.group_size}"
-                raise ValueError(f"task {self.task!r}: {name}={value}: expected {expected}")
-        if self.replica_size == 0:
-            object.__setattr__(self, "replica_size", self.group_size)
+            if value < least:
+                raise ValueError(f"task {self.task!r}: {name}={value}: expected an integer >= {least}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,24 +99,17 @@ class Placement:
     Attributes:
         accelerators: node -> task -> number of accelerators; only nodes and tasks that have some, sorted by name.
         moves: the required changes, sorted by task. Unchanged accelerators are not listed.
-        fewest_moves: a lower bound of `num_moved` for every placement.
-        num_spanning: by task, accelerators of replicas that could be whole on a node, or under a switch, and are not.
+        num_spanning: by task, accelerators that do not share a node with the others of their `Demand.together`.
     """
 
     accelerators: Accelerators
     moves: tuple[Move, ...]
-    fewest_moves: int
     num_spanning: Mapping[str, int]
 
     @property
     def num_moved(self) -> int:
         """Accelerators on which a task has to start that it did not have before."""
         return sum(move.num_accelerators for move in self.moves if move.target is not None)
-
-    @property
-    def proven_fewest(self) -> bool:
-        """Whether no placement moves fewer accelerators; False means unknown."""
-        return self.num_moved == self.fewest_moves
 
     def of_task(self, task: str) -> dict[str, int]:
         """Accelerators of one task: node -> number of accelerators."""
@@ -156,33 +125,30 @@ def place(nodes: Sequence[NodeCapacity], demands: Sequence[Demand], running: Acc
         running: current accelerators. Accelerators on nodes that are not ready or no longer known are lost.
 
     Raises:
-        ValueError: a name is given twice, more accelerators run on a ready node than it has, or the demands do not fit:
-            more accelerators than are available, or groups too large for the remaining nodes.
+        ValueError: a name is given twice, more accelerators run on a ready node than it has, or the demands are more
+            accelerators than are available.
     """
     _check(nodes, demands, running)
-    ready = sorted((node for node in nodes if node.state is NodeState.READY), key=lambda node: (node.switch, node.name))
-    tasks = sorted(demands, key=lambda demand: demand.task)
-    index_of = {node.name: index for index, node in enumerate(ready)}
-    switches = {name: index for index, name in enumerate(sorted({node.switch for node in ready}))}
-    ran: dict[str, dict[int, int]] = {demand.task: {} for demand in tasks}
-    for node, accelerators in running.items():
-        for task, num in accelerators.items():
-            if num > 0 and node in index_of and task in ran:
-                ran[task][index_of[node]] = num
-    packing = Packing(
-        capacity=[node.num_accelerators for node in ready],
-        switch=[switches[node.switch] for node in ready],
-        demands=tasks,
-        ran=[ran[demand.task] for demand in tasks],
-    )
-    packing.solve()
-    names = [node.name for node in ready]
-    placed = {d.task: {names[i]: n for i, n in held.items()} for d, held in zip(tasks, packing.held, strict=True)}
+    ready = [node for node in nodes if node.state is NodeState.READY]
+    tasks = tuple(sorted(demand.task for demand in demands))
+    places: list[Place] = []
+    before: dict[str, str] = {}
+    for node in ready:
+        own = [Place(f"{node.name}/{slot}", node.name, tasks) for slot in range(node.num_accelerators)]
+        held = (task for task, num in sorted(running.get(node.name, {}).items()) for _ in range(num))
+        before.update(zip((each.name for each in own), held, strict=False))
+        places += own
+    assigned = assign(places, {demand.task: demand.num_workers for demand in demands}, before)
+    placed: dict[str, dict[str, int]] = {task: {} for task in tasks}
+    for each in places:
+        if each.name in assigned:
+            on_nodes = placed[assigned[each.name]]
+            on_nodes[each.node] = on_nodes.get(each.node, 0) + 1
+    spanning = {d.task: sum(num % d.together for num in placed[d.task].values()) for d in demands}
     return Placement(
         accelerators=_by_node(placed),
         moves=_moves(placed, running),
-        fewest_moves=sum(max(0, d.num_workers - sum(ran[d.task].values())) for d in tasks),
-        num_spanning=MappingProxyType({d.task: packing.spanning(t) for t, d in enumerate(tasks)}),
+        num_spanning=MappingProxyType({task: spanning[task] for task in tasks}),
     )
 
 
