@@ -128,6 +128,17 @@ def test_sigterm_while_waiting_for_a_grant(tmp_path: Path) -> None:
         assert not list(base.glob("agent-*"))
 
 
+def test_a_script_that_does_not_start_ends_after_a_few_tries(tmp_path: Path) -> None:
+    with Cluster(tmp_path, "failing_worker.py", "2") as cluster:
+        cluster.add_node()
+        cluster.add_node()
+        assert list(cluster.wait_exit(90).values()) == [1, 1]
+        reason = cluster.events("task_over")[0]["fields"]["reason"]
+        assert reason.startswith("the script does not start: failed 3 times") and "exit 1" in reason
+        assert len(cluster.events("worker_died")) <= 6
+        assert any("the script does not start" in cluster.log(node) for node in ("node0", "node1"))
+
+
 def test_silent_worker_is_killed_and_started_anew(tmp_path: Path) -> None:
     with Cluster(tmp_path, "toy_worker.py", "2", worker_timeout=1.5) as cluster:
         cluster.add_node()

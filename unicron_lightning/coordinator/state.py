@@ -80,6 +80,8 @@ class Agent(msgspec.Struct, kw_only=True):
     """Problems of its node, by `detection.health.Problem.check`."""
     unhealthy: str = ""
     """Problem of its node that bars it from a slot; "" if there is none."""
+    held: bool = False
+    """Whether its next grant is delayed, since its workers failed at their start."""
     paired: PairCheck = msgspec.field(default_factory=PairCheck)
     """Its data exchanges with other agents."""
     parted: str = ""

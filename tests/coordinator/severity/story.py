@@ -38,6 +38,7 @@ class Story:
             members=tuple((node, node) for node in self.nodes),
             spared=self.spared,
             agents=frozenset(self.nodes) - set(gone),
+            running=frozenset(self.nodes) - set(gone),
             trial=self.trial,
         )
         decisions = handle(self.record, seen, self.limits, view, self.now)
@@ -66,13 +67,20 @@ class Story:
         self.settle(step)
 
     def start_fails(
-        self, node: str, kind: str = "exited_abnormally", *, training: bool, sent: bool = False, fault: str = ""
+        self,
+        node: str,
+        kind: str = "exited_abnormally",
+        *,
+        training: bool,
+        sent: bool = False,
+        fault: str = "",
+        registered: bool = True,
     ) -> list[Decision]:
         """Fail a worker that is no member yet."""
         self.round += 1
         about = {"kind": kind, "node": node, "agent": node, "worker": f"{node}?", "cause": "x", "fault": fault}
         failure = Failure(at=self.now, **about)
-        return self.see(Error(failure=failure, round=self.round, training=training, sent=sent))
+        return self.see(Error(failure=failure, round=self.round, training=training, sent=sent, registered=registered))
 
     def tell(self, node: str, kind: str) -> list[Decision]:
         """Report an error that ends nothing."""
@@ -230,6 +238,13 @@ def no_way_to_start() -> Story:
     return story
 
 
+def the_script_does_not_start() -> Story:
+    story = Story()
+    for node in (*NODES, *NODES, "a"):
+        story.start_fails(node, training=False, registered=False)
+    return story
+
+
 WAYS = {
     "the loss is no number": the_loss_is_no_number,
     "the parameters differ": the_parameters_differ,
@@ -246,6 +261,7 @@ WAYS = {
     "node is broken": node_is_broken,
     "needed node is broken": needed_node_is_broken,
     "no way into a layout": no_way_into_a_layout,
+    "the script does not start": the_script_does_not_start,
     "no way past a step": no_way_past_a_step,
     "no way past a checkpoint": no_way_past_a_checkpoint,
     "no way to start": no_way_to_start,

@@ -331,6 +331,49 @@ def test_a_task_whose_workers_never_get_ready_is_stopped():
     assert world.event("task_stopped").fields["rule"] == "no way to start"
 
 
+def test_a_script_that_does_not_start_is_stopped_after_growing_delays():
+    world = World()
+    world.nodes = (1, 2)
+    agents = [world.agent(name).start() for name in "ab"]
+    for delay in (1.0, 2.0):
+        for agent in agents:
+            agent.launch().die(cause="exit", code=1)
+            agent.rendezvous()
+        world.advance(0.9 * delay)
+        assert not any(agent.granted for agent in agents)
+        world.advance(0.2 * delay)
+        assert all(agent.granted for agent in agents)
+    agents[0].launch().die(cause="exit", code=1)
+    stopped = world.event("task_stopped").fields
+    assert stopped["rule"] == "the script does not start" and "exit 1" in stopped["reason"]
+    assert world.event("task_over").fields["succeeded"] is False
+
+
+def test_a_node_on_which_the_script_does_not_start_stops_no_task():
+    world = World()
+    world.nodes = (1, 2)
+    bad, good = (world.agent(name).start() for name in "ab")
+    good.launch()
+    for _ in range(4):
+        bad.launch().die(cause="exit", code=1)
+        bad.rendezvous()
+        world.advance(31.0)
+    assert not bad.granted and "task_stopped" not in world.names()
+    assert world.event("node_cordoned").fields["node"] == "node-a"
+    good.hello()
+    assert world.task().elastic and world.task().over is None
+
+
+def test_workers_that_are_killed_before_they_register_do_not_stop_the_task():
+    world = World()
+    a = world.agent("a").start()
+    for _ in range(4):
+        a.launch().die()
+        a.rendezvous()
+        assert a.granted
+    assert "task_stopped" not in world.names()
+
+
 def test_a_plain_script_is_none_of_its_business():
     world = World()
     world.nodes = (1, 2)

@@ -239,6 +239,7 @@ def restore(task: Task, turn: Turn) -> None:
         agent.away_since = agent.away_since if agent.conn is None and agent.away_since else turn.now
         agent.conn = None
         agent.missing = []
+        agent.held = False
     turn.timer("restore", turn.limits.restart_grace, task=task.id)
     if task.rebuilding:
         turn.timer("rebuild", turn.limits.restart_grace, task=task.id)

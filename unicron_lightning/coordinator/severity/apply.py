@@ -31,6 +31,8 @@ from unicron_lightning.coordinator.state import Agent, Task, Worker, round_of
 
 _FIRST_STEPS = ("started", "recovered", "grown", "shrunk")
 """Events of a worker that has finished its first step in an epoch."""
+FIRST_HOLD_SECONDS, LAST_HOLD_SECONDS = 1.0, 30.0
+"""Delay of an agent's grant after its workers have failed at their first start, and its limit: it doubles each time."""
 _SENT = (signal.SIGKILL, signal.SIGTERM)
 """Signals that no fault of a process itself raises."""
 
@@ -43,7 +45,7 @@ def worker_died(task: Task, turn: Turn, agent: Agent, message: wire.WorkerDied) 
     # Workers in `gone` were stopped or killed on order, or died with a sibling that was reported.
     starting = round_of(message.worker) == agent.round and message.worker not in agent.gone
     starting = starting and agent.id in task.slots and not agent.stopping
-    if not decides_errors(task) or task.finishing or ended_well or not (registered or starting):
+    if not decides_starts(task) or task.finishing or ended_well or not (registered or starting):
         return
     kind = known(message.kind or ("silent" if message.cause == "silent" else "exited_abnormally"))
     told = task.severity.unattributed.get(message.worker) or UnattributedError(
@@ -51,8 +53,14 @@ def worker_died(task: Task, turn: Turn, agent: Agent, message: wire.WorkerDied) 
     )
     failure = failure_of(task, turn, agent, told, message.worker)
     sent = message.cause == "signal" and message.code in _SENT and message.kind is None
-    error = Error(failure=failure, round=agent.round, training=bool(task.established), sent=sent)
+    error = Error(
+        failure=failure, round=agent.round, training=bool(task.established), sent=sent, registered=task.elastic
+    )
     feed(task, turn, error)
+    if (exits := task.severity.exits.get(agent.id, 0)) and not task.elastic:
+        agent.held = True
+        seconds = min(LAST_HOLD_SECONDS, FIRST_HOLD_SECONDS * 2 ** (exits - 1))
+        turn.timer("held", seconds, task=task.id, agent=agent.id)
 
 
 def agent_lost(task: Task, turn: Turn, agent: Agent) -> None:
@@ -138,7 +146,7 @@ def review(task: Task, turn: Turn) -> bool:
     Returns:
         Whether the task has changed, and has to be reviewed again.
     """
-    if not decides_errors(task):
+    if not decides_starts(task):
         return False
     record = task.severity
     if task.life != record.life:
@@ -168,6 +176,11 @@ def decides_errors(task: Task) -> bool:
     return task.elastic and task.over is None and not task.rebuilding
 
 
+def decides_starts(task: Task) -> bool:
+    """Whether failures of starting workers are decided on; those of a plain script are torchrun's concern."""
+    return task.over is None and not task.rebuilding and not task.plain
+
+
 def feed(task: Task, turn: Turn, seen: Seen) -> None:
     """Feed the workflow; its decisions are carried out at the end of the turn."""
     # The members matter only where an error is decided on; listing a thousand for every step would be slow.
@@ -182,7 +195,8 @@ def _view(task: Task, turn: Turn) -> FailureContext:
     record = task.severity
     nodes = {agent.node for agent in task.agents.values()} | {failure.node for failure in record.unjudged}
     spared, agents = turn.spared(task, nodes), frozenset(task.agents)
-    return FailureContext(members=members, spared=spared, agents=agents, trial=task.layouts.untried)
+    running = frozenset([*task.slots, *(agent.id for agent in task.agents.values() if agent.held)])
+    return FailureContext(members=members, spared=spared, agents=agents, running=running, trial=task.layouts.untried)
 
 
 def failure_of(task: Task, turn: Turn, agent: Agent, told: UnattributedError, worker: str | None) -> Failure:
@@ -294,8 +308,15 @@ def _stop(task: Task, turn: Turn, decision: Decision) -> None:
     epochs.finish(task, turn, succeeded=False, reason=decision.reason)
 
 
+def _held_due(task: Task, turn: Turn, agent: Agent) -> None:
+    """Allow the agent's next grant."""
+    agent.held = False
+    turn.save(task)
+
+
 PART: Final = Part(
     restore=restore,
+    agent_timers={"held": _held_due},
     receivers=(
         on(wire.WorkerDied, worker_died),
         on(wire.Progress, receive),

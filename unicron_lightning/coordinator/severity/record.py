@@ -92,6 +92,8 @@ class SeverityRecord(msgspec.Struct, kw_only=True):
     """Lives that failed since the last progress."""
     starts: dict[str, int] = {}
     """Rounds that failed before any worker trained, since the last progress, by agent."""
+    exits: dict[str, int] = {}
+    """Rounds in which workers ended by themselves before any worker of the task had registered, by agent."""
     rounds: dict[str, int] = {}
     """Last round in which a worker failed at its start, by agent; failures of its siblings count as the same one."""
 
@@ -118,6 +120,11 @@ class SeverityRecord(msgspec.Struct, kw_only=True):
         return max(self.starts.values(), default=0)
 
     @property
+    def most_exits(self) -> int:
+        """Largest number of rounds of one agent whose workers ended before any worker of the task had registered."""
+        return max(self.exits.values(), default=0)
+
+    @property
     def tries(self) -> int:
         """Number of failed tries since the last progress."""
         return max(self.attempts, self.most_starts)
@@ -131,6 +138,7 @@ class SeverityRecord(msgspec.Struct, kw_only=True):
         """Clear failures that were not caused by the nodes."""
         self.attempts = 0
         self.starts.clear()
+        self.exits.clear()
         self.raised.clear()
         self.faults.clear()
         for failure in self.failed:

@@ -20,6 +20,10 @@ TRIALS: Final = 2
 """Failures allowed in a layout without a finished step: one may happen by chance, two in a row are the layout's."""
 
 
+EXITS: Final = 3
+"""Rounds of one agent that may end by themselves before any worker of the task has registered."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class FailureContext:
     """The present situation.
@@ -28,12 +32,14 @@ class FailureContext:
         members: agent and node of each live member of the newest epoch, in rank order.
         spared: nodes without which every task that runs there still has its minimum of agents.
         agents: the task's agents.
+        running: those of them whose workers run, or wait for their next start after a failure.
         trial: whether no step was finished yet in the layout that was ordered.
     """
 
     members: tuple[tuple[str, str], ...] = ()
     spared: frozenset[str] = frozenset()
     agents: frozenset[str] = frozenset()
+    running: frozenset[str] = frozenset()
     trial: bool = False
 
 
@@ -78,6 +84,12 @@ class Case:
         if record.mark - record.series[self.node].mark >= self.limits.soon_steps:
             return True
         return all(failure.node == self.node for failure in [*record.failed, *record.unjudged])
+
+    @property
+    def never_starts(self) -> bool:
+        """Whether the workers of all agents fail at their start, so that no node is to blame."""
+        exits = self.record.exits
+        return self.record.most_exits >= EXITS and all(agent in exits for agent in self.view.running)
 
     @property
     def wrong_value(self) -> bool:
@@ -253,6 +265,15 @@ RULES: Final = (
         holds=lambda case: case.record.repeated is not None and not case.view.trial,
         action="stop",
         then="the task ends, with its diagnosis and the traceback",
+    ),
+    Rule(
+        name="the script does not start",
+        on="judged",
+        when=f"one agent's workers ended by themselves in {EXITS} rounds, those of each other agent in one or more, "
+        "and no worker of the task has registered",
+        holds=lambda case: case.never_starts,
+        action="stop",
+        then="the task ends, with its diagnosis",
     ),
     Rule(
         name="no way past a step",

@@ -37,12 +37,14 @@ class Error:
         training: whether any worker has the task's state.
         sent: whether only another process sends this signal (KILL, TERM): before the worker is a member, it does not
             incriminate the node.
+        registered: whether a worker of the task has ever registered.
     """
 
     failure: Failure
     round: int = 0
     training: bool = True
     sent: bool = False
+    registered: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +145,9 @@ def _error(record: SeverityRecord, seen: Error, limits: Limits, view: FailureCon
     _remember(record, failure)
     if not seen.training:
         record.starts[failure.agent] = record.starts.get(failure.agent, 0) + 1
-        if failure.fault:
+        if not (seen.registered or seen.sent):
+            record.exits[failure.agent] = record.exits.get(failure.agent, 0) + 1
+        if failure.fault and seen.registered:
             _repeat(record, f"{failure.fault} (agent {failure.agent})")
     if not seen.sent:
         _count(record, failure)
@@ -197,6 +201,7 @@ def _progress(record: SeverityRecord, step: int, limits: Limits) -> None:
         record.mark = step
         record.attempts = record.lives = 0
         record.starts.clear()
+        record.exits.clear()
         record.raised.clear()
         record.faults.clear()
         record.failed.clear()
@@ -258,6 +263,7 @@ def _decide(
         record.series.pop(failure.node, None)
         record.attempts = 0  # the task continues without it: that is another attempt
         record.starts.clear()
+        record.exits.clear()
     return [Decision(rule=rule.name, action=rule.action, error=failure, reason=reason, facts=facts)]
 
 
@@ -278,6 +284,7 @@ def _give_up(record: SeverityRecord, limits: Limits, view: FailureContext, now: 
         return [_hopeless(record, rule, facts)]
     number = {
         "no way into a layout": record.tries,
+        "the script does not start": record.most_exits,
         "no way past a step": record.attempts,
         "no way past a checkpoint": record.lives,
         "no way to start": record.most_starts,
