@@ -51,13 +51,16 @@ MIXED_FOUNDERS = (1917, 2087)
 LOST_ERROR = (1089, 1181)
 """A communication error was forgotten when a member finished while a join was pending."""
 
+FINISHED_BEFORE = (5000322, 5001252)
+"""A new life began while some workers had finished already: the others waited for ever for nodes to form it."""
+
 
 @pytest.mark.parametrize("seed", LOST_GO)
 def test_a_go_that_is_lost_costs_no_survivor(seed: int) -> None:
     check(seed, patient=True)
 
 
-@pytest.mark.parametrize("seed", [*LOST_STORE, *MIXED_FOUNDERS, *LOST_ERROR])
+@pytest.mark.parametrize("seed", [*LOST_STORE, *MIXED_FOUNDERS, *LOST_ERROR, *FINISHED_BEFORE])
 def test_histories_that_went_wrong_before(seed: int) -> None:
     check(seed, patient=False)
 

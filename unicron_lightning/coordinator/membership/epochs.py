@@ -9,7 +9,8 @@
 * it is settled, and another layout is ordered: publish a ``relayout`` with the same members (see `relayout`);
 * it is settled, and members are on draining nodes: publish a ``leave`` without them, if enough remain;
 * it is settled and there are candidates: publish a ``join``;
-* no member is left: the task is over if a member finished, else a new life begins.
+* no member is left: the task is over if a member finished, else a new life begins. If it turns out after that that a
+  member had finished, the task is over, too.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ def review_members(task: Task, turn: Turn) -> None:
     if task.over is not None or task.rebuilding or not task.elastic:
         return
     if task.epoch is None:
-        _form(task, turn)
+        if task.finishing and task.life > 1:
+            _nobody_left(task, turn)  # a member of an earlier life had finished, as its agent has reported since
+        else:
+            _form(task, turn)
         return
     live, wanted = task.live_members(), needed(task)
     missing = [worker for worker in wanted if worker not in task.workers]
