@@ -12,6 +12,7 @@ import msgspec
 from unicron_lightning.megatron import checkpoint
 from unicron_lightning.megatron.grid import Shape
 from unicron_lightning.megatron.model import ShardModel
+from unicron_lightning.megatron.object_codes import authenticated
 from unicron_lightning.replica.fabric import run_released
 from unicron_lightning.replica.member import ReplicaMember
 from unicron_lightning.strategies.parallelism import CheckpointStore
@@ -74,7 +75,8 @@ class SaveCheckpoint(_OfAll):
     def _act(self, engine: Engine) -> dict[str, str]:
         engine.fault("checkpoint", engine.step)
         chunks, optimizer = [self._model.ddp], self._model.optimizer
-        digests: dict[str, str] = run_released(lambda: checkpoint.save(self._path, chunks, optimizer, self._rest))
+        with authenticated(self._fabric.epoch_key):
+            digests: dict[str, str] = run_released(lambda: checkpoint.save(self._path, chunks, optimizer, self._rest))
         return digests
 
 
@@ -93,7 +95,8 @@ class LoadCheckpoint(_OfAll):
         self._step = step
 
     def _act(self, engine: Engine) -> dict[str, str]:
-        run_released(lambda: checkpoint.load(self._path, [self._model.ddp], self._model.optimizer))
+        with authenticated(self._fabric.epoch_key):
+            run_released(lambda: checkpoint.load(self._path, [self._model.ddp], self._model.optimizer))
         if self._model.keeper is not None:
             self._model.keeper.replace(self._step)
         return {}

@@ -16,7 +16,13 @@ MODULES = (
     "untouched",  # first, because it records the original torch
     *(
         f"unicron_lightning.{name}"
-        for name in ("megatron.toy", "replica.mirror", "megatron.sharded", "megatron.checkpoint")
+        for name in (
+            "megatron.toy",
+            "replica.mirror",
+            "megatron.sharded",
+            "megatron.checkpoint",
+            "megatron.object_codes",
+        )
     ),
 )
 

@@ -67,7 +67,17 @@ MEGATRON: Final = {"0.16": _V0_16}
 """By minor version, then by the owner of the names; the comments name the modules that use them."""
 
 OTHERS: Final = {
-    "torch": {"_create_internal", "_get_backend", "_plugins", "_register_backend", "_world", "torch._C"},
+    "torch": {
+        *(
+            "_create_internal",
+            "_get_backend",
+            "_object_to_tensor",
+            "_plugins",
+            "_register_backend",
+            "_tensor_to_object",
+        ),
+        *("_world", "torch._C"),
+    },
     "lightning": {
         *("_StrategyRegistry", "_broadcast_sigterm_tensor", "_call_lightning_module_hook", "_current_fx", "_results"),
         *("_configure_schedulers_automatic_opt", "_logger_connector", "_on_before_batch_transfer", "_signal_connector"),

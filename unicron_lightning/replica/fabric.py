@@ -31,7 +31,7 @@ from unicron_lightning.replica.claims import LACKING, claim_shard, wait_lacking
 from unicron_lightning.replica.layout import ReplicaLayout, ReplicaShape, StateLost, Word, plan_layout
 from unicron_lightning.replica.partners import PartnerWatch
 from unicron_lightning.replica.peers import PeerGroup
-from unicron_lightning.worker.communication.backends import connector, open_store
+from unicron_lightning.worker.communication.backends import connector, name_key, open_store
 from unicron_lightning.worker.communication.background_connect import Connect
 from unicron_lightning.worker.communication.communicator import Communicator, CommunicatorAborted, Handle
 from unicron_lightning.worker.control.thread import EXIT_EXPELLED, Control
@@ -104,6 +104,7 @@ class ReplicaFabric(Generic[_Shape]):
         ordered: whether ``shape`` comes from the coordinator; otherwise it is the script's.
         intact: whether this replica's connections have not been cut.
         place: the newest one settled.
+        epoch_key: `wire.Epoch.key` of the newest one settled.
         channels: those of the newest epoch entered; None for spares.
     """
 
@@ -120,7 +121,7 @@ class ReplicaFabric(Generic[_Shape]):
         self._built: dict[int, Channels | None] = {}
         self._control: Control | None = None
         self._store: wire.Address | None = None
-        self._key = ""
+        self.epoch_key = ""
         self._worker = ""
         self._lock = threading.Lock()
         self.intact = False
@@ -186,7 +187,7 @@ class ReplicaFabric(Generic[_Shape]):
         members = tuple(member.worker for member in epoch.members)
         built = all(word.built for word in words)
         self.place = EpochPlace(epoch=epoch.number, rank=rank, layout=layout, members=members, built=built)
-        self.shard, self._store, self._key = layout.shards[rank], epoch.store, epoch.key
+        self.shard, self._store, self.epoch_key = layout.shards[rank], epoch.store, epoch.key
 
     def abort(self, epoch: wire.Epoch) -> None:
         """Cut this replica's connections unless all of its workers are alive."""
@@ -321,7 +322,7 @@ class ReplicaFabric(Generic[_Shape]):
         if place.rank == 0 and self._store is not None:
             lacking = {
                 "epoch": place.epoch,
-                "key": self._key,
+                "key": name_key(self.epoch_key),
                 "shards": place.layout.missing(self.shape),
                 "host": self._store.host,
                 "port": self._store.port,

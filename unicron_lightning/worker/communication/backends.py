@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 from datetime import timedelta
 from typing import Final
 
@@ -15,6 +16,11 @@ from unicron_lightning.worker.communication.communicator import Communicator, So
 STORE_TIMEOUT: Final = timedelta(seconds=60)
 
 
+def name_key(epoch_key: str) -> str:
+    """Derive the unpredictable part of names in the store, which does not reveal the epoch's key."""
+    return hmac.digest(epoch_key.encode(), b"names", "sha256").hex()[:32]
+
+
 def open_store(task: str, epoch: wire.Epoch) -> dist.Store:
     """Open a client of the epoch's store, with an unpredictable prefix, since any host that reaches the store can use
     it.
@@ -22,7 +28,7 @@ def open_store(task: str, epoch: wire.Epoch) -> dist.Store:
     Each use needs its own client: a blocked one would delay the next epoch.
     """
     client = dist.TCPStore(epoch.store.host, epoch.store.port, is_master=False, timeout=STORE_TIMEOUT)
-    return dist.PrefixStore(f"unicron/{task}/{epoch.number}/{epoch.key}", client)
+    return dist.PrefixStore(f"unicron/{task}/{epoch.number}/{name_key(epoch.key)}", client)
 
 
 def connector(task: str, host: str, device: torch.device) -> Connect:
