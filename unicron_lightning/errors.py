@@ -26,6 +26,7 @@
     ├── StaleTable (planner.table)          plans made ahead are looked up in another state than theirs
     │   internal to the step protocol, never seen by users:
     ├── CommunicatorAborted (worker.communicator)
+    │   └── UnprovenObject (megatron.object_codes)  an object of a rank does not carry the epoch's code
     └── EpochChanged (worker.engine)
 
 Errors with a module name are defined in the only module that raises them.
