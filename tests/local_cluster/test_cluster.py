@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -60,6 +61,19 @@ def test_a_cut_is_silent_and_a_separate_coordinator_comes_back(tmp_path: Path) -
         cluster.wait_state("running")
         assert cluster.unicron("resize", "task", "1").returncode == 0
         cluster.wait_workers(1)
+
+
+def test_agents_leave_a_separate_coordinator_alone(tmp_path: Path) -> None:
+    with LocalCluster([TOY, tmp_path], coordinator=[], folder=tmp_path) as cluster:
+        cluster.wait_workers(1)
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            cluster.kill_coordinator(number)
+            time.sleep(3)
+            with socket.socket() as probe:
+                listens = probe.connect_ex(("127.0.0.1", cluster.port)) == 0
+            assert listens == (number == signal.SIGSTOP), "an agent has started another coordinator, or ended this one"
+        cluster.start_coordinator()
+        cluster.wait_state("running")
 
 
 def test_everything_is_stopped_when_the_block_raises_and_its_folder_is_kept() -> None:

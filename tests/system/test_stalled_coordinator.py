@@ -16,8 +16,7 @@ STALLS = (0.7, 1.5, 3.0, 6.0)
 
 
 def test_a_stalled_coordinator_declares_nobody_lost(tmp_path: Path, reference: Reference) -> None:
-    agents = f"state_dir={tmp_path / 'agents'}"  # a coordinator of another folder is the operator's
-    with Cluster(tmp_path, conf=agents, coordinator=()) as cluster:
+    with Cluster(tmp_path, coordinator=()) as cluster:
         epochs = {line["epoch"] for line in cluster.wait_world(3)}
         for seconds in STALLS:
             cluster.kill_coordinator(signal.SIGSTOP)

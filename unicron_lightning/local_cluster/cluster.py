@@ -412,7 +412,10 @@ class LocalCluster:
 
     def _torchrun_command(self, node: str, port: int | None, options: Sequence[str]) -> list[str]:
         assert self._command is not None
-        conf = {"node": node, "state_dir": self.state_dir, "allow_injection": "true", **self._conf}
+        # Agents take a coordinator that keeps its state in their folder for an embedded one, and restart it.
+        embedded = (self._beside or self)._overrides is None
+        state = self.state_dir if embedded else self.folder / "agents-state"
+        conf = {"node": node, "state_dir": state, "allow_injection": "true", **self._conf}
         if port is not None:
             conf["forwarded"] = "true"
         return tied(
