@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -11,8 +12,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
-from coordinator.shell import ask, connected, get, train
+from coordinator.shell import ask, connected, get, known, train
 from hydra import compose, initialize_config_module
 
 from unicron_lightning import wire
@@ -25,6 +27,8 @@ from unicron_lightning.coordinator.storage.batch import MOST_UNWRITTEN_EVENTS, B
 from unicron_lightning.coordinator.storage.saving import Saving
 from unicron_lightning.coordinator.storage.store import Store
 from unicron_lightning.credentials import token_for
+from unicron_lightning.link import open_socket
+from unicron_lightning.wire.daemon import Launch, NodeHello, NodeReport, NodeTask, decode_to_node
 
 FULL = "database or disk is full"
 
@@ -151,6 +155,61 @@ async def test_a_task_that_ended_while_nothing_was_written_is_not_back(tmp_path:
         disk.full = False  # the end of the coordinator is the last try
     async with serving(tmp_path) as (url, _):
         assert (await get(f"{url}/v1/status"))["tasks"] == {}
+
+
+async def test_a_job_that_ended_while_nothing_was_written_is_not_run_again(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (url, disk), daemon(url, []) as node:
+        await post(f"{url}/v1/jobs", {"name": "j", "command": ["train.py"]})
+        (launch,) = await orders(node, 1)
+        running = NodeTask(job=launch.job, slot="0", pid=os.getpid(), starts=1)
+        await node.send_str(wire.encode(NodeReport(tasks=[running])).decode())
+        async with connected(url, "a", nodes=(1, 1)) as (agent,):
+            await agent.register(task="j", node="n", slot="0")
+            await agent.boot()
+            disk.full = True
+            await agent.say(wire.WorkerDied(worker=agent.worker, cause="exit", code=0, at=time.time()))
+            await agent.say(wire.Bye(succeeded=True))
+        ended = NodeTask(job=launch.job, slot="0", starts=1, code=0)
+        await node.send_str(wire.encode(NodeReport(tasks=[ended])).decode())
+        while not (kept := await orders(node, 1))[0].ending:
+            pass
+        disk.full = False
+        assert await orders(node, 0) == [], "now it is written"
+        assert kept[0].job == launch.job
+
+
+async def test_the_next_coordinator_learns_how_the_job_ended(tmp_path: Path) -> None:
+    """The one before was killed before it could write that."""
+    async with serving(tmp_path) as (url, disk), daemon(url, []) as node:
+        await post(f"{url}/v1/jobs", {"name": "j", "command": ["train.py"]})
+        (launch,) = await orders(node, 1)
+        disk.full = True
+        ended = NodeTask(job=launch.job, slot="0", starts=1, code=0)
+        await node.send_str(wire.encode(NodeReport(tasks=[ended])).decode())
+    async with serving(tmp_path) as (url, _), daemon(url, [ended]) as node:
+
+        async def over() -> bool:
+            return [job["state"] for job in await get(f"{url}/v1/jobs")] == ["succeeded"]
+
+        await until(over)
+
+
+@asynccontextmanager
+async def daemon(url: str, tasks: list[NodeTask]) -> AsyncIterator[aiohttp.ClientWebSocketResponse[Any]]:
+    """A daemon with one slot."""
+    hello = NodeHello(
+        protocol=wire.PROTOCOL_VERSION, node="n", host="h", pid=1, started_at=1.0, slots=["0"], tasks=tasks
+    )
+    async with aiohttp.ClientSession() as http, await open_socket(http, f"{url}/v1/node", known(None)) as socket:
+        await socket.send_str(wire.encode(hello).decode())
+        yield socket
+
+
+async def orders(node: aiohttp.ClientWebSocketResponse[Any], number: int) -> list[Launch]:
+    """Wait for an order of so many agents."""
+    while len((run := decode_to_node(await node.receive_str(timeout=20))).launches) != number:
+        pass
+    return list(run.launches)
 
 
 @pytest.mark.parametrize("failures", [1, 3])

@@ -42,8 +42,9 @@ from unicron_lightning.coordinator.server.hosts import misplaced
 from unicron_lightning.coordinator.server.listening import TlsDoor, bind, resolve
 from unicron_lightning.coordinator.server.liveness import ANSWER, Liveness
 from unicron_lightning.coordinator.server.malformed import request_logger
+from unicron_lightning.coordinator.server.node_orders import NodeOrders
 from unicron_lightning.coordinator.server.presence import Presence
-from unicron_lightning.coordinator.server.session import PeerConnection
+from unicron_lightning.coordinator.server.session import PeerConnection, frame_of
 from unicron_lightning.coordinator.server.timers import SteadyClock, Timers
 from unicron_lightning.coordinator.server.unproven import UnprovenConnections
 from unicron_lightning.coordinator.storage.batch import Batch
@@ -53,7 +54,7 @@ from unicron_lightning.coordinator.storage.store import Store
 from unicron_lightning.credentials import Token, find_token, is_loopback, user_file
 from unicron_lightning.errors import ConfigError, PortInUse
 from unicron_lightning.private import open_private
-from unicron_lightning.wire.daemon import decode_from_node
+from unicron_lightning.wire.daemon import NodeRun, decode_from_node
 from unicron_lightning.wire.fields import shortened
 
 logger = logging.getLogger(__name__)
@@ -117,7 +118,8 @@ class Server:
         self._failed = False
         self._clock = SteadyClock()
         self._hosts: dict[int, str] = {}
-        self._saving = Saving(self.store, lambda: self.machine)
+        self._node_orders = NodeOrders()
+        self._saving = Saving(self.store, lambda: self.machine, self._send_held)
         self.started_at = time.time()
 
     async def run(self) -> bool:
@@ -265,9 +267,10 @@ class Server:
         self._saving.write(batch)  # a full disk must not stop recovery: unwritten decisions are kept
         for action in batch.actions():
             match action:
-                case ev.Send(conn=conn, message=message):
-                    if conn in self._sessions:
-                        self._sessions[conn].send(batch.frame(message))
+                case ev.Send(conn=conn, message=message) if conn in self._sessions:
+                    if isinstance(message, NodeRun):
+                        message = self._node_orders.take(conn, message, durable=self.store_error is None)
+                    self._sessions[conn].send(batch.frame(message))
                 case ev.Close(conn=conn, reason=reason):
                     if conn in self._sessions:
                         self._sessions[conn].finish(reason)
@@ -278,6 +281,12 @@ class Server:
                 case ev.StopServer(reason=reason):
                     logger.info("coordinator_stops reason=%s", reason)
                     self._stop.set()
+
+    def _send_held(self) -> None:
+        """Send daemons what had to wait until it was written."""
+        for conn, order in self._node_orders.due():
+            if conn in self._sessions:
+                self._sessions[conn].send(frame_of(wire.encode(order)))
 
     def _ask(self, question: Question) -> None:
         loop = asyncio.get_running_loop()
@@ -350,6 +359,7 @@ class Server:
         finally:
             del self._sessions[conn]
             self._hosts.pop(conn, None)
+            self._node_orders.forget(conn)
             place = self.machine.cluster.conns.get(conn)
             self._presence.ended(conn, lambda: self._gone(place))
             self._take(ev.Disconnected(conn=conn, silent=self._liveness.forget(conn)))

@@ -1,7 +1,8 @@
 """Writes the machine's decisions to the store, and keeps unwritten ones until a write succeeds.
 
 While the disk is full, recovery continues without durable state: agents could rebuild what the coordinator then loses.
-An operator's order could not be rebuilt, so it is confirmed only after its write.
+An operator's order could not be rebuilt, so it is confirmed only after its write. Nor could the end of a job: daemons
+forget it after its write.
 """
 
 from __future__ import annotations
@@ -28,11 +29,15 @@ class Saving:
     Args:
         store: the destination.
         machine: returns the machine whose state is written.
+        written: called when all is written again after a failure.
     """
 
-    def __init__(self, store: Store, machine: Callable[[], Machine]) -> None:
+    def __init__(
+        self, store: Store, machine: Callable[[], Machine], written: Callable[[], None] = lambda: None
+    ) -> None:
         self._store = store
         self._machine = machine
+        self._written = written
         self._unwritten: Batch | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._seconds = FIRST_RETRY_SECONDS
@@ -69,9 +74,11 @@ class Saving:
             self._timer = asyncio.get_running_loop().call_later(self._seconds, self.retry)
             self._seconds = min(2 * self._seconds, LAST_RETRY_SECONDS)
             return
-        if self.error is not None:
-            logger.info("state_saved_again")
+        failed_before = self.error is not None
         self.error, self._unwritten, self._seconds = None, None, FIRST_RETRY_SECONDS
+        if failed_before:
+            logger.info("state_saved_again")
+            self._written()
 
     def _cancel(self) -> None:
         if self._timer is not None:
