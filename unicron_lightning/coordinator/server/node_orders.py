@@ -2,8 +2,8 @@
 
 A daemon forgets an agent that has ended once the agent is no longer in its orders. If the coordinator then ended before
 it could write that the job is over, its successor would run the job again. Until the decision is written, removed
-agents therefore stay in the orders as ``ending``: the daemon starts none of them again, and continues to report how they
-ended.
+agents therefore stay in the orders as ``ending``: the daemon does not start them again, and continues to report their
+ends.
 """
 
 from __future__ import annotations
