@@ -34,6 +34,8 @@ BASE_RANK: Final = "UNICRON_BASE_RANK"
 
 TOKEN: Final = "UNICRON_TOKEN"
 """Shared secret of the control plane, set by the user."""
+ENDPOINT: Final = "UNICRON_ENDPOINT"
+"""The coordinator's ``HOST:PORT`` for the command ``unicron``, set by the user."""
 STATE_DIR: Final = "UNICRON_STATE_DIR"
 """State folder of an embedded coordinator, set by the user."""
 

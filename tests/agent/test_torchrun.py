@@ -107,13 +107,15 @@ def test_clean_end_leaves_nothing(tmp_path: Path) -> None:
         assert not list((cluster.temporary / f"unicron-{os.getuid()}").glob("agent-*"))
 
 
-def test_sigterm_stops_everything(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_sigterm_stops_everything(tmp_path: Path, number: signal.Signals) -> None:
     with Cluster(tmp_path, "toy_worker.py", "1", per_node=2) as cluster:
         cluster.add_node()
         cluster.wait_notes(2, "go", world=2)
         workers = [w.pid for w in workers_of(cluster.agents["node0"].pid)]
-        cluster.agents["node0"].terminate()
+        cluster.agents["node0"].send_signal(number)
         assert cluster.agents["node0"].wait(60) != 0
+        assert "agent_thread_broke" not in cluster.log("node0")
         assert all(not lives(pid) for pid in workers)
         assert not list((cluster.temporary / f"unicron-{os.getuid()}").glob("agent-*"))
 

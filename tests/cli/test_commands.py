@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 from coordinator.shell import Coordinator, connected, train
@@ -47,6 +48,19 @@ async def test_status_and_events_show_a_task(coordinator):
     done = await asyncio.to_thread(unicron, "status", "--endpoint", endpoint, "--task", "x")
     assert done.returncode == 2
     assert done.stderr == f"unicron: no task 'x' at {endpoint}; expected one of: ['t']\n"
+
+
+async def test_the_endpoint_is_taken_from_the_environment(coordinator, monkeypatch):
+    monkeypatch.setenv("UNICRON_ENDPOINT", f"127.0.0.1:{coordinator.port}")
+    done = await asyncio.to_thread(unicron, "status")
+    assert (done.returncode, done.stderr) == (0, "") and str(coordinator.port) in done.stdout
+    other = free_port()
+    done = await asyncio.to_thread(unicron, "status", "--endpoint", f"127.0.0.1:{other}")
+    assert done.returncode == 2 and f"127.0.0.1:{other}" in done.stderr
+
+
+def test_the_version_is_shown():
+    assert unicron("--version").stdout == f"unicron-lightning {version('unicron-lightning')}\n"
 
 
 async def test_a_node_is_drained_and_undrained(coordinator):

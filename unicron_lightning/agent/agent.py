@@ -206,7 +206,7 @@ class AgentThread:
             await self._prober.close()
             self._supervisor.close()
             self._deaths.close()
-            await self._loop.run_in_executor(None, self._health.close)
+            self._health.close()  # not in an executor: at the end of the interpreter there is none
             await self._local.close()
             self._embedded.release()
 

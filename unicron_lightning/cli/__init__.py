@@ -18,6 +18,8 @@
     unicron certs DIR [--host HOST]            make a CA, and certificates that it signs
     unicron plan FILE [--what-if EVENT NAME]   compute the best allocation of workers to tasks, without a coordinator
 
+The coordinator's address is --endpoint, else the environment variable UNICRON_ENDPOINT, else 127.0.0.1:29461.
+
 Exit status: 0 done; 1 the coordinator could not run; 2 wrong usage or configuration, or no coordinator answers.
 """
 
@@ -27,6 +29,7 @@ import argparse
 import os
 import sys
 
+from unicron_lightning import __version__
 from unicron_lightning.cli import certs, incidents, inject, inspection, jobs, node, orders, top
 from unicron_lightning.cli.output import visible
 from unicron_lightning.cli.plan.command import add_parser as add_plan_parser
@@ -61,6 +64,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="unicron", description="Fault-tolerant training.")
+    parser.add_argument("--version", action="version", version=f"unicron-lightning {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     commands.add_parser("coordinator", help="run a coordinator, configured by key=value (see --help behind it)")
     for group in (inspection, incidents, top, orders, inject, jobs, node, certs):

@@ -6,11 +6,13 @@ import argparse
 import contextlib
 import http.client
 import json
+import os
 import urllib.parse
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import Any, Final
 
+from unicron_lightning import environ
 from unicron_lightning.address import address_of
 from unicron_lightning.cli.output import visible
 from unicron_lightning.credentials import Token, token_for
@@ -48,7 +50,9 @@ _REFUSALS: Final = (400, 403, 404, 409, 503)
 def connecting() -> argparse.ArgumentParser:
     """Return the options that locate the coordinator, as a parent of a command's parser."""
     parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--endpoint", default=DEFAULT_ENDPOINT, metavar="HOST:PORT", help="default: %(default)s")
+    endpoint = os.environ.get(environ.ENDPOINT) or DEFAULT_ENDPOINT
+    words = f"default: {environ.ENDPOINT}, else {DEFAULT_ENDPOINT}"
+    parser.add_argument("--endpoint", default=endpoint, metavar="HOST:PORT", help=words)
     parser.add_argument("--token-file", metavar="PATH", help="default: UNICRON_TOKEN, else the file made for you")
     parser.add_argument("--forwarded", action="store_true", help="a tunnel or service forwards from the endpoint to it")
     certificate = (
