@@ -38,7 +38,9 @@ CONF = "worker_timeout=5"
 STALLED_SECONDS = 60.0
 """Time without a finished step that counts as a hang."""
 LIMITS = {"float64": 1e-10, "float32": 1e-5}
-"""Largest difference of a parameter: only the order of additions differs."""
+"""Largest difference of a parameter: only the order of additions differs. AdamW amplifies the rounding of gradients that
+are nearly zero, so in float32 the difference between two runs without failures counts, too.
+"""
 SECOND = {
     "joiner": ("connect", "transfer", "join"),
     "partner": ("connect", "transfer", "join"),
@@ -131,6 +133,7 @@ def main() -> None:
     parser.add_argument("--shards", type=int, default=2, help="S (default: %(default)s)")
     parser.add_argument("--replicas", type=int, default=3, help="R (default: %(default)s)")
     parser.add_argument("--float32", action="store_true", help="train in float32, and compare with a failure-free run")
+    parser.add_argument("--eps", type=float, default=1e-8, help="of AdamW (default: %(default)s)")
     parser.add_argument("--keep", type=Path, help="folder for logs and notes (default: a temporary one)")
     arguments = parser.parse_args()
     if arguments.keep is not None:
@@ -159,23 +162,26 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
         **TASK,
         "steps": arguments.steps,
         "dtype": dtype,
+        "eps": arguments.eps,
     }
     step, seconds = train(folder / "run", settings, planned)
-    found = differences(folder / "run", alone(folder / "alone", {**settings, "steps": step}), shards)
+    reference = alone(folder / "alone", {**settings, "steps": step})
+    found = differences(folder / "run", reference, shards)
     assert len(found) == workers and not between_replicas(folder / "run"), "replicas differ"
     world = f"S={shards}, R={replicas}, {dtype}, seed {arguments.seed}"
     print(f"{len(planned)} deaths in {step} steps, {world}: {seconds:.0f} s")
     print("no hang, no orphan, no restart; replicas are equal bit by bit")
     print(f"largest difference of a parameter from a run in one process: {max(found.values()):.1e}")
-    worst = max(found.values())
+    worst, limit = max(found.values()), LIMITS[dtype]
     if arguments.float32:
-        calm = {**settings, "steps": step}
-        train(folder / "calm", calm, [])
-        worst = against(folder / "run", folder / "calm")
-        print(f"largest difference of a parameter from the run of {workers} workers without failures: {worst:.1e}")
+        train(folder / "calm", {**settings, "steps": step}, [])
+        worst, rounding = against(folder / "run", folder / "calm"), differences(folder / "calm", reference, shards)
+        limit = max(limit, 2 * max(rounding.values()))
+        print(f"from the run of {workers} workers without failures: {worst:.1e}, ", end="")
+        print(f"which differs from that in one process by {max(rounding.values()):.1e}")
     for name, values in sorted(recoveries(folder / "run").items()):
         print(f"{name:<24}{len(values):>4} times, to the next step {statistics.median(values):6.0f} ms (median)")
-    assert worst <= LIMITS[dtype], f"{worst:.1e} > {LIMITS[dtype]}"
+    assert worst <= limit, f"{worst:.1e} > {limit:.1e}"
 
 
 def against(folder: Path, other: Path) -> float:

@@ -39,6 +39,7 @@ SETTINGS: dict[str, Any] = {
     "options": {},  # of the strategy
     "configures": True,  # whether the module shards itself
     "clip": 0.5,
+    "eps": 1e-8,  # of AdamW
     "samples": 4096,
     "dropout": 0.0,
     "reference": "auto",  # strategy of the run without an agent; "unicron" has the same dropout
@@ -124,7 +125,7 @@ class Model(pl.LightningModule):
         return nn.functional.cross_entropy(self.net(tokens).flatten(0, 1), following.flatten())
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3, eps=self.settings["eps"])
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.99)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
