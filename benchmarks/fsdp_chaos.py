@@ -38,8 +38,10 @@ CONF = "worker_timeout=5"
 STALLED_SECONDS = 60.0
 """Time without a finished step that counts as a hang."""
 LIMITS = {"float64": 1e-10, "float32": 1e-5}
-"""Largest difference of a parameter: only the order of additions differs. AdamW amplifies the rounding of gradients that
-are nearly zero, so in float32 the difference between two runs without failures counts, too.
+"""Largest difference of a parameter: only the order of additions differs.
+
+AdamW amplifies the rounding of gradients that are nearly zero, so in float32 the difference between two runs without
+failures counts, too.
 """
 SECOND = {
     "joiner": ("connect", "transfer", "join"),

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from unicron_lightning import LocalCluster, UnicronFSDPStrategy
 
-SHARDS, REPLICAS = 2, 2
+SHARDS = 2
 BATCH = 4
 
 
@@ -38,7 +38,7 @@ class ShardedGpt(Gpt):
             fully_shard(part, mesh=mesh)
 
 
-def train(steps: int, folder: Path | None) -> None:
+def train(steps: int, replicas: int, folder: Path | None) -> None:
     """Train on this worker; keep a checkpoint in the folder."""
     torch.set_num_threads(1)
     pl.seed_everything(1)
@@ -46,7 +46,7 @@ def train(steps: int, folder: Path | None) -> None:
         strategy=UnicronFSDPStrategy(shard_size=SHARDS),
         accelerator="cpu",
         devices=1,
-        num_nodes=SHARDS * REPLICAS,
+        num_nodes=SHARDS * replicas,
         accumulate_grad_batches=2,
         gradient_clip_val=1.0,
         max_steps=steps,
@@ -61,11 +61,11 @@ def train(steps: int, folder: Path | None) -> None:
         print(f"finished {trainer.global_step} steps: loss {float(trainer.callback_metrics['loss']):.3f}", flush=True)
 
 
-def run(steps: int, folder: Path, *, kill: bool) -> dict[str, torch.Tensor]:
+def run(steps: int, replicas: int, folder: Path, *, kill: bool) -> dict[str, torch.Tensor]:
     """Train on a cluster of this machine; return the parameters."""
     folder.mkdir()
-    workers = SHARDS * REPLICAS
-    command = [Path(__file__), "--steps", str(steps), "--folder", folder]
+    workers = SHARDS * replicas
+    command = [Path(__file__), "--steps", str(steps), "--replicas", str(replicas), "--folder", folder]
     with LocalCluster(command, nodes=workers + kill, nnodes=f"{SHARDS}:{workers}", folder=folder) as cluster:
         if kill:
             step = cluster.wait_step(steps // 4)
@@ -76,19 +76,19 @@ def run(steps: int, folder: Path, *, kill: bool) -> dict[str, torch.Tensor]:
         for event in cluster.events("incident_closed"):
             bill = event["fields"]
             resumed, whole = bill["stepped_at"] - bill["fault_at"], event["at"] - bill["fault_at"]
-            print(f"next step after {1e3 * resumed:.0f} ms, both replicas complete after {whole:.1f} s")
+            print(f"next step after {1e3 * resumed:.0f} ms, all replicas complete after {whole:.1f} s")
         print(*(line for node in exits for line in cluster.log(node).splitlines() if line.startswith("finished")))
     state: dict[str, torch.Tensor] = torch.load(folder / "last.ckpt", weights_only=True)["state_dict"]
     return state
 
 
-def demo(steps: int) -> None:
+def demo(steps: int, replicas: int) -> None:
     """Compare a training with a failure to one without."""
     with tempfile.TemporaryDirectory(prefix="sharded-") as name:
-        print(f"{REPLICAS} replicas of {SHARDS} workers, {steps} steps; a worker is killed")
-        struck = run(steps, Path(name) / "struck", kill=True)
+        print(f"{replicas} replicas of {SHARDS} workers, {steps} steps; a worker is killed")
+        struck = run(steps, replicas, Path(name) / "struck", kill=True)
         print("the same training without a failure")
-        calm = run(steps, Path(name) / "calm", kill=False)
+        calm = run(steps, replicas, Path(name) / "calm", kill=False)
     worst = max(float((struck[key] - calm[key]).abs().max()) for key in calm)
     print(f"largest difference of a parameter: {worst:.1e}")
 
@@ -96,13 +96,14 @@ def demo(steps: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200, help="optimizer steps")
+    parser.add_argument("--replicas", type=int, default=2, help="replicas of two workers")
     parser.add_argument("--folder", type=Path, help="folder for the last checkpoint")
     parser.add_argument("--demo", action="store_true", help="run a cluster on this machine, and kill a worker")
     options = parser.parse_args()
     if options.demo:
-        demo(options.steps)
+        demo(options.steps, options.replicas)
     else:
-        train(options.steps, options.folder)
+        train(options.steps, options.replicas, options.folder)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,15 @@ def test_the_gpt_learns(tmp_path: Path) -> None:
     assert float(loss) < 5.0, "a uniform guess has 5.5"
 
 
+def test_the_sharded_gpt_learns(tmp_path: Path) -> None:
+    command = [ROOT / "examples/fsdp_gpt.py", "--steps", "40", "--replicas", "1", "--folder", tmp_path]
+    with LocalCluster(command, nodes=2, nnodes="2:2", folder=tmp_path) as cluster:
+        assert cluster.wait_exit() == {"node0": 0, "node1": 0}
+        (loss,) = re.findall(r"finished 40 steps: loss ([\d.]+)", cluster.log("node0") + cluster.log("node1"))
+    assert float(loss) < 5.0, "a uniform guess has 5.5"
+    assert (tmp_path / "last.ckpt").exists()
+
+
 def test_the_classifier_learns_and_keeps_its_best_checkpoint(tmp_path: Path) -> None:
     command = [ROOT / "examples/images.py", "--folder", tmp_path / "best", "--epochs", "2", "--images", "512"]
     with LocalCluster(command, nodes=2, nnodes="2:2", folder=tmp_path) as cluster:
