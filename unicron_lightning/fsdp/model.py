@@ -78,10 +78,9 @@ class FsdpShard:
 
     def finalize(self) -> None:
         """Compute the norm of the reduced gradients over all shards."""
-        squares = torch.zeros((), dtype=torch.float64)
-        for parameter in self.root.parameters():
-            if parameter.grad is not None:
-                squares += local_shard(parameter.grad).double().square().sum().cpu()
+        grads = local_shards([each.grad for each in self.gradients.parameters if each.grad is not None])
+        norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads]
+        squares = torch.stack(norms).square().sum().cpu() if norms else torch.zeros((), dtype=torch.float64)
         self.group.sum(squares)
         self.grad_norm = float(squares.sqrt())
 
