@@ -136,6 +136,7 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=3, help="R (default: %(default)s)")
     parser.add_argument("--float32", action="store_true", help="train in float32, and compare with a failure-free run")
     parser.add_argument("--eps", type=float, default=1e-8, help="of AdamW (default: %(default)s)")
+    parser.add_argument("--compile", metavar="BACKEND", help="compile the blocks with torch.compile")
     parser.add_argument("--keep", type=Path, help="folder for logs and notes (default: a temporary one)")
     arguments = parser.parse_args()
     if arguments.keep is not None:
@@ -165,6 +166,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
         "steps": arguments.steps,
         "dtype": dtype,
         "eps": arguments.eps,
+        "compile": arguments.compile,
     }
     step, seconds = train(folder / "run", settings, planned)
     reference = alone(folder / "alone", {**settings, "steps": step})
