@@ -15,6 +15,7 @@ from unicron_lightning.coordinator.allocation.places import (
     is_elsewhere,
     occupants,
 )
+from unicron_lightning.coordinator.incidents.facts import Fact
 from unicron_lightning.coordinator.severity.rules import Decision
 from unicron_lightning.coordinator.state import Agent, Cluster, Task
 
@@ -163,13 +164,23 @@ class Turn:
             self._saved.add(task.id)
             self.actions.append(ev.Save(task=task.id))
 
+    def log(self, task: Task, fact: Fact) -> None:
+        """Log a fact under the task's open incident, and save the task."""
+        self.log_for(task, task.incident, fact)
+
+    def log_for(self, task: Task, incident: str | None, fact: Fact) -> None:
+        """Log a fact under a given incident."""
+        self.emit_for(task, incident, fact.event, fact.entry, fact)
+
     def emit(self, task: Task, name: str, **fields: Any) -> None:
         """Log an event of the task under its open incident, and save the task."""
         self.emit_for(task, task.incident, name, fields)
 
-    def emit_for(self, task: Task, incident: str | None, name: str, fields: dict[str, Any]) -> None:
-        """Log an event of the task under a given incident."""
-        event = ev.Emit(name=name, task=task.id, incident=incident, fields=fields)
+    def emit_for(
+        self, task: Task, incident: str | None, name: str, fields: dict[str, Any], fact: Fact | None = None
+    ) -> None:
+        """Log an event of the task under a given incident; with a fact if accounts depend on it."""
+        event = ev.Emit(name=name, task=task.id, incident=incident, fields=fields, fact=fact)
         self.news.append((task, event))
         self.actions.append(event)
         self.save(task)

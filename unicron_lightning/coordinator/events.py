@@ -14,6 +14,7 @@ import msgspec
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator.allocation.request import Question
+from unicron_lightning.coordinator.incidents.facts import Fact
 from unicron_lightning.detection.health import HealthLimits
 from unicron_lightning.detection.pairs import PairLimits
 from unicron_lightning.detection.patterns import Pattern
@@ -254,6 +255,8 @@ class Emit:
     task: str | None
     incident: str | None
     fields: dict[str, Any] = field(default_factory=dict)
+    fact: Fact | None = field(default=None, repr=False)
+    """The event as a typed value, if accounts depend on it; ``fields`` has the same contents."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ from unicron_lightning import wire
 from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.connectivity.reachability import Candidate, Pair, continuing, returning
 from unicron_lightning.coordinator.connectivity.record import NodeExclusion
+from unicron_lightning.coordinator.incidents.facts import ErrorFact
 from unicron_lightning.coordinator.membership import epochs
 from unicron_lightning.coordinator.membership.slots import revoke
 from unicron_lightning.coordinator.part import Part, on
@@ -217,11 +218,16 @@ def _part(task: Task, turn: Turn, cut: set[Pair]) -> None:
 
 
 def _report(task: Task, turn: Turn, cause: str, pairs: list[list[str]]) -> None:
-    where = {"node": None, "agent": None, "worker": None, "rank": None, "phase": "", "step": task.severity.step}
-    about = {"kind": "connection_failed", "severity": "SEV3", "cause": cause, "ends": False}
-    happened = task.watch.since or turn.now
-    details = {"unreached": pairs[:_MOST_NAMED]}
-    turn.emit(task, "error_reported", **where, **about, happened_at=happened, received_at=turn.now, details=details)
+    error = ErrorFact(
+        step=task.severity.step,
+        kind="connection_failed",
+        severity="SEV3",
+        cause=cause,
+        happened_at=task.watch.since or turn.now,
+        received_at=turn.now,
+        details={"unreached": pairs[:_MOST_NAMED]},
+    )
+    turn.log(task, error)
 
 
 def _take_back(task: Task, turn: Turn, cut: set[Pair], answered: set[str], silent: set[str]) -> None:

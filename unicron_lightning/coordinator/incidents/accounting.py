@@ -27,6 +27,15 @@ from typing import Any, Final
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.allocation import estimates
+from unicron_lightning.coordinator.incidents.facts import (
+    EpochSettled,
+    ErrorFact,
+    FirstStep,
+    TaskEnd,
+    cause_of,
+    is_failure,
+    occurred_at,
+)
 from unicron_lightning.coordinator.incidents.record import PHASES, Accounts, Incident, Level, Loss, Phase
 from unicron_lightning.coordinator.part import Part
 from unicron_lightning.coordinator.state import Cluster, Lasting, Task
@@ -35,13 +44,8 @@ from unicron_lightning.jobs import Job
 CLOSED: Final = "incident_closed"
 """Name of the event that holds a closed incident's bill."""
 _NOTHING: Final = Level(slots=0, workers=0)
-_FIRST_STEPS: Final = ("worker.started", "worker.recovered", "worker.grown", "worker.shrunk")
-_OWN_DEATHS: Final = ("exit", "signal", "silent", "reported")
-
 _MOST_DETECTION_SECONDS: Final = 3600.0
 """Longer than any detection limit: a fault dated earlier was dated by a different clock."""
-_HAPPENED: Final = {"worker_died": "died_at", "agent_lost": "away_since", "error_reported": "happened_at"}
-"""Field that holds the time of occurrence, by event name."""
 
 
 def record_event(task: Task, turn: Turn, event: ev.Emit) -> None:
@@ -49,19 +53,20 @@ def record_event(task: Task, turn: Turn, event: ev.Emit) -> None:
     accounts = task.accounts
     if event.incident is not None and _number(event.incident) > accounts.opened:
         _open(task, turn, event)
-    counts = event.name == "agent_lost" or event.fields.get("cause") in _OWN_DEATHS
-    explains = counts or (event.name == "error_reported" and event.fields["ends"])
+    fact, counts = event.fact, is_failure(event.fact)
+    explains = counts or (isinstance(fact, ErrorFact) and fact.ends)
     if explains and accounts.open and event.incident == accounts.open[-1].id:
         accounts.open[-1].failures += counts
         if accounts.open[-1].cause == "comm_error":  # reported first; the death explains it
             accounts.open[-1].cause = _cause(event)
-    if event.name in _FIRST_STEPS and event.fields.get("epoch") == task.measured.pace.epoch:
-        stepped(task, turn, float(event.fields.get("at", turn.now)))
-    elif event.name == "epoch_settled" and event.fields["kind"] == "leave":
-        _taken_by_plan(task, turn)
-    elif event.name == "task_over":
-        for incident in list(accounts.open):
-            _close(task, turn, incident, "ended")
+    match fact:
+        case FirstStep(epoch=epoch, at=at) if epoch == task.measured.pace.epoch:
+            stepped(task, turn, at)
+        case EpochSettled(kind="leave"):
+            _taken_by_plan(task, turn)
+        case TaskEnd():
+            for incident in list(accounts.open):
+                _close(task, turn, incident, "ended")
 
 
 def stepped(task: Task, turn: Turn, at: float) -> None:
@@ -165,10 +170,10 @@ def book(
 
 
 def _open(task: Task, turn: Turn, event: ev.Emit) -> None:
-    accounts, fields = task.accounts, event.fields
+    accounts = task.accounts
     assert event.incident is not None
     accounts.opened = _number(event.incident)
-    fault = fields.get(_HAPPENED.get(event.name, "")) or turn.now
+    fault = occurred_at(event.fact) or turn.now
     if turn.now - fault > _MOST_DETECTION_SECONDS:
         fault = turn.now  # dated by a clock that differs: no detection takes that long
     standing = any(incident.stepped_at is None for incident in accounts.open)
@@ -287,10 +292,7 @@ def _rate(task: Task, level: Level) -> float | None:
 
 
 def _cause(event: ev.Emit) -> str:
-    if event.name == "error_reported":
-        return f"{event.fields['kind']}: {event.fields['cause']}"
-    told = event.fields.get("meaning") or event.fields.get("cause", event.name)
-    return "node lost" if event.name == "agent_lost" else str(told)
+    return cause_of(event.fact) or str(event.fields.get("cause", event.name))
 
 
 def _number(incident: str) -> int:

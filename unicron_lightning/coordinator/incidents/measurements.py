@@ -12,12 +12,22 @@ Everything else comes from the events of the task's log, as they are emitted.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.actions import Turn
+from unicron_lightning.coordinator.incidents.facts import (
+    AgentLoss,
+    EpochPublished,
+    EpochSettled,
+    FirstStep,
+    LifeBegun,
+    SlotGrant,
+    TaskEnd,
+    WorkerDeath,
+    is_failure,
+)
 from unicron_lightning.coordinator.incidents.record import (
     Level,
     Measured,
@@ -40,15 +50,6 @@ _TO_DEVIATION: Final = 1.4826
 """Ratio of the standard deviation to the median absolute deviation of a normal distribution."""
 _SIZES_KEPT: Final = 64
 _TRANSITIONS_KEPT: Final = 64
-
-_FIRST_STEP: Final[Mapping[str, TransitionName]] = {
-    "worker.recovered": "shrink_in_place",
-    "worker.shrunk": "shrink_in_place",
-    "worker.grown": "grow_in_place",
-    "worker.started": "restart",
-}
-"""Events that report the first step finished in an epoch."""
-_OWN_DEATHS: Final = ("exit", "signal", "silent", "reported")
 
 
 def progressed(task: Task, turn: Turn, message: wire.Progress) -> bool:
@@ -74,38 +75,38 @@ def progressed(task: Task, turn: Turn, message: wire.Progress) -> bool:
 def record_event(task: Task, turn: Turn, event: ev.Emit) -> None:
     """Process an event of the task's log."""
     measured = task.measured
-    match event.name:
-        case "epoch_published" if event.fields["kind"] not in wire.PLANNED:
+    match event.fact:
+        case EpochPublished(kind=kind) if kind not in wire.PLANNED:
             measured.pace.stands = True
             measured.begun = measured.begun or turn.now  # otherwise a failure during a transition
-        case "epoch_settled":
-            _settled(task, turn, event.fields)
-        case "task_restarts":
+        case EpochSettled() as settled:
+            _settled(task, turn, settled)
+        case LifeBegun():
             measured.begun = 0.0
             _resize(measured, turn, Level(slots=0, workers=0))
-        case "slot_granted" if task.life > 1 and task.epoch is None:
+        case SlotGrant() if task.life > 1 and task.epoch is None:
             measured.begun = measured.begun or turn.now
-        case "worker_died" if event.fields["cause"] in _OWN_DEATHS:
+        case WorkerDeath() as death if is_failure(death):
             measured.lifetimes.workers_lost += 1
-        case "agent_lost" if any(worker.startswith(f"{event.fields['agent']}/") for worker in task.established):
+        case AgentLoss(agent=agent) if any(worker.startswith(f"{agent}/") for worker in task.established):
             measured.lifetimes.slots_lost += 1
-        case "task_over":
+        case TaskEnd():
             _resize(measured, turn, Level(slots=0, workers=0))
             _keep_lifetimes(measured, turn)
-        case name if name in _FIRST_STEP and event.fields.get("epoch") == measured.pace.epoch:
-            _stepped(task, turn, _FIRST_STEP[name])
+        case FirstStep(epoch=epoch, transition=transition) if epoch == measured.pace.epoch:
+            _stepped(task, turn, transition)
 
 
-def _settled(task: Task, turn: Turn, fields: Mapping[str, Any]) -> None:
+def _settled(task: Task, turn: Turn, epoch: EpochSettled) -> None:
     measured = task.measured
     slots = {worker.rpartition("/")[0] for worker in task.established}
     level = Level(slots=len(slots), workers=len(task.established))
     steps = [task.workers[worker].step for worker in task.established if worker in task.workers]
     before = measured.level
     _resize(measured, turn, level)
-    if fields["kind"] in wire.PLANNED:
+    if epoch.kind in wire.PLANNED:
         measured.begun = turn.now
-    measured.pace = SpeedMeasurement(epoch=fields["number"], level=level, before=before, step=max(steps, default=0))
+    measured.pace = SpeedMeasurement(epoch=epoch.number, level=level, before=before, step=max(steps, default=0))
 
 
 def _stepped(task: Task, turn: Turn, kind: TransitionName) -> None:

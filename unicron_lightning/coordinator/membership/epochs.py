@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import hmac
 from collections import Counter
-from typing import Any, Final
+from typing import Final
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import lifecycle
 from unicron_lightning.coordinator.actions import Turn
+from unicron_lightning.coordinator.incidents.facts import EpochPublished, EpochSettled, LifeBegun, TaskEnd
 from unicron_lightning.coordinator.membership.replicas import awaited, bearable, fewest
 from unicron_lightning.coordinator.membership.slots import leaving, revoke
 from unicron_lightning.coordinator.orders import relayout
@@ -151,7 +152,7 @@ def finish(task: Task, turn: Turn, *, succeeded: bool, reason: str) -> None:
     ended(task, turn, succeeded=succeeded, reason=reason)
     for agent in task.agents.values():
         turn.send(agent, wire.TaskOver(succeeded=succeeded, reason=reason))
-    turn.emit(task, "task_over", succeeded=succeeded, reason=reason, life=task.life, epoch=task.number)
+    turn.log(task, TaskEnd(succeeded=succeeded, reason=reason, life=task.life, epoch=task.number))
 
 
 def _form(task: Task, turn: Turn) -> None:
@@ -225,7 +226,7 @@ def _settle(task: Task, turn: Turn) -> None:
     send_go(task, turn)
     for agent_id in dict.fromkeys(task.workers[worker].agent for worker in left):
         _dismiss(task, turn, agent_id)
-    turn.emit(task, "epoch_settled", number=task.number, kind=task.epoch.kind)
+    turn.log(task, EpochSettled(number=task.number, kind=task.epoch.kind))
     if task.epoch.kind in ("init", "restart"):
         task.incident = None
 
@@ -374,8 +375,8 @@ def _publish(task: Task, turn: Turn, kind: wire.EpochKind, members: list[wire.Me
     )
     for agent_id in agents_to_notify(task):
         turn.send(task.agents[agent_id], task.epoch)
-    fields: dict[str, Any] = {"number": task.number, "kind": kind, "hold": task.epoch.hold}
-    turn.emit(task, "epoch_published", **fields, members=[member.worker for member in members])
+    names = [member.worker for member in members]
+    turn.log(task, EpochPublished(number=task.number, kind=kind, hold=task.epoch.hold, members=names))
 
 
 def _key(secret: bytes, epoch: str) -> str:
@@ -411,7 +412,7 @@ def _new_life(task: Task, turn: Turn) -> None:
     task.comm_error_epoch = 0
     saved = task.checkpoint
     path, step = (saved.path, saved.step) if saved else (None, None)
-    turn.emit(task, "task_restarts", life=task.life, path=path, step=step)
+    turn.log(task, LifeBegun(life=task.life, path=path, step=step))
 
 
 PART: Final = Part(timers={"rebuild": rebuild_due, "join": _join_due}, review=review_members)

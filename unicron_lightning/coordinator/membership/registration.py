@@ -21,6 +21,7 @@ from typing import Final
 from unicron_lightning import wire
 from unicron_lightning.coordinator import lifecycle
 from unicron_lightning.coordinator.actions import Turn
+from unicron_lightning.coordinator.incidents.facts import AgentLoss
 from unicron_lightning.coordinator.membership import replicas, slots, standby, workers
 from unicron_lightning.coordinator.membership.epochs import agents_to_notify, finish, open_incident, send_go, welcome
 from unicron_lightning.coordinator.orders.jobs import is_job
@@ -286,8 +287,7 @@ def _declare_lost(task: Task, turn: Turn, agent: Agent) -> None:
         open_incident(task)
     severity.agent_lost(task, turn, agent)
     had_slot = agent.id in task.slots
-    fields = {"agent": agent.id, "node": agent.node, "away_since": agent.away_since, "silent": agent.silent}
-    turn.emit(task, "agent_lost", **fields)
+    turn.log(task, AgentLoss(agent=agent.id, node=agent.node, away_since=agent.away_since, silent=agent.silent))
     workers.died(task, turn, task.workers_of(agent.id), "node lost")
     _remove(task, turn, agent)
     task.lost = [*task.lost, agent.id][-_LOST_REMEMBERED:]

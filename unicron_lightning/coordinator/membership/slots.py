@@ -22,6 +22,7 @@ from typing import Final
 from unicron_lightning import wire
 from unicron_lightning.coordinator import lifecycle
 from unicron_lightning.coordinator.actions import Turn
+from unicron_lightning.coordinator.incidents.facts import SlotGrant
 from unicron_lightning.coordinator.membership.replicas import most_needed_first
 from unicron_lightning.coordinator.part import Part, on
 from unicron_lightning.coordinator.state import Agent, Task
@@ -221,14 +222,10 @@ def _grant(task: Task, turn: Turn, agents: list[Agent]) -> None:
             agent.local_world, agent.ranked = None, False
     for agent in agents:
         send_grant(task, turn, agent)
-        turn.emit(
+        rank, world = task.slots.index(agent.id), len(task.slots)
+        turn.log(
             task,
-            "slot_granted",
-            agent=agent.id,
-            node=agent.node,
-            round=agent.round,
-            group_rank=task.slots.index(agent.id),
-            group_world=len(task.slots),
+            SlotGrant(agent=agent.id, node=agent.node, round=agent.round, group_rank=rank, group_world=world),
         )
 
 

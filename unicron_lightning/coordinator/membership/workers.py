@@ -7,13 +7,15 @@ record (dead, fenced, of an earlier round or life) and still sends messages is f
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Final
+from dataclasses import replace
+from typing import Final
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import lifecycle
 from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.connectivity import partition
 from unicron_lightning.coordinator.incidents import accounting, measurements
+from unicron_lightning.coordinator.incidents.facts import FIRST_STEPS, REPORTED, FirstStep, WorkerDeath
 from unicron_lightning.coordinator.membership import checkpoints, replicas
 from unicron_lightning.coordinator.membership.epochs import (
     agents_to_notify,
@@ -40,12 +42,6 @@ Handled = (
     | wire.FaultDue
     | wire.Replicas
 )
-
-
-_FIRST_STEPS = ("started", "recovered", "grown", "shrunk")
-"""Events of a worker that has finished its first step in an epoch."""
-REPORTED = "reported"
-"""Cause of a death after a `wire.ErrorReport`: the preceding event gives the details."""
 
 
 def hello(task: Task, turn: Turn, agent: Agent, message: wire.WorkerHello) -> None:
@@ -171,7 +167,15 @@ def worker_died(task: Task, turn: Turn, agent: Agent, message: wire.WorkerDied) 
             if not task.elastic:
                 open_incident(task)
             cause = REPORTED if message.worker in task.severity.unattributed else message.cause
-            _log_death(task, turn, message.worker, cause, message.code, message.at, message.meaning)
+            death = WorkerDeath(
+                worker=message.worker,
+                cause=cause,
+                code=message.code,
+                died_at=message.at,
+                received_at=turn.now,
+                meaning=message.meaning,
+            )
+            turn.log(task, death)
         task.severity.unattributed.pop(message.worker, None)
 
 
@@ -196,15 +200,13 @@ def died(
     if any(worker.id in members for worker in lost):
         open_incident(task)
     for worker in lost:
-        own = worker in workers
-        if own:
+        death = WorkerDeath(worker=worker.id, cause="sibling", received_at=turn.now)
+        if worker in workers:
             remove_worker(task, worker)
+            death = replace(death, cause=cause, code=code, died_at=at, meaning=meaning)
         else:
             expel(task, turn, worker, f"{workers[0].id} of the same agent died")
-        if own:
-            _log_death(task, turn, worker.id, cause, code, at, meaning)
-        else:
-            _log_death(task, turn, worker.id, "sibling", None, None)
+        turn.log(task, death)
 
 
 def finished(task: Task, turn: Turn, worker: Worker, *, how: str) -> None:
@@ -237,15 +239,6 @@ def fence_stranger(task: Task, turn: Turn, agent: Agent, worker: str) -> None:
         turn.send(agent, wire.Fence(worker=worker, reason="not, or no longer, a worker of the task"))
 
 
-def _log_death(
-    task: Task, turn: Turn, worker: str, cause: str, code: int | None, at: float | None, meaning: str = ""
-) -> None:
-    fields: dict[str, Any] = {"worker": worker, "cause": cause, "code": code, "died_at": at, "received_at": turn.now}
-    if meaning:
-        fields["meaning"] = meaning
-    turn.emit(task, "worker_died", **fields)
-
-
 def _comm_error(task: Task, turn: Turn, worker: Worker, message: wire.CommError) -> None:
     if task.settled:
         concerns = message.epoch == task.number and any(m.worker == worker.id for m in task.members())
@@ -265,11 +258,14 @@ def _comm_error(task: Task, turn: Turn, worker: Worker, message: wire.CommError)
 def _event(task: Task, turn: Turn, worker: Worker, message: wire.WorkerEvent) -> None:
     # All survivors report the same recovery; the first report ends the incident, the others still belong to it.
     incident = task.incident or (task.epoch.incident if task.epoch else None)
+    fact = None
+    if (transition := FIRST_STEPS.get(message.name)) is not None:
+        fact = FirstStep(transition=transition, epoch=message.fields.get("epoch"), at=message.at)
     fields = {**message.fields, "worker": worker.id, "at": message.at}
-    turn.emit_for(task, incident, f"worker.{message.name}", fields)
+    turn.emit_for(task, incident, f"worker.{message.name}", fields, fact)
     if message.name == "recovered" and task.settled:
         task.incident = None
-    if message.name in _FIRST_STEPS:
+    if fact is not None:
         relayout.stepped(task, turn)
 
 

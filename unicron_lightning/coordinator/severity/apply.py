@@ -12,6 +12,7 @@ from typing import Final
 from unicron_lightning import wire
 from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.connectivity import partition
+from unicron_lightning.coordinator.incidents.facts import FIRST_STEPS
 from unicron_lightning.coordinator.membership import epochs
 from unicron_lightning.coordinator.part import Part, on
 from unicron_lightning.coordinator.severity.errors import known
@@ -29,8 +30,6 @@ from unicron_lightning.coordinator.severity.workflow import (
 )
 from unicron_lightning.coordinator.state import Agent, Task, Worker, round_of
 
-_FIRST_STEPS = ("started", "recovered", "grown", "shrunk")
-"""Events of a worker that has finished its first step in an epoch."""
 FIRST_HOLD_SECONDS, LAST_HOLD_SECONDS = 1.0, 30.0
 """Delay of an agent's grant after its workers have failed at their first start, and its limit: it doubles each time."""
 _SENT = (signal.SIGKILL, signal.SIGTERM)
@@ -87,7 +86,7 @@ def receive(
         case wire.CheckpointSaved():
             step = message.step if message.worker in record.joined else None
         case wire.WorkerEvent() if message.worker in record.joined:
-            if message.name in _FIRST_STEPS:
+            if message.name in FIRST_STEPS:
                 step = message.fields.get("step")
             elif message.name == "entered_epoch" and message.fields.get("epoch") == task.number:
                 record.reports_entry = True

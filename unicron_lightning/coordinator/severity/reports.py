@@ -18,6 +18,7 @@ import msgspec
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator.actions import Turn
+from unicron_lightning.coordinator.incidents.facts import REPORTED, ErrorFact
 from unicron_lightning.coordinator.membership import epochs, workers
 from unicron_lightning.coordinator.part import Part, on
 from unicron_lightning.coordinator.severity import apply
@@ -71,7 +72,7 @@ def _lost(task: Task, turn: Turn, agent: Agent, worker: Worker, message: wire.Er
     if apply.decides_errors(task) and not task.finishing and not symptom:
         failure = apply.failure_of(task, turn, agent, _told(message), worker.id)
         apply.feed(task, turn, Error(failure=failure, round=agent.round, training=bool(task.established)))
-    workers.died(task, turn, [worker], workers.REPORTED, at=message.at)
+    workers.died(task, turn, [worker], REPORTED, at=message.at)
     if not message.ends:
         turn.send(agent, wire.Fence(worker=worker.id, reason=f"{kind}: {message.cause}"))
 
@@ -124,26 +125,24 @@ def _log(
 ) -> None:
     kind = known(message.kind)
     ranks = [rank for rank, member in enumerate(task.members()) if member.worker == message.worker]
-    fields = {
-        "node": agent.node,
-        "agent": agent.id,
-        "worker": message.worker,
-        "rank": ranks[0] if ranks else None,
-        "phase": message.phase,
-        "step": message.step,
-        "kind": kind,
-        "severity": SEVERITY[kind],
-        "cause": message.cause,
-        "ends": message.ends,
-        "happened_at": message.at,
-        "received_at": turn.now,
-        "details": message.details,
-    }
-    if kind != message.kind:
-        fields["told_as"] = message.kind
-    if symptom:
-        fields["symptom"] = True
-    turn.emit_for(task, incident, "error_reported", fields)
+    error = ErrorFact(
+        node=agent.node,
+        agent=agent.id,
+        worker=message.worker,
+        rank=ranks[0] if ranks else None,
+        phase=message.phase,
+        step=message.step,
+        kind=kind,
+        severity=SEVERITY[kind],
+        cause=message.cause,
+        ends=message.ends,
+        happened_at=message.at,
+        received_at=turn.now,
+        details=message.details,
+        told_as=message.kind if kind != message.kind else "",
+        symptom=symptom,
+    )
+    turn.log_for(task, incident, error)
 
 
 def handle_reading(task: Task, turn: Turn, agent: Agent, reading: wire.NodeReading) -> None:

@@ -14,6 +14,7 @@ import msgspec
 from unicron_lightning import wire
 from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.connectivity import partition
+from unicron_lightning.coordinator.incidents.facts import ErrorFact
 from unicron_lightning.coordinator.membership import epochs
 from unicron_lightning.coordinator.part import Part, on
 from unicron_lightning.coordinator.severity import apply, reports
@@ -200,10 +201,17 @@ def _communicator_hangs(task: Task, turn: Turn, watch: WatchRecord) -> None:
     seconds = turn.now - watch.since
     cause = f"all {len(watch.reports)} members wait in {said.phase}, none is missing, for {seconds:.1f} s"
     epochs.open_incident(task)
-    where = {"node": None, "agent": None, "worker": None, "rank": None, "phase": said.phase, "step": said.step}
-    about = {"kind": "nccl_timeout", "severity": SEVERITY["nccl_timeout"], "cause": cause, "ends": False}
-    when = {"happened_at": watch.since, "received_at": turn.now, "details": {"seconds": seconds}}
-    turn.emit(task, "error_reported", **where, **about, **when)
+    error = ErrorFact(
+        phase=said.phase,
+        step=said.step,
+        kind="nccl_timeout",
+        severity=SEVERITY["nccl_timeout"],
+        cause=cause,
+        happened_at=watch.since,
+        received_at=turn.now,
+        details={"seconds": seconds},
+    )
+    turn.log(task, error)
     failure = Failure(kind="nccl_timeout", node="", agent="", cause=cause, step=task.severity.step, at=turn.now)
     _forget(watch)
     apply.feed(task, turn, Error(failure=failure))

@@ -1,0 +1,180 @@
+"""Facts: the events of a task's log from which measurements and accounts are derived, as typed values.
+
+Rules log a fact with `Turn.log`. The log holds its name and its fields; times are time.time(). What facts say about
+failures and transitions is derived by the functions below, for all accounts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Final
+
+from unicron_lightning import wire
+from unicron_lightning.coordinator.incidents.record import TransitionName
+from unicron_lightning.coordinator.severity.errors import Severity
+
+FIRST_STEPS: Final[Mapping[str, TransitionName]] = {
+    "recovered": "shrink_in_place",
+    "shrunk": "shrink_in_place",
+    "grown": "grow_in_place",
+    "started": "restart",
+}
+"""`wire.WorkerEvent.name` of a worker that has finished its first step in an epoch, and the kind of transition."""
+REPORTED: Final = "reported"
+"""Cause of a death after a `wire.ErrorReport`: the preceding event gives the details."""
+_OWN_DEATHS: Final = ("exit", "signal", "silent", REPORTED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fact:
+    """An event of the log."""
+
+    event: ClassVar[str]
+    """Its name in the log."""
+    omitted: ClassVar[tuple[str, ...]] = ()
+    """Fields that the log omits if they are empty."""
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """The fields in the log."""
+        entry = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: value for name, value in entry.items() if value or name not in self.omitted}
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerDeath(Fact):
+    """A worker's process has ended by a failure."""
+
+    event, omitted = "worker_died", ("meaning",)
+    worker: str
+    cause: str
+    code: int | None = None
+    died_at: float | None = None
+    received_at: float
+    meaning: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentLoss(Fact):
+    """An agent did not return in time."""
+
+    event = "agent_lost"
+    agent: str
+    node: str
+    away_since: float | None
+    silent: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorFact(Fact):
+    """An error was reported, or found by the coordinator itself, which then names no place."""
+
+    event, omitted = "error_reported", ("told_as", "symptom")
+    node: str | None = None
+    agent: str | None = None
+    worker: str | None = None
+    rank: int | None = None
+    phase: str = ""
+    step: int | None
+    kind: str
+    severity: Severity
+    cause: str
+    ends: bool = False
+    """Whether the worker's process ends by the error."""
+    happened_at: float
+    received_at: float
+    details: Mapping[str, Any]
+    told_as: str = ""
+    """Kind in the report, if the coordinator does not know it."""
+    symptom: bool = False
+    """Whether another failure has caused it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochPublished(Fact):
+    """An epoch was published."""
+
+    event = "epoch_published"
+    number: int
+    kind: wire.EpochKind
+    hold: bool
+    members: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochSettled(Fact):
+    """All members have reported for an epoch."""
+
+    event = "epoch_settled"
+    number: int
+    kind: wire.EpochKind
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstStep(Fact):
+    """A worker has finished its first step in an epoch. The log has its whole report, under the report's name."""
+
+    event = "worker.first_step"
+    transition: TransitionName
+    epoch: object
+    """The epoch as reported."""
+    at: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotGrant(Fact):
+    """An agent was granted a slot."""
+
+    event = "slot_granted"
+    agent: str
+    node: str
+    round: int
+    group_rank: int
+    group_world: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LifeBegun(Fact):
+    """The task starts a new life, from a checkpoint."""
+
+    event = "task_restarts"
+    life: int
+    path: str | None
+    step: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskEnd(Fact):
+    """The task is over."""
+
+    event = "task_over"
+    succeeded: bool
+    reason: str
+    life: int
+    epoch: int
+
+
+def is_failure(fact: Fact | None) -> bool:
+    """Whether it is a failure of its own: a worker that died by itself, or an agent that was lost."""
+    return isinstance(fact, AgentLoss) or (isinstance(fact, WorkerDeath) and fact.cause in _OWN_DEATHS)
+
+
+def occurred_at(fact: Fact | None) -> float | None:
+    """Return when a failure occurred, by the clock of the process that observed it; None if unknown."""
+    match fact:
+        case WorkerDeath(died_at=at) | AgentLoss(away_since=at) | ErrorFact(happened_at=at):
+            return at
+    return None
+
+
+def cause_of(fact: Fact | None) -> str | None:
+    """Describe the cause of an incident that begins with a failure; None for other facts."""
+    match fact:
+        case WorkerDeath():
+            return fact.meaning or fact.cause
+        case ErrorFact():
+            return f"{fact.kind}: {fact.cause}"
+        case AgentLoss():
+            return "node lost"
+    return None
