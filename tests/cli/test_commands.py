@@ -11,6 +11,7 @@ from importlib.metadata import version
 import pytest
 from coordinator.shell import Coordinator, connected, train
 
+from unicron_lightning import wire
 from unicron_lightning.local_cluster.processes import free_port
 
 
@@ -57,6 +58,31 @@ async def test_the_endpoint_is_taken_from_the_environment(coordinator, monkeypat
     other = free_port()
     done = await asyncio.to_thread(unicron, "status", "--endpoint", f"127.0.0.1:{other}")
     assert done.returncode == 2 and f"127.0.0.1:{other}" in done.stderr
+
+
+async def test_the_state_of_an_ended_coordinator_is_shown(coordinator, tmp_path, monkeypatch):
+    endpoint = f"127.0.0.1:{coordinator.port}"
+    async with connected(coordinator.url, "a", "b", nodes=(2, 2)) as agents:
+        await train(agents)
+        for agent in agents:
+            await agent.say(wire.Bye(succeeded=True))
+    coordinator.kill()
+
+    def ask(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return unicron(*arguments, "--endpoint", endpoint)
+
+    refused = ask("jobs")
+    assert refused.returncode == 2 and "no coordinator answers" in refused.stderr, "it does not look elsewhere"
+    monkeypatch.setenv("UNICRON_STATE_DIR", str(tmp_path / "state"))
+    done = ask("jobs", "--json")
+    assert (done.returncode, done.stderr.count("\n")) == (0, 1)
+    assert f"no coordinator listens at {endpoint}" in done.stderr and str(tmp_path / "state") in done.stderr
+    assert [(job["name"], job["state"]) for job in json.loads(done.stdout)] == [("t", "succeeded")]
+    events = ask("events", "--task", "t")
+    assert "task_over succeeded=true" in events.stdout and events.stderr.count("\n") == 1
+    assert json.loads(ask("incidents", "--json").stdout)["incidents"] == []
+    status = ask("status")
+    assert "t" in status.stdout and "succeeded" in status.stdout and status.returncode == 0
 
 
 def test_the_version_is_shown():

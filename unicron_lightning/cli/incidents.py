@@ -9,8 +9,9 @@ import sys
 import time
 from typing import Any, Final
 
-from unicron_lightning.cli.client import access_of, connecting, fetch
+from unicron_lightning.cli.client import connecting
 from unicron_lightning.cli.output import all_visible, console
+from unicron_lightning.cli.stored import ask
 
 _PHASES: Final = ("detection", "transition", "sub_healthy")
 _UNITS: Final = ("seconds", "worker_seconds", "waf_seconds")
@@ -32,7 +33,7 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def _incidents(options: argparse.Namespace) -> int:
     query = {"task": options.task} if options.task is not None else {}
-    answer = fetch(options.endpoint, "/v1/incidents", access_of(options), **query)
+    answer = ask(options, "/v1/incidents", **query)
     if options.json:
         print(json.dumps(answer, indent=2))
     elif options.csv:

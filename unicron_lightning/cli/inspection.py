@@ -8,8 +8,10 @@ import time
 from typing import Any
 
 from unicron_lightning.cli.client import access_of, connecting, fetch
+from unicron_lightning.cli.jobs import print_jobs
 from unicron_lightning.cli.output import all_visible, console
-from unicron_lightning.errors import UnicronError
+from unicron_lightning.cli.stored import ask
+from unicron_lightning.errors import CoordinatorUnavailable, UnicronError
 
 
 def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -25,7 +27,13 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _status(options: argparse.Namespace) -> int:
-    answer = fetch(options.endpoint, "/v1/status", access_of(options))
+    try:
+        answer = fetch(options.endpoint, "/v1/status", access_of(options))
+    except CoordinatorUnavailable:
+        if options.json:
+            raise
+        print_jobs([job for job in ask(options, "/v1/jobs") if options.task in (None, job["name"])])
+        return 0
     tasks: dict[str, Any] = answer["tasks"]
     if options.task is not None:
         if options.task not in tasks:
@@ -100,8 +108,8 @@ def _agent_state(agent: dict[str, Any]) -> str:
 def _events(options: argparse.Namespace) -> int:
     query = {"since": str(options.since)} | ({"task": options.task} if options.task is not None else {})
     events: list[Any] = []
-    access, last = access_of(options), options.since
-    while (page := fetch(options.endpoint, "/v1/events", access, **query)) and page[-1]["seq"] > last:
+    last = options.since
+    while (page := ask(options, "/v1/events", **query)) and page[-1]["seq"] > last:
         events += page
         last = page[-1]["seq"]
         query["since"] = str(last)

@@ -11,6 +11,7 @@ from typing import Any
 
 from unicron_lightning.cli.client import access_of, connecting, fetch, quoted
 from unicron_lightning.cli.output import all_visible, console, visible
+from unicron_lightning.cli.stored import ask
 from unicron_lightning.errors import ConfigError, CoordinatorUnavailable
 
 _EXAMPLE = "examples/job.yaml"
@@ -70,10 +71,16 @@ def _cancel(options: argparse.Namespace) -> int:
 
 
 def _jobs(options: argparse.Namespace) -> int:
-    jobs: list[dict[str, Any]] = fetch(options.endpoint, "/v1/jobs", access_of(options))
+    jobs: list[dict[str, Any]] = ask(options, "/v1/jobs")
     if options.json:
         print(json.dumps(jobs, indent=2))
         return 0
+    print_jobs(jobs)
+    return 0
+
+
+def print_jobs(jobs: list[dict[str, Any]]) -> None:
+    """Print a table of jobs, as answered for /v1/jobs."""
     from rich.table import Table
 
     table = Table()
@@ -84,4 +91,3 @@ def _jobs(options: argparse.Namespace) -> int:
         by = "unicron submit" if job["managed"] else "torchrun"
         table.add_row(job["name"], job["state"], since, by, job["reason"] or "")
     console().print(table if jobs else "no jobs")
-    return 0

@@ -83,6 +83,12 @@ def result_of(lasting: Lasting, name: str) -> JobResult | None:
     return next((result for result in reversed(lasting.results) if result.name == name), None)
 
 
+def jobs_status(cluster: Cluster) -> list[dict[str, object] | None]:
+    """Describe all known jobs and tasks, ended ones first, each as by `job_status`."""
+    names = [*(result.name for result in cluster.lasting.results), *cluster.tasks]
+    return [job_status(cluster, name) for name in dict.fromkeys(names)]
+
+
 def job_status(cluster: Cluster, name: str) -> dict[str, object] | None:
     """Describe a job, or a task, as plain JSON; None if it is not known.
 

@@ -219,10 +219,8 @@ class Api:
         return web.json_response(status)
 
     async def _get_jobs(self, _request: web.Request) -> web.Response:
-        """Return all known jobs and tasks, ended ones first, each as by `_get_job`."""
-        cluster = self._shell.machine.cluster
-        names = [*(result.name for result in cluster.lasting.results), *cluster.tasks]
-        return web.json_response([jobs.job_status(cluster, name) for name in dict.fromkeys(names)])
+        """Return all known jobs and tasks."""
+        return web.json_response(jobs.jobs_status(self._shell.machine.cluster))
 
     async def _post_drain(self, request: web.Request) -> web.Response:
         """``drain`` or ``undrain`` a node, or an agent by its id."""

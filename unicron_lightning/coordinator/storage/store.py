@@ -52,7 +52,57 @@ class NewEvent(msgspec.Struct, frozen=True, kw_only=True):
     fields: dict[str, Any]
 
 
-class Store:
+class StoredState:
+    """What a database holds, for reading: the state of a coordinator that has ended.
+
+    Args:
+        database: an open connection; not closed here.
+    """
+
+    def __init__(self, database: sqlite3.Connection) -> None:
+        self._db = database
+
+    def load(self) -> state.Cluster:
+        """Load the tasks as last written, without those that cannot be read."""
+        cluster = state.Cluster()
+        for (blob,) in self._db.execute("SELECT state FROM tasks ORDER BY rowid").fetchall():
+            with contextlib.suppress(*_UNREADABLE):
+                task = state.decode_task(blob)
+                cluster.tasks[task.id] = task
+        row = self._db.execute("SELECT state FROM lasting").fetchone()
+        if row is not None:
+            with contextlib.suppress(*_UNREADABLE):
+                cluster.lasting = state.decode_lasting(row[0])
+        return cluster
+
+    def events(
+        self,
+        *,
+        task: str | None = None,
+        name: str | None = None,
+        since: int = 0,
+        limit: int = 10_000,
+        most_bytes: int = EVENT_BYTES_KEPT,
+    ) -> list[LoggedEvent]:
+        """Return events with a sequence number above ``since``, oldest first; None selects all tasks, or all names.
+
+        The result is limited to ``limit`` events, and ends once their fields have ``most_bytes``.
+        """
+        rows = self._db.execute(
+            "SELECT seq, at, name, task, incident, fields FROM events"
+            " WHERE seq > ? AND (? IS NULL OR task = ?) AND (? IS NULL OR name = ?) ORDER BY seq LIMIT ?",
+            (since, task, task, name, name, limit),
+        )
+        found: list[LoggedEvent] = []
+        for seq, at, named, of, incident, fields in rows:
+            found.append(LoggedEvent(seq=seq, at=at, name=named, task=of, incident=incident, fields=json.loads(fields)))
+            most_bytes -= len(fields)
+            if most_bytes <= 0:
+                break
+        return found
+
+
+class Store(StoredState):
     """The database in ``state_dir``, held by one process at a time.
 
     Args:
@@ -70,17 +120,18 @@ class Store:
     def __init__(self, state_dir: Path, *, events_kept: int = _EVENTS_KEPT) -> None:
         self._lock = _lock(state_dir)
         try:
-            self._db, self.corrupt = open_database(state_dir / "coordinator.sqlite")
+            database, self.corrupt = open_database(state_dir / "coordinator.sqlite")
         except BaseException:
             os.close(self._lock)
             raise
+        super().__init__(database)
         newest = "(SELECT max(seq) FROM events)"
         with contextlib.suppress(sqlite3.OperationalError):  # a full disk: the next start deletes them
             self._db.execute(f"DELETE FROM events WHERE seq <= {newest} - ?", (events_kept,))
         self._log = EventLog(self._db, events_kept)
 
     def load(self) -> state.Cluster:
-        """Load the tasks as last written; set an unreadable one aside."""
+        """Load the tasks as last written, and set unreadable ones aside."""
         names = [row[0] for row in self._db.execute("SELECT id FROM tasks ORDER BY rowid").fetchall()]
         tasks = [task for name in names if (task := self.task(name)) is not None]
         row = self._db.execute("SELECT state FROM lasting").fetchone()
@@ -163,32 +214,6 @@ class Store:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             raise
-
-    def events(
-        self,
-        *,
-        task: str | None = None,
-        name: str | None = None,
-        since: int = 0,
-        limit: int = 10_000,
-        most_bytes: int = EVENT_BYTES_KEPT,
-    ) -> list[LoggedEvent]:
-        """Return events with a sequence number above ``since``, oldest first; None selects all tasks, or all names.
-
-        The result is limited to ``limit`` events, and ends once their fields have ``most_bytes``.
-        """
-        rows = self._db.execute(
-            "SELECT seq, at, name, task, incident, fields FROM events"
-            " WHERE seq > ? AND (? IS NULL OR task = ?) AND (? IS NULL OR name = ?) ORDER BY seq LIMIT ?",
-            (since, task, task, name, name, limit),
-        )
-        found: list[LoggedEvent] = []
-        for seq, at, named, of, incident, fields in rows:
-            found.append(LoggedEvent(seq=seq, at=at, name=named, task=of, incident=incident, fields=json.loads(fields)))
-            most_bytes -= len(fields)
-            if most_bytes <= 0:
-                break
-        return found
 
     def close(self) -> None:
         """Close the database and release the directory."""

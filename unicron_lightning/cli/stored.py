@@ -1,0 +1,94 @@
+"""Answers from the state folder of a coordinator that has ended, such as an embedded one after its last task."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import os
+import socket
+import sqlite3
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from unicron_lightning.cli.client import access_of, fetch
+from unicron_lightning.errors import CoordinatorUnavailable
+
+_FILE = "coordinator.sqlite"
+_CONNECT_SECONDS = 1.0
+
+
+def ask(options: argparse.Namespace, path: str, **query: str) -> Any:
+    """Query the coordinator; if none listens, read what the last one at this endpoint has stored on this machine.
+
+    A line on stderr says so.
+
+    Args:
+        options: of the command line.
+        path: /v1/jobs, /v1/events or /v1/incidents.
+        query: parameters.
+
+    Raises:
+        CoordinatorUnavailable: no coordinator answers, and nothing is stored; or one listens but is not accepted.
+    """
+    try:
+        return fetch(options.endpoint, path, access_of(options), **query)
+    except CoordinatorUnavailable:
+        answer = None if _listens(options.endpoint) else _read(options.endpoint, path, query)
+        if answer is None:
+            raise
+        return answer
+
+
+def _place(endpoint: str) -> tuple[str, int]:
+    host, _, port = endpoint.rpartition(":")
+    return host, int(port) if port.isdecimal() else 0
+
+
+def _listens(endpoint: str) -> bool:
+    try:
+        socket.create_connection(_place(endpoint), _CONNECT_SECONDS).close()
+    except OSError:
+        return False
+    return True
+
+
+def _read(endpoint: str, path: str, query: dict[str, str]) -> Any:
+    """Answer from the database of this endpoint; None if there is none of this user's that can be read."""
+    from unicron_lightning.coordinator.storage.database import default_state_dir
+
+    file = default_state_dir(*_place(endpoint)) / _FILE
+    try:
+        for each in (file, file.parent):
+            if each.is_symlink() or each.stat().st_uid != os.getuid():
+                return None
+        with contextlib.closing(sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True)) as database:
+            answer = _answer(database, path, query)
+        _announce(endpoint, file, file.stat().st_mtime)
+    except (OSError, sqlite3.Error):
+        return None
+    return answer
+
+
+def _answer(database: sqlite3.Connection, path: str, query: dict[str, str]) -> Any:
+    from unicron_lightning.coordinator.incidents import accounting
+    from unicron_lightning.coordinator.orders.jobs import jobs_status
+    from unicron_lightning.coordinator.storage.store import StoredState
+
+    stored, task = StoredState(database), query.get("task")
+    if path == "/v1/events":
+        return stored.events(task=task, since=int(query.get("since", "0")))
+    if path == "/v1/incidents":
+        closed = stored.events(task=task, name=accounting.CLOSED)
+        return accounting.book(closed, stored.load(), time.time(), only=task)
+    assert path == "/v1/jobs"
+    return jobs_status(stored.load())
+
+
+@functools.cache
+def _announce(endpoint: str, file: Path, saved_at: float) -> None:
+    """Say where the answer comes from, once."""
+    saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(saved_at))
+    print(f"unicron: no coordinator listens at {endpoint}; its state of {saved}, from {file.parent}:", file=sys.stderr)
