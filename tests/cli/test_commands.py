@@ -9,7 +9,7 @@ import sys
 from importlib.metadata import version
 
 import pytest
-from coordinator.shell import Coordinator, connected, train
+from coordinator.shell import Coordinator, connected, get, train
 
 from unicron_lightning import wire
 from unicron_lightning.local_cluster.processes import free_port
@@ -66,6 +66,8 @@ async def test_the_state_of_an_ended_coordinator_is_shown(coordinator, tmp_path,
         await train(agents)
         for agent in agents:
             await agent.say(wire.Bye(succeeded=True))
+        while (await get(f"{coordinator.url}/v1/jobs"))[0]["state"] != "succeeded":
+            await asyncio.sleep(0.02)
     coordinator.kill()
 
     def ask(*arguments: str) -> subprocess.CompletedProcess[str]:
