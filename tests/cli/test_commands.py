@@ -66,7 +66,9 @@ async def test_the_state_of_an_ended_coordinator_is_shown(coordinator, tmp_path,
         await train(agents)
         for agent in agents:
             await agent.say(wire.Bye(succeeded=True))
-        while (await get(f"{coordinator.url}/v1/jobs"))[0]["state"] != "succeeded":
+        for _ in range(500):
+            if (await get(f"{coordinator.url}/v1/jobs"))[0]["state"] == "succeeded":
+                break
             await asyncio.sleep(0.02)
     coordinator.kill()
 
