@@ -12,6 +12,7 @@ The demonstration trains twice, with and without the failure, and compares the p
 from __future__ import annotations
 
 import argparse
+import re
 import tempfile
 from pathlib import Path
 
@@ -68,16 +69,18 @@ def run(steps: int, replicas: int, folder: Path, *, kill: bool) -> dict[str, tor
     command = [Path(__file__), "--steps", str(steps), "--replicas", str(replicas), "--folder", folder]
     with LocalCluster(command, nodes=workers + kill, nnodes=f"{SHARDS}:{workers}", folder=folder) as cluster:
         if kill:
-            step = cluster.wait_step(steps // 4)
-            cluster.kill_worker("node1")
+            step = cluster.wait_step(steps // 4, seconds=300)
+            cluster.kill_worker(cluster.wait_workers(workers)[1])
             print(f"killed a worker after step {step}", flush=True)
-        exits = cluster.wait_exit()
+        exits = cluster.wait_exit(seconds=600)
         assert set(exits.values()) == {0}, exits
         for event in cluster.events("incident_closed"):
             bill = event["fields"]
+            if bill["stepped_at"] is None:
+                continue  # the training ended first
             resumed, whole = bill["stepped_at"] - bill["fault_at"], event["at"] - bill["fault_at"]
             print(f"next step after {1e3 * resumed:.0f} ms, all replicas complete after {whole:.1f} s")
-        print(*(line for node in exits for line in cluster.log(node).splitlines() if line.startswith("finished")))
+        print(*re.findall(r"finished \d+ steps.*", "".join(map(cluster.log, exits))))
     state: dict[str, torch.Tensor] = torch.load(folder / "last.ckpt", weights_only=True)["state_dict"]
     return state
 
