@@ -23,7 +23,7 @@ from unicron_lightning.coordinator.config import CoordinatorConfig
 from unicron_lightning.coordinator.config.composition import from_composed, register_schema
 from unicron_lightning.coordinator.machine import Machine
 from unicron_lightning.coordinator.server.server import Server
-from unicron_lightning.coordinator.storage.batch import MOST_UNWRITTEN_EVENTS, Batch
+from unicron_lightning.coordinator.storage.batch import MOST_LOGGED_CHARACTERS, MOST_UNWRITTEN_EVENTS, Batch
 from unicron_lightning.coordinator.storage.saving import Saving
 from unicron_lightning.coordinator.storage.store import Store
 from unicron_lightning.credentials import token_for
@@ -238,6 +238,15 @@ def test_what_is_kept_is_bounded() -> None:
     for number in range(MOST_UNWRITTEN_EVENTS):
         batch.follow(emitting(f"e{number}"))
     assert (len(batch._news), batch._news[0].name) == (MOST_UNWRITTEN_EVENTS, "e0")
+
+
+def test_a_large_event_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    fields = {"text": "x" * 100_000, "number": 7}
+    Batch().add(1.0, [ev.Emit(name="big", task="t", incident=None, fields=fields)])
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("big task=t incident=None {'text': 'xxx") and len(line) < 2 * MOST_LOGGED_CHARACTERS
+    assert line.endswith("... (cut, 100025 characters)")
 
 
 def emitting(name: str) -> Batch:

@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 MOST_UNWRITTEN_EVENTS: Final = 10_000
 """Newest events that are kept in memory while nothing can be written."""
+MOST_LOGGED_CHARACTERS: Final = 4096
+"""Limit of an event's fields in the process's log, which a script could otherwise fill."""
 
 
 class Batch:
@@ -48,7 +50,10 @@ class Batch:
                     self._lasting = True
                 case ev.Emit(name=name, task=of, incident=incident, fields=fields):
                     self._news.append(NewEvent(at=now, name=name, task=of, incident=incident, fields=fields))
-                    logger.info("%s task=%s incident=%s %s", name, of, incident, fields)
+                    text = str(fields)
+                    if len(text) > MOST_LOGGED_CHARACTERS:
+                        text = f"{text[:MOST_LOGGED_CHARACTERS]}... (cut, {len(text)} characters)"
+                    logger.info("%s task=%s incident=%s %s", name, of, incident, text)
 
     def withhold(self, tasks: Container[str], conns: Container[int]) -> None:
         """Discard changes of these tasks and messages for these connections, because the tasks are set back."""
