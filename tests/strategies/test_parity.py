@@ -19,6 +19,7 @@ from unicron_lightning.local_cluster.processes import free_port
 from unicron_lightning.strategies.state.checkpointing import count_steps
 
 pytestmark = [
+    pytest.mark.timeout(600),  # the first test of each world trains all cases
     pytest.mark.filterwarnings("ignore:Metric `SpearmanCorrcoef` will save:UserWarning"),
     pytest.mark.filterwarnings("ignore:You are using `torch.load` with `weights_only=False`:UserWarning"),
     pytest.mark.filterwarnings("ignore:You requested to overfit but enabled:UserWarning"),
