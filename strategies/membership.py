@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from unicron_lightning.strategies.metrics.loggers import take_over
-from unicron_lightning.strategies.state import join_state
+from unicron_lightning.strategies.state import callbacks, join_state
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.operations import Join
 
@@ -34,11 +34,14 @@ class Membership:
         self._arrival: dict[str, Any] | None = None
         self._parts = False
         self._checked = False
+        self._late = False
+        """Whether this worker is on its way to its first step, with a state that others have trained."""
 
     def join(self, trainer: pl.Trainer) -> None:
         """Join the task; work that needs no state is done before the members have to wait for this worker."""
         strategy, session = self._strategy, self._strategy.session
         trainer.num_sanity_val_steps = 0
+        self._begin_late(trainer)
         trainer.fit_loop.setup_data()
         join_state.warm_up()
         self._checked = True  # by the members, when they began
@@ -62,6 +65,7 @@ class Membership:
     def resume(self, trainer: pl.Trainer) -> None:
         """Resume from the task's newest checkpoint that is as it was written, because no member is left."""
         strategy, session = self._strategy, self._strategy.session
+        self._begin_late(trainer)
         known, session.resume = session.resume, ()
         divided = strategy.parallelism.checkpoints.divided
         self._arrival = whole = strategy.reported.resume(trainer, session.engine, known, divided=divided)
@@ -74,6 +78,9 @@ class Membership:
         strategy = self._strategy
         engine = strategy.engine
         engine.activity.enter("boundary")
+        if self._late:
+            self._late = False
+            callbacks.allow_search(trainer)
         join_state.note_epoch(trainer)
         if self._arrival is not None:
             state, self._arrival = self._arrival, None
@@ -84,6 +91,14 @@ class Membership:
         if trainer.received_sigterm:
             raise SIGTERMException
         engine.step = trainer.global_step
+        if not callbacks.searches(trainer):  # a joiner would get the state of the search
+            self._change_world(trainer)
+        strategy.parallelism.at_boundary()
+        engine.activity.enter("hooks")
+
+    def _change_world(self, trainer: pl.Trainer) -> None:
+        """Enter the world that all members have agreed to, if any."""
+        strategy, engine = self._strategy, self._strategy.engine
         if engine.control is not None and not self._checked:
             self._checked = True
             join_state.check(trainer)
@@ -93,8 +108,11 @@ class Membership:
         engine.switch(join)
         if join.parts or self._parts:
             strategy.parallelism.part(trainer, self.state(trainer))
-        strategy.parallelism.at_boundary()
-        engine.activity.enter("hooks")
+
+    def _begin_late(self, trainer: pl.Trainer) -> None:
+        """Begin with a state that others have trained: what they have searched at the start is known."""
+        self._late = True
+        callbacks.skip_search(trainer)
 
     def state(self, trainer: pl.Trainer) -> dict[str, Any]:
         """Return this worker's state at a step boundary, for a joiner.

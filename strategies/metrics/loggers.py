@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 _KEPT: Final = 32
 """Rows: more than are logged between two collectives."""
+_COMPARED: Final = 4
+"""Rows by which two ends are recognised as the same."""
 Row = tuple[dict[str, Any], int | None]
 
 
@@ -34,9 +36,14 @@ class _Following:
 
     def __init__(self, own: Logger) -> None:
         self.rows: deque[Row] = deque(maxlen=_KEPT)
+        self.ahead: deque[Mapping[str, str]] = deque()
+        """Rows that the rank 0 before this one has written, and this rank has not reached yet."""
         self._log = own.log_metrics
 
     def __call__(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        if self.ahead and _is_written((dict(metrics), step), self.ahead.popleft()):
+            return
+        self.ahead.clear()
         if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
             self.rows.clear()
         else:
@@ -71,7 +78,7 @@ def is_log_dir(trainer: pl.Trainer, value: object) -> bool:
 
 
 def take_over(loggers: Sequence[Logger]) -> None:
-    """Continue the loggers of the rank 0 that died; write the rows that it has not written.
+    """Continue the loggers of the rank 0 that died: write the rows that it has not written, and none twice.
 
     Lightning's `CSVLogger` starts by deleting the file that it finds; here it is kept and appended to. A
     `TensorBoardLogger` adds a file to the run's folder; its newest row may be there twice, with the same values. Other
@@ -81,14 +88,41 @@ def take_over(loggers: Sequence[Logger]) -> None:
         following = each.log_metrics
         rows = list(following.rows) if isinstance(following, _Following) else []
         if isinstance(each, CSVLogger):
-            written = _continue_csv(each)
-            rows = [row for row in rows if not any(_is_written(row, other) for other in written)]
+            rows, ahead = lacking_and_ahead(rows, _continue_csv(each))
+            if isinstance(following, _Following):
+                following.ahead.extend(ahead)
         else:
             rows = [row for row in rows if row[1] == rows[-1][1]]
         for metrics, step in rows:
             each.log_metrics(metrics, step)
         if rows:
             each.save()
+
+
+def lacking_and_ahead(
+    rows: Sequence[Row], written: Sequence[Mapping[str, str]]
+) -> tuple[list[Row], list[Mapping[str, str]]]:
+    """Compare the end of what another rank has written with this rank's newest rows.
+
+    The same rows are made on all ranks, and one rank may be ahead of the other. Rows may repeat, as steps of
+    validations begin anew when their data are loaded again: so it counts how the ends fit together.
+
+    Returns:
+        The rows that are not written, and the written ones that this rank will make next.
+    """
+    for shift in range(_KEPT):
+        end, other_end = len(rows) - shift, len(written) - shift
+        if _fit(rows[: max(end, 0)], written):
+            return list(rows[end:]), []
+        if _fit(rows, written[: max(other_end, 0)]):
+            return [], list(written[other_end:])
+    return [row for row in rows if not any(_is_written(row, other) for other in written)], []
+
+
+def _fit(rows: Sequence[Row], written: Sequence[Mapping[str, str]]) -> bool:
+    """Whether the last rows of both are the same."""
+    pairs = list(zip(rows[-_COMPARED:][::-1], written[-_COMPARED:][::-1], strict=False))
+    return bool(pairs) and all(_is_written(row, other) for row, other in pairs)
 
 
 def keep_files(loggers: Sequence[Logger]) -> None:
@@ -126,11 +160,11 @@ def _numbered(loggers: Sequence[Logger]) -> list[CSVLogger | TensorBoardLogger]:
 
 def _is_written(row: Row, written: Mapping[str, str]) -> bool:
     metrics, step = row
-    return str(step) == written.get("step") and all(written.get(name) for name in metrics)
+    return str(step) == written.get("step") and {*metrics, "step"} == {name for name, value in written.items() if value}
 
 
 def _continue_csv(own: CSVLogger) -> list[dict[str, str]]:
-    """Keep the file that is there; return its rows."""
+    """Keep the file that is there; return its rows, with names as they were logged."""
     path = Path(own.log_dir) / "metrics.csv"
     kept = path.with_suffix(".kept")
     if not path.is_file():
@@ -142,7 +176,8 @@ def _continue_csv(own: CSVLogger) -> list[dict[str, str]]:
         header, rows = list(reader.fieldnames or []), list(reader)
     if path.exists():  # created earlier, with values written since
         logger.warning("csv_not_continued path=%s kept=%s", path, kept)
-        return rows
-    kept.rename(path)
-    experiment.metrics_keys = list(dict.fromkeys([*header, *experiment.metrics_keys]))
-    return rows
+    else:
+        kept.rename(path)
+        experiment.metrics_keys = list(dict.fromkeys([*header, *experiment.metrics_keys]))
+    prefix = f"{own._prefix}{own.LOGGER_JOIN_CHAR}" if own._prefix else ""
+    return [{name.removeprefix(prefix): value for name, value in row.items()} for row in rows]

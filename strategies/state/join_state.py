@@ -20,6 +20,7 @@ from unicron_lightning.strategies.metrics.loggers import adopt_versions, cut_row
 from unicron_lightning.strategies.metrics.recording import RecordingResults
 from unicron_lightning.strategies.metrics.step_metrics import StepMetrics
 from unicron_lightning.strategies.metrics.sums import SumsLayout
+from unicron_lightning.strategies.state import callbacks
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.operations import Agreement, unpack_parts
@@ -100,6 +101,7 @@ def loop_state(trainer: pl.Trainer, layout: SumsLayout, seed: int, fit: int) -> 
         "current_fx": connector._current_fx,
         "metrics": [connector._callback_metrics, connector._logged_metrics, connector._progress_bar_metrics],
         "epoch_metrics": results.at_epoch_start,
+        "callbacks": callbacks.state(trainer),
         "versions": versions(trainer.loggers),
         "should_stop": trainer.should_stop,
         "layout": layout.state(),
@@ -200,6 +202,7 @@ def arrive(trainer: pl.Trainer, state: dict[str, Any], layout: SumsLayout, devic
     connector = trainer._logger_connector
     connector._first_loop_iter, connector._current_fx = state["first_loop_iter"], state["current_fx"]
     connector._callback_metrics, connector._logged_metrics, connector._progress_bar_metrics = state["metrics"]
+    callbacks.restore(trainer, state.get("callbacks", {}))
     trainer.should_stop = state["should_stop"]
     layout.load_state(state["layout"])
     restore_random_states(state["random"])
@@ -216,6 +219,7 @@ def counters(fit_loop: _FitLoop) -> dict[str, Any]:
         "validation": epoch_loop.val_loop.batch_progress.state_dict(),
         "stepped": epoch_loop._batches_that_stepped,
         "validated": dict(epoch_loop.val_loop._seen_batches_per_dataloader),
+        "reloaded": [max(-1, getattr(loop, name)) for loop, name in _reloads(fit_loop)],
     }
 
 
@@ -229,6 +233,14 @@ def set_counters(fit_loop: _FitLoop, saved: dict[str, Any]) -> None:
     epoch_loop.val_loop.batch_progress.load_state_dict(saved["validation"])
     epoch_loop._batches_that_stepped = saved["stepped"]
     epoch_loop.val_loop._seen_batches_per_dataloader.update(saved.get("validated", {}))
+    for (loop, name), epoch in zip(_reloads(fit_loop), saved.get("reloaded", ()), strict=False):
+        setattr(loop, name, epoch if epoch >= 0 else float("-inf"))
+
+
+def _reloads(fit_loop: _FitLoop) -> list[tuple[Any, str]]:
+    """Where Lightning keeps the epochs in which training and validation data were loaded."""
+    val_loop = fit_loop.epoch_loop.val_loop
+    return [(fit_loop, "_last_train_dl_reload_epoch"), (val_loop, "_last_val_dl_reload_epoch")]
 
 
 def _group_names(trainer: pl.Trainer) -> list[list[list[str]]]:

@@ -82,6 +82,7 @@ EXTRA: Final[dict[str, Case]] = {
     "local_logging": {"logging": "local"},
     "norms": {"model": "norms"},
     "metric_steps": {"metrics": "steps", "logging": "both"},
+    "rate_finder": {"callback": "rate_finder"},
 }
 """Cases of a single feature, beside the defaults."""
 FORBIDDEN: Final = (

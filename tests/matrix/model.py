@@ -38,6 +38,7 @@ class Net(pl.LightningModule):
         self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
         self.case, self.killing = case, killing
         self.fit = 0
+        self.lr = 0.05
         self.calls: list[tuple[str, ...]] = []
         self._file = folder / f"batches-{os.getpid()}.jsonl"
         self._vary()
@@ -139,7 +140,7 @@ class Net(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         match self.case["optimizer"]:
             case "sgd":
-                optimizer: Any = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+                optimizer: Any = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
             case "adamw":
                 optimizer = torch.optim.AdamW(self.parameters(), lr=0.02, eps=1e-3)
             case _:

@@ -19,6 +19,15 @@ SHORT = ("defaults", "uneven", "pairs_06")
 CASES = dict(cases())
 MEASURED = CASES["defaults"] | {"metrics": "collection", "accumulation": "2", "logging": "both"}
 """Three torchmetrics objects in each step, of states that add up and of ones that are lists."""
+RETURNING = CASES["defaults"] | {
+    "callback": "top_k",
+    "options": "reload",
+    "logging": "both",
+    "evaluation": "two_loaders",
+    "run": "evaluated",
+}
+"""Callbacks and loops that decide by what no checkpoint holds: whether a file was written, when data were loaded."""
+MORE = {"measured": MEASURED, "returning": RETURNING, "rate_finder": CASES["rate_finder"]}
 README = Path(__file__).parents[2] / "README.md"
 START, CALL = ("on_train_epoch_start",), ("on_train_batch_start",)
 
@@ -129,7 +138,7 @@ def test_documented_kinds_exist(each: Documented) -> None:
 @pytest.fixture(scope="module")
 def ddp(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ddp")
-    status = run("ddp", 2, {name: CASES[name] for name in SHORT} | {"measured": MEASURED}, folder, 240)
+    status = run("ddp", 2, {name: CASES[name] for name in SHORT} | MORE, folder, 240)
     assert status == 0, next(folder.glob("torchrun*.log")).read_text()[-4000:]
     return folder
 
@@ -146,10 +155,20 @@ def test_a_few_cases_in_a_world_of_two(ddp: Path, tmp_path: Path) -> None:
 
 @pytest.mark.faults
 @pytest.mark.timeout(600)
-def test_a_case_with_a_kill(ddp: Path, tmp_path: Path) -> None:
-    name = SHORT[0]
-    assert run_killed(name, CASES[name], Kill(rank=0, place="training", step=2, delay=0.002), tmp_path) == 0
-    found = compare(CASES[name], "killed", Run.load(tmp_path, name), Run.load(ddp, name))
+@pytest.mark.parametrize(
+    ("name", "place", "rank"),
+    [
+        ("defaults", "training", 0),
+        ("returning", "on_train_batch_end", 1),
+        ("rate_finder", "training", 0),  # in the search
+        ("rate_finder", "on_train_epoch_end", 1),  # after it
+    ],
+)
+def test_a_case_with_a_kill(name: str, place: str, rank: int, ddp: Path, tmp_path: Path) -> None:
+    case = (CASES | MORE)[name]
+    kill = Kill(rank=rank, place=place, step=2, delay=0.002 if place == "training" else 0.0)
+    assert run_killed(name, case, kill, tmp_path) == 0
+    found = compare(case, "killed", Run.load(tmp_path, name), Run.load(ddp, name))
     assert found.unexplained == {}, json.dumps(found.unexplained)
 
 

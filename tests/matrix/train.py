@@ -14,7 +14,13 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    LearningRateFinder,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.loggers import CSVLogger
 from matrix.features import CLIPPING, LENGTH, OPTIONS, WHEN, Case
 from matrix.killing import Kill, Killing
@@ -58,6 +64,8 @@ def callbacks(case: Case, folder: Path) -> list[pl.Callback]:
         "every_steps": [ModelCheckpoint(folder, "{epoch}-{step}", every_n_train_steps=3, save_top_k=-1)],
         "averaging": [StochasticWeightAveraging(0.01, swa_epoch_start=1, annealing_epochs=1)],
         "peeking": [Peeking()],
+        # Too few steps for a suggestion: under ddp it would be that of rank 0's losses.
+        "rate_finder": [LearningRateFinder(max_lr=0.1, num_training_steps=8, early_stop_threshold=None)],
     }
     return made.get(case["callback"], [])
 
