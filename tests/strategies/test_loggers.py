@@ -32,7 +32,7 @@ def test_the_ends_of_both_are_compared(known: int, there: int) -> None:
 
 @pytest.mark.parametrize(("known", "there"), [(18, 16), (16, 18), (18, 18)])
 def test_rows_of_reloaded_validation_data_repeat(known: int, there: int) -> None:
-    """Their steps begin anew in each epoch: a row is not written because an earlier one looks the same."""
+    """Their steps begin at 0 in each epoch: a row is not written because an earlier one looks the same."""
     later = [(metrics, step + 6) if "val" not in metrics else (metrics, step) for metrics, step in STEPS + VALIDATION]
     rows = [*STEPS, *VALIDATION, *later]
     lacking, ahead = lacking_and_ahead(rows[max(known - 12, 0) : known], written(rows[:there]))

@@ -49,7 +49,7 @@ class History:
         steps: until a worker has finished.
         faults: how many strike.
         minimum: of nodes.
-        patient: timers fire only when nothing else can happen, and no agent is lost: no survivor may be given up.
+        patient: timers fire only when nothing else can happen, and no agent is lost: no survivor may be declared dead.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class History:
     # ---- what must hold
 
     def computed(self, worker: SimWorker, place: tuple[int, int, int]) -> None:
-        """A worker has finished a micro-batch (life, step, number): nobody it works with may have finished it."""
+        """A worker has finished a micro-batch (life, step, number): no member of its world may have finished it."""
         epoch = worker.engine.world.epoch
         self.note("computed", worker.name, place, epoch)
         members = {member.worker for member in worker.members()}

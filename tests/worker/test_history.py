@@ -41,13 +41,13 @@ def test_random_histories(first: int, patient: bool) -> None:
 
 
 LOST_GO = (5172, 5501, 5542)
-"""A connection or the coordinator was lost between a go and the next join: a member was given up after 300 s."""
+"""A connection or the coordinator was lost between a go and the next join: a member was declared dead after 300 s."""
 LOST_STORE = (20190, 20311, 1259, 1615, 1958, 106476, 110498)
 """The coordinator was lost with its store. Joiners that had just received the state had finished micro-batches, or a
 holder was taken for a newcomer.
 """
 MIXED_FOUNDERS = (1917, 2087)
-"""The store was lost before the first epoch of a life: some workers had been told to join."""
+"""The store was lost before the first epoch of a life: some workers had been notified of their join."""
 LOST_ERROR = (1089, 1181)
 """A communication error was forgotten when a member finished while a join was pending."""
 
