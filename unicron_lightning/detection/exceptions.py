@@ -21,7 +21,7 @@ PHASES: Final = (
     # part of the file's path, function ("" for any), phase; the innermost matching frame counts
     ("unicron_lightning/data/fetch.py", "", "data"),
     ("torch/utils/data/", "", "data"),
-    ("micro_batch.py", "_to_device", "data"),
+    ("strategies/fault_tolerant.py", "to_device", "data"),
     ("strategies/micro_batch.py", "run", "compute"),
     ("unicron_lightning/worker/step.py", "_compute", "compute"),
     ("unicron_lightning/worker/step.py", "_await_reductions", "reduce"),
