@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = [
     *(path for name in ("megatron", "replica") for path in (ROOT / "unicron_lightning" / name).glob("*.py")),
     *(ROOT / "strategies" / "megatron").glob("*.py"),
+    ROOT / "strategies" / "passes" / "global_passes.py",
 ]
 
 _V0_16: Final = {
