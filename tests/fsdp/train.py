@@ -38,7 +38,7 @@ SETTINGS: dict[str, Any] = {
     "tests": False,  # whether a test follows
     "options": {},  # of the strategy
     "configures": True,  # whether the module shards itself
-    "compile": None,  # back-end that compiles the blocks
+    "compile": "",  # back-end that compiles the blocks
     "clip": 0.5,
     "eps": 1e-8,  # of AdamW
     "samples": 4096,
@@ -102,7 +102,7 @@ class Model(pl.LightningModule):
         self.settings = settings
         torch.manual_seed(7)
         self.net = Network(32, settings["dropout"])
-        if settings["compile"] is not None:
+        if settings["compile"]:
             for block in self.net.blocks:
                 block.compile(backend=settings["compile"])
 
