@@ -13,7 +13,7 @@ from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 from unicron_lightning import wire
-from unicron_lightning.strategies.state.checkpointing import _write
+from unicron_lightning.strategies.state.checkpointing import write_checkpoint
 from unicron_lightning.strategies.state.resuming import CheckpointsChanged, _agreed, _Seen, newest
 from unicron_lightning.worker.checkpoint_files import digest_of, located
 from unicron_lightning.worker.engine import Engine
@@ -109,31 +109,31 @@ class Folder(CheckpointIO):
 @pytest.mark.parametrize("plugin", [TorchCheckpointIO(), AsyncCheckpointIO(TorchCheckpointIO())])
 def test_the_default_plugin_and_that_in_the_background(plugin: CheckpointIO, tmp_path: Path) -> None:
     path = tmp_path / "new" / "x.ckpt"
-    digest = _write(plugin, CONTENT, str(path), None)
+    digest = write_checkpoint(plugin, CONTENT, str(path), None)
     assert digest == digest_of(str(path)) and torch.load(path)["global_step"] == 3
     assert [file.name for file in path.parent.iterdir()] == ["x.ckpt"]
     with pytest.raises(AttributeError):
-        _write(plugin, {"local": lambda: 0}, str(path), None)
+        write_checkpoint(plugin, {"local": lambda: 0}, str(path), None)
     assert [file.name for file in path.parent.iterdir()] == ["x.ckpt"] and digest == digest_of(str(path))
 
 
 def test_other_plugins_are_read_back(tmp_path: Path) -> None:
     plugin = Folder()
-    assert _write(plugin, CONTENT, str(tmp_path / "x"), None) == digest_of(str(tmp_path / "x"))
+    assert write_checkpoint(plugin, CONTENT, str(tmp_path / "x"), None) == digest_of(str(tmp_path / "x"))
     plugin.writes = False
-    assert _write(plugin, CONTENT, str(tmp_path / "y"), None) == ""
+    assert write_checkpoint(plugin, CONTENT, str(tmp_path / "y"), None) == ""
 
 
 def test_a_url_stays_a_url(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/x.ckpt"
     assert located(url) == url and located("x") == str(Path.cwd() / "x")
-    digest = _write(TorchCheckpointIO(), CONTENT, url, None)
+    digest = write_checkpoint(TorchCheckpointIO(), CONTENT, url, None)
     assert digest == digest_of(str(tmp_path / "x.ckpt"))
     with newest(engine(), [wire.Checkpoint(path=url, step=3, digest=digest, life=1)], divided=False) as opened:
         assert opened.path == url
 
 
 def test_the_file_is_readable_as_the_umask_says(tmp_path: Path) -> None:
-    _write(TorchCheckpointIO(), CONTENT, str(tmp_path / "x"), None)
+    write_checkpoint(TorchCheckpointIO(), CONTENT, str(tmp_path / "x"), None)
     (tmp_path / "y").touch()
     assert (tmp_path / "x").stat().st_mode == (tmp_path / "y").stat().st_mode
