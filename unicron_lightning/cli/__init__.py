@@ -28,8 +28,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from typing import Any
 
-from unicron_lightning import __version__
 from unicron_lightning.cli import certs, incidents, inject, inspection, jobs, node, orders, top
 from unicron_lightning.cli.output import visible
 from unicron_lightning.cli.plan.command import add_parser as add_plan_parser
@@ -62,9 +62,19 @@ def main(arguments: list[str] | None = None) -> None:
     sys.exit(status)
 
 
+class _Version(argparse.Action):
+    """Prints the version, which is looked up only here, since importlib.metadata is slow to import."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from unicron_lightning import __version__
+
+        print(f"unicron-lightning {__version__}")
+        parser.exit()
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="unicron", description="Fault-tolerant training.")
-    parser.add_argument("--version", action="version", version=f"unicron-lightning {__version__}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     commands.add_parser("coordinator", help="run a coordinator, configured by key=value (see --help behind it)")
     for group in (inspection, incidents, top, orders, inject, jobs, node, certs):

@@ -10,7 +10,7 @@ from typing import Any
 from unicron_lightning.cli.client import access_of, connecting, fetch
 from unicron_lightning.cli.jobs import print_jobs
 from unicron_lightning.cli.output import all_visible, console
-from unicron_lightning.cli.stored import ask
+from unicron_lightning.cli.stored import ask, stored
 from unicron_lightning.errors import CoordinatorUnavailable, UnicronError
 
 
@@ -30,9 +30,10 @@ def _status(options: argparse.Namespace) -> int:
     try:
         answer = fetch(options.endpoint, "/v1/status", access_of(options))
     except CoordinatorUnavailable:
-        if options.json:
+        jobs = None if options.json else stored(options.endpoint, "/v1/jobs")
+        if jobs is None:
             raise
-        print_jobs([job for job in ask(options, "/v1/jobs") if options.task in (None, job["name"])])
+        print_jobs([job for job in jobs if options.task in (None, job["name"])])
         return 0
     tasks: dict[str, Any] = answer["tasks"]
     if options.task is not None:

@@ -36,10 +36,15 @@ def ask(options: argparse.Namespace, path: str, **query: str) -> Any:
     try:
         return fetch(options.endpoint, path, access_of(options), **query)
     except CoordinatorUnavailable:
-        answer = None if _listens(options.endpoint) else _read(options.endpoint, path, query)
+        answer = stored(options.endpoint, path, **query)
         if answer is None:
             raise
         return answer
+
+
+def stored(endpoint: str, path: str, **query: str) -> Any:
+    """Answer as `ask` does without a coordinator; None if one listens, or nothing is stored."""
+    return None if _listens(endpoint) else _read(endpoint, path, query)
 
 
 def _place(endpoint: str) -> tuple[str, int]:
@@ -77,14 +82,14 @@ def _answer(database: sqlite3.Connection, path: str, query: dict[str, str]) -> A
     from unicron_lightning.coordinator.orders.jobs import jobs_status
     from unicron_lightning.coordinator.storage.store import StoredState
 
-    stored, task = StoredState(database), query.get("task")
+    state, task = StoredState(database), query.get("task")
     if path == "/v1/events":
-        return stored.events(task=task, since=int(query.get("since", "0")))
+        return state.events(task=task, since=int(query.get("since", "0")))
     if path == "/v1/incidents":
-        closed = stored.events(task=task, name=accounting.CLOSED)
-        return accounting.book(closed, stored.load(), time.time(), only=task)
+        closed = state.events(task=task, name=accounting.CLOSED)
+        return accounting.book(closed, state.load(), time.time(), only=task)
     assert path == "/v1/jobs"
-    return jobs_status(stored.load())
+    return jobs_status(state.load())
 
 
 @functools.cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from coordinator.driver import World, members, running, settle
+from coordinator.fake_agent import FakeAgent
 
 from unicron_lightning import wire
 
@@ -217,15 +218,20 @@ def test_tasks_do_not_touch_each_other():
     assert world.names("one")[-2:] == ["task_over", "incident_closed"]
 
 
+def replace_at_the_end(world: World, agent: FakeAgent) -> None:
+    """Let the agent's worker die; its successor comes to the end of its script without the task's state."""
+    agent.die()
+    settle(world)
+    agent.rendezvous()
+    agent.launch().hello()
+    agent.say(wire.WorkerReady(worker=agent.worker(), epoch=0, state={"idle": True}))
+
+
 def test_a_worker_at_the_end_of_its_script_without_the_tasks_state_is_no_end_of_the_task():
     """It waits for the end of the task, and starts again with the others if no member survives."""
     world = World()
     a, b = running(world, 2)
-    b.die()
-    settle(world)
-    b.rendezvous()
-    b.launch().hello()
-    b.say(wire.WorkerReady(worker=b.worker(), epoch=0, state={"idle": True}))
+    replace_at_the_end(world, b)
     world.advance(2 * world.limits.watch.start_time)
     assert not b.all(wire.Inspect) and members(world) == ["a/0#1"]
     a.die()
@@ -241,10 +247,6 @@ def test_a_worker_at_the_end_of_its_script_without_the_tasks_state_is_no_end_of_
 def test_a_worker_that_waits_at_the_end_of_its_script_learns_of_the_tasks_end():
     world = World()
     a, b = running(world, 2)
-    b.die()
-    settle(world)
-    b.rendezvous()
-    b.launch().hello()
-    b.say(wire.WorkerReady(worker=b.worker(), epoch=0, state={"idle": True}))
+    replace_at_the_end(world, b)
     a.exit()
     assert b.last(wire.TaskOver).succeeded

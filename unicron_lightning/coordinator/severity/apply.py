@@ -172,7 +172,7 @@ def review(task: Task, turn: Turn) -> bool:
 
 def decides_errors(task: Task) -> bool:
     """Whether errors of the task are decided on."""
-    return task.elastic and task.over is None and not task.rebuilding
+    return task.elastic and decides_starts(task)
 
 
 def decides_starts(task: Task) -> bool:
