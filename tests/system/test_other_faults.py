@@ -53,7 +53,7 @@ LAST_STEP = {
 @pytest.mark.parametrize("name", LAST_STEP)
 def test_two_of_three_die_after_the_last_micro_batch(name: str, tmp_path: Path, reference: Reference) -> None:
     last = len(reference.steps(2)) - 1
-    schedule = [group(*(words.format(last=last) for words in LAST_STEP[name]), step=last)]
+    schedule = [group(*(words.format(last=last) for words in LAST_STEP[name]), step=last, ordered=True)]
     settings = {"epochs": 2, "pace": 0.05, "slow": 0.2, "keep": -1}
     with Cluster(tmp_path, schedule=schedule, settings=settings) as cluster:
         cluster.wait_end()

@@ -7,7 +7,8 @@ where rounding cannot hide a miscounted sample, unless the settings differ.
 
 The schedule is a list of groups of faults in FOLDER/schedule.json, each fault a sentence of docs/faults.md. A group is
 armed at the start of a step in which all earlier groups are done and the world has the group's size; each of its faults
-then strikes once, at its point.
+then strikes once, at its point. The victims of an ordered group wait for the faults listed before theirs: a death can
+change the ranks that later faults name.
 """
 
 from __future__ import annotations
@@ -133,6 +134,8 @@ class Schedule:
         from unicron_lightning.faults.language import text
 
         world, group = self.engine.world, int(key.partition("-")[0])
+        if self.groups[group].get("ordered"):
+            self._wait_for_earlier(group, int(key.partition("-")[2]))
         if not self._mark(self._done, key, f"{world.epoch}"):
             return False
         about = {"rank": point.rank, "world": world.size, "epoch": world.epoch, "step": point.step}
@@ -146,6 +149,12 @@ class Schedule:
             case "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
         return True
+
+    def _wait_for_earlier(self, group: int, place: int) -> None:
+        end = time.monotonic() + 20.0
+        while not all((self._done / f"{group}-{earlier}").exists() for earlier in range(place)):
+            assert time.monotonic() < end, f"an earlier fault of group {group} has not struck"
+            time.sleep(0.002)
 
     @staticmethod
     def _mark(folder: Path, name: str, words: str = "") -> bool:
