@@ -20,7 +20,7 @@ from pathlib import Path
 from measure import Figures
 
 from unicron_lightning.demo.cluster import SharedNodes
-from unicron_lightning.demo.diary import computed_again
+from unicron_lightning.demo.diary import micro_batches
 from unicron_lightning.demo.waf import Work, longest_stand
 
 LIMITS = {"heavy": (2.0, 2), "light": (1.0, 1)}
@@ -87,7 +87,7 @@ def resize(nodes: SharedNodes) -> Figures:
 
 def num_again(nodes: SharedNodes) -> int:
     """Number of repeated computations of the heavy task's workers."""
-    return sum(len(lines) - 1 for lines in computed_again(nodes.diary("heavy")))
+    return sum(len(pids) - 1 for pids in micro_batches(nodes.diary("heavy")).values())
 
 
 def series(runs: int, folder: Path) -> list[Figures]:

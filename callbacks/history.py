@@ -12,10 +12,19 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from unicron_lightning import wire
+from unicron_lightning.coordinator.incidents.facts import (
+    BrokenConnection,
+    Fact,
+    FirstStep,
+    IncidentClosed,
+    cause_of,
+    explains,
+    read_fact,
+)
+from unicron_lightning.coordinator.incidents.record import PHASES
 
 KEPT: Final = 32
 """Number of incidents that are kept individually; all are counted."""
-_PHASES: Final = ("detection", "transition", "sub_healthy")
 
 
 @dataclass(kw_only=True)
@@ -42,7 +51,7 @@ class Sighting:
     def line(self) -> str:
         """Describe the incident in one line."""
         about = " ".join(filter(None, [self.id, self.cause, self.where]))
-        times = [(name, getattr(self, name)) for name in _PHASES]
+        times = [(name, getattr(self, name)) for name in PHASES]
         parts = [f"{name.replace('_', '-')} {in_words(seconds)}" for name, seconds in times if seconds is not None]
         if self.recomputed:
             parts.append(f"{self.recomputed} micro-batches computed again")
@@ -90,11 +99,12 @@ class History:
 
     def take(self, notice: wire.Notice) -> None:
         """Process a notice, or an event of this worker."""
+        fact = read_fact(notice.name, notice.fields, notice.at)
         with self._lock:
             if notice.incident is not None:
-                self._of_incident(notice, notice.incident)
-            elif notice.name == "worker.recovered":
-                self._recovered(notice)
+                self._of_incident(notice, notice.incident, fact)
+            elif isinstance(fact, FirstStep) and fact.name == "recovered":
+                self._recovered(fact)
             elif notice.name in ("task_degraded", "straggler"):
                 self._conditions[_who(notice)] = _slowness(notice)
             elif notice.name in ("task_normal", "straggler_over"):
@@ -117,27 +127,27 @@ class History:
             self._recomputed += state["recomputed"]
             self._conditions = {**state["conditions"], **self._conditions}
 
-    def _of_incident(self, notice: wire.Notice, name: str) -> None:
+    def _of_incident(self, notice: wire.Notice, name: str, fact: Fact | None) -> None:
         sighting = next((each for each in reversed(self._kept) if each.id == name), None)
         if sighting is None:
-            sighting = Sighting(id=name, cause=_cause(notice), where=_where(notice), known_at=notice.at)
+            cause = cause_of(fact) or str(notice.fields.get("cause", notice.name))
+            sighting = Sighting(id=name, cause=cause, where=_where(notice), known_at=notice.at)
             self._kept = [*self._kept, sighting][-KEPT:]
             self._count += 1
-        if sighting.cause == "comm_error":  # reported first: later events explain it
-            sighting.cause, sighting.where = _cause(notice), _where(notice) or sighting.where
-        if notice.name == "incident_closed":
-            phases = notice.fields["phases"]
-            for phase in _PHASES:
-                setattr(sighting, phase, float(phases[phase]["seconds"]))
-            sighting.outcome = str(notice.fields["outcome"])
+        if sighting.cause == BrokenConnection.event and explains(fact):
+            sighting.cause, sighting.where = cause_of(fact) or sighting.cause, _where(notice) or sighting.where
+        if isinstance(fact, IncidentClosed):
+            for phase in PHASES:
+                setattr(sighting, phase, fact.bill.phases[phase].seconds)
+            sighting.cause, sighting.outcome = fact.bill.cause, fact.outcome
             self._news.append((dataclasses.replace(sighting), "closed"))
 
-    def _recovered(self, notice: wire.Notice) -> None:
-        number = len(notice.fields.get("recomputed", ()))
+    def _recovered(self, step: FirstStep) -> None:
+        number = len(step.recomputed)
         self._recomputed += number
         open_ones = [each for each in self._kept if each.outcome is None and each.transition is None]
         for sighting in open_ones:
-            sighting.transition = max(0.0, notice.at - sighting.known_at)
+            sighting.transition = max(0.0, step.at - sighting.known_at)
         if open_ones:
             open_ones[-1].recomputed += number
             self._news.append((dataclasses.replace(open_ones[-1]), "recovered"))
@@ -148,10 +158,6 @@ def in_words(seconds: float) -> str:
     if seconds >= 1.0:
         return f"{seconds:.1f} s"
     return f"{1e3 * seconds:.0f} ms" if seconds >= 0.01 else f"{1e3 * seconds:.1f} ms"
-
-
-def _cause(notice: wire.Notice) -> str:
-    return str(notice.fields.get("cause", notice.name))
 
 
 def _where(notice: wire.Notice) -> str:

@@ -11,20 +11,37 @@ from rich.console import Console
 from unicron_lightning import wire
 from unicron_lightning.callbacks.display import TaskView, picture
 from unicron_lightning.callbacks.history import KEPT, History, in_words
+from unicron_lightning.coordinator.incidents.facts import BrokenConnection, IncidentClosed, WorkerDeath
+from unicron_lightning.coordinator.incidents.record import PHASES, Bill, Phase, PhaseCost
 
 
 def notice(name: str, at: float, incident: str | None = None, **fields: Any) -> wire.Notice:
     return wire.Notice(name=name, at=at, incident=incident, fields=fields)
 
 
+def death(at: float, incident: str, worker: str, cause: str, code: int | None = None) -> wire.Notice:
+    fact = WorkerDeath(worker=worker, cause=cause, code=code, received_at=at)
+    return notice(fact.event, at, incident, **fact.entry)
+
+
+def bill(cause: str, *seconds: float) -> Bill:
+    phases = zip(PHASES, seconds, strict=True)
+    costs: dict[Phase, PhaseCost] = {
+        phase: PhaseCost(seconds=each, worker_seconds=each, waf_seconds=None) for phase, each in phases
+    }
+    sizes = {"slots_before": 2, "workers_before": 2, "weight": 1.0, "flops_per_step": None}
+    times = {"fault_at": 1.0, "known_at": 1.0, "stepped_at": 1.0}
+    return Bill(cause=cause, failures=1, phases=costs, **sizes, **times)  # type: ignore[arg-type]
+
+
 def failure(history: History, number: int) -> None:
     """Feed one incident from the death to the bill."""
     at, name = 100.0 * number, f"i{number}"
-    history.take(notice("worker_died", at, name, worker="n1-abc/0#1", node="n1", cause="signal", code=9))
-    history.take(notice("worker_died", at, name, worker="n1-abc/1#1", node="n1", cause="sibling"))
+    history.take(death(at, name, "n1-abc/0#1", "signal", 9))
+    history.take(death(at, name, "n1-abc/1#1", "sibling"))
     history.take(notice("worker.recovered", at + 0.25, epoch=2, step=7, world=1, recomputed=[3, 5]))
-    phases = {"detection": {"seconds": 0.001}, "transition": {"seconds": 0.24}, "sub_healthy": {"seconds": 4.0}}
-    history.take(notice("incident_closed", at + 5.0, name, outcome="restored", phases=phases))
+    closed = IncidentClosed(outcome="restored", closed_at=at + 5.0, bill=bill("signal", 0.001, 0.24, 4.0))
+    history.take(notice(closed.event, at + 5.0, name, **closed.entry))
 
 
 def test_an_incident_from_its_first_word_to_its_bill():
@@ -33,21 +50,24 @@ def test_an_incident_from_its_first_word_to_its_bill():
     (recovered, first), (closed, second) = history.news()
     assert (first, second) == ("recovered", "closed")
     assert (recovered.transition, recovered.outcome, recovered.recomputed) == (0.25, None, 2)
-    assert (closed.cause, closed.where, closed.outcome) == ("signal", "n1", "restored")
+    assert (closed.cause, closed.where, closed.outcome) == ("signal", "n1-abc/0#1", "restored")
     assert (closed.detection, closed.transition, closed.sub_healthy) == (0.001, 0.24, 4.0)
     assert (history.count, history.recomputed, history.news()) == (1, 2, [])
     assert closed.line() == (
-        "i1 signal n1: restored, detection 1.0 ms, transition 240 ms, sub-healthy 4.0 s, 2 micro-batches computed again"
+        "i1 signal n1-abc/0#1: restored, detection 1.0 ms, transition 240 ms, sub-healthy 4.0 s, "
+        "2 micro-batches computed again"
     )
 
 
 def test_a_death_explains_the_broken_connection_that_was_heard_of_first():
     history = History()
-    history.take(notice("comm_error", 10.0, "i1", worker="n0-abc/0#1", error="collective failed"))
-    history.take(notice("worker_died", 10.1, "i1", node="n1", cause="exit", code=1))
+    broken = BrokenConnection(worker="n0-abc/0#1", epoch=1, error="collective failed")
+    history.take(notice(broken.event, 10.0, "i1", **broken.entry))
+    history.take(death(10.1, "i1", "n1-abc/1#1", "sibling"))  # explains nothing
+    history.take(death(10.2, "i1", "n1-abc/0#1", "exit", 1))
     (seen,) = history.newest(3)
-    assert (seen.cause, seen.where, seen.known_at) == ("exit", "n1", 10.0)
-    assert seen.line() == "i1 exit n1: recovering"
+    assert (seen.cause, seen.where, seen.known_at) == ("exit", "n1-abc/0#1", 10.0)
+    assert seen.line() == "i1 exit n1-abc/0#1: recovering"
 
 
 def test_a_joiner_goes_on_with_the_others_history():

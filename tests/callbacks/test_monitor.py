@@ -12,6 +12,7 @@ from system.cluster import Cluster
 
 from unicron_lightning import wire
 from unicron_lightning.callbacks import UnicronMonitor
+from unicron_lightning.coordinator.incidents.facts import AgentLoss
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.local_cluster.processes import kill
 
@@ -32,14 +33,15 @@ def test_an_incident_is_told_in_lines(train: Callable[..., Any], rows: Logged, c
     class Told(UnicronMonitor):
         def on_train_batch_end(self, trainer: Any, *arguments: Any) -> None:
             if trainer.global_step == 4:
-                self.history.take(wire.Notice(name="agent_lost", at=5.0, incident="i1", fields={"node": "n2"}))
+                loss = AgentLoss(agent="n2-abc", node="n2", away_since=4.0, silent=None)
+                self.history.take(wire.Notice(name=loss.event, at=5.0, incident="i1", fields=loss.entry))
                 fields = {"epoch": 2, "step": 4, "world": 1, "recomputed": [1]}
                 self.history.take(wire.Notice(name="worker.recovered", at=5.5, incident=None, fields=fields))
             super().on_train_batch_end(trainer, *arguments)
 
     train([Told()], log_every_n_steps=100)
     assert (
-        "i1 agent_lost n2: training continues, transition 500 ms, 1 micro-batches computed again"
+        "i1 node lost n2: training continues, transition 500 ms, 1 micro-batches computed again"
         in capsys.readouterr().err
     )
     first, second = [row for row in rows() if "unicron/incidents" in row]

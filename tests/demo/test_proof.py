@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from unicron_lightning.coordinator.incidents.facts import EpochPublished, WorkerDeath
 from unicron_lightning.demo.picture import draw
 from unicron_lightning.demo.proof import longest_gap, loss_curve, prove_work, step_times
 from unicron_lightning.demo.text import Windows
@@ -55,10 +56,13 @@ def test_the_longest_gap_is_of_finished_steps_whoever_tells_of_them() -> None:
 
 def test_a_story_begins_with_the_kill_and_says_each_thing_once() -> None:
     recovered = {"step": 8, "world": 2, "recomputed": [1, 4], "at": 5.07}
+    older, death = (
+        WorkerDeath(worker=name, cause="signal", code=9, received_at=at) for name, at in (("old", 4.0), ("b/0#1", 5.02))
+    )
+    published = EpochPublished(number=2, kind="fail", hold=False, members=["a", "c"])
     events: list[Line] = [
-        {"at": 4.0, "name": "worker_died", "fields": {"worker": "old", "cause": "signal", "code": 9}},
-        {"at": 5.02, "name": "worker_died", "fields": {"worker": "b/0#1", "cause": "signal", "code": 9}},
-        {"at": 5.03, "name": "epoch_published", "fields": {"number": 2, "kind": "fail", "members": ["a", "c"]}},
+        *({"at": fact.received_at, "name": fact.event, "fields": fact.entry} for fact in (older, death)),
+        {"at": 5.03, "name": published.event, "fields": published.entry},
         {"at": 5.08, "name": "worker.recovered", "fields": recovered},
         {"at": 5.09, "name": "worker.recovered", "fields": recovered},
     ]

@@ -12,9 +12,9 @@ from typing import Any, Final
 from unicron_lightning.cli.client import connecting
 from unicron_lightning.cli.output import all_visible, console
 from unicron_lightning.cli.stored import ask
+from unicron_lightning.coordinator.incidents.record import PHASES, PhaseCost
 
-_PHASES: Final = ("detection", "transition", "sub_healthy")
-_UNITS: Final = ("seconds", "worker_seconds", "waf_seconds")
+_UNITS: Final = PhaseCost.__struct_fields__
 _ABOUT: Final = (
     *("task", "incident", "outcome", "cause", "failures", "fault_at", "known_at", "stepped_at", "closed_at"),
     *("slots_before", "workers_before", "weight", "flops_per_step"),
@@ -45,7 +45,7 @@ def _incidents(options: argparse.Namespace) -> int:
 
 def _print_csv(bills: list[dict[str, Any]]) -> None:
     writer = csv.writer(sys.stdout, lineterminator="\n")
-    columns = [(phase, unit) for phase in _PHASES for unit in _UNITS]
+    columns = [(phase, unit) for phase in PHASES for unit in _UNITS]
     writer.writerow([*_ABOUT, *(f"{phase}_{unit}" for phase, unit in columns)])
     for bill in bills:
         writer.writerow([*(bill[name] for name in _ABOUT), *(bill["phases"][phase][unit] for phase, unit in columns)])
@@ -59,11 +59,11 @@ def _print_table(answer: dict[str, Any]) -> None:
         table.add_column(column)
     for bill in answer["incidents"]:
         at = time.strftime("%m-%d %H:%M:%S", time.localtime(bill["fault_at"]))
-        costs = [_cost(bill["phases"][phase]) for phase in _PHASES]
+        costs = [_cost(bill["phases"][phase]) for phase in PHASES]
         table.add_row(*(bill["task"], bill["incident"], at, bill["cause"]), *costs, bill["outcome"] or "open")
     sums = answer["totals"]
     table.add_section()
-    table.add_row("all", str(sums["incidents"]), "", "", *(_cost(sums["phases"][phase]) for phase in _PHASES), "")
+    table.add_row("all", str(sums["incidents"]), "", "", *(_cost(sums["phases"][phase]) for phase in PHASES), "")
     if sums["unknown_waf"]:
         table.caption = f"{sums['unknown_waf']} without WAF-seconds: their FLOPs per step, or their pace, is not known"
     console().print(table)

@@ -79,6 +79,7 @@ def _read(endpoint: str, path: str, query: dict[str, str]) -> Any:
 
 def _answer(database: sqlite3.Connection, path: str, query: dict[str, str]) -> Any:
     from unicron_lightning.coordinator.incidents import accounting
+    from unicron_lightning.coordinator.incidents.facts import IncidentClosed
     from unicron_lightning.coordinator.orders.jobs import jobs_status
     from unicron_lightning.coordinator.storage.store import StoredState
 
@@ -86,7 +87,7 @@ def _answer(database: sqlite3.Connection, path: str, query: dict[str, str]) -> A
     if path == "/v1/events":
         return state.events(task=task, since=int(query.get("since", "0")))
     if path == "/v1/incidents":
-        closed = state.events(task=task, name=accounting.CLOSED)
+        closed = state.events(task=task, name=IncidentClosed.event)
         return accounting.book(closed, state.load(), time.time(), only=task)
     assert path == "/v1/jobs"
     return jobs_status(state.load())

@@ -34,10 +34,15 @@ class Diary:
             self.lines.extend(json.loads(line) for line in whole.splitlines())
 
 
-def computed_again(lines: Iterable[Line]) -> list[list[Line]]:
-    """The lines of each micro-batch that was computed more than once, in the diary's order."""
-    by_place: dict[tuple[int, tuple[int, ...]], list[Line]] = defaultdict(list)
+def micro_batches(lines: Iterable[Line]) -> dict[tuple[int, tuple[int, ...]], list[int]]:
+    """The processes that computed each micro-batch, in the diary's order, by its step and samples."""
+    workers: dict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)
     for line in lines:
         if line["event"] == "micro_batch":
-            by_place[line["step"], tuple(line["samples"])].append(line)
-    return [found for found in by_place.values() if len(found) > 1]
+            workers[line["step"], tuple(line["samples"])].append(line["pid"])
+    return workers
+
+
+def wasted(lines: Iterable[Line], dead: set[int]) -> int:
+    """Number of micro-batches that were recomputed although a worker that had finished them survived."""
+    return sum(any(pid not in dead for pid in pids[:-1]) for pids in micro_batches(lines).values())

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from unicron_lightning.demo.diary import Line
+from unicron_lightning.demo.diary import Line, micro_batches, wasted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,23 +41,16 @@ def prove_work(diary: Sequence[Line], dead: set[int], steps_per_epoch: int) -> W
         dead: processes that were killed.
         steps_per_epoch: optimizer steps in an epoch.
     """
-    workers: dict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)
-    computed = 0
-    for line in diary:
-        if line["event"] == "micro_batch":
-            computed += 1
-            workers[line["step"], tuple(line["samples"])].append(line["pid"])
-    repeated = [pids for pids in workers.values() if len(pids) > 1]
-    wasted = sum(1 for pids in repeated if any(pid not in dead for pid in pids[:-1]))
+    workers = micro_batches(diary)
     used: dict[int, Counter[int]] = defaultdict(Counter)
     for step, samples in workers:
         used[step // steps_per_epoch].update(samples)
     every = set().union(*(set(counts) for counts in used.values()))
     return WorkProof(
         needed=len(workers),
-        computed=computed,
-        recomputed=len(repeated),
-        wasted=wasted,
+        computed=sum(map(len, workers.values())),
+        recomputed=sum(len(pids) > 1 for pids in workers.values()),
+        wasted=wasted(diary, dead),
         lost_samples=sum(len(every - set(counts)) for counts in used.values()),
         repeated_samples=sum(count - 1 for counts in used.values() for count in counts.values() if count > 1),
     )

@@ -10,14 +10,22 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from unicron_lightning.coordinator.incidents.facts import (
+    AgentLoss,
+    EpochPublished,
+    LifeBegun,
+    SlotGrant,
+    TaskEnd,
+    read_fact,
+)
 from unicron_lightning.demo.cluster import SharedNodes
-from unicron_lightning.demo.diary import Line, computed_again
+from unicron_lightning.demo.diary import Line, wasted
 from unicron_lightning.demo.report import report
 from unicron_lightning.demo.sharing_picture import draw
 from unicron_lightning.demo.waf import Phase, Work, longest_stand, mean_waf, waf_over_time
@@ -65,8 +73,8 @@ def show(console: Console, out: Path) -> bool:
     draw(picture, worlds, waf_over_time(works, story.phases[0].start, story.phases[-1].end), story.moments)
     console.print("the same steps by one process without failures, to compare with ...")
     differences = {task: _difference(out, task, lines[-1]["step"]) for task, lines in steps.items()}
-    wasted = sum(_wasted(nodes.diary(task), story.killed) for task in WEIGHTS)
-    passed = report(console, _checks(story, events, works, differences, wasted))
+    again = sum(wasted(nodes.diary(task), story.killed) for task in WEIGHTS)
+    passed = report(console, _checks(story, events, works, differences, again))
     console.print(f"allocation and WAF over time: {picture}")
     return passed
 
@@ -129,16 +137,18 @@ def _tell(console: Console, story: Story, events: list[Line], works: dict[str, W
 
 def _words(event: Line) -> str | None:
     """Text for an event of the log; None for events that are not shown."""
-    fields: dict[str, Any] = event["fields"]
-    match event["name"]:
-        case "agent_lost" | "slot_granted" | "slot_revoked":
-            return f"{event['name'].replace('_', ' ')}: {fields['node']}"
-        case "plan_made":
-            return f"plan: {fields['before']} -> {fields['allocation']}, found in {fields.get('milliseconds', 0):g} ms"
-        case "epoch_published":
-            return f"epoch {fields['number']}: {fields['kind']}, {len(fields['members'])} workers"
-        case "task_over":
+    name, fields = event["name"], event["fields"]
+    match read_fact(name, fields, event["at"]):
+        case AgentLoss(node=node) | SlotGrant(node=node):
+            return f"{name.replace('_', ' ')}: {node}"
+        case EpochPublished() as epoch:
+            return f"epoch {epoch.number}: {epoch.kind}, {len(epoch.members)} workers"
+        case TaskEnd():
             return "over: all its workers have finished"
+        case _ if name == "slot_revoked":
+            return f"slot revoked: {fields['node']}"
+        case _ if name == "plan_made":
+            return f"plan: {fields['before']} -> {fields['allocation']}, found in {fields.get('milliseconds', 0):g} ms"
     return None
 
 
@@ -163,11 +173,6 @@ def _difference(out: Path, task: str, steps: int) -> float:
     return worst
 
 
-def _wasted(diary: list[Line], killed: set[int]) -> int:
-    """Number of micro-batches that were recomputed although the worker that had finished them survived."""
-    return sum(1 for lines in computed_again(diary) if lines[0]["pid"] not in killed)
-
-
 def _checks(
     story: Story, events: list[Line], works: dict[str, Work], differences: dict[str, float], wasted: int
 ) -> list[tuple[str, bool]]:
@@ -189,7 +194,7 @@ def _checks(
             all(stand < STAND_SECONDS + usual[task] for task, stand in stands.items()),
         ),
         (waf, after > RECOVERED * before),
-        ("no task was restarted", "task_restarts" not in names),
+        ("no task was restarted", LifeBegun.event not in names),
         (f"micro-batches computed again though their worker lived: {wasted}", wasted == 0),
         *(
             (f"{task}: largest parameter difference to a run without failures: {worst:.2e}", worst <= TOLERANCE)

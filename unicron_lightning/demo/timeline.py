@@ -6,6 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from unicron_lightning.coordinator.incidents.facts import (
+    AgentLoss,
+    EpochPublished,
+    FirstStep,
+    WorkerDeath,
+    read_fact,
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class TimelineEvent:
@@ -26,25 +34,25 @@ def moments(events: Sequence[dict[str, Any]], killed_at: float, until: float) ->
 
 
 def _moment(event: dict[str, Any]) -> Iterator[tuple[float, str, str]]:
-    fields, at = event["fields"], event["at"]
-    match event["name"]:
-        case "worker_died":
-            code = f" {fields['code']}" if fields.get("code") is not None else ""
-            yield at, "detected", f"worker {fields['worker']}: {fields['cause']}{code}"
-        case "agent_lost":
-            yield at, "detected", f"agent {fields['agent']} is lost"
-        case "coordinator_restored":
+    name, fields, at = event["name"], event["fields"], event["at"]
+    match read_fact(name, fields, at):
+        case WorkerDeath() as death:
+            code = "" if death.code is None else f" {death.code}"
+            yield at, "detected", f"worker {death.worker}: {death.cause}{code}"
+        case AgentLoss(agent=agent):
+            yield at, "detected", f"agent {agent} is lost"
+        case EpochPublished() as epoch:
+            yield at, f"epoch {epoch.number}", f"{epoch.kind}, {len(epoch.members)} workers"
+        case FirstStep(name="recovered") as first:
+            parts = ", ".join(map(str, first.recomputed))
+            done = f"step {first.step} finished by {first.world}"
+            yield first.at, "resumed", f"{done}; taken over: micro-batches {parts or 'none'}"
+        case FirstStep(name="grown") as first:
+            yield first.at, "rejoined", f"step {first.step} finished by {first.world}"
+        case _ if name == "coordinator_restored":
             yield at, "coordinator back", "with its state"
-        case "epoch_published":
-            yield at, f"epoch {fields['number']}", f"{fields['kind']}, {len(fields['members'])} workers"
-        case "worker.recovered":
-            parts = ", ".join(map(str, fields["recomputed"]))
-            done = f"step {fields['step']} finished by {fields['world']}"
-            yield fields["at"], "resumed", f"{done}; taken over: micro-batches {parts or 'none'}"
-        case "worker_ready_to_join":
+        case _ if name == "worker_ready_to_join":
             yield at, "ready to join", f"worker {fields['worker']}"
-        case "worker.grown":
-            yield fields["at"], "rejoined", f"step {fields['step']} finished by {fields['world']}"
 
 
 def first_of_each(story: Sequence[TimelineEvent]) -> list[TimelineEvent]:

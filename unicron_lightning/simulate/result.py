@@ -9,6 +9,8 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from unicron_lightning.coordinator.incidents.record import Phase
+
 State = Literal["useful", "overhead", "recomputing", "detecting", "transition", "idle", "repairing"]
 STATES: Final[tuple[State, ...]] = (
     "useful",
@@ -28,8 +30,6 @@ STATES: Final[tuple[State, ...]] = (
 * ``repairing``: its node is down.
 """
 
-Phase = Literal["detection", "transition", "sub_healthy"]
-PHASES: Final[tuple[Phase, ...]] = ("detection", "transition", "sub_healthy")
 Loss = Literal["detection", "transition", "sub_healthy", "overhead"]
 LOSSES: Final[tuple[Loss, ...]] = ("detection", "transition", "sub_healthy", "overhead")
 MICRO: Final = 1_000_000

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from coordinator.driver import FakeAgent, World, running, settle
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.incidents import accounting
+from unicron_lightning.coordinator.incidents.facts import IncidentClosed
 
 
 def tell(world: World, agent: FakeAgent, name: str) -> None:
@@ -49,7 +51,7 @@ def come_back(world: World, agent: FakeAgent, teller: FakeAgent) -> None:
 
 
 def closed(world: World) -> list[dict[str, Any]]:
-    return [{"id": event.incident, **event.fields} for event in world.events if event.name == accounting.CLOSED]
+    return [{"id": event.incident, **event.fields} for event in world.events if event.name == IncidentClosed.event]
 
 
 def phases(bill: dict[str, Any], what: str = "seconds") -> list[float]:
@@ -286,7 +288,7 @@ def test_open_incidents_have_a_bill_up_to_now():
     die(world, b, 0.0)
     recover(world, a, 1.0)
     task = world.task()
-    bill = accounting.bill(task, task.accounts.open[0], None, world.now + 8)
+    bill = msgspec.to_builtins(accounting.bill(task, task.accounts.open[0], None, world.now + 8))
     assert phases(bill) == pytest.approx([0.0, 1.0, 8.0])
     assert phases(bill, "worker_seconds") == pytest.approx([0.0, 3.0, 8.0])
 

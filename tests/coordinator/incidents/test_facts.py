@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import pytest
 
 from unicron_lightning.coordinator.incidents.facts import (
     AgentLoss,
+    BrokenConnection,
+    EpochPublished,
+    EpochSettled,
     ErrorFact,
     Fact,
+    FirstStep,
+    IncidentClosed,
+    LifeBegun,
     SlotGrant,
+    TaskEnd,
     WorkerDeath,
     cause_of,
+    explains,
     is_failure,
     occurred_at,
+    read_fact,
 )
+from unicron_lightning.coordinator.incidents.record import PHASES, Bill, PhaseCost
 
 GRANT = SlotGrant(agent="a", node="n", round=1, group_rank=0, group_world=1)
 LOSS = AgentLoss(agent="a", node="n", away_since=5.0, silent=None)
@@ -51,3 +64,57 @@ def test_what_facts_say_about_failures(fact: Fact, fails: bool, at: float | None
 def test_each_fact_has_a_name_of_its_own() -> None:
     names = [kind.event for kind in Fact.__subclasses__()]
     assert len(set(names)) == len(names)
+
+
+BILL = Bill(
+    cause="exit",
+    failures=1,
+    fault_at=1.0,
+    known_at=2.0,
+    stepped_at=None,
+    slots_before=2,
+    workers_before=4,
+    weight=1.5,
+    flops_per_step=None,
+    phases={phase: PhaseCost(seconds=1.5, worker_seconds=2.5, waf_seconds=None) for phase in PHASES},
+)
+"""An open bill."""
+
+
+@pytest.mark.parametrize(
+    "fact",
+    [
+        death("signal", "killed by the kernel"),
+        LOSS,
+        ERROR,
+        GRANT,
+        BrokenConnection(worker="a/0#1", epoch=3, error="reset by peer"),
+        EpochPublished(number=2, kind="fail", hold=False, members=["a/0#1"]),
+        EpochSettled(number=2, kind="fail"),
+        LifeBegun(life=2, path=None, step=None),
+        TaskEnd(succeeded=True, reason="done", life=1, epoch=3),
+        IncidentClosed(outcome="restored", closed_at=9.0, bill=BILL),
+    ],
+)
+def test_a_fact_is_read_back_from_its_entry_in_the_log(fact: Fact) -> None:
+    assert read_fact(fact.event, json.loads(json.dumps(fact.entry)), 0.0) == fact
+
+
+def test_a_report_of_a_first_step_is_read_from_the_log_and_from_a_notice() -> None:
+    report = {"epoch": 3, "step": 8, "world": 2, "recomputed": [1, 4], "more": "x"}
+    step = FirstStep(
+        name="recovered", transition="shrink_in_place", epoch=3, at=5.0, step=8, world=2, recomputed=[1, 4]
+    )
+    assert read_fact("worker.recovered", report, 5.0) == step
+    assert read_fact("worker.recovered", {**report, "at": 5.0, "worker": "a/0#1"}, 6.0) == step
+    assert read_fact("worker.entered_epoch", report, 5.0) is None
+
+
+@pytest.mark.parametrize("name", ["worker_died", "agent_lost", "incident_closed", "plan_made"])
+def test_other_events_and_incomplete_ones_are_no_facts(name: str) -> None:
+    assert read_fact(name, {"agent": "a"}, 0.0) is None
+
+
+def test_what_explains_a_broken_connection() -> None:
+    facts = (death("exit"), death("sibling"), LOSS, ERROR, replace(ERROR, ends=True), GRANT, None)
+    assert [explains(fact) for fact in facts] == [True, False, True, False, True, False, False]

@@ -24,25 +24,37 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
+import msgspec
+
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.allocation import estimates
 from unicron_lightning.coordinator.incidents.facts import (
+    BrokenConnection,
     EpochSettled,
-    ErrorFact,
     FirstStep,
+    IncidentClosed,
     TaskEnd,
     cause_of,
+    explains,
     is_failure,
     occurred_at,
 )
-from unicron_lightning.coordinator.incidents.record import PHASES, Accounts, Incident, Level, Loss, Phase
+from unicron_lightning.coordinator.incidents.record import (
+    PHASES,
+    Accounts,
+    Bill,
+    Incident,
+    Level,
+    Loss,
+    Phase,
+    PhaseCost,
+    left_to,
+)
 from unicron_lightning.coordinator.part import Part
 from unicron_lightning.coordinator.state import Cluster, Lasting, Task
 from unicron_lightning.jobs import Job
 
-CLOSED: Final = "incident_closed"
-"""Name of the event that holds a closed incident's bill."""
 _NOTHING: Final = Level(slots=0, workers=0)
 _MOST_DETECTION_SECONDS: Final = 3600.0
 """Longer than any detection limit: a fault dated earlier was dated by a different clock."""
@@ -53,11 +65,10 @@ def record_event(task: Task, turn: Turn, event: ev.Emit) -> None:
     accounts = task.accounts
     if event.incident is not None and _number(event.incident) > accounts.opened:
         _open(task, turn, event)
-    fact, counts = event.fact, is_failure(event.fact)
-    explains = counts or (isinstance(fact, ErrorFact) and fact.ends)
-    if explains and accounts.open and event.incident == accounts.open[-1].id:
-        accounts.open[-1].failures += counts
-        if accounts.open[-1].cause == "comm_error":  # reported first; the death explains it
+    fact = event.fact
+    if explains(fact) and accounts.open and event.incident == accounts.open[-1].id:
+        accounts.open[-1].failures += is_failure(fact)
+        if accounts.open[-1].cause == BrokenConnection.event:  # reported first; the death explains it
             accounts.open[-1].cause = _cause(event)
     match fact:
         case FirstStep(epoch=epoch, at=at) if epoch == task.measured.pace.epoch:
@@ -103,8 +114,8 @@ def _close_healed(task: Task, turn: Turn) -> None:
             _close(task, turn, incident, "restored" if restored else "replanned")
 
 
-def bill(task: Task, incident: Incident, job: Job | None, until: float) -> dict[str, Any]:
-    """Return the cost of an incident so far, as plain JSON.
+def bill(task: Task, incident: Incident, job: Job | None, until: float) -> Bill:
+    """Return the cost of an incident so far.
 
     Args:
         task: the task that the incident belongs to.
@@ -120,21 +131,18 @@ def bill(task: Task, incident: Incident, job: Job | None, until: float) -> dict[
     }
     flops = estimates.flops_per_step(task, job)
     losses = [*incident.losses, *_since(task.accounts, incident, until)]
-    phases = {
-        phase: {"seconds": round(max(0.0, seconds[phase]), 6), **_lost(task, losses, phase, flops)} for phase in PHASES
-    }
-    return {
-        "cause": incident.cause,
-        "failures": incident.failures,
-        "fault_at": incident.fault_at,
-        "known_at": known,
-        "stepped_at": stepped_at,
-        "slots_before": incident.started_with.slots,
-        "workers_before": incident.started_with.workers,
-        "weight": task.weight,
-        "flops_per_step": flops,
-        "phases": phases,
-    }
+    return Bill(
+        cause=incident.cause,
+        failures=incident.failures,
+        fault_at=incident.fault_at,
+        known_at=known,
+        stepped_at=stepped_at,
+        slots_before=incident.started_with.slots,
+        workers_before=incident.started_with.workers,
+        weight=task.weight,
+        flops_per_step=flops,
+        phases={phase: _cost(task, losses, phase, max(0.0, seconds[phase]), flops) for phase in PHASES},
+    )
 
 
 def totals(bills: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -156,7 +164,7 @@ def book(
     """Return all incidents, closed ones first, and their sums, as plain JSON.
 
     Args:
-        closed: the log's events named `CLOSED`.
+        closed: the log's events of the kind `IncidentClosed`.
         cluster: provides the open incidents.
         now: time.time().
         only: a task's id, or None for all tasks.
@@ -164,7 +172,7 @@ def book(
     bills = [{"task": event["task"], "incident": event["incident"], **event["fields"]} for event in closed]
     for task in cluster.tasks.values():
         for incident in task.accounts.open if only in (None, task.id) else ():
-            about = bill(task, incident, cluster.lasting.jobs.get(task.id), now)
+            about = msgspec.to_builtins(bill(task, incident, cluster.lasting.jobs.get(task.id), now))
             bills.append({"task": task.id, "incident": incident.id, "outcome": None, "closed_at": None, **about})
     return {"incidents": bills, "totals": totals(bills)}
 
@@ -197,7 +205,7 @@ def _close(task: Task, turn: Turn, incident: Incident, outcome: str) -> None:
     _advance(task.accounts, turn.now)
     about = bill(task, incident, turn.lasting.jobs.get(task.id), turn.now)
     task.accounts.open = [other for other in task.accounts.open if other is not incident]
-    turn.emit_for(task, incident.id, CLOSED, {"outcome": outcome, "closed_at": turn.now, **about})
+    turn.log_for(task, incident.id, IncidentClosed(outcome=outcome, closed_at=turn.now, bill=about))
 
 
 def _taken_by_plan(task: Task, turn: Turn) -> None:
@@ -248,10 +256,7 @@ def _since(accounts: Accounts, incident: Incident, until: float) -> list[Loss]:
     if place is None or seconds <= 0:
         return []
     phase: Phase = "transition" if incident.stepped_at is None else "sub_healthy"
-    if place + 1 < len(accounts.open):
-        had = accounts.open[place + 1].due
-    else:
-        had = _NOTHING if phase == "transition" else accounts.level
+    had = left_to(accounts.open, place, _NOTHING if phase == "transition" else accounts.level)
     return [Loss(phase=phase, due=incident.due, had=had, seconds=seconds)]
 
 
@@ -266,8 +271,8 @@ def _added(losses: list[Loss], loss: Loss) -> list[Loss]:
     return [*losses, loss]
 
 
-def _lost(task: Task, losses: Iterable[Loss], phase: Phase, flops: float | None) -> dict[str, float | None]:
-    """Sum a phase's losses: weighted worker-seconds, and weighted FLOP (WAF-seconds), or None if unknown."""
+def _cost(task: Task, losses: Iterable[Loss], phase: Phase, seconds: float, flops: float | None) -> PhaseCost:
+    """Sum a phase's losses."""
     workers, steps = 0.0, 0.0
     known = flops is not None
     for loss in losses:
@@ -277,7 +282,7 @@ def _lost(task: Task, losses: Iterable[Loss], phase: Phase, flops: float | None)
             known = known and due is not None and had is not None
             steps += max(0.0, (due or 0.0) - (had or 0.0)) * loss.seconds
     waf = round(task.weight * steps * flops, 6) if known and flops is not None else None
-    return {"worker_seconds": round(task.weight * workers, 6), "waf_seconds": waf}
+    return PhaseCost(seconds=round(seconds, 6), worker_seconds=round(task.weight * workers, 6), waf_seconds=waf)
 
 
 def _rate(task: Task, level: Level) -> float | None:

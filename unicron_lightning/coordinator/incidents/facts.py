@@ -1,17 +1,21 @@
 """Facts: the events of a task's log from which measurements and accounts are derived, as typed values.
 
-Rules log a fact with `Turn.log`. The log holds its name and its fields; times are time.time(). What facts say about
-failures and transitions is derived by the functions below, for all accounts.
+Rules log a fact with `Turn.log`. The log holds its name and its fields; times are time.time(). `read_fact` reads an
+entry of the log, or a notice made from it, back as a fact. What facts say about failures and transitions is derived by
+the functions below, for all accounts: the coordinator's, the callbacks' and the demonstration's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar, Final
 
+import msgspec
+from typing_extensions import Self, override
+
 from unicron_lightning import wire
-from unicron_lightning.coordinator.incidents.record import TransitionName
+from unicron_lightning.coordinator.incidents.record import Bill, TransitionName
 from unicron_lightning.coordinator.severity.errors import Severity
 
 FIRST_STEPS: Final[Mapping[str, TransitionName]] = {
@@ -24,6 +28,8 @@ FIRST_STEPS: Final[Mapping[str, TransitionName]] = {
 REPORTED: Final = "reported"
 """Cause of a death after a `wire.ErrorReport`: the preceding event gives the details."""
 _OWN_DEATHS: Final = ("exit", "signal", "silent", REPORTED)
+_OF_WORKERS: Final = "worker."
+"""Prefix of the names in the log of events that workers report."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +46,13 @@ class Fact:
         """The fields in the log."""
         entry = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: value for name, value in entry.items() if value or name not in self.omitted}
+
+    @classmethod
+    def read(cls, entry: Mapping[str, Any]) -> Self | None:
+        """Return the fact with these fields in the log; None if a field is missing."""
+        if any(each.default is MISSING and each.name not in entry for each in fields(cls)):
+            return None
+        return cls(**{each.name: entry[each.name] for each in fields(cls) if each.name in entry})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +105,16 @@ class ErrorFact(Fact):
 
 
 @dataclass(frozen=True, kw_only=True)
+class BrokenConnection(Fact):
+    """A worker reports a failed collective; the failure that explains it follows, or the connection is rebuilt."""
+
+    event = "comm_error"
+    worker: str
+    epoch: int
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class EpochPublished(Fact):
     """An epoch was published."""
 
@@ -116,10 +139,25 @@ class FirstStep(Fact):
     """A worker has finished its first step in an epoch. The log has its whole report, under the report's name."""
 
     event = "worker.first_step"
+    name: str
+    """`wire.WorkerEvent.name` of the report."""
     transition: TransitionName
     epoch: object
     """The epoch as reported."""
     at: float
+    step: int | None = None
+    world: int | None = None
+    """Number of workers that finished the step."""
+    recomputed: Sequence[int] = ()
+    """Micro-batches of the step that all workers together recomputed."""
+
+    @classmethod
+    def reported(cls, name: str, at: float, report: Mapping[str, Any]) -> FirstStep | None:
+        """Return the fact in a worker's report, see `wire.WorkerEvent`; None if it reports something else."""
+        if (transition := FIRST_STEPS.get(name)) is None:
+            return None
+        about = {key: report[key] for key in ("step", "world", "recomputed") if key in report}
+        return cls(name=name, transition=transition, epoch=report.get("epoch"), at=at, **about)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +193,47 @@ class TaskEnd(Fact):
     epoch: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class IncidentClosed(Fact):
+    """An incident is over."""
+
+    event = "incident_closed"
+    outcome: str
+    closed_at: float
+    bill: Bill
+
+    @property
+    @override
+    def entry(self) -> dict[str, Any]:
+        return {"outcome": self.outcome, "closed_at": self.closed_at, **msgspec.to_builtins(self.bill)}
+
+    @classmethod
+    @override
+    def read(cls, entry: Mapping[str, Any]) -> IncidentClosed | None:
+        try:
+            bill = msgspec.convert(entry, Bill, strict=False)
+            return cls(outcome=entry["outcome"], closed_at=entry["closed_at"], bill=bill)
+        except (msgspec.ValidationError, KeyError):
+            return None
+
+
+def read_fact(name: str, entry: Mapping[str, Any], at: float) -> Fact | None:
+    """Return an event of the log, or a worker's notice, as a fact; None if it is none.
+
+    Args:
+        name: its name.
+        entry: its fields.
+        at: time.time() of the report, for a worker's event whose fields do not have it.
+    """
+    if name.startswith(_OF_WORKERS):
+        return FirstStep.reported(name.removeprefix(_OF_WORKERS), entry.get("at", at), entry)
+    kind = _KINDS.get(name)
+    return None if kind is None else kind.read(entry)
+
+
+_KINDS: Final[Mapping[str, type[Fact]]] = {kind.event: kind for kind in Fact.__subclasses__() if kind is not FirstStep}
+
+
 def is_failure(fact: Fact | None) -> bool:
     """Whether it is a failure of its own: a worker that died by itself, or an agent that was lost."""
     return isinstance(fact, AgentLoss) or (isinstance(fact, WorkerDeath) and fact.cause in _OWN_DEATHS)
@@ -168,8 +247,13 @@ def occurred_at(fact: Fact | None) -> float | None:
     return None
 
 
+def explains(fact: Fact | None) -> bool:
+    """Whether it explains an incident that began with a `BrokenConnection`."""
+    return is_failure(fact) or (isinstance(fact, ErrorFact) and fact.ends)
+
+
 def cause_of(fact: Fact | None) -> str | None:
-    """Describe the cause of an incident that begins with a failure; None for other facts."""
+    """Describe the cause of an incident that begins with this fact; None for other facts."""
     match fact:
         case WorkerDeath():
             return fact.meaning or fact.cause
@@ -177,4 +261,6 @@ def cause_of(fact: Fact | None) -> str | None:
             return f"{fact.kind}: {fact.cause}"
         case AgentLoss():
             return "node lost"
+        case BrokenConnection():
+            return BrokenConnection.event
     return None

@@ -1,11 +1,13 @@
 """Measurements of a running task, and records of its open incidents: plain structs, kept in `state.Task`.
 
-`measurements` and `accounting` fill them; `allocation.estimates` derives the planner's inputs from the measurements.
+`measurements` and `accounting` fill them. `accounting` derives a `Bill` from an incident, `allocation.estimates` the
+planner's inputs from the measurements.
 """
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from collections.abc import Sequence
+from typing import Final, Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -124,6 +126,49 @@ class Incident(msgspec.Struct, kw_only=True):
     due: Level
     """Size that the task must reach again: ``started_with``, less slots removed by later plans."""
     losses: list[Loss] = []
+
+
+class PhaseCost(msgspec.Struct, frozen=True, kw_only=True):
+    """Cost of a phase of an incident."""
+
+    seconds: float
+    worker_seconds: float
+    """Missing workers x seconds, weighted."""
+    waf_seconds: float | None
+    """Missing FLOP, weighted; None if unknown."""
+
+
+class Bill(msgspec.Struct, frozen=True, kw_only=True):
+    """Cost of an incident: docs/accounting.md defines each number. Times are time.time()."""
+
+    cause: str
+    failures: int
+    fault_at: float
+    known_at: float
+    stepped_at: float | None
+    slots_before: int
+    workers_before: int
+    weight: float
+    flops_per_step: float | None
+    phases: dict[Phase, PhaseCost]
+
+
+_Capacity = TypeVar("_Capacity")
+
+
+class Overlapping(Protocol[_Capacity]):
+    """An open incident: ``due`` is the capacity for which it accounts."""
+
+    due: _Capacity
+
+
+def left_to(incidents: Sequence[Overlapping[_Capacity]], place: int, present: _Capacity) -> _Capacity:
+    """Return the capacity for which one of several open incidents, oldest first, does not account.
+
+    Each accounts only for the capacity that the next one found, so nothing is counted twice; the newest for all that is
+    missing from the ``present`` capacity.
+    """
+    return incidents[place + 1].due if place + 1 < len(incidents) else present
 
 
 class Accounts(msgspec.Struct, kw_only=True):

@@ -15,7 +15,7 @@ from unicron_lightning.coordinator import lifecycle
 from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.connectivity import partition
 from unicron_lightning.coordinator.incidents import accounting, measurements
-from unicron_lightning.coordinator.incidents.facts import FIRST_STEPS, REPORTED, FirstStep, WorkerDeath
+from unicron_lightning.coordinator.incidents.facts import REPORTED, BrokenConnection, FirstStep, WorkerDeath
 from unicron_lightning.coordinator.membership import checkpoints, replicas
 from unicron_lightning.coordinator.membership.epochs import (
     agents_to_notify,
@@ -251,16 +251,14 @@ def _comm_error(task: Task, turn: Turn, worker: Worker, message: wire.CommError)
     task.comm_error_epoch = task.number
     open_incident(task)
     turn.timer("comm_error", turn.limits.comm_error_grace, task=task.id)
-    turn.emit(task, "comm_error", worker=worker.id, epoch=message.epoch, error=message.error)
+    turn.log(task, BrokenConnection(worker=worker.id, epoch=message.epoch, error=message.error))
     partition.suspect(task, turn)
 
 
 def _event(task: Task, turn: Turn, worker: Worker, message: wire.WorkerEvent) -> None:
     # All survivors report the same recovery; the first report ends the incident, the others still belong to it.
     incident = task.incident or (task.epoch.incident if task.epoch else None)
-    fact = None
-    if (transition := FIRST_STEPS.get(message.name)) is not None:
-        fact = FirstStep(transition=transition, epoch=message.fields.get("epoch"), at=message.at)
+    fact = FirstStep.reported(message.name, message.at, message.fields)
     fields = {**message.fields, "worker": worker.id, "at": message.at}
     turn.emit_for(task, incident, f"worker.{message.name}", fields, fact)
     if message.name == "recovered" and task.settled:

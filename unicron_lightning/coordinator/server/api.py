@@ -16,6 +16,7 @@ from aiohttp import web
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.incidents import accounting
+from unicron_lightning.coordinator.incidents.facts import IncidentClosed
 from unicron_lightning.coordinator.machine import Machine
 from unicron_lightning.coordinator.membership import replicas
 from unicron_lightning.coordinator.orders import injection, jobs, relayout
@@ -123,7 +124,7 @@ class Api:
     async def _get_incidents(self, request: web.Request) -> web.Response:
         """Return the cost of failures; ``?task=`` selects one task."""
         only = request.query.get("task")
-        closed = self._shell.store.events(task=only, name=accounting.CLOSED, limit=_MOST_INCIDENTS)
+        closed = self._shell.store.events(task=only, name=IncidentClosed.event, limit=_MOST_INCIDENTS)
         return web.json_response(accounting.book(closed, self._shell.machine.cluster, self._shell.now(), only=only))
 
     async def _post_resize(self, request: web.Request) -> web.Response:

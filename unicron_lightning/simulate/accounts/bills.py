@@ -6,7 +6,8 @@ incident; of overlapping incidents, each accounts only for the capacity that the
 
 from __future__ import annotations
 
-from unicron_lightning.simulate.result import MICRO, Phase, SimIncident, State
+from unicron_lightning.coordinator.incidents.record import PHASES, Phase, left_to
+from unicron_lightning.simulate.result import MICRO, SimIncident, State
 
 _PHASE: dict[State, Phase] = {"detecting": "detection", "useful": "sub_healthy"}
 """Phases by state; all other states belong to the transition."""
@@ -21,8 +22,8 @@ class _Open:
         self.due = due
         self.known_at: int | None = None
         self.running_at: int | None = None
-        self.micros: dict[Phase, int] = {"detection": 0, "transition": 0, "sub_healthy": 0}
-        self.waf: dict[Phase, float] = {"detection": 0.0, "transition": 0.0, "sub_healthy": 0.0}
+        self.micros: dict[Phase, int] = dict.fromkeys(PHASES, 0)
+        self.waf: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
 
 
 class Bills:
@@ -68,7 +69,7 @@ class Bills:
             phase: Phase = "sub_healthy" if incident.running_at is not None else _PHASE.get(state, "transition")
             if newest and state == "recomputing":
                 phase = "transition"
-            had = waf if newest else self._open[place + 1].due
+            had = left_to(self._open, place, waf)
             incident.micros[phase] += end - start
             incident.waf[phase] += max(0.0, incident.due - had) * ((end - start) / MICRO)
 

@@ -7,9 +7,10 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from unicron_lightning.coordinator.incidents.record import PHASES
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.simulate.output.summaries import Row
-from unicron_lightning.simulate.result import PHASES, SimIncident, SimulationResult
+from unicron_lightning.simulate.result import SimIncident, SimulationResult
 from unicron_lightning.simulate.settings import Format
 
 

@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-from unicron_lightning.simulate.result import LOSSES, MICRO, PHASES, STATES, SimulationResult
+from unicron_lightning.coordinator.incidents.record import PHASES
+from unicron_lightning.simulate.result import LOSSES, MICRO, STATES, SimulationResult
 
 Row = Mapping[str, str | int | float]
 

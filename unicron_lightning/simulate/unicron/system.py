@@ -11,6 +11,7 @@ from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.allocation.answers import keep
 from unicron_lightning.coordinator.allocation.request import Question
+from unicron_lightning.coordinator.incidents.facts import LifeBegun
 from unicron_lightning.jobs import Job
 from unicron_lightning.simulate import clock as order
 from unicron_lightning.simulate.accounts.books import Books
@@ -138,9 +139,8 @@ class System:
 
     def _seen(self, event: ev.Emit) -> None:
         match event.name:
-            case "task_restarts" | "task_paused" if event.task is not None:
-                if event.name == "task_restarts":
-                    self.trainings[event.task].new_life()
+            case LifeBegun.event if event.task is not None:
+                self.trainings[event.task].new_life()
             case "node_cordoned":
                 self.books.counts["cordons"] += 1
                 node = str(event.fields["node"])
