@@ -1,4 +1,4 @@
-"""torchrun with one of these programs, to its end."""
+"""torchrun with one of these programs, to its end, and the results."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import torch
 
 PROGRAMS = Path(__file__).parent
 
@@ -22,3 +25,9 @@ def launch(arguments: list[str], folder: Path, seconds: float = 300, **environme
             process.terminate()
             process.wait(30)
     assert code == 0, (folder / "torchrun.log").read_text()[-4000:]
+
+
+def load(folder: Path, name: str, rank: int = 0) -> dict[str, Any]:
+    """Load a rank's result of a case."""
+    result: dict[str, Any] = torch.load(folder / f"{name}-{rank}.pt", weights_only=False)
+    return result

@@ -11,22 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+from programs import beside
+from programs.launching import PROGRAMS, launch
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
-
-import beside  # noqa: E402 - a script as well
-from test_parity import free_port, launch  # noqa: E402
-
-sys.path.remove(str(HERE))
-
-from unicron_lightning.strategies.collectives.operations import ShapesDiffer, filled  # noqa: E402
+from unicron_lightning.local_cluster.processes import free_port
+from unicron_lightning.strategies.collectives.operations import ShapesDiffer, filled
 
 
 def run(strategy: str, case: str, folder: Path) -> Any:
     """Run a case in a process of its own."""
     settings = os.environ | {"OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port()), "BESIDE_FOLDER": str(folder)}
-    command = [sys.executable, str(HERE / "beside.py"), strategy, case]
+    command = [sys.executable, str(PROGRAMS / "beside.py"), strategy, case]
     done = subprocess.run(command, cwd=folder, env=settings, capture_output=True, text=True, timeout=280, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert done.returncode == 0 and lines, done.stderr[-4000:]
@@ -58,7 +53,7 @@ def rounded(value: Any) -> Any:
 
 
 def test_validation_outputs_of_unequal_numbers_are_gathered(tmp_path: Path) -> None:
-    script = [str(HERE / "beside.py")]
+    script = [str(PROGRAMS / "beside.py")]
     port = ["--nproc-per-node", "2", "--master-port", str(free_port())]
     launch([*port, *script, "ddp", "gathers", str(tmp_path)], tmp_path)
     agent = ["--nnodes", "1", "--nproc-per-node", "2", "--rdzv-backend", "unicron", "--rdzv-id", "beside"]

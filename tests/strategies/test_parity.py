@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from programs import jobs
-from programs.launching import PROGRAMS, launch
+from programs.launching import PROGRAMS, launch, load
 
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.local_cluster.processes import free_port
@@ -72,11 +72,6 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
         UNICRON_STATE_DIR=str(folder / "state"),
     )
     return out
-
-
-def load(folder: Path, name: str, rank: int = 0) -> dict[str, Any]:
-    result: dict[str, Any] = torch.load(folder / f"{name}-{rank}.pt", weights_only=False)
-    return result
 
 
 def close(mine: dict[str, float], theirs: dict[str, float], tolerance: float, accumulated: bool, where: Any) -> None:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from programs import predicting
+from programs.launching import PROGRAMS, launch, load
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
-
-import predicting  # noqa: E402 - a script as well
-from test_parity import free_port, launch, load  # noqa: E402
-
-sys.path.remove(str(HERE))
+from unicron_lightning.local_cluster.processes import free_port
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:predict returned None"),
@@ -27,7 +22,7 @@ pytestmark = [
 def ddp(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ddp")
     port = ["--nproc-per-node", "2", "--master-port", str(free_port())]
-    launch([*port, str(HERE / "predicting.py"), "ddp", str(folder), *predicting.CASES], folder)
+    launch([*port, str(PROGRAMS / "predicting.py"), "ddp", str(folder), *predicting.CASES], folder)
     return folder
 
 
@@ -36,7 +31,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two")
     agent = ["--nnodes", "1", "--nproc-per-node", "2", "--rdzv-backend", "unicron", "--rdzv-id", "predictions"]
     endpoint = ["--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
-    script = [str(HERE / "predicting.py"), "unicron", str(folder), *predicting.CASES]
+    script = [str(PROGRAMS / "predicting.py"), "unicron", str(folder), *predicting.CASES]
     launch([*agent, *endpoint, *script], folder, UNICRON_STATE_DIR=str(folder / "state"))
     return folder
 
