@@ -8,9 +8,9 @@ import pytest
 from PIL import Image
 
 from unicron_lightning.coordinator.incidents.facts import EpochPublished, WorkerDeath
-from unicron_lightning.demo.picture import draw
+from unicron_lightning.demo.dataset import Windows
+from unicron_lightning.demo.pictures import draw_losses
 from unicron_lightning.demo.proof import longest_gap, loss_curve, prove_work, step_times
-from unicron_lightning.demo.text import Windows
 from unicron_lightning.demo.timeline import first_of_each, moments
 
 Line = dict[str, Any]
@@ -85,7 +85,7 @@ def test_the_text_is_cut_into_windows_that_overlap_by_the_byte_to_predict() -> N
 def test_the_picture_is_a_png_with_both_curves(tmp_path: Any) -> None:
     curve = {number: 5.0 / number for number in range(1, 30)}
     path = tmp_path / "loss.png"
-    draw(path, (curve, curve), dict.fromkeys(curve, 3), [(7, "SIGKILL")])
+    draw_losses(path, (curve, curve), dict.fromkeys(curve, 3), [(7, "SIGKILL")])
     with Image.open(path) as picture:
         assert picture.size[0] > 800
         assert len(picture.convert("RGB").getcolors(1 << 24)) > 20

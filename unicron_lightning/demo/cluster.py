@@ -3,18 +3,42 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from unicron_lightning.demo.diary import Diary, Line
+from unicron_lightning.demo.proof import Line
 from unicron_lightning.errors import CoordinatorUnavailable
 from unicron_lightning.local_cluster.cluster import LocalCluster
 from unicron_lightning.local_cluster.processes import until
 
 ENVIRONMENT: Final = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+
+
+class Diary:
+    """The lines of all workers of a task, in ``lines``.
+
+    Args:
+        folder: of the workers' files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.lines: list[Line] = []
+        self._folder = folder
+        self._offsets: dict[Path, int] = {}
+
+    def read(self) -> None:
+        """Add the new complete lines."""
+        for path in sorted(self._folder.glob("worker-*.jsonl")):
+            with path.open() as file:
+                file.seek(self._offsets.get(path, 0))
+                text = file.read()
+            whole = text[: text.rfind("\n") + 1]
+            self._offsets[path] = self._offsets.get(path, 0) + len(whole.encode())
+            self.lines.extend(json.loads(line) for line in whole.splitlines())
 
 
 class OneTask(LocalCluster):

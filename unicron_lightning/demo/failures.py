@@ -9,19 +9,19 @@ from rich.console import Console
 from rich.table import Table
 
 from unicron_lightning.demo.cluster import OneTask
-from unicron_lightning.demo.diary import Line
-from unicron_lightning.demo.picture import draw
+from unicron_lightning.demo.pictures import draw_losses
 from unicron_lightning.demo.proof import (
     Exactness,
+    Line,
     WorkProof,
     longest_gap,
     loss_curve,
     prove_exactness,
     prove_work,
+    report,
     step_times,
     worlds,
 )
-from unicron_lightning.demo.report import report
 from unicron_lightning.demo.timeline import first_of_each, moments
 
 TOLERANCE = 1e-5
@@ -71,7 +71,7 @@ def show(console: Console, out: Path, steps_per_epoch: int) -> bool:
     _tell(console, run)
     curves = loss_curve(run.diary), loss_curve(reference)
     picture = out / "loss.png"
-    draw(picture, curves, worlds(run.diary), [(fault.step, fault.name) for fault in run.faults])
+    draw_losses(picture, curves, worlds(run.diary), [(fault.step, fault.name) for fault in run.faults])
     console.rule("4. What it cost")
     work = prove_work(run.diary, run.dead, steps_per_epoch)
     exactness = prove_exactness(broken, clean, curves)

@@ -7,10 +7,27 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
+from rich.console import Console
 
-from unicron_lightning.demo.diary import Line, micro_batches, wasted
+Line = dict[str, Any]
+"""A line of a worker's diary: an event, its time, its process, and what it is about."""
+
+
+def micro_batches(lines: Iterable[Line]) -> dict[tuple[int, tuple[int, ...]], list[int]]:
+    """The processes that computed each micro-batch, in the diary's order, by its step and samples."""
+    workers: dict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)
+    for line in lines:
+        if line["event"] == "micro_batch":
+            workers[line["step"], tuple(line["samples"])].append(line["pid"])
+    return workers
+
+
+def wasted(lines: Iterable[Line], dead: set[int]) -> int:
+    """Number of micro-batches that were recomputed although a worker that had finished them survived."""
+    return sum(any(pid not in dead for pid in pids[:-1]) for pids in micro_batches(lines).values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,3 +131,10 @@ def prove_exactness(run: Path, reference: Path, curves: tuple[dict[int, float], 
         losses=max(abs(curves[0][step] - curves[1][step]) for step in curves[0]),
         val_losses=(mine[0]["val_loss"], other["val_loss"]),
     )
+
+
+def report(console: Console, checks: Sequence[tuple[str, bool]]) -> bool:
+    """Print each claim with its outcome; return whether all hold."""
+    for text, passed in checks:
+        console.print(f"[{'green' if passed else 'bold red'}]{'ok  ' if passed else 'FAIL'}[/] {text}")
+    return all(passed for _, passed in checks)

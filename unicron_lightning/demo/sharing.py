@@ -25,9 +25,8 @@ from unicron_lightning.coordinator.incidents.facts import (
     read_fact,
 )
 from unicron_lightning.demo.cluster import SharedNodes
-from unicron_lightning.demo.diary import Line, wasted
-from unicron_lightning.demo.report import report
-from unicron_lightning.demo.sharing_picture import draw
+from unicron_lightning.demo.pictures import draw_sharing
+from unicron_lightning.demo.proof import Line, report, wasted
 from unicron_lightning.demo.waf import Phase, Work, longest_stand, mean_waf, waf_over_time
 
 NODES: Final = 6
@@ -70,7 +69,7 @@ def show(console: Console, out: Path) -> bool:
     _tell(console, story, events, works)
     worlds = {task: [(line["at"], line["world"]) for line in lines] for task, lines in steps.items()}
     picture = out / "sharing.png"
-    draw(picture, worlds, waf_over_time(works, story.phases[0].start, story.phases[-1].end), story.moments)
+    draw_sharing(picture, worlds, waf_over_time(works, story.phases[0].start, story.phases[-1].end), story.moments)
     console.print("the same steps by one process without failures, to compare with ...")
     differences = {task: _difference(out, task, lines[-1]["step"]) for task, lines in steps.items()}
     again = sum(wasted(nodes.diary(task), story.killed) for task in WEIGHTS)

@@ -18,8 +18,8 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from unicron_lightning.demo.dataset import Windows
 from unicron_lightning.demo.model import GPT
-from unicron_lightning.demo.text import Windows
 
 LENGTH = 64
 

@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from unicron_lightning.demo.text import Windows
+from unicron_lightning.demo.dataset import Windows
 
 VOCABULARY = 256
 """Number of tokens: the values of a byte."""

@@ -1,4 +1,4 @@
-"""English text that exists on every machine: the topics of Python's own ``help()``."""
+"""Data set of English text that exists on every machine: the topics of Python's own ``help()``."""
 
 from __future__ import annotations
 
