@@ -42,6 +42,7 @@ def test_kill_stop_drain_add_and_end(tmp_path: Path) -> None:
         cluster.wait_workers(4)
         assert [event["fields"]["node"] for event in cluster.events("agent_lost")] == ["node2"]
         (tmp_path / "finish").touch()
+        assert {path.stat().st_mode & 0o777 for path in tmp_path.glob("*.log")} == {0o600}
         assert cluster.wait_exit() == {"node0": 0, "node1": 0, "node2": -signal.SIGKILL}
         assert "stop_ordered" in cluster.log("node0"), "drained"
     assert not cluster.processes.alive() and not cluster.temporary.exists() and tmp_path.exists()

@@ -309,6 +309,17 @@ async def test_a_job_that_cannot_be_launched_is_reported_and_the_daemon_lives(
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+@pytest.mark.parametrize("slot", ["1", "", "../../slot", "a\nb"])
+async def test_a_launch_in_a_slot_that_the_node_does_not_have_fails_alone(tmp_path: Path, slot: str) -> None:
+    daemon = Daemon(options(logs=str(tmp_path / "logs"), endpoint="127.0.0.1:1"))
+    daemon._run(NodeRun(launches=[Launch(job=Job(name="j", command=["train.py"]), slot=slot)]))
+    (report,) = daemon._tasks()
+    assert (report.pid, report.code) == (None, CANT_START)
+    assert "expected one of ['0']" in report.reason
+    assert os.listdir(tmp_path) == []
+    await daemon._stop_all()
+
+
 def test_a_job_of_usual_size_can_be_launched() -> None:
     job = Job(name="j", command=["train.py", "--x", "a" * 10_000], environment={"A": "é" * 1000}, folder="/tmp")
     assert problem(job) is None

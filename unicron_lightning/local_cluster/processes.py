@@ -18,6 +18,7 @@ from typing import Final, TypeVar
 import psutil  # type: ignore[import-untyped]
 
 from unicron_lightning import environ
+from unicron_lightning.private import open_private
 
 T = TypeVar("T")
 
@@ -101,7 +102,7 @@ class Processes:
 
     def start(self, name: str, command: Sequence[str | Path], **environment: str) -> subprocess.Popen[bytes]:
         """Start a process; its output is added to the file of `log`."""
-        with self.log(name).open("ab") as output:
+        with open(self.log(name), "ab", opener=open_private) as output:
             process = subprocess.Popen(
                 [str(word) for word in command],
                 env={**self.environment, **environment},

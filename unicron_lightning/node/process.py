@@ -78,7 +78,7 @@ class AgentProcess:
         self._starts += 1
         self._reason = ""
         try:
-            if (wrong := problem(self.launch.job)) is not None:
+            if (wrong := problem(self.launch.job) or self._wrong_slot()) is not None:
                 raise ValueError(wrong)
             self._open_logs()
             self._spawn()
@@ -86,9 +86,13 @@ class AgentProcess:
             # If the daemon can't start a job, only that job fails; its other agents continue.
             self._reason = f"can't be started: {type(error).__name__}: {shortened(str(error), 600)}"
             name = shortened(self.launch.job.name)
-            logger.error("launch_failed task=%s slot=%s reason=%s", name, self.launch.slot, self._reason)
+            logger.error("launch_failed task=%s slot=%s reason=%s", name, shortened(self.launch.slot), self._reason)
             self._put_away()
             self._ended(CANT_START, self._reason)
+
+    def _wrong_slot(self) -> str | None:
+        labels = [slot.label for slot in self._options.slots]
+        return None if self.launch.slot in labels else f"slot={shortened(self.launch.slot)}: expected one of {labels}"
 
     def _put_away(self) -> None:
         """Kill a process that was started and can't be watched."""
@@ -176,7 +180,8 @@ class AgentProcess:
             self._timer.cancel()
             self._timer = None
         self._note(words)
-        logger.info("agent_ended task=%s slot=%s code=%d", shortened(self.launch.job.name), self.launch.slot, code)
+        task, slot = shortened(self.launch.job.name), shortened(self.launch.slot)
+        logger.info("agent_ended task=%s slot=%s code=%d", task, slot, code)
         for pipe in self._pipes:
             pipe.close()
         self._pipes = []

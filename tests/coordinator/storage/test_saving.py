@@ -179,6 +179,26 @@ async def test_a_job_that_ended_while_nothing_was_written_is_not_run_again(tmp_p
         assert await orders(node, 0) == [], "now it is written"
 
 
+async def test_a_daemon_that_returns_before_that_is_written_keeps_the_end(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (url, disk):
+        async with daemon(url, []) as node:
+            await post(f"{url}/v1/jobs", {"name": "j", "command": ["train.py"]})
+            (launch,) = await orders(node, 1)
+            disk.full = True
+            ended = NodeTask(job=launch.job, slot="0", starts=1, code=0)
+            await node.send_str(wire.encode(NodeReport(tasks=[ended])).decode())
+
+            async def over() -> bool:
+                return [job["state"] for job in await get(f"{url}/v1/jobs")] == ["succeeded"]
+
+            await until(over)
+        async with daemon(url, [ended]) as node:
+            first = decode_to_node(await node.receive_str(timeout=20))
+            assert [(each.job.name, each.ending) for each in first.launches] == [("j", True)]
+            disk.full = False
+            assert await orders(node, 0) == [], "now it is written"
+
+
 async def test_the_next_coordinator_learns_how_the_job_ended(tmp_path: Path) -> None:
     """The one before was killed before it could write that."""
     async with serving(tmp_path) as (url, disk), daemon(url, []) as node:

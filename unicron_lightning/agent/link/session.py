@@ -51,7 +51,7 @@ class SessionHooks:
     nothing_listens: Callable[[], Awaitable[None]]
     """Called when the endpoint refuses connections."""
     not_answering: Callable[[], None]
-    """Called when the endpoint accepts connections but does not answer in them."""
+    """Called when the endpoint accepts connections but does not answer in them, and after each loss of the session."""
 
 
 class CoordinatorSession:
@@ -206,6 +206,7 @@ class CoordinatorSession:
         if self._away_since is None:
             logger.log(logging.DEBUG if self._said_bye else logging.WARNING, "session_lost url=%s", self._url)
             self._away_since = time.monotonic()
+            self._hooks.not_answering()  # maybe it was silent for too long: no need for an attempt that shows it again
         self._outbox.closed(time.monotonic())
 
     async def _have_one_started(self) -> None:

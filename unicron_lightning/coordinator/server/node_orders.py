@@ -8,9 +8,10 @@ ends.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from unicron_lightning.wire.daemon import Launch, NodeRun
+from unicron_lightning.jobs import problem
+from unicron_lightning.wire.daemon import Launch, NodeRun, NodeTask
 
 
 class NodeOrders:
@@ -19,6 +20,10 @@ class NodeOrders:
     def __init__(self) -> None:
         self._sent: dict[int, list[Launch]] = {}
         self._held: dict[int, NodeRun] = {}
+
+    def met(self, conn: int, tasks: Sequence[NodeTask]) -> None:
+        """Record the agents that a daemon reports when it connects: an earlier connection's orders."""
+        self._sent[conn] = [Launch(job=each.job, slot=each.slot) for each in tasks if problem(each.job) is None]
 
     def take(self, conn: int, order: NodeRun, *, durable: bool) -> NodeRun:
         """Return what is to be sent now in place of an order.

@@ -54,7 +54,7 @@ from unicron_lightning.coordinator.storage.store import Store
 from unicron_lightning.credentials import Token, find_token, is_loopback, user_file
 from unicron_lightning.errors import ConfigError, PortInUse
 from unicron_lightning.private import open_private
-from unicron_lightning.wire.daemon import NodeRun, decode_from_node
+from unicron_lightning.wire.daemon import NodeHello, NodeRun, decode_from_node
 from unicron_lightning.wire.fields import shortened
 
 logger = logging.getLogger(__name__)
@@ -121,6 +121,10 @@ class Server:
         self._node_orders = NodeOrders()
         self._saving = Saving(self.store, lambda: self.machine, self._send_held)
         self.started_at = time.time()
+        try:  # once: reading it requires a descriptor, and strangers may have used them all
+            self._version = version("unicron-lightning")
+        except PackageNotFoundError:
+            self._version = "unknown"
 
     async def run(self) -> bool:
         """Serve until stopped by a signal or by having no work left.
@@ -336,7 +340,10 @@ class Server:
 
     async def _serve_node(self, request: web.Request) -> web.StreamResponse:
         def take(conn: int, data: str) -> None:
-            self._take(ev.DaemonMessage(conn=conn, message=decode_from_node(data)))
+            message = decode_from_node(data)
+            if isinstance(message, NodeHello):
+                self._node_orders.met(conn, message.tasks)
+            self._take(ev.DaemonMessage(conn=conn, message=message))
 
         return await self._serve(request, take)
 
@@ -405,11 +412,7 @@ class Server:
 
     def about(self) -> dict[str, Any]:
         """Describe this process: pid, version, address."""
-        try:
-            package = version("unicron-lightning")
-        except PackageNotFoundError:
-            package = "unknown"
-        return {"pid": os.getpid(), "version": package, "host": self._config.coordinator.host, "port": self.port}
+        return {"pid": os.getpid(), "version": self._version, "host": self._config.coordinator.host, "port": self.port}
 
     def _announce(self) -> None:
         path = self.state_dir / "coordinator.json"
