@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unicron_lightning.fsdp.mesh import local_shard
+from unicron_lightning.fsdp.mesh import local_shard, with_local_shard
 from unicron_lightning.replica.peers import PeerGroup
 
 BUCKET_BYTES = 25 << 20
@@ -48,10 +48,7 @@ class ShardedGradients:
         if self._own is None:
             return
         for parameter, own in zip(self.parameters, self._own, strict=True):
-            if own is None:
-                parameter.grad = None
-            else:
-                _local(parameter).copy_(own)
+            parameter.grad = own
         self._own = None
 
     @contextmanager
@@ -81,23 +78,20 @@ class ShardedGradients:
         Raises:
             RuntimeError: a reduction has failed.
         """
-        self._own = [None if parameter.grad is None else _local(parameter).clone() for parameter in self.parameters]
+        self._own = [parameter.grad for parameter in self.parameters]
         if self.peers is None:
             return
-        used = torch.tensor([parameter.grad is not None for parameter in self.parameters], dtype=torch.float32)
+        used = torch.tensor([own is not None for own in self._own], dtype=torch.float32)
         self._sum(used)
         for bucket in self._buckets:
-            members = [index for index in bucket if used[index]]
+            members = [self.parameters[index] for index in bucket if used[index]]
             if not members:
                 continue
-            for index in members:
-                if self.parameters[index].grad is None:
-                    self.parameters[index].grad = torch.zeros_like(self.parameters[index])
-            parts = [_local(self.parameters[index]) for index in members]
+            parts = [local_shard(torch.zeros_like(each) if each.grad is None else each.grad) for each in members]
             flat = torch.cat([part.reshape(-1) for part in parts])
             self._sum(flat)
-            for part, summed in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
-                part.copy_(summed.view_as(part))
+            for each, part, summed in zip(members, parts, flat.split([part.numel() for part in parts]), strict=True):
+                each.grad = with_local_shard(each, summed.view_as(part))
 
     def settle(self) -> None:
         """Do nothing: what the library may still write to after a cut is used by nothing else."""

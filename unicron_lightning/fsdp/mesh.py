@@ -146,6 +146,15 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def with_local_shard(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """A tensor that is divided as another one is, of which this worker holds ``part``."""
+    if not isinstance(tensor, DTensor):
+        return part
+    return DTensor.from_local(
+        part, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
 def local_shards(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The `local_shard` of each tensor."""
     return [local_shard(tensor) for tensor in tensors]
