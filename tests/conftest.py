@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 
     Snapshot = dict[Hashable, str]
 
-GRACE_SECONDS = 3.0
-"""Time for a leak to disappear after the test: a killed process to be reaped, a socket to close."""
+GRACE_SECONDS = 10.0
+"""Time for a leak to disappear after the test: a killed process to be reaped, a socket to close, a coordinator without
+agents to exit, which takes three seconds on a machine that does nothing else.
+"""
 
 RUN_VARIABLE = "UNICRON_TEST_RUN"
 """Marks this test run in the environment of every process started from it, so that orphans are found as well."""
@@ -49,6 +51,8 @@ ALLOWED_THREADS = (
     "pydevd",  # debuggers
     "tqdm_monitor",  # one daemon per process, started by the first progress bar
 )
+LEAN = Path(__file__).with_name("lean")
+"""Folder of a ``sitecustomize``, for all processes that tests start, but not for those of pytest-xdist."""
 STARTERS = frozenset({"subprocess", "Coordinator", "LocalCluster"})
 """Names of which a module that starts processes has imported at least one."""
 ALLOWED_PROCESSES = (
@@ -209,6 +213,19 @@ def _put_back(name: str, variables: dict[str, str]) -> None:
     os.environ.pop(name, None)
     if name in variables:
         os.environ[name] = variables[name]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def lean_processes() -> None:
+    """Hide packages from processes that tests start: see `LEAN`."""
+    others = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = f"{LEAN}{os.pathsep}{others}" if others else str(LEAN)
+
+
+@pytest.fixture
+def with_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the processes that a test itself starts find matplotlib, but not those that they start."""
+    monkeypatch.setenv("UNICRON_TEST_FIGURES", "1")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -31,7 +31,7 @@ LEAKS = {
 
 def run_pytest(folder: Path, source: str) -> subprocess.CompletedProcess[str]:
     """Run ``source`` as a test file under this suite's conftest, with a short grace."""
-    conftest = CONFTEST.read_text().replace("GRACE_SECONDS = 3.0", "GRACE_SECONDS = 0.3")
+    conftest = CONFTEST.read_text().replace("GRACE_SECONDS = 10.0", "GRACE_SECONDS = 0.3")
     (folder / "conftest.py").write_text(conftest)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    allow_leak\n")
     (folder / "test_it.py").write_text(source)

@@ -9,6 +9,7 @@ from demo.acts import play
 
 
 @pytest.mark.timeout(560)
+@pytest.mark.usefixtures("with_figures")
 def test_two_tasks_share_a_cluster_through_a_nodes_death(tmp_path: Path) -> None:
     play(2, tmp_path / "out", 540)
     assert (tmp_path / "out" / "sharing" / "sharing.png").stat().st_size > 10_000

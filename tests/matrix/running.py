@@ -21,6 +21,11 @@ LOADER_SOCKETS = "pymp-*/listener-*"
 """Sockets through which a `DataLoader`'s workers pass tensors: Python removes them at an ordinary end only."""
 
 
+def path() -> str:
+    """PYTHONPATH with the folder of the tests."""
+    return os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
+
+
 def run(strategy: str, workers: int, cases: Mapping[str, Case], folder: Path, seconds: float = 540) -> int:
     """Trains the cases in a world of so many workers; the exit status. Records are in ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -29,7 +34,7 @@ def run(strategy: str, workers: int, cases: Mapping[str, Case], folder: Path, se
     nodes = ["--nnodes", "1:1", "--nproc-per-node", str(workers), "--max-restarts", "0"]
     meeting = ["--rdzv-backend", back_end, "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "matrix"]
     command = [sys.executable, "-m", "torch.distributed.run", *nodes, *meeting, str(SCRIPT), str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path()}
     environment["UNICRON_STATE_DIR"] = str(folder / "state")
     with (folder / f"torchrun-{next(iter(cases))}.log").open("w") as log:
         process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
@@ -46,7 +51,7 @@ def run_killed(name: str, case: Case, kill: Kill, folder: Path, seconds: float =
     """Train a case in a world of two, with one worker killed and replaced; 0 if all agents have ended well."""
     folder.mkdir(parents=True, exist_ok=True)
     settings = {"strategy": "unicron", "cases": {name: case}, "kill": kill.plain()}
-    variables = {"PYTHONPATH": str(TESTS)}
+    variables = {"PYTHONPATH": path()}
     cluster = Cluster(
         folder,
         agents=2,

@@ -11,6 +11,8 @@ import pytest
 from PIL import Image
 from pyarrow import parquet
 
+pytestmark = pytest.mark.usefixtures("with_figures")
+
 SWEEP = ["-m", "policy=unicron,megatron", "trace=b", "trace.days=1", "seed=range(2)"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from programs.launching import PROGRAMS, launch
@@ -9,6 +10,7 @@ from programs.launching import PROGRAMS, launch
 from unicron_lightning.local_cluster.processes import free_port
 
 SCRIPT = """
+import os
 import os
 from pathlib import Path
 import scenarios
@@ -29,7 +31,7 @@ def run(folder: Path, settings: str, agents: int = 1) -> list[str]:
         folder,
         60,
         UNICRON_STATE_DIR=str(folder / "state"),
-        PYTHONPATH=str(PROGRAMS),
+        PYTHONPATH=os.pathsep.join([str(PROGRAMS), os.environ["PYTHONPATH"]]),
     )
     return [path.read_text() for path in folder.glob("trained-*")]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -61,7 +62,7 @@ def test_tensorboard_goes_on_in_the_same_folder(tmp_path: Path) -> None:
     (package / "tensorboardX").mkdir()
     (package / "tensorboardX/__init__.py").write_text(WRITER)
     (package / "tensorboardX/summary.py").write_text("hparams = lambda *about: []\n")
-    steps = run(tmp_path, "tensorboard", PYTHONPATH=str(package))
+    steps = run(tmp_path, "tensorboard", PYTHONPATH=os.pathsep.join([str(package), os.environ["PYTHONPATH"]]))
     files = list((tmp_path / "logs/lightning_logs/version_0").glob("events.*"))
     assert len(files) >= 2, "the first ranks of the runs before and after the deaths"
     written = [json.loads(line) for path in files for line in path.read_text().splitlines()]

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("with_figures")
+
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = ROOT / "conf" / "examples" / "six_tasks_128_gpus.yaml"
 SMALL = """

@@ -269,16 +269,18 @@ async def test_an_agent_that_dies_before_it_is_back_is_noticed(tmp_path):
         raise AssertionError("the agent's death is not noticed")
 
 
-def test_the_process_starts_fast_without_torch():
+def test_the_process_imports_little_so_that_it_starts_fast():
+    """torch alone would add 900 modules; with these 600 the process starts in 0.3 s on a machine that is idle."""
     code = (
         "import sys, unicron_lightning.cli\n"
         "import unicron_lightning.coordinator.__main__, unicron_lightning.coordinator.server.server\n"
-        "print(sorted({'torch', 'lightning', 'pytorch_lightning', 'numpy'} & set(sys.modules)))"
+        "print(len(sys.modules), *sys.modules)"
     )
-    begin = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)
-    assert done.stdout.strip() == "[]"
-    assert time.monotonic() - begin < 5  # alone on a machine: 0.3 s
+    number, *names = done.stdout.split()
+    heavy = {"torch", "lightning", "pytorch_lightning", "numpy", "numba", "scipy", "matplotlib", "pyarrow"}
+    assert "unicron_lightning.coordinator.server.server" in names and not heavy & set(names)
+    assert int(number) < 800
 
 
 def register_fields(agent):
