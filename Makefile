@@ -23,7 +23,8 @@ WHEELS ?=
 ITEMS ?=
 COMPUTING := $(addprefix tests/,planner cli coordinator data simulate faults detection) $(wildcard tests/test_*.py)
 # These start processes and mostly wait; their limits of time are generous (the fault tests pass at a load of ten).
-STARTING := $(addprefix tests/,strategies system megatron fsdp local_cluster examples)
+STARTING := $(addprefix tests/,strategies system megatron fsdp local_cluster examples demo matrix)
+WAITING := $(shell echo $$(( $$(nproc) * 3 / 2 )))
 NONE_PICKED = $(if $(PYTEST_ARGS),|| test $$? = 5)
 
 VENV := .venv
@@ -62,12 +63,12 @@ demo-sharded: $(READY)
 quick: lint types
 	@$(BIN)/python -m pytest -q -m "not chaos and not processes" -n auto $(COMPUTING) $(PYTEST_ARGS)
 
-# Tests that compute first, on all cores, and those that start processes and wait, two at a time; then those with signals
-# and limits of time, one after another.
+# Tests that compute first, on all cores; those that start processes and often wait, three at a time on two cores; then those
+# with signals and limits of time, one after another.
 # Where PYTEST_ARGS picks tests, a half may have none: pytest's status 5.
 test: $(READY)
 	@$(BIN)/python -m pytest -m "not chaos" -n auto $(COMPUTING) $(PYTEST_ARGS) $(NONE_PICKED)
-	@$(BIN)/python -m pytest -m "not chaos" -n 2 --dist loadscope $(STARTING) $(PYTEST_ARGS) $(NONE_PICKED)
+	@$(BIN)/python -m pytest -m "not chaos" -n $(WAITING) --dist loadgroup $(STARTING) $(PYTEST_ARGS) $(NONE_PICKED)
 	@$(BIN)/python -m pytest -m "not chaos" $(patsubst %,--ignore=%,$(COMPUTING) $(STARTING)) $(PYTEST_ARGS) $(NONE_PICKED)
 
 matrix: $(READY)

@@ -70,11 +70,20 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.pop("UNICRON_TOKEN", None)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of modules that can start processes."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests of modules that can start processes, and distribute whole-system tests.
+
+    With ``--dist loadgroup`` the quick tests of a module stay together, as they share its fixtures. Those marked
+    ``faults`` go one by one to the next idle process, the longest first, for which their time limits stand.
+    """
     for item in items:
         if isinstance(item, pytest.Function) and not STARTERS.isdisjoint(vars(item.module)):
             item.add_marker("processes")
+    if config.getoption("loadgroup", False):
+        for item in items:
+            if item.get_closest_marker("faults") is None:
+                item.add_marker(pytest.mark.xdist_group(f"{item.path.parent.name}.{item.path.stem}"))
+        items.sort(key=lambda item: -max((mark.args[0] for mark in item.iter_markers("timeout")), default=0))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
