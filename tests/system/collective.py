@@ -43,9 +43,11 @@ class Exchanges(pl.Callback):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
-        if world == 3 and rank == 1 and self._first():
-            time.sleep(1.0)  # the others wait in the exchange
-            os.kill(os.getpid(), signal.SIGKILL)
+        if world == 3:
+            if rank == 1 and self._first():
+                self._wait_for_others()
+                os.kill(os.getpid(), signal.SIGKILL)
+            (self.folder / f"exchanging-{rank}").touch()
         votes = torch.tensor([1.0, float(rank), float((self.folder / "finish").exists())])
         dist.all_reduce(votes)
         now = dist.get_world_size()
@@ -53,6 +55,14 @@ class Exchanges(pl.Callback):
             line = {"pid": os.getpid(), "epoch": trainer.current_epoch, "world": world, "now": now}
             file.write(json.dumps({**line, "rank": rank, "votes": votes.tolist()}) + "\n")
         trainer.should_stop = bool(votes[2])
+
+    def _wait_for_others(self) -> None:
+        """Wait until the others have reached the first exchange in a world of three, and for their call to begin."""
+        deadline = time.monotonic() + 100
+        while not all((self.folder / f"exchanging-{rank}").exists() for rank in (0, 2)):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        time.sleep(0.3)
 
     def _first(self) -> bool:
         try:

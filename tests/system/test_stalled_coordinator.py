@@ -16,13 +16,13 @@ STALLS = (0.7, 1.5, 3.0, 6.0)
 
 
 def test_a_stalled_coordinator_declares_nobody_lost(tmp_path: Path, reference: Reference) -> None:
-    with Cluster(tmp_path, coordinator=()) as cluster:
+    with Cluster(tmp_path, coordinator=(), settings={"pace": 0.05}) as cluster:
         epochs = {line["epoch"] for line in cluster.wait_world(3)}
         for seconds in STALLS:
             cluster.kill_coordinator(signal.SIGSTOP)
             time.sleep(seconds)
             cluster.kill_coordinator(signal.SIGCONT)
-            time.sleep(4)
+            time.sleep(2)
         assert {line["epoch"] for line in cluster.wait_world(3, after=time.time())} == epochs
         assert not cluster.events("worker_died")
         cluster.finish()
