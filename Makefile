@@ -23,7 +23,7 @@ WHEELS ?=
 ITEMS ?=
 COMPUTING := $(addprefix tests/,planner cli coordinator data simulate faults detection) $(wildcard tests/test_*.py)
 # These start processes and mostly wait; their limits of time are generous (the fault tests pass at a load of ten).
-STARTING := $(addprefix tests/,strategies system megatron fsdp local_cluster examples demo matrix)
+STARTING := $(addprefix tests/,strategies system megatron fsdp local_cluster examples demo matrix launcher node callbacks)
 WAITING := $(shell echo $$(( $$(nproc) * 3 / 2 )))
 NONE_PICKED = $(if $(PYTEST_ARGS),|| test $$? = 5)
 

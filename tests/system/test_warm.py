@@ -19,6 +19,10 @@ REJOIN_SECONDS = 5.0
 """Asserted limit on any machine; a quiet one needs 0.6 s. A worker started from scratch needs 4 to 7 s."""
 
 
+PACE = {"pace": 0.05}
+"""Most of the time the complete world only waits for starting workers: few steps leave them the CPU."""
+
+
 def wait_warm(cluster: Cluster, number: int) -> None:
     """Wait until a number of warm workers have waited, over the whole run."""
     cluster.watch(lambda: len(cluster.events("warm_worker_hello")) >= number, f"{number} warm workers", 60)
@@ -52,7 +56,7 @@ def test_a_warm_stand_by_replaces_a_worker_and_an_agent(
     tmp_path: Path, reference_for: Callable[..., Reference]
 ) -> None:
     settings = {"nodes": 2, "full": 2}
-    with Cluster(tmp_path, nodes="2:2", settings=settings) as cluster:
+    with Cluster(tmp_path, nodes="2:2", settings={**settings, **PACE}) as cluster:
         before = cluster.wait_world(2)
         wait_warm(cluster, 1)
         since = time.time()
@@ -72,7 +76,7 @@ def test_a_warm_stand_by_replaces_a_worker_and_an_agent(
 
 @pytest.mark.allow_leak("unix_sockets", reason="a SIGKILLed agent cannot remove its socket")
 def test_a_warm_worker_outlives_the_coordinator_but_not_its_agent(tmp_path: Path) -> None:
-    with Cluster(tmp_path, nodes="2:2", settings={"nodes": 2, "full": 2}) as cluster:
+    with Cluster(tmp_path, nodes="2:2", settings={"nodes": 2, "full": 2, **PACE}) as cluster:
         before = cluster.wait_world(2)
         wait_warm(cluster, 1)
         kill(cluster.events("warm_worker_hello")[-1]["pid"])
