@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from unicron_lightning.planner.search.compiler import compiled
+from unicron_lightning.planner.search.kernels import compiled
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -12,11 +12,11 @@ than N units.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar, cast
 
+import numba
 import numpy as np
-
-from unicron_lightning.planner.search.compiler import compiled
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -25,6 +25,23 @@ if TYPE_CHECKING:
 
 STICKY = 0.75
 """Largest difference, in quanta, between successive increments of F * D that are rounded to the same number."""
+
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+def compiled(function: Function) -> Function:
+    """Compile ``function`` to machine code at its first call; cache the code on disk for other processes.
+
+    If neither the installed package nor the user's cache folder is writable, every process compiles for itself.
+    """
+    try:
+        made = numba.njit(cache=True)(function)
+    except RuntimeError as error:
+        if "cannot cache" not in str(error):
+            raise
+        made = numba.njit(function)
+    return cast("Function", made)
 
 
 @compiled

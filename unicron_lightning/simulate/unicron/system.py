@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
-from unicron_lightning.coordinator.allocation.answers import keep
+from unicron_lightning.coordinator.allocation import estimates
+from unicron_lightning.coordinator.allocation.answers import Knowledge, keep, state_of
 from unicron_lightning.coordinator.allocation.request import Question
 from unicron_lightning.coordinator.incidents.facts import LifeBegun
+from unicron_lightning.coordinator.state import Cluster
 from unicron_lightning.jobs import Job
 from unicron_lightning.simulate import clock as order
 from unicron_lightning.simulate.accounts.books import Books
@@ -21,10 +23,12 @@ from unicron_lightning.simulate.result import SimulationResult
 from unicron_lightning.simulate.speeds import PlaceSpeed
 from unicron_lightning.simulate.trace import SimCluster, Trace, TraceFault
 from unicron_lightning.simulate.unicron.agents import SimAgent, SimDaemon, died_of
-from unicron_lightning.simulate.unicron.planner import answer, knowledge
 from unicron_lightning.simulate.unicron.shell import SimShell
 from unicron_lightning.simulate.unicron.training import SimTraining
 from unicron_lightning.simulate.workload import SimTask
+
+if TYPE_CHECKING:
+    from unicron_lightning.planner.performance.model import PerformanceModel
 
 _NOT_IN_BAND_SECONDS: Final = 1800.0
 """A collective's default time-out, after which a failure is detected if nothing else reports it."""
@@ -135,7 +139,7 @@ class System:
         self.books.counts["plans"] += 1
         if not self.ablation.planner:
             return keep(question)
-        return answer(question, knowledge(self.shell.machine.cluster, self._speeds, self.costs))
+        return _answer(question, _knowledge(self.shell.machine.cluster, self._speeds, self.costs))
 
     def _seen(self, event: ev.Emit) -> None:
         match event.name:
@@ -207,3 +211,38 @@ def _tell(agent: SimAgent, fault: TraceFault) -> None:
     """Report a failed collective that no newer epoch explains."""
     epoch = agent.training.epoch_number
     agent.say(wire.CommError(worker=agent.worker, epoch=epoch, error=fault.kind))
+
+
+def _answer(question: Question, known: Knowledge) -> ev.Planned:
+    """Answer the machine as `coordinator.allocation.answers` does: with the same planner, state and estimates."""
+    from unicron_lightning.planner.solver import solve
+
+    plan = solve(state_of(question, known))
+    return ev.Planned(key=question.key, allocation=dict(plan.allocation), waf=plan.waf)
+
+
+def _knowledge(cluster: Cluster, performances: Mapping[str, PerformanceModel], costs: Costs) -> Knowledge:
+    """Combine the tasks' exact speeds with the coordinator's measurements of everything else.
+
+    Args:
+        cluster: the machine's state.
+        performances: T(t,x) by number of places. In the real system these are profiles, corrected by measured steps.
+        costs: an operator's estimates of transitions before any was measured.
+    """
+    tasks = cluster.tasks
+    hours = costs.extra.get("node_mtbf_hours", 720.0), costs.extra.get("worker_mtbf_hours", 720.0)
+    failures = estimates.failure_model(
+        tasks, cluster.lasting.lifetimes, slot_mtbf=hours[0] * 3600.0, worker_mtbf=hours[1] * 3600.0
+    )
+    transitions = estimates.transition_times(
+        tasks,
+        shrink_seconds=max(1e-3, costs.takes("continue")),
+        grow_seconds=max(1e-3, costs.takes("join")),
+        restart_seconds=max(1e-3, costs.takes("start") + costs.takes("join")),
+        cold_seconds=max(1e-3, costs.takes("start") + costs.takes("join")),
+    )
+    return Knowledge(
+        performances=performances,
+        running_seconds=failures.running_seconds,
+        transition_seconds=transitions.expected_seconds,
+    )

@@ -8,7 +8,7 @@ import sys
 import numba
 import pytest
 
-from unicron_lightning.planner.search import compiler
+from unicron_lightning.planner.search import kernels
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_without_a_place_for_the_cache_it_compiles_all_the_same(monkeypatch: pyt
         return original(*functions)
 
     monkeypatch.setattr(numba, "njit", njit)
-    assert compiler.compiled(double)(21) == 42
+    assert kernels.compiled(double)(21) == 42
 
 
 def test_other_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,4 +50,4 @@ def test_other_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(numba, "njit", njit)
     with pytest.raises(RuntimeError, match="something else"):
-        compiler.compiled(double)
+        kernels.compiled(double)
