@@ -1,4 +1,4 @@
-"""Measure the planner: one plan, all plans for possible next events, an explanation, and a look-up.
+"""Measure the planner: one plan, its places, all plans for possible next events, an explanation, and a look-up.
 
     python benchmarks/planner.py [--sizes small medium large] [--shapes ...] [--runs 5] [--plain] [--json FILE]
 
@@ -6,7 +6,8 @@ Every size runs in its own process, so that its peak memory is its own, on one t
 a small case. Curves of F(t,x) are also made beforehand, since they are made once per task, not per plan.
 
 *cold*: no task has workers yet. *loss*: a plan is in force and a node of the largest task fails. *table*: the table of
-that state, made without an earlier one; *queued*: the table after one more task joins the queue. ``--plain`` times a
+that state, made without an earlier one; *queued*: the table after one more task joins the queue; *places*: the plan
+after the loss placed on nodes, where a unit is a node. ``--plain`` times a
 compiled but otherwise unchanged version of the paper's recursion for comparison.
 
 Times are medians with the smallest and the largest of the process's CPU time. The planner never waits, so a clock on a
@@ -29,7 +30,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from measure import Figures
 from unicron_lightning.planner.events import TaskFinished
 from unicron_lightning.planner.explanation import explain
 from unicron_lightning.planner.performance.model import ParallelConfiguration
+from unicron_lightning.planner.placement.placer import Demand, NodeCapacity, NodeState, Placement, place
 from unicron_lightning.planner.quantum import moves_factor
 from unicron_lightning.planner.reward import Curve
 from unicron_lightning.planner.search.options import Columns
@@ -169,6 +171,7 @@ def measure(kind: str, size: str, runs: int, with_plain: bool) -> dict[str, Any]
         "plans": len(table.plans),
         "solve_s": times(lambda: solve(shocked), runs),
         "cold_s": times(lambda: solve(cold), runs),
+        "place_s": times(placing(running, plan.allocation), runs),
         "table_s": times(lambda: PlanTable.of(running), runs),
         "queued_s": times(lambda: PlanTable.of(running, shorter), runs),
         "explain_s": times(lambda: explain(plan), runs),
@@ -179,6 +182,18 @@ def measure(kind: str, size: str, runs: int, with_plain: bool) -> dict[str, Any]
         arguments = (columns.starts, columns.units, columns.keys, shocked.num_workers // shocked.unit)
         figures["plain_s"] = times(lambda: plain(*arguments), runs, limit=1.0)
     return figures
+
+
+def placing(running: ClusterState, after: Mapping[str, int]) -> Callable[[], Placement]:
+    """The placement of a plan on the nodes that remain when one fails, where the tasks ran before."""
+    nodes = [
+        NodeCapacity(name=f"n{number:05}", num_accelerators=running.unit)
+        for number in range(running.num_workers // running.unit)
+    ]
+    before = place(nodes, [Demand(task=t, num_workers=n) for t, n in running.allocation.items()], {}).accelerators
+    failed = dataclasses.replace(nodes[0], state=NodeState.FAILED)
+    demands = [Demand(task=task, num_workers=number) for task, number in after.items()]
+    return lambda: place([failed, *nodes[1:]], demands, before)
 
 
 def _look_up(table: PlanTable, state: ClusterState, event: TaskFinished, count: int = 10_000) -> float:
@@ -217,8 +232,8 @@ def summary(seconds: Sequence[float] | None) -> str:
 
 def report(results: Sequence[Figures]) -> str:
     """The figures as a Markdown table, followed by missed targets."""
-    columns = ("solve_s", "cold_s", "table_s", "queued_s", "explain_s", "look_up_s", "plain_s")
-    names = ("loss", "cold", "table", "queued", "explanation", "look-up", "plain recursion")
+    columns = ("solve_s", "cold_s", "place_s", "table_s", "queued_s", "explain_s", "look_up_s", "plain_s")
+    names = ("loss", "cold", "places", "table", "queued", "explanation", "look-up", "plain recursion")
     lines = [
         f"| units x tasks | shape | plans | {' | '.join(names)} | peak |",
         f"|---|---|---|{'---|' * len(names)}---|",

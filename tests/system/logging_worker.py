@@ -16,16 +16,25 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.loggers import tensorboard as fabric
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 PACE_SECONDS = 0.03
 KILLS = 2
+
+
+def tensorboardx(folder: Path) -> TensorBoardLogger:
+    """Return Lightning's logger with tensorboardX as its writer, even where tensorboard is installed."""
+    fabric._TENSORBOARD_AVAILABLE = False  # type: ignore[assignment]
+    return TensorBoardLogger(folder)
+
+
 LOGGERS = {
     "csv": CSVLogger,
     "csv_version": lambda folder: CSVLogger(folder, version=0),
-    "tensorboard": TensorBoardLogger,
+    "tensorboard": tensorboardx,
 }
 
 
