@@ -109,25 +109,25 @@ def test_an_unknown_registry_is_reported_not_raised(caplog: pytest.LogCaptureFix
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no"), OSError("no"), ImportError("no")])
-def test_a_failing_lifeline_is_swallowed(
+def test_a_failing_tie_is_swallowed(
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    lifeline = types.ModuleType("unicron_lightning.agent.workers.lifeline")
+    module = types.ModuleType("unicron_lightning.parent_death")
 
     def tie_to_agent() -> None:
         raise error
 
-    lifeline.tie_to_agent = tie_to_agent  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "unicron_lightning.agent.workers.lifeline", lifeline)
+    module.tie_to_agent = tie_to_agent  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "unicron_lightning.parent_death", module)
     monkeypatch.setenv("UNICRON_AGENT_PID", "1")
     with caplog.at_level(logging.DEBUG, logger=autoload.__name__):
         autoload.install()
-    assert "lifeline_failed" in caplog.text
+    assert "not_tied_to_agent" in caplog.text
 
 
-def test_the_lifeline_is_left_alone_outside_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_outside_a_task_is_not_tied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("UNICRON_AGENT_PID", raising=False)
-    monkeypatch.setitem(sys.modules, "unicron_lightning.agent.workers.lifeline", None)  # importing it would raise
+    monkeypatch.setitem(sys.modules, "unicron_lightning.parent_death", None)  # importing it would raise
     autoload.install()
 
 

@@ -42,14 +42,14 @@ def install() -> None:
     """Entry point: tie a worker to its agent, report its exceptions, and wait for Lightning. Never raises."""
     try:
         if os.environ.get("UNICRON_AGENT_PID"):
-            from unicron_lightning.agent.workers.lifeline import tie_to_agent
+            from unicron_lightning.parent_death import tie_to_agent
 
             if tie_to_agent():
                 from unicron_lightning.detection.reporting import watch_exceptions
 
                 watch_exceptions()
     except Exception:  # supervisor boundary: any exception here would break `import torch`
-        logger.debug("lifeline_failed", exc_info=True)
+        logger.debug("not_tied_to_agent", exc_info=True)
     offer_strategy()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from toy_worker import ToyWorker
 
-from unicron_lightning.agent.workers.lifeline import tie_to_agent
+from unicron_lightning.parent_death import tie_to_agent
 
 tie_to_agent()
 print(os.environ["GREETING"])

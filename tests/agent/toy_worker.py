@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from unicron_lightning import environ, wire
-from unicron_lightning.agent.workers.lifeline import tie_to_agent
+from unicron_lightning.parent_death import tie_to_agent
 
 
 class ToyWorker:

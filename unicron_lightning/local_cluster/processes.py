@@ -74,7 +74,7 @@ def lives(pid: int) -> bool:
 
 def tied(module: str, *words: str) -> list[str]:
     """Return the command that runs a module in a process that ends with the present thread, by whatever cause."""
-    return [sys.executable, "-m", "unicron_lightning.local_cluster.tied", str(os.getpid()), module, *words]
+    return [sys.executable, "-m", "unicron_lightning.parent_death", str(os.getpid()), module, *words]
 
 
 class Processes:

@@ -8,18 +8,17 @@ process remains that nothing would ever stop, and the next daemon starts with fr
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Final
+
+from unicron_lightning.parent_death import tie_to
 
 DAEMON_PID: Final = "UNICRON_DAEMON_PID"
 """Process id of the daemon."""
 PIPES: Final = "UNICRON_LOG_PIPES"
 """Folder with a named pipe for each local rank."""
-_PR_SET_PDEATHSIG: Final = 1
 
 
 def pipe_name(local_rank: int) -> str:
@@ -30,8 +29,7 @@ def pipe_name(local_rank: int) -> str:
 def main(arguments: list[str]) -> None:
     """Run torchrun, then end the process."""
     daemon, pipes = int(os.environ.pop(DAEMON_PID)), Path(os.environ.pop(PIPES))
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != daemon:  # it died before the call took effect
+    if not tie_to(daemon):
         sys.exit(1)
     _torchrun(arguments, pipes)
 

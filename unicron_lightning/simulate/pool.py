@@ -5,12 +5,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from types import FrameType
 
-from unicron_lightning.local_cluster.tied import tie_to
+from unicron_lightning.parent_death import tie_to
 
 
 @contextmanager
@@ -46,4 +47,5 @@ def _begin(parent: int) -> None:
     """Initialize a process of the pool: Ctrl-C, which the whole terminal receives, is handled by the command."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    tie_to(parent)
+    if not tie_to(parent):
+        sys.exit(1)
