@@ -81,8 +81,14 @@ class Policy:
         raise NotImplementedError
 
     def resumes(self, now: TaskSituation) -> Reaction:
-        """Decide for a waiting task that may have enough nodes now; with 0 places it keeps waiting."""
-        raise NotImplementedError
+        """Decide for a waiting task that may have enough nodes now; with 0 places it keeps waiting.
+
+        By default it restarts from a checkpoint with the places that there are, if they are enough.
+        """
+        there = min(now.declared, now.whole + now.spares)
+        if there < now.least:
+            return Reaction(places=0, loses="checkpoint")
+        return Reaction(places=there, seconds=now.costs.takes("restart"), loses="checkpoint")
 
     def grows(self, now: TaskSituation) -> Reaction | None:
         """Decide how a running task admits places, assuming all that are alive; None: it never does."""
@@ -116,12 +122,6 @@ class Shrinking(Policy):
         if now.alive >= now.least:
             return Reaction(places=now.alive, seconds=self.shrink_seconds(now.costs), loses=self.shrink_loses)
         return self.resumes(now)
-
-    def resumes(self, now: TaskSituation) -> Reaction:
-        there = min(now.declared, now.whole + now.spares)
-        if there < now.least:
-            return Reaction(places=0, loses="checkpoint")
-        return Reaction(places=there, seconds=now.costs.takes("restart"), loses="checkpoint")
 
     def grows(self, now: TaskSituation) -> Reaction | None:
         return Reaction(

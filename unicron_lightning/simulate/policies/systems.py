@@ -91,12 +91,6 @@ class InProcess(Policy):
             return Reaction(places=now.alive, seconds=now.costs.takes("continue"), loses="memory")
         return self.resumes(now)
 
-    def resumes(self, now: TaskSituation) -> Reaction:
-        there = min(now.declared, now.whole + now.spares)
-        if there < now.least:
-            return Reaction(places=0, loses="checkpoint")
-        return Reaction(places=there, seconds=now.costs.takes("restart"), loses="checkpoint")
-
     def grows(self, now: TaskSituation) -> Reaction | None:
         there = min(now.declared, now.whole)
         return Reaction(places=there, seconds=now.costs.takes("restart"), loses="memory")
