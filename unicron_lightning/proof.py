@@ -39,6 +39,8 @@ MOST_USED: Final = 200_000
 """Largest number of challenges used within that time; further requests are refused until some expire."""
 MOST_CHALLENGE_BYTES: Final = 4096
 """Largest size of the answer to a request for a challenge."""
+MOST_REQUEST_BYTES: Final = 1 << 20
+"""A request's body is smaller: it is read before its proof can be checked."""
 SCHEME: Final = "Unicron"
 ANSWER_HEADER: Final = "Unicron-Proof"
 _NONCE: Final = re.compile(r"[0-9a-f]{64}")

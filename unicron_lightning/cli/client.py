@@ -20,6 +20,7 @@ from unicron_lightning.errors import CoordinatorUnavailable, UnicronError
 from unicron_lightning.proof import (
     ANSWER_HEADER,
     MOST_CHALLENGE_BYTES,
+    MOST_REQUEST_BYTES,
     Meeting,
     answer_proof,
     authorization,
@@ -122,13 +123,16 @@ def fetch(
 
     Raises:
         CoordinatorUnavailable: no coordinator answers there, or it cannot prove that it knows the token.
-        UnicronError: the coordinator refuses the order; the reason is its own.
+        UnicronError: the coordinator refuses the order, with its own reason; or the order is too large.
     """
+    content = b"" if body is None else json.dumps(body).encode()
+    if len(content) >= MOST_REQUEST_BYTES:
+        raise UnicronError(f"the order for {path} has {len(content)} bytes: expected < {MOST_REQUEST_BYTES}")
     if access is None:
         host = _host_of(endpoint)
         access = Access(token=token_for(host, None, option="--token-file "), trust=trust_for(host, option="--tls "))
     target = path + (f"?{urllib.parse.urlencode(query)}" if query else "")
-    status, answer = request(endpoint, method, target, access, b"" if body is None else json.dumps(body).encode())
+    status, answer = request(endpoint, method, target, access, content)
     if status != HTTPStatus.OK:
         refusal = _reason(answer) if method == "POST" and status in _REFUSALS else None
         if refusal is not None:

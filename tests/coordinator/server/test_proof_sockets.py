@@ -20,7 +20,7 @@ from unicron_lightning import wire
 from unicron_lightning.agent.link.session import CoordinatorSession, SessionHooks
 from unicron_lightning.cli.client import Access, fetch
 from unicron_lightning.credentials import Token
-from unicron_lightning.errors import CoordinatorUnavailable, CoordinatorUnproven
+from unicron_lightning.errors import CoordinatorUnavailable, CoordinatorUnproven, UnicronError
 from unicron_lightning.link import open_socket
 from unicron_lightning.node.link import NodeLink
 from unicron_lightning.proof import Meeting, authorization, new_nonce
@@ -158,6 +158,19 @@ async def test_a_command_sends_an_impostor_nothing() -> None:
                 fetch, f"127.0.0.1:{false.port}", "/v1/jobs", Access(token=TOKEN), method="POST", body={"name": "j"}
             )
         false.learned_nothing()
+
+
+async def test_an_order_that_is_too_large_is_not_taken_for_an_impostor(coordinator: Coordinator) -> None:
+    """The coordinator answers it before it can check its proof, and so without one of its own."""
+    place, access = coordinator.url.removeprefix("http://"), Access(token=TOKEN)
+    frame = len(json.dumps({"name": ""}))
+    for size, refusal in (
+        (1 << 20, r"/v1/jobs has 1048576 bytes: expected < 1048576"),
+        ((1 << 20) - 1, "expected a job"),
+    ):
+        body = {"name": "n" * (size - frame)}
+        with pytest.raises(UnicronError, match=refusal):
+            await asyncio.to_thread(fetch, place, "/v1/jobs", access, method="POST", body=body)
 
 
 async def test_one_that_forwards_challenges_gets_no_proofs(coordinator: Coordinator) -> None:

@@ -15,6 +15,7 @@ from unicron_lightning.coordinator.server.hosts import misdirected
 from unicron_lightning.credentials import Token
 from unicron_lightning.proof import (
     ANSWER_HEADER,
+    MOST_REQUEST_BYTES,
     Challenges,
     Meeting,
     answer_proof,
@@ -61,7 +62,7 @@ class Guard:
             response: web.StreamResponse = await handler(request)
             return response
 
-        app = web.Application(middlewares=[authorize])
+        app = web.Application(middlewares=[authorize], client_max_size=MOST_REQUEST_BYTES)
         app.router.add_get("/v1/challenge", self._get_challenge)
         app.on_response_prepare.append(self._sign)
         return app
