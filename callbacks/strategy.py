@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
-from unicron_lightning.strategies.roots import is_other, refuse
+from unicron_lightning.strategies.lightning_root import is_other, refuse
 from unicron_lightning.worker.engine import Engine
 
 

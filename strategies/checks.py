@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.optim import LBFGS, Optimizer
 
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.strategies.roots import is_other, refuse
+from unicron_lightning.strategies.lightning_root import is_other, refuse
 
 
 def check_trainer(trainer: pl.Trainer) -> None:

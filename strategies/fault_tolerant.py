@@ -24,7 +24,7 @@ from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.data.order import StepShape
 from unicron_lightning.data.seeding import preserved
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.strategies import roots
+from unicron_lightning.strategies import lightning_root
 from unicron_lightning.strategies.checks import check_module, check_trainer
 from unicron_lightning.strategies.collectives import default_group
 from unicron_lightning.strategies.collectives.lightning import CollectingStrategy
@@ -360,4 +360,4 @@ class FaultTolerantStrategy(CollectingStrategy):
         super().teardown()
 
 
-roots.meet(FaultTolerantStrategy)
+lightning_root.meet(FaultTolerantStrategy)

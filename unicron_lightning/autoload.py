@@ -33,7 +33,7 @@ FSDP_NAME = "unicron_fsdp"
 REGISTRY_MODULE = "lightning.pytorch.strategies"
 """Module with Lightning's ``StrategyRegistry``, which is complete once this module has been executed."""
 OTHER_REGISTRY_MODULE = "pytorch_lightning.strategies"
-"""The same of the package ``pytorch_lightning``, in which the strategy is refused; see `strategies.roots`."""
+"""The same of the package ``pytorch_lightning``, in which the strategy is refused; see `strategies.lightning_root`."""
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ def register_refusal(module: ModuleType) -> None:
 
 def build_refusal(*, given: str, **init_params: Any) -> Any:  # noqa: ARG001 - called with the strategy's settings
     """Raise the error that names the cause; ``given`` is the strategy's name."""
-    from unicron_lightning.strategies.roots import refuse_strategy
+    from unicron_lightning.strategies.lightning_root import refuse_strategy
 
     refuse_strategy(given)
 

@@ -15,8 +15,8 @@ from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies.collectives import default_group
 from unicron_lightning.strategies.collectives.operations import Collectives
 from unicron_lightning.strategies.environment import UnicronEnvironment
+from unicron_lightning.strategies.lightning_root import check_accelerator
 from unicron_lightning.strategies.metrics.loggers import is_log_dir
-from unicron_lightning.strategies.roots import check_accelerator
 from unicron_lightning.strategies.session import Session
 
 

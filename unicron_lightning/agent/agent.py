@@ -31,8 +31,8 @@ from unicron_lightning.agent.embedded import EmbeddedCoordinator
 from unicron_lightning.agent.injection import AgentFaults
 from unicron_lightning.agent.link.session import CoordinatorSession, SessionHooks
 from unicron_lightning.agent.options import AgentOptions
-from unicron_lightning.agent.private_folder import ScratchFolder
 from unicron_lightning.agent.round_view import RoundView, SharedView, call
+from unicron_lightning.agent.scratch_folder import ScratchFolder
 from unicron_lightning.agent.workers.gate import SlotGate
 from unicron_lightning.agent.workers.inspection import Inspector
 from unicron_lightning.agent.workers.kernel_evidence import Deaths

@@ -31,8 +31,7 @@ from unicron_lightning import environ
 from unicron_lightning.agent.options import AgentOptions, bind_address
 from unicron_lightning.credentials import is_loopback
 from unicron_lightning.errors import CoordinatorUnavailable
-from unicron_lightning.folders import make_private
-from unicron_lightning.private import open_private
+from unicron_lightning.private_files import make_private, open_private
 from unicron_lightning.tls import AUTO, COORDINATOR_FILE, Trust
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from unicron_lightning import environ
 from unicron_lightning.credentials import Token, is_loopback, token_for
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.folders import user_path
+from unicron_lightning.private_files import user_path
 from unicron_lightning.tls import PLAIN, Trust, trust_for
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from typing import Final, TypeVar
 import psutil  # type: ignore[import-untyped]
 
 from unicron_lightning import environ
-from unicron_lightning.private import open_private
+from unicron_lightning.private_files import open_private
 
 T = TypeVar("T")
 

@@ -14,8 +14,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Final
 
-from unicron_lightning.folders import make_private
-from unicron_lightning.private import open_private
+from unicron_lightning.private_files import make_private, open_private
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from typing import Final
 from unicron_lightning.agent.options import parse_endpoint
 from unicron_lightning.credentials import Token, is_loopback, token_for
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.folders import user_path
 from unicron_lightning.node.slots import Slot, slots_of, visible_devices
+from unicron_lightning.private_files import user_path
 from unicron_lightning.tls import Trust, trust_for
 
 _NODE: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")

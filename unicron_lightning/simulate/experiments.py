@@ -36,7 +36,7 @@ from unicron_lightning.simulate.output.pictures import (
 )
 from unicron_lightning.simulate.output.summaries import Row, summary, with_ratio
 from unicron_lightning.simulate.output.tables import as_markdown
-from unicron_lightning.simulate.pool import processes
+from unicron_lightning.simulate.process_pool import processes
 
 ALL: Final = ("unicron", "megatron", "oobleck", "varuna", "bamboo", "torchft", "inprocess")
 ABLATIONS: Final = (

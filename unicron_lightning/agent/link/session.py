@@ -22,7 +22,7 @@ import msgspec
 
 from unicron_lightning import wire
 from unicron_lightning.agent.injection import Cut
-from unicron_lightning.agent.link.beats import Pulse
+from unicron_lightning.agent.link.heartbeats import Pulse
 from unicron_lightning.agent.link.outbox import Outbox
 from unicron_lightning.credentials import Token
 from unicron_lightning.detection.silence import SilenceLimits

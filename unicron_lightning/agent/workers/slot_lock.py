@@ -12,8 +12,7 @@ import os
 import urllib.parse
 from pathlib import Path
 
-from unicron_lightning.folders import make_private, user_path
-from unicron_lightning.private import open_private
+from unicron_lightning.private_files import make_private, open_private, user_path
 
 
 class SlotLock:

@@ -53,7 +53,7 @@ from unicron_lightning.coordinator.storage.saving import Saving
 from unicron_lightning.coordinator.storage.store import Store
 from unicron_lightning.credentials import Token, find_token, is_loopback, user_file
 from unicron_lightning.errors import ConfigError, PortInUse
-from unicron_lightning.private import open_private
+from unicron_lightning.private_files import open_private
 from unicron_lightning.wire.daemon import NodeHello, NodeRun, decode_from_node
 from unicron_lightning.wire.fields import shortened
 

@@ -13,8 +13,7 @@ import time
 from pathlib import Path
 
 from unicron_lightning.errors import ConfigError, UnicronError
-from unicron_lightning.folders import make_private, user_path
-from unicron_lightning.private import MODE, open_private
+from unicron_lightning.private_files import FILE_MODE, make_private, open_private, user_path
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +88,7 @@ def _open(path: Path) -> sqlite3.Connection:
     if not path.exists():
         os.close(open_private(path, os.O_RDWR))
     elif path.is_file():
-        path.chmod(MODE)
+        path.chmod(FILE_MODE)
     database = sqlite3.connect(path, isolation_level=None)
     try:
         _prepare(database, path)

@@ -23,7 +23,7 @@ from unicron_lightning.coordinator import state
 from unicron_lightning.coordinator.storage.database import StoreUnusable, open_database
 from unicron_lightning.coordinator.storage.event_log import EVENT_BYTES_KEPT, EventLog
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.private import open_private
+from unicron_lightning.private_files import open_private
 
 logger = logging.getLogger(__name__)
 

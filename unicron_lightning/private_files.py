@@ -1,8 +1,9 @@
-"""This user's folder on this machine: agents' sockets, slots' locks, coordinators' state and logs.
+"""Files and folders that only this user may read, and this user's folder on this machine.
 
-It lies below the folder for temporary files (TMPDIR, else /tmp), to which all users of the machine can write. Another
-user may thus have created it beforehand, as a folder or a symbolic link, and could then read and replace its contents.
-Therefore its owner and mode, and those of the folders within it, are checked at each use.
+The folder has agents' sockets, slots' locks, coordinators' state and logs. It lies below the folder for temporary files
+(TMPDIR, else /tmp), to which all users of the machine can write. Another user may thus have created it beforehand, as a
+folder or a symbolic link, and could then read and replace its contents. Therefore its owner and mode, and those of the
+folders within it, are checked at each use.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Final
 
 from unicron_lightning.errors import ConfigError
 
-MODE: Final = 0o700
+FILE_MODE: Final = 0o600
+FOLDER_MODE: Final = 0o700
 _OTHERS_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
 _ELSE: Final = "set TMPDIR to a folder of your own"
 
@@ -41,16 +43,42 @@ def make_private(folder: Path) -> Path:
     """
     home = user_path()
     if folder != home and home not in folder.parents:
-        folder.mkdir(mode=MODE, parents=True, exist_ok=True)
+        folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
         _check_owner(folder, folder.stat())
         return folder
     _check_parent(home.parent)
     for part in [home, *reversed([p for p in (folder, *folder.parents) if home in p.parents])]:
         try:
-            part.mkdir(mode=MODE)
+            part.mkdir(mode=FOLDER_MODE)
         except FileExistsError:
             _check(part)
     return folder
+
+
+def open_private(path: str | Path, flags: int) -> int:
+    """Open a file, created with mode 0600 if it does not exist; a symlink is not followed.
+
+    An existing file of this user that others may read or write is given mode 0600.
+
+    Args:
+        path: the file.
+        flags: of ``os.open``; O_CREAT, O_CLOEXEC and O_NOFOLLOW are added.
+
+    Returns:
+        A descriptor, closed by the caller. Usable as ``opener`` of ``open``.
+
+    Raises:
+        OSError: the file cannot be opened, e.g. because it is a symlink (ELOOP).
+    """
+    descriptor = os.open(path, flags | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
+    try:
+        found = os.fstat(descriptor)
+        if found.st_uid == os.getuid() and stat.S_ISREG(found.st_mode) and found.st_mode & 0o077:
+            os.fchmod(descriptor, FILE_MODE)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _check(folder: Path) -> None:
@@ -62,8 +90,8 @@ def _check(folder: Path) -> None:
     if found.st_mode & _OTHERS_WRITE:
         mode = stat.S_IMODE(found.st_mode)
         raise ConfigError(f"{folder} has mode {mode:04o}, others can write to it: expected 0700; remove it, or {_ELSE}")
-    if stat.S_IMODE(found.st_mode) != MODE:
-        folder.chmod(MODE)
+    if stat.S_IMODE(found.st_mode) != FOLDER_MODE:
+        folder.chmod(FOLDER_MODE)
 
 
 def _check_owner(folder: Path, found: os.stat_result) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from unicron_lightning.agent.private_folder import ScratchFolder
+from unicron_lightning.agent.scratch_folder import ScratchFolder
 from unicron_lightning.agent.workers.slot_lock import SlotLock
 from unicron_lightning.coordinator.storage.database import default_state_dir, prepare_state_dir
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.folders import make_private, user_path
+from unicron_lightning.private_files import make_private, user_path
 
 STRANGER = 65534
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")

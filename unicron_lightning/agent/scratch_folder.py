@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-from unicron_lightning.folders import make_private, user_path
+from unicron_lightning.private_files import make_private, user_path
 
 _LOCK: Final = "lock"
 _PREFIX: Final = "agent-"
