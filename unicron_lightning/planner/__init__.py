@@ -1,7 +1,7 @@
 """Number of workers per task: the cost model, the optimal plan, and the plans made ahead.
 
-Pure: no files, no network, no clock; times and rates are arguments. Importing this package loads nothing else; numba is
-imported by `unicron_lightning.planner.solver`. Read in this order:
+Pure: no files, no network, no clock; times and rates are arguments. Importing this package loads nothing else; numba
+(the extra ``plan``) is imported for large plans only. Read in this order:
 
 * `unicron_lightning.planner.task`: the planner's view of a task;
 * `unicron_lightning.planner.performance`: T(t,x), from a table, from measurements or from a model;

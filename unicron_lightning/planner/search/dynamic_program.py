@@ -1,4 +1,4 @@
-"""Compiled loops of the dynamic program: tables of the best sums of keys, and the plans behind them.
+"""Loops of the dynamic program: tables of the best sums of keys, and the plans behind them.
 
     S(i,j) = max over k <= j of  S(i-1, j-k) + key_i(k)             the paper's recursion, at most j units in all
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from unicron_lightning.planner.search.kernels import compiled
+from unicron_lightning.planner.search.compiler import compilable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -30,7 +30,7 @@ BLOCK = 2048
 """Entries of a row that are processed at once: two such blocks fit into a processor's first cache."""
 
 
-@compiled
+@compilable
 def add_options(row: Ints, low: int, units: Ints, keys: Ints, out: Ints, out_low: int) -> None:
     """out(j) = max(out(j), row(j - k) + key) for each option, in O(options x window)."""
     for block in range(0, len(out), BLOCK):
@@ -44,7 +44,7 @@ def add_options(row: Ints, low: int, units: Ints, keys: Ints, out: Ints, out_low
                     target[j] = max(target[j], source[j] + key)
 
 
-@compiled
+@compilable
 def add_concave(row: Ints, low: int, units: Ints, keys: Ints, step: int, out: Ints, out_low: int) -> None:
     """Do as `add_options` for options ``step`` apart with concave keys, in O((options + window) log window).
 
@@ -87,7 +87,7 @@ def add_concave(row: Ints, low: int, units: Ints, keys: Ints, step: int, out: In
             stride //= 2
 
 
-@compiled
+@compilable
 def extend(row: Ints, low: int, units: Ints, keys: Ints, out: Ints, out_low: int) -> None:
     """Compute one step of the recursion: ``out`` is the row with one more task, whose options are given."""
     out[:] = NEVER
@@ -116,7 +116,7 @@ def extend(row: Ints, low: int, units: Ints, keys: Ints, out: Ints, out_low: int
         out[j] = max(out[j], out[j - 1])
 
 
-@compiled
+@compilable
 def fill(
     starts: Ints, units: Ints, keys: Ints, first: int, last: int, lows: Ints, row_starts: Ints, values: Ints
 ) -> None:
@@ -142,7 +142,7 @@ def fill(
         extend(row, lows[first - direction], units[options], keys[options], out, lows[first])
 
 
-@compiled
+@compilable
 def combine(
     before: Ints, before_low: int, after: Ints, after_low: int, units: Ints, keys: Ints, num_units: int
 ) -> tuple[int, int, int]:
@@ -164,7 +164,7 @@ def combine(
     return top, option, budget
 
 
-@compiled
+@compilable
 def trace(
     starts: Ints,
     units: Ints,

@@ -1,4 +1,4 @@
-"""Compiled loops of the solver: keys of options, their upper hulls, the price of a unit, and the relevant options.
+"""Loops of the solver: keys of options, their upper hulls, the price of a unit, and the relevant options.
 
 Everything is exact in 64-bit integers. With a price p >= 0 per unit, a plan with keys g_i and units k_i, at most N, has
 
@@ -12,11 +12,11 @@ than N units.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING
 
-import numba
 import numpy as np
+
+from unicron_lightning.planner.search.compiler import compilable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -27,24 +27,7 @@ STICKY = 0.75
 """Largest difference, in quanta, between successive increments of F * D that are rounded to the same number."""
 
 
-Function = TypeVar("Function", bound=Callable[..., object])
-
-
-def compiled(function: Function) -> Function:
-    """Compile ``function`` to machine code at its first call; cache the code on disk for other processes.
-
-    If neither the installed package nor the user's cache folder is writable, every process compiles for itself.
-    """
-    try:
-        made = numba.njit(cache=True)(function)
-    except RuntimeError as error:
-        if "cannot cache" not in str(error):
-            raise
-        made = numba.njit(function)
-    return cast("Function", made)
-
-
-@compiled
+@compilable
 def keys_of(
     workers: Ints,
     waf: NDArray[np.float64],
@@ -92,7 +75,7 @@ def keys_of(
     return units, keys
 
 
-@compiled
+@compilable
 def steeper(gain: int, width: int, other_gain: int, other_width: int) -> bool:
     """Whether gain / width > other_gain / other_width, exactly and without leaving 64 bits."""
     slope, other = gain / width, other_gain / other_width
@@ -107,7 +90,7 @@ def steeper(gain: int, width: int, other_gain: int, other_width: int) -> bool:
     return (gain - whole * width) * other_width > (other_gain - other_whole * other_width) * width
 
 
-@compiled
+@compilable
 def hulls(starts: Ints, units: Ints, keys: Ints) -> tuple[Ints, Ints]:
     """The upper hull of each column, as indices of options: where its vertices start, and the vertices."""
     hull_starts = np.zeros(len(starts), dtype=np.int64)
@@ -127,7 +110,7 @@ def hulls(starts: Ints, units: Ints, keys: Ints) -> tuple[Ints, Ints]:
     return hull_starts, vertices[:top].copy()
 
 
-@compiled
+@compilable
 def best_vertex(first: int, end: int, vertices: Ints, units: Ints, keys: Ints, price: int) -> int:
     """The first of the vertices [first, end) with the greatest key - price * units."""
     low, high = first, end - 1
@@ -141,7 +124,7 @@ def best_vertex(first: int, end: int, vertices: Ints, units: Ints, keys: Ints, p
     return low
 
 
-@compiled
+@compilable
 def wanted_units(
     hull_starts: Ints, vertices: Ints, units: Ints, keys: Ints, num_tasks: int, skip: int, own: int, price: int
 ) -> int:
@@ -155,7 +138,7 @@ def wanted_units(
     return total
 
 
-@compiled
+@compilable
 def find_price(
     hull_starts: Ints,
     vertices: Ints,
@@ -193,7 +176,7 @@ def find_price(
     return low, value + low * (num_units - taken), value
 
 
-@compiled
+@compilable
 def mark(
     hull_starts: Ints,
     vertices: Ints,

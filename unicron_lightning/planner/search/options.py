@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from unicron_lightning.planner.search import kernels
+from unicron_lightning.planner.search import compiler, kernels
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -81,6 +81,7 @@ def column(state: ClusterState, curve: Curve, *, factor: int, may_pause: bool, m
         may_pause: whether zero workers are an option.
         may_run: whether other numbers of workers are options.
     """
+    compiler.prepare(len(state.tasks) * (state.num_workers // state.unit))
     name = curve.task.name
     before, lost = state.allocation.get(name, 0), state.lost.get(name, 0)
     cost = round(curve.waf_at(before) * curve.task.transition_seconds / state.quantum_flop)

@@ -1,0 +1,13 @@
+"""The tests of the planner use compiled loops; `search/test_compiler.py` compares them with interpreted ones."""
+
+from __future__ import annotations
+
+import pytest
+
+from unicron_lightning.planner.search import dynamic_program, kernels  # noqa: F401 - to be compiled
+from unicron_lightning.planner.search.compiler import compile_all
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compiled() -> None:
+    assert compile_all()
