@@ -8,7 +8,7 @@ from coordinator.driver import World, running
 from coordinator.fake_agent import FakeAgent
 
 from unicron_lightning import wire
-from unicron_lightning.coordinator.membership.checkpoints import KEPT
+from unicron_lightning.coordinator.membership.workers import CHECKPOINTS_KEPT
 
 
 def reborn(*agents: FakeAgent) -> list[tuple[str, int]]:
@@ -38,9 +38,9 @@ def test_a_new_life_gets_all_known_checkpoints_newest_first() -> None:
 def test_the_oldest_are_forgotten() -> None:
     world = World()
     a, b = running(world, 2)
-    for step in range(KEPT + 3):
+    for step in range(CHECKPOINTS_KEPT + 3):
         a.saved(f"/{step}", step)
-    assert reborn(a, b) == [(f"/{step}", step) for step in range(KEPT + 2, 2, -1)]
+    assert reborn(a, b) == [(f"/{step}", step) for step in range(CHECKPOINTS_KEPT + 2, 2, -1)]
 
 
 def test_a_path_stands_for_what_was_written_there_last() -> None:

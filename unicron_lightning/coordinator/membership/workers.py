@@ -16,7 +16,7 @@ from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.connectivity import partition
 from unicron_lightning.coordinator.incidents import accounting, measurements
 from unicron_lightning.coordinator.incidents.facts import REPORTED, BrokenConnection, FirstStep, WorkerDeath
-from unicron_lightning.coordinator.membership import checkpoints, replicas
+from unicron_lightning.coordinator.membership import replicas
 from unicron_lightning.coordinator.membership.epochs import (
     agents_to_notify,
     expel,
@@ -42,6 +42,9 @@ Handled = (
     | wire.FaultDue
     | wire.Replicas
 )
+
+CHECKPOINTS_KEPT: Final = 8
+"""Checkpoints on record: older ones matter only if newer ones were changed or are gone."""
 
 
 def hello(task: Task, turn: Turn, agent: Agent, message: wire.WorkerHello) -> None:
@@ -101,7 +104,7 @@ def receive(task: Task, turn: Turn, agent: Agent, message: Handled) -> None:
             turn.send(agent, wire.LookupReply(worker=worker.id, key=message.key, value=value))
         case wire.CheckpointSaved() if worker.ready or any(worker.id == member.worker for member in task.members()):
             # Only a training worker reports a valid checkpoint: a new life loads it.
-            checkpoints.saved(task, turn, message)
+            _checkpoint_saved(task, turn, message)
             if message.parting:
                 start_new_life(task, turn)
         case wire.FaultDue():
@@ -265,6 +268,25 @@ def _event(task: Task, turn: Turn, worker: Worker, message: wire.WorkerEvent) ->
         task.incident = None
     if fact is not None:
         relayout.stepped(task, turn)
+
+
+def _checkpoint_saved(task: Task, turn: Turn, message: wire.CheckpointSaved) -> None:
+    """Record a checkpoint, unless it is known or something newer was written at its path in this life.
+
+    A path holds what was written there last, so a report replaces what is known of its path. Reports may come late and
+    several times, as all members send them. Workers check a checkpoint before they load it, so one that was changed or
+    deleted since may stay on record.
+    """
+    one = wire.Checkpoint(path=message.path, step=message.step, digest=message.digest, life=task.life)
+    there = [known for known in task.checkpoints if known.path == one.path]
+    if one in there or any(known.life == one.life and known.step > one.step for known in there):
+        return
+    # Two of the same step may both be there: which one was written last is not known.
+    replaced = [known for known in there if (known.life, known.step) != (one.life, one.step)]
+    kept = [known for known in task.checkpoints if known not in replaced]
+    task.checkpoints = sorted([one, *kept], key=lambda known: -known.step)[:CHECKPOINTS_KEPT]
+    fields = {"worker": message.worker, "path": one.path, "step": one.step, "digest": one.digest}
+    turn.emit_for(task, None, "checkpoint_saved", fields)
 
 
 _NEVER: Final = ("epoch_published", "epoch_settled")

@@ -6,6 +6,7 @@ machine, and its state to answers; the machine carries out orders.
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from typing import Any, Final, Protocol
@@ -22,6 +23,7 @@ from unicron_lightning.coordinator.membership import replicas
 from unicron_lightning.coordinator.orders import injection, jobs, relayout
 from unicron_lightning.coordinator.server.guard import Guard
 from unicron_lightning.coordinator.server.status import cluster_status, task_status
+from unicron_lightning.coordinator.state import Task
 from unicron_lightning.coordinator.storage.event_log import PAGE_BYTES
 from unicron_lightning.coordinator.storage.store import LoggedEvent, Store
 from unicron_lightning.errors import ConfigError
@@ -129,25 +131,18 @@ class Api:
 
     async def _post_resize(self, request: web.Request) -> web.Response:
         """``?nodes=N``: train the task on N nodes; ``nodes=all``: on as many as are available."""
-        tasks = self._shell.machine.tasks
-        name, word = request.match_info["task"], request.query.get("nodes", "")
-        task = tasks.get(name)
-        if task is None or task.over is not None:
-            return self._no_task(name)
+        task, word = self._task(request), request.query.get("nodes", "")
         nodes = _number(word)
         if word != "all" and (nodes is None or not task.min_nodes <= nodes <= task.max_nodes):
             error = f"nodes={_plain(word)}: expected {task.min_nodes} to {task.max_nodes} (its --nnodes), or all"
             return web.json_response({"error": error}, status=400 if nodes is None else 404)
         if nodes is not None and (refused := replicas.refusal(task, nodes)) is not None:
             return web.json_response({"error": refused}, status=404)
-        return self._ordered(ev.Resize(task=name, nodes=nodes), lambda: {"task": name, "nodes": nodes})
+        return self._ordered(ev.Resize(task=task.id, nodes=nodes), lambda: {"task": task.id, "nodes": nodes})
 
     async def _post_relayout(self, request: web.Request) -> web.Response:
         """``?tp=T&pp=P``: spread the model over T x P workers, from a checkpoint written after the current step."""
-        name = request.match_info["task"]
-        task = self._shell.machine.tasks.get(name)
-        if task is None or task.over is not None:
-            return self._no_task(name)
+        task = self._task(request)
         words = {key: request.query.get(key, "") for key in ("tp", "pp")}
         for key, word in words.items():
             if not _number(word):
@@ -157,45 +152,50 @@ class Api:
         layout = wire.Layout(tensor=_number(words["tp"]) or 1, pipeline=_number(words["pp"]) or 1)
         if (refused := relayout.refusal(task, layout)) is not None:
             return web.json_response({"error": refused}, status=409)
-        return self._ordered(ev.Relayout(task=name, layout=layout), lambda: {"task": name, **layout.plain()})
+        return self._ordered(ev.Relayout(task=task.id, layout=layout), lambda: {"task": task.id, **layout.plain()})
 
     async def _post_cancel(self, request: web.Request) -> web.Response:
         """End a task now, whether it was submitted or not."""
-        name = request.match_info["task"]
-        task = self._shell.machine.tasks.get(name)
-        if task is None or task.over is not None:
-            return self._no_task(name)
+        name = self._task(request).id
         return self._ordered(ev.Cancel(task=name), lambda: jobs.job_status(self._shell.machine.cluster, name))
 
     async def _post_inject(self, request: web.Request) -> web.Response:
         """``{"fault": TEXT}``: inject the fault into the task, see docs/faults.md."""
-        name, machine = request.match_info["task"], self._shell.machine
+        machine = self._shell.machine
         if not machine.limits.allow_injection:
             return web.json_response({"error": injection.NOT_ALLOWED}, status=403)
-        task = machine.tasks.get(name)
-        if task is None or task.over is not None:
-            return self._no_task(name)
+        task = self._task(request)
         try:
             fault = parse(msgspec.json.decode(await request.read(), type=dict[str, str]).get("fault", ""))
         except (msgspec.DecodeError, UnicodeError, ConfigError) as error:
             return web.json_response({"error": f"expected a fault: {error}"}, status=400)
         order = ev.InjectFault(
-            task=name, fault=fault, draw=random.random() if fault.seed is None else draw(fault).random()
+            task=task.id, fault=fault, draw=random.random() if fault.seed is None else draw(fault).random()
         )
         refused = injection.refusal(task, order)
         if refused is not None:
             return web.json_response({"error": refused}, status=409)
         targets = injection.targets(task, order)
-        return self._ordered(order, lambda: {"task": name, "fault": text(fault), "targets": targets})
+        return self._ordered(order, lambda: {"task": task.id, "fault": text(fault), "targets": targets})
 
     def _ordered(self, order: ev.Input, answer: Callable[[], Any]) -> web.Response:
         """Carry out an order; confirm it by ``answer`` if it is durable."""
         refused = self._shell.order(order)
         return web.json_response(answer()) if refused is None else web.json_response({"error": refused}, status=503)
 
-    def _no_task(self, name: str) -> web.Response:
-        known = sorted(task.id for task in self._shell.machine.tasks.values() if task.over is None)
-        return web.json_response({"error": f"no task {name!r}; expected one of: {known}"}, status=404)
+    def _task(self, request: web.Request) -> Task:
+        """Return the task that a request names.
+
+        Raises:
+            web.HTTPNotFound: none of this name runs.
+        """
+        name, tasks = request.match_info["task"], self._shell.machine.tasks
+        task = tasks.get(name)
+        if task is None or task.over is not None:
+            known = sorted(task.id for task in tasks.values() if task.over is None)
+            error = {"error": f"no task {name!r}; expected one of: {known}"}
+            raise web.HTTPNotFound(text=json.dumps(error), content_type="application/json")
+        return task
 
     async def _post_job(self, request: web.Request) -> web.Response:
         """Submit a task: the body is a `Job`."""
