@@ -32,8 +32,22 @@ def test_of_two_the_first_is_right() -> None:
 
 def test_what_is_missing_differs_and_long_values_are_shortened() -> None:
     check_agreement({**SAME, "more": "x" * 500}, [{**SAME, "more": "x" * 500}, SAME], node="n0")
-    with pytest.raises(WorkersDiffer, match=r"more is missing, expected x{80}\.\.\. "):
+    with pytest.raises(WorkersDiffer, match=r"more is missing, expected x{80}\.\.\."):
         check_agreement(SAME, [{**SAME, "more": "x" * 500}, SAME], node="n1")
+
+
+@pytest.mark.parametrize("rates", [("0.01", "0.02"), ("0.001", "0.0001")])
+@pytest.mark.parametrize("place", [0, 30, 70, 200])
+def test_of_long_values_the_part_that_differs_is_shown(rates: tuple[str, str], place: int) -> None:
+    one, two = (
+        {"optimizer": f"AdamW({', '.join(['amsgrad=False'] * (place // 15))}, lr={rate}, {'eps=1e-08, ' * 20})"}
+        for rate in rates
+    )
+    with pytest.raises(WorkersDiffer) as caught:
+        check_agreement(two, [one, one, two], node="n2")
+    shown, expected = str(caught.value).split("optimizer is ")[1].split(", expected ")
+    assert f"lr={rates[1]}, eps" in shown and f"lr={rates[0]}, eps" in expected
+    assert max(len(shown), len(expected.partition(". All workers")[0])) <= 86
 
 
 def test_each_item_has_a_majority_of_its_own() -> None:

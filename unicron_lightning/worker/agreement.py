@@ -68,10 +68,8 @@ def check_agreement(mine: Description, descriptions: Sequence[Description], *, n
     names = [name for name in dict.fromkeys([*mine, *expected]) if mine.get(name, "missing") != expected.get(name)]
     if not names:
         return
-    items = [
-        f"{name} is {_short(mine.get(name, 'missing'))}, expected {_short(expected.get(name, 'missing'))}"
-        for name in names
-    ]
+    pairs = ((name, mine.get(name, "missing"), expected.get(name, "missing")) for name in names)
+    items = [f"{name} is {_shown(value, right)}, expected {_shown(right, value)}" for name, value, right in pairs]
     raise WorkersDiffer(
         f"the worker on node {node} differs from the others of its task: {'; '.join(items)}. All workers of a task run "
         "the same script with the same seed, data and settings"
@@ -124,5 +122,12 @@ def check_parameters(odd: Sequence[int], rank: int, nodes: Sequence[str], step: 
     )
 
 
-def _short(value: str) -> str:
-    return value if len(value) <= _SHOWN else f"{value[:_SHOWN]}... ({digest([value])})"
+def _shown(value: str, other: str) -> str:
+    """Shorten a value to the part that begins with the word in which it differs from the other."""
+    if len(value) <= _SHOWN:
+        return value
+    pairs = enumerate(zip(value, other, strict=False))
+    first = next((place for place, (one, two) in pairs if one != two), min(len(value), len(other)))
+    start = 0 if first < _SHOWN // 2 else max(value.rfind(" ", 0, first) + 1, first - _SHOWN // 2)
+    part = value[start : start + _SHOWN]
+    return f"{'...' if start else ''}{part}{'...' if start + _SHOWN < len(value) else ''}"
