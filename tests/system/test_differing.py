@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,9 @@ def test_a_worker_with_another_learning_rate_is_refused_with_the_values_and_its_
         cluster.watch(lambda: len(cluster.events("error_reported")) > 1, "two refusals: one of a joiner", 240)
         for report in cluster.events("error_reported"):
             assert report["node"] in ("n0", "n1")
-            assert f"the worker on node {report['node']} differs from the others of its task: optimizer is SGD" in (
-                report["cause"] + str(report["details"])
-            )
+            said = report["cause"] + str(report["details"])
+            assert f"the worker on node {report['node']} differs from the others of its task: optimizer is SGD(" in said
+            assert re.search(r"optimizer is SGD\(.*lr=0\.0[12], .*, expected SGD\(.*lr=0\.0[12], ", said), said
 
 
 def test_a_flipped_bit_is_found_and_its_worker_replaced(tmp_path: Path) -> None:

@@ -47,7 +47,8 @@ def test_of_long_values_the_part_that_differs_is_shown(rates: tuple[str, str], p
         check_agreement(two, [one, one, two], node="n2")
     shown, expected = str(caught.value).split("optimizer is ")[1].split(", expected ")
     assert f"lr={rates[1]}, eps" in shown and f"lr={rates[0]}, eps" in expected
-    assert max(len(shown), len(expected.partition(". All workers")[0])) <= 86
+    assert max(len(shown), len(expected.partition(". All workers")[0])) <= 86 + len("AdamW(")
+    assert shown.startswith("AdamW(") and expected.startswith("AdamW(")
 
 
 def test_each_item_has_a_majority_of_its_own() -> None:

@@ -7,6 +7,7 @@ whose values differ from the most frequent one (from the first worker's, if none
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
@@ -16,6 +17,7 @@ from unicron_lightning.errors import UnicronError
 Description = Mapping[str, str]
 _SHOWN: Final = 80
 """Number of characters of a value that an error shows."""
+_KIND: Final = re.compile(r"\w{1,40}\(")
 
 
 class WorkersDiffer(UnicronError):
@@ -123,11 +125,12 @@ def check_parameters(odd: Sequence[int], rank: int, nodes: Sequence[str], step: 
 
 
 def _shown(value: str, other: str) -> str:
-    """Shorten a value to the part that begins with the word in which it differs from the other."""
+    """Shorten a value to its kind, e.g. ``SGD(``, and the part from the word in which it differs from the other."""
     if len(value) <= _SHOWN:
         return value
     pairs = enumerate(zip(value, other, strict=False))
     first = next((place for place, (one, two) in pairs if one != two), min(len(value), len(other)))
     start = 0 if first < _SHOWN // 2 else max(value.rfind(" ", 0, first) + 1, first - _SHOWN // 2)
     part = value[start : start + _SHOWN]
-    return f"{'...' if start else ''}{part}{'...' if start + _SHOWN < len(value) else ''}"
+    kind = _KIND.match(value[:start])
+    return f"{kind[0] if kind else ''}{'...' if start else ''}{part}{'...' if start + _SHOWN < len(value) else ''}"
