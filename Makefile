@@ -67,6 +67,7 @@ quick: lint types
 # with signals and limits of time, one after another.
 # Where PYTEST_ARGS picks tests, a half may have none: pytest's status 5.
 test: $(READY)
+	@$(BIN)/python -m compileall -q unicron_lightning hydra_plugins tests  # a thousand processes follow
 	@$(BIN)/python -m pytest -m "not chaos" -n auto $(COMPUTING) $(PYTEST_ARGS) $(NONE_PICKED)
 	@$(BIN)/python -m pytest -m "not chaos" -n $(WAITING) --dist loadgroup $(STARTING) $(PYTEST_ARGS) $(NONE_PICKED)
 	@$(BIN)/python -m pytest -m "not chaos" $(patsubst %,--ignore=%,$(COMPUTING) $(STARTING)) $(PYTEST_ARGS) $(NONE_PICKED)

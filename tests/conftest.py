@@ -74,7 +74,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark the tests of modules that can start processes, and distribute whole-system tests.
 
     With ``--dist loadgroup`` the quick tests of a module stay together, as they share its fixtures. Those marked
-    ``faults`` go one by one to the next idle process, the longest first, for which their time limits stand.
+    ``faults`` go one by one to the next idle process, the longest first, for which their time limits stand. A module
+    whose tests share a fixture in spite of that names its group.
     """
     for item in items:
         if isinstance(item, pytest.Function) and not STARTERS.isdisjoint(vars(item.module)):

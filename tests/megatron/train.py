@@ -50,7 +50,7 @@ SETTINGS: dict[str, Any] = {
     "steps": 8,  # at least; then until FOLDER/finish exists, if configured
     "finish": False,
     "full": 0,  # workers of the complete world
-    "slow": 0.0,  # additional seconds of a step while the world is smaller
+    "slow": 0.0,  # most additional seconds of a step while the world is smaller; a newer epoch ends them
     "save_every": 0,  # steps; into FOLDER/checkpoints
     "resume": None,  # path of a checkpoint
     "validate": 0,  # steps between validations, each with a checkpoint if it is the best one
@@ -185,7 +185,9 @@ class Watch(pl.Callback):
         step = trainer.global_step - 1
         self._note("step", step=step, data_epoch=trainer.current_epoch, **about, **grid, **values)
         if self._settings["full"] and world.size < self._settings["full"]:
-            time.sleep(self._settings["slow"])
+            deadline = time.monotonic() + self._settings["slow"]
+            while time.monotonic() < deadline and not strategy.engine.control.newer_than(world.epoch):
+                time.sleep(0.01)
         enough = trainer.global_step >= self._settings["steps"]
         if self._settings["finish"] and enough:
             whole = len(place.layout.replicas) == self._settings["dp"]
