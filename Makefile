@@ -69,7 +69,7 @@ quick: lint types
 test: $(READY)
 	@$(BIN)/python -m compileall -q unicron_lightning hydra_plugins tests  # a thousand processes follow
 	@$(BIN)/python -m pytest -m "not chaos" -n auto $(COMPUTING) $(PYTEST_ARGS) $(NONE_PICKED)
-	@$(BIN)/python -m pytest -m "not chaos" -n $(WAITING) --dist loadgroup $(STARTING) $(PYTEST_ARGS) $(NONE_PICKED)
+	@$(BIN)/python -m pytest -m "not chaos" -n $(WAITING) --dist loadscope $(STARTING) $(PYTEST_ARGS) $(NONE_PICKED)
 	@$(BIN)/python -m pytest -m "not chaos" $(patsubst %,--ignore=%,$(COMPUTING) $(STARTING)) $(PYTEST_ARGS) $(NONE_PICKED)
 
 matrix: $(READY)

@@ -18,7 +18,7 @@ import threading
 import time
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
@@ -53,6 +53,8 @@ ALLOWED_THREADS = (
 )
 LEAN = Path(__file__).with_name("lean")
 """Folder of a ``sitecustomize``, for all processes that tests start, but not for those of pytest-xdist."""
+SINGLE = ("tests/system/", "tests/megatron/", "tests/fsdp/")
+"""Folders of tests that mostly take half a minute or more, and share no fixture of a module."""
 STARTERS = frozenset({"subprocess", "Coordinator", "LocalCluster"})
 """Names of which a module that starts processes has imported at least one."""
 ALLOWED_PROCESSES = (
@@ -70,21 +72,23 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.pop("UNICRON_TOKEN", None)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the tests of modules that can start processes, and distribute whole-system tests.
-
-    With ``--dist loadgroup`` the quick tests of a module stay together, as they share its fixtures. Those marked
-    ``faults`` go one by one to the next idle process, the longest first, for which their time limits stand. A module
-    whose tests share a fixture in spite of that names its group.
-    """
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of modules that can start processes."""
     for item in items:
         if isinstance(item, pytest.Function) and not STARTERS.isdisjoint(vars(item.module)):
             item.add_marker("processes")
-    if config.getoption("loadgroup", False):
-        for item in items:
-            if item.get_closest_marker("faults") is None:
-                item.add_marker(pytest.mark.xdist_group(f"{item.path.parent.name}.{item.path.stem}"))
-        items.sort(key=lambda item: -max((mark.args[0] for mark in item.iter_markers("timeout")), default=0))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With ``--dist loadscope``, distribute the tests of `SINGLE` one by one; all others stay with their module."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return nodeid if nodeid.startswith(SINGLE) else super()._split_scope(nodeid)
+
+    return Scheduling(config, log) if config.getoption("dist") == "loadscope" else None
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

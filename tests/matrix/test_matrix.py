@@ -15,8 +15,6 @@ from matrix.killing import Kill
 from matrix.pairs import all_pairs, pairs_of
 from matrix.running import run, run_killed
 
-pytestmark = pytest.mark.xdist_group("matrix.test_matrix")  # its tests share a run under ddp
-
 SHORT = ("defaults", "uneven", "pairs_06")
 CASES = dict(cases())
 MEASURED = CASES["defaults"] | {"metrics": "collection", "accumulation": "2", "logging": "both"}

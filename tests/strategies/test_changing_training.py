@@ -13,7 +13,7 @@ from programs.launching import PROGRAMS
 
 from unicron_lightning.local_cluster.processes import until
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(240), pytest.mark.xdist_group("changing_training")]
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(240)]
 
 FREEZE_STEP = changing_worker.FREEZE_STEP
 START = 90.0
