@@ -53,8 +53,10 @@ ALLOWED_THREADS = (
 )
 LEAN = Path(__file__).with_name("lean")
 """Folder of a ``sitecustomize``, for all processes that tests start, but not for those of pytest-xdist."""
-SINGLE = ("tests/system/", "tests/megatron/", "tests/fsdp/")
-"""Folders of tests that mostly take half a minute or more, and share no fixture of a module."""
+SINGLE = ("tests/system/", "tests/fsdp/")
+"""Folders of tests that mostly take half a minute or more, and share no fixture of a module. Megatron's stay with their
+modules, so that seldom two of them, with five workers each, run at a time.
+"""
 STARTERS = frozenset({"subprocess", "Coordinator", "LocalCluster"})
 """Names of which a module that starts processes has imported at least one."""
 ALLOWED_PROCESSES = (
