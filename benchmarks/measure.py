@@ -81,7 +81,8 @@ def _waste(events: Sequence[Event], kill: Kill, kept: bool) -> Figures:
     by_step: dict[int, list[int]] = {}
     for e in used:
         by_step.setdefault(e["step"], []).append(e["micro"])
-    exact = all(sorted(numbers) == list(range(s * declared, (s + 1) * declared)) for s, numbers in by_step.items())
+    taken = [number for numbers in by_step.values() for number in numbers]
+    exact = len(set(taken)) == len(taken) and all(len(numbers) == declared for numbers in by_step.values())
     sizes = [len(numbers) * workload.MICRO_SIZE for s, numbers in by_step.items() if s >= kill.step]
     return {
         "lost_micro_batches": len(micros) - len(used),
