@@ -86,6 +86,11 @@ class UnicronEnvironment(ClusterEnvironment):
         rank_zero_only.rank = rank  # type: ignore[attr-defined]
         fabric_rank_zero_only.rank = rank  # type: ignore[attr-defined]
 
+    def follow_members(self) -> None:
+        """Be no first rank until this joiner enters a world: the loggers of torchrun's would begin a new run."""
+        self.set_global_rank(max(self._global_rank, 1))
+        self.set_world_size(max(self._world_size, self._global_rank + 1))
+
     def place(self) -> tuple[int, int]:
         """This worker's global rank, and the size of the world."""
         return self._global_rank, self._world_size

@@ -172,6 +172,8 @@ class FaultTolerantStrategy(CollectingStrategy):
         begins, is_new = self._session is None, False
         if self._session is None:  # before the device is touched: a warm worker waits in there until it has a slot
             self._session, is_new = parallelism.open(self.root_device, self._shape, self._on_world)
+            if is_new and self._session.is_joiner:
+                self._environment.follow_members()
         self._begin_collectives(self._session, trainer, records=is_new, is_group=parallelism.whole)
         self._session.runs(active=True)
         self.engine.activity.enter("start")

@@ -1,7 +1,7 @@
 """A training that logs, whose first rank is killed twice before it writes a step's row.
 
 Under torchrun agents: ``logging_worker.py FOLDER``, where the file ``logger`` names one of `LOGGERS`. It ends once the
-second one has been replaced.
+second one has been replaced. If the file ``late`` exists, torchrun's first rank joins the other worker.
 """
 
 from __future__ import annotations
@@ -80,6 +80,9 @@ class Line(pl.LightningModule):
 def main() -> None:
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
+    if (folder / "late").exists() and os.environ["RANK"] == "0":
+        while not (folder / "logs/lightning_logs/version_0").exists():  # the other worker trains alone
+            time.sleep(0.05)
     pl.seed_everything(1, verbose=False)
     trainer = pl.Trainer(
         strategy="unicron",

@@ -53,6 +53,14 @@ def test_no_row_is_lost_with_the_first_rank(logger: str, tmp_path: Path) -> None
         assert abs(each["loss"] - epochs[each["epoch"] - 1]) < 1e-6, each
 
 
+def test_a_first_rank_of_torchrun_that_joins_late_begins_no_new_run(tmp_path: Path) -> None:
+    (tmp_path / "late").touch()
+    steps = run(tmp_path, "csv")
+    with (tmp_path / "logs/lightning_logs/version_0/metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows if row["loss_step"]] == list(range(steps))
+
+
 def test_tensorboard_goes_on_in_the_same_folder(tmp_path: Path) -> None:
     """With a writer that stands for tensorboardX's, which Lightning's logger looks for by name."""
     package = tmp_path / "packages"
