@@ -26,7 +26,6 @@ class FakeCoordinator:
 
     def __init__(self, agents: int = 1) -> None:
         self.agents = agents
-        self.others = 0
         """Agents in the grants that are not there."""
         self.answers = True
         self.refuse: str | None = None
@@ -172,7 +171,7 @@ class FakeCoordinator:
             grant = wire.Grant(
                 round=round_number,
                 group_rank=rank,
-                group_world=len(self._order) + self.others,
+                group_world=len(self._order),
                 master=self._stores[self._order[0]],
             )
             await self._to(name, grant)

@@ -43,10 +43,10 @@ class Bench:
         self.children: list[subprocess.Popen[bytes]] = []
         self.handler = self.make()
 
-    def make(self, **conf: Any) -> UnicronRendezvousHandler:
+    def make(self, max_nodes: int = 2, **conf: Any) -> UnicronRendezvousHandler:
         conf = {"node": "n", "embedded": "false", "connect_timeout": "5", **conf}
         endpoint = f"127.0.0.1:{self.fake.port}"
-        self.handler = UnicronRendezvousHandler(RendezvousParameters("unicron", endpoint, "task", 1, 2, **conf))
+        self.handler = UnicronRendezvousHandler(RendezvousParameters("unicron", endpoint, "task", 1, max_nodes, **conf))
         return self.handler
 
     def rendezvous(self, size: int = 1) -> list[int]:
@@ -320,12 +320,12 @@ def test_what_is_said_while_the_coordinator_is_away(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("others", [1, 0])
-def test_success_without_a_coordinator_is_kept_for_the_next_while_others_run(bench: Bench, others: int) -> None:
+def test_success_without_a_coordinator_is_kept_for_the_next_where_others_may_run(bench: Bench, others: int) -> None:
+    """The agent is granted a world of one, as the first of several is."""
     first, second = FakeCoordinator(), FakeCoordinator()
-    first.others = others
     with first.serving():
         bench.fake = first
-        bench.make()
+        bench.make(max_nodes=1 + others)
         bench.handler.next_rendezvous()
         agent: Any = bench.handler._agent
         port = first.port

@@ -213,13 +213,14 @@ class AgentThread:
     def _goodbye_seconds(self) -> float:
         """Return the seconds allowed for the last messages.
 
-        A coordinator detects a failure without them, but one that misses a success runs the task again.
+        A coordinator detects a failure without them, but one that misses a success runs the task again. Whether
+        this agent is the only one is not known: the first one's grant was for a world of one.
         """
         away = self._session.away_seconds
         if away == 0.0:
             return _GOODBYE_SECONDS
         view = self._shared.now
-        alone = view.over is not None or view.fatal is not None or view.grant is None or view.grant.group_world == 1
+        alone = view.over is not None or view.fatal is not None or view.grant is None or self._options.max_nodes == 1
         return 0.0 if alone or not self._succeeded else max(0.0, _SUCCESS_SECONDS - away)
 
     async def _keep_session(self) -> None:
