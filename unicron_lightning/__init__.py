@@ -41,9 +41,12 @@ def __getattr__(name: str) -> object:
 
         return UnicronFSDPStrategy
     if name == "__version__":
-        from importlib.metadata import version
+        from importlib.metadata import PackageNotFoundError, version
 
-        return version("unicron-lightning")
+        try:
+            return version("unicron-lightning")
+        except PackageNotFoundError:  # a checkout on the path that was not installed
+            return "unknown"
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

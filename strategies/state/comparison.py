@@ -7,12 +7,12 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator, Mapping
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final
 
 import lightning.pytorch as pl
 import torch
 
+from unicron_lightning import __version__
 from unicron_lightning.data.loader import TrainingLoader
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.agreement import check_agreement, digest
@@ -78,7 +78,7 @@ def describe_model(trainer: pl.Trainer) -> dict[str, str]:
     """Describe the model when the optimizers exist and before anything is restored."""
     module = trainer.lightning_module
     named = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()]
-    versions = (torch.__version__, pl.__version__, version("unicron-lightning"))
+    versions = (torch.__version__, pl.__version__, __version__)
     return {
         "versions": "torch {}, lightning {}, unicron-lightning {}".format(*(v.partition("+")[0] for v in versions)),
         "seed": os.environ.get("PL_GLOBAL_SEED", "not set"),

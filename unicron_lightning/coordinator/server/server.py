@@ -20,13 +20,12 @@ import socket
 import sqlite3
 import time
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from aiohttp import WSCloseCode, WSMsgType, web
 
-from unicron_lightning import wire
+from unicron_lightning import __version__, wire
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.allocation.answers import Knowledge, Planning, keep
 from unicron_lightning.coordinator.allocation.plans import standing
@@ -121,10 +120,6 @@ class Server:
         self._node_orders = NodeOrders()
         self._saving = Saving(self.store, lambda: self.machine, self._send_held)
         self.started_at = time.time()
-        try:  # once: reading it requires a descriptor, and strangers may have used them all
-            self._version = version("unicron-lightning")
-        except PackageNotFoundError:
-            self._version = "unknown"
 
     async def run(self) -> bool:
         """Serve until stopped by a signal or by having no work left.
@@ -412,7 +407,7 @@ class Server:
 
     def about(self) -> dict[str, Any]:
         """Describe this process: pid, version, address."""
-        return {"pid": os.getpid(), "version": self._version, "host": self._config.coordinator.host, "port": self.port}
+        return {"pid": os.getpid(), "version": __version__, "host": self._config.coordinator.host, "port": self.port}
 
     def _announce(self) -> None:
         path = self.state_dir / "coordinator.json"

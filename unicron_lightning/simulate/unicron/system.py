@@ -219,7 +219,6 @@ def _answer(question: Question, known: Knowledge) -> ev.Planned:
     from unicron_lightning.planner.solver import solve
 
     compile_all()  # a simulation makes thousands of small plans
-
     plan = solve(state_of(question, known))
     return ev.Planned(key=question.key, allocation=dict(plan.allocation), waf=plan.waf)
 
