@@ -26,8 +26,9 @@ class FakeCoordinator:
 
     def __init__(self, agents: int = 1) -> None:
         self.agents = agents
-        """Agents in the grants that are not there."""
         self.answers = True
+        self.busy_seconds = 0.0
+        """Time after a registration in which nothing is read; then something is sent first."""
         self.refuse: str | None = None
         self.worker_timeout: float | None = None
         self.said: list[tuple[str, wire.Message]] = []
@@ -127,6 +128,8 @@ class FakeCoordinator:
                 self._condition.notify_all()
             if self.answers:
                 await self._answer(agent, message)
+                if isinstance(message, wire.Bye):
+                    await socket.close()
         if self._sockets.get(agent) is socket:
             del self._sockets[agent]
         return socket
@@ -138,6 +141,12 @@ class FakeCoordinator:
             return
         registered = wire.Registered(coordinator="fake", worker_timeout=self.worker_timeout)
         await socket.send_str(wire.encode(registered).decode())
+        if self.busy_seconds:
+            time.sleep(self.busy_seconds)  # noqa: ASYNC251 the loop stands still
+            for _ in range(3):
+                notice = wire.Notice(name="busy", at=0.0, incident=None, fields={})
+                await socket.send_str(wire.encode(notice).decode())
+                time.sleep(0.05)  # noqa: ASYNC251
 
     async def _answer(self, agent: str, message: Any) -> None:
         match message:

@@ -349,6 +349,40 @@ def test_success_without_a_coordinator_is_kept_for_the_next_where_others_may_run
     serving.join(60.0)
 
 
+def test_success_reaches_a_coordinator_that_is_busy_after_its_start(bench: Bench) -> None:
+    """An agent that closes its connection before its last messages are read loses them."""
+    first, second = FakeCoordinator(), FakeCoordinator()
+    with first.serving():
+        bench.fake = first
+        bench.make()
+        bench.handler.next_rendezvous()
+        agent: Any = bench.handler._agent
+        port = first.port
+    until("the session is lost", lambda: agent.away_seconds() > 0.0)
+    agent.say_bye(succeeded=True)
+    second.busy_seconds = 0.5
+    with second.serving(port):
+        bench.handler.shutdown()
+        second.wait_for(wire.Bye, seconds=5.0)
+
+
+def test_success_that_a_coordinator_did_not_answer_is_repeated_for_the_next(bench: Bench) -> None:
+    first, second = FakeCoordinator(), FakeCoordinator()
+    with first.serving():
+        bench.fake = first
+        bench.make()
+        bench.handler.next_rendezvous()
+        agent: Any = bench.handler._agent
+        port = first.port
+        first.answers = False
+        agent.say_bye(succeeded=True)
+        first.wait_for(wire.Bye)
+        first.drop()
+    with second.serving(port):
+        bench.handler.shutdown()
+        second.wait_for(wire.Bye, seconds=5.0)
+
+
 def test_lookup_lost_with_the_connection_is_asked_again(bench: Bench) -> None:
     bench.rendezvous()
     with LocalWorker(bench.spawn(0)) as worker:

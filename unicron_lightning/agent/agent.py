@@ -195,7 +195,7 @@ class AgentThread:
         ticking = asyncio.create_task(self._tick())
         try:
             await self._closing.wait()
-            await self._session.flush(self._goodbye_seconds())
+            await self._take_leave()
         finally:
             for task in (ticking, keeping_up):
                 task.cancel()
@@ -210,18 +210,26 @@ class AgentThread:
             await self._local.close()
             self._embedded.release()
 
-    def _goodbye_seconds(self) -> float:
-        """Return the seconds allowed for the last messages.
+    async def _take_leave(self) -> None:
+        """Wait until the coordinator has answered the goodbye, for as long as that is worth it."""
+        since = time.monotonic()
+        while not await self._session.ended(_LOOK_SECONDS):
+            if self._leaves_unanswered(time.monotonic() - since):
+                logger.log(logging.WARNING if self._succeeded else logging.DEBUG, "goodbye_unanswered")
+                return
 
-        A coordinator detects a failure without them, but one that misses a success runs the task again. Whether
+    def _leaves_unanswered(self, waited: float) -> bool:
+        """Whether to exit though the coordinator has not answered for ``waited`` seconds.
+
+        A coordinator detects a failure without the goodbye, but one that misses a success runs the task again. Whether
         this agent is the only one is not known: the first one's grant was for a world of one.
         """
         away = self._session.away_seconds
         if away == 0.0:
-            return _GOODBYE_SECONDS
+            return waited > _GOODBYE_SECONDS
         view = self._shared.now
         alone = view.over is not None or view.fatal is not None or view.grant is None or self._options.max_nodes == 1
-        return 0.0 if alone or not self._succeeded else max(0.0, _SUCCESS_SECONDS - away)
+        return alone or not self._succeeded or away > _SUCCESS_SECONDS
 
     async def _keep_session(self) -> None:
         """Keep the session; if it ends permanently, notify the main thread, while workers are still served."""

@@ -2,7 +2,7 @@
 
 While the coordinator is away, messages that `wire.Register` repeats or that become stale are dropped; the rest is kept
 in order. Messages written shortly before the connection broke may be lost: those that can safely be repeated are sent
-again.
+again, and an unanswered goodbye in any case.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Outbox:
         if not self._open:
             return
         self._open = False
-        again = [message for at, message in self._recent if at >= now - RESEND_SECONDS]
+        again = [message for at, message in self._recent if at >= now - RESEND_SECONDS or isinstance(message, wire.Bye)]
         kept = [message for message in self._queue if not isinstance(message, _CARRIED_OTHERWISE + _STALE)]
         self._recent.clear()
         self._queue = deque(again + kept)

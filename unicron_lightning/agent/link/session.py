@@ -4,6 +4,10 @@ It is opened at the first rendezvous and reopened whenever it breaks, with delay
 connection begins with a new `wire.Register`. Only three things end a session: `close`, a refusal, and, before it was
 first open, the coordinator's absence for the time allowed or a coordinator that cannot be started. Once the session was
 open, the agent retries for as long as it lives: its workers train without a coordinator.
+
+A `wire.Bye` ends it once the coordinator has answered: it closes the connection after it has stored the goodbye. What
+was only written may be lost, even to a coordinator that lives: a socket that is closed with unread input discards what
+the other side has not read yet.
 """
 
 from __future__ import annotations
@@ -82,7 +86,7 @@ class CoordinatorSession:
         self._connect_timeout = connect_timeout
         self._hooks = hooks
         self._outbox = Outbox()
-        self._written = asyncio.Event()
+        self._over = asyncio.Event()
         self._more = asyncio.Event()
         self._retry_seconds = FIRST_RETRY_SECONDS
         self._away_since: float | None = time.monotonic()
@@ -101,7 +105,6 @@ class CoordinatorSession:
     def send(self, message: wire.Message) -> None:
         """Queue a message; `Outbox` defines its handling while the coordinator is away."""
         self._outbox.put(message)
-        self._written.clear()
         self._more.set()
 
     def cut(self, seconds: float | None) -> None:
@@ -119,15 +122,14 @@ class CoordinatorSession:
             self._cut.heal()
             self._cut = None
 
-    async def flush(self, seconds: float) -> bool:
-        """Wait until all queued messages are written, at most ``seconds``; return whether they were."""
-        if len(self._outbox):
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._written.wait(), seconds)
-        return not len(self._outbox)
+    async def ended(self, seconds: float) -> bool:
+        """Wait until the session has ended, at most ``seconds``; return whether it has."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._over.wait(), seconds)
+        return self._over.is_set()
 
     async def run(self) -> None:
-        """Keep the session up until cancelled.
+        """Keep the session up until cancelled, or until the coordinator has answered a goodbye.
 
         Raises:
             SessionRefused: the coordinator refuses this agent.
@@ -138,23 +140,26 @@ class CoordinatorSession:
             async with aiohttp.ClientSession(timeout=timeout) as http:
                 await self._keep(http)
         finally:
+            self._over.set()
             if self._cut is not None:
                 self._cut.forget()
 
     async def _keep(self, http: aiohttp.ClientSession) -> None:
         while True:
             await self._passable.wait()
+            answered = False
             try:
-                await self._one_connection(http)
+                answered = await self._one_connection(http)
             except (aiohttp.ClientError, OSError, asyncio.TimeoutError, CoordinatorUnproven) as error:
                 await self._not_reached(error)
-            self._lost()
-            if self._said_bye:
+            if answered:
                 return
+            self._lost()
             await asyncio.sleep(self._retry_seconds)
             self._retry_seconds = min(2 * self._retry_seconds, LAST_RETRY_SECONDS)
 
-    async def _one_connection(self, http: aiohttp.ClientSession) -> None:
+    async def _one_connection(self, http: aiohttp.ClientSession) -> bool:
+        """Carry messages until the connection ends; return whether the coordinator closed it after a goodbye."""
         closing = aiohttp.ClientWSTimeout(ws_close=_CLOSE_SECONDS)
         options: dict[str, Any] = {"timeout": closing, "heartbeat": _PING_SECONDS, "max_msg_size": _MESSAGE_BYTES}
         socket = await open_socket(
@@ -167,7 +172,10 @@ class CoordinatorSession:
             tasks: list[asyncio.Task[None]] = []
             pulse: Pulse | None = None
             try:
-                async for frame in socket:
+                while not socket.closed:
+                    frame = await socket.receive()
+                    if frame.type is aiohttp.WSMsgType.CLOSE:
+                        return self._said_bye and frame.data == aiohttp.WSCloseCode.OK
                     message = _decode(frame)
                     if message is None:
                         continue
@@ -185,6 +193,7 @@ class CoordinatorSession:
                     task.cancel()
                     with contextlib.suppress(asyncio.CancelledError, OSError, aiohttp.ClientError):
                         await task
+        return False
 
     async def _write(self, socket: aiohttp.ClientWebSocketResponse[Any]) -> None:
         while True:
@@ -192,7 +201,6 @@ class CoordinatorSession:
             while (message := self._outbox.take(time.monotonic())) is not None:
                 await socket.send_str(wire.encode(message).decode())
                 self._said_bye |= isinstance(message, wire.Bye)
-            self._written.set()
             await self._more.wait()
 
     def _stands(self, message: wire.Registered) -> None:
@@ -204,7 +212,7 @@ class CoordinatorSession:
 
     def _lost(self) -> None:
         if self._away_since is None:
-            logger.log(logging.DEBUG if self._said_bye else logging.WARNING, "session_lost url=%s", self._url)
+            logger.warning("session_lost url=%s", self._url)
             self._away_since = time.monotonic()
             self._hooks.not_answering()  # maybe it was silent for too long: no need for an attempt that shows it again
         self._outbox.closed(time.monotonic())
