@@ -18,6 +18,8 @@ from unicron_lightning.errors import ConfigError
 
 FILE_MODE: Final = 0o600
 FOLDER_MODE: Final = 0o700
+RECORD: Final = "coordinator.json"
+"""File of a state folder in which its coordinator describes itself."""
 _OTHERS_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
 _ELSE: Final = "set TMPDIR to a folder of your own"
 

@@ -451,7 +451,7 @@ def test_a_coordinator_that_cannot_be_started_again_ends_no_training(bench: Benc
         bench.rendezvous()
         name = bench.spawn(0)
         agent: Any = handler._agent
-        agent._embedded.met = lambda: None  # as if it had been started by an agent
+        agent._embedded.met = lambda **_: None  # as if it had been started by an agent
         agent._embedded._foreign = False
         port = first.port
     log = tmp_path / "state" / "coordinator.log"

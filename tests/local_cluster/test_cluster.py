@@ -65,16 +65,21 @@ def test_a_cut_is_silent_and_a_separate_coordinator_comes_back(tmp_path: Path) -
 
 
 def test_agents_leave_a_separate_coordinator_alone(tmp_path: Path) -> None:
-    with LocalCluster([TOY, tmp_path], coordinator=[], folder=tmp_path) as cluster:
-        cluster.wait_workers(1)
+    with LocalCluster([TOY, tmp_path], nodes=2, coordinator=[], folder=tmp_path) as cluster:
+        cluster.wait_workers(2)
         for number in (signal.SIGSTOP, signal.SIGKILL):
             cluster.kill_coordinator(number)
             time.sleep(3)
             with socket.socket() as probe:
                 listens = probe.connect_ex(("127.0.0.1", cluster.port)) == 0
             assert listens == (number == signal.SIGSTOP), "an agent has started another coordinator, or ended this one"
+        cluster.kill_agent("node1")
+        cluster.start_node("node1")  # an agent that has never met the coordinator
+        until("its wait", lambda: cluster.log("node1").count("coordinator_awaited") == 1)
         cluster.start_coordinator()
+        cluster.wait_workers(2)
         cluster.wait_state("running")
+        assert not (cluster.state_dir / "coordinator.log").exists(), "an agent has started a coordinator"
 
 
 def test_everything_is_stopped_when_the_block_raises_and_its_folder_is_kept() -> None:

@@ -326,7 +326,7 @@ class AgentThread:
         match message:
             case wire.Registered():
                 self._worker_timeout = self._options.worker_timeout or message.worker_timeout or self._worker_timeout
-                self._embedded.met()
+                self._embedded.met(started_by_agent=message.started_by_agent)
             case wire.Grant() if message.round == view.number and (view.grant is None or view.grant.warm):
                 self._shared.update(grant=message)
             case wire.Ranks() if message.round == view.number:

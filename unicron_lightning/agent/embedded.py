@@ -7,8 +7,11 @@ a failed start, e.g. because the disk is full, the next attempt follows a second
 to half a minute.
 
 A coordinator that is stopped (SIGSTOP, a debugger) keeps its port, and no failure is recovered meanwhile. An embedded
-one is killed when an agent gets no answer from it, so that it can't resume beside its successor. A coordinator started
-by a user is left alone.
+one is killed when an agent gets no answer from it, so that it can't resume beside its successor.
+
+An operator's coordinator is neither killed nor replaced: its restart must find its port free. A registered agent knows
+from `wire.Registered` which kind it is. An agent that has not registered yet, e.g. on a replaced node, reads it in the
+state folder, where the record of an operator's coordinator remains unless it ended in order without unfinished tasks.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import psutil  # type: ignore[import-untyped]
 
@@ -31,7 +34,7 @@ from unicron_lightning import environ
 from unicron_lightning.agent.options import AgentOptions, bind_address
 from unicron_lightning.credentials import is_loopback
 from unicron_lightning.errors import CoordinatorUnavailable
-from unicron_lightning.private_files import make_private, open_private
+from unicron_lightning.private_files import RECORD, make_private, open_private
 from unicron_lightning.tls import AUTO, COORDINATOR_FILE, Trust
 
 logger = logging.getLogger(__name__)
@@ -53,25 +56,16 @@ class EmbeddedCoordinator:
         self._starting = False
         """Whether the process has neither answered nor ended since it was started."""
         self._foreign = False
+        self._awaiting = False
+        """Whether it was logged that an operator's coordinator is awaited."""
         self._delay = FIRST_DELAY_SECONDS
         self._not_before = 0.0
         """time.monotonic() of the next start."""
 
-    def met(self) -> None:
-        """Record that a coordinator runs; one that keeps its state elsewhere is the user's, who restarts it."""
+    def met(self, *, started_by_agent: bool) -> None:
+        """Record that a coordinator runs; an operator's, or one that keeps its state elsewhere, is not this agent's."""
         self._delay, self._not_before = FIRST_DELAY_SECONDS, 0.0
-        try:
-            lock = os.open(self._options.state_dir / "lock", os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
-            self._foreign = True
-            return
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            self._foreign = True
-        except BlockingIOError:
-            self._foreign = False
-        finally:
-            os.close(lock)
+        self._foreign = not (started_by_agent and _locked(self._options.state_dir / "lock"))
 
     async def ensure(self) -> None:
         """Start the coordinator unless another agent is starting it, and wait until its port is open.
@@ -95,12 +89,27 @@ class EmbeddedCoordinator:
         lock = open_private(folder / "starting.lock", os.O_RDWR)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not await self._answers():
+            if not await self._answers() and not self._awaits_operator():
                 await self._start()
         except BlockingIOError:
             return
         finally:
             os.close(lock)
+
+    def _awaits_operator(self) -> bool:
+        """Whether the state folder belongs to an operator's coordinator that is to be started again; say so once."""
+        record = _record(self._options.state_dir)
+        if record.get("started_by_agent") is not False:
+            return False
+        if not self._awaiting:
+            self._awaiting = True
+            logger.warning(
+                "coordinator_awaited endpoint=%s: an operator started it, and its tasks were unfinished when it ended; "
+                "expected `unicron coordinator` again, or that %s is deleted",
+                self._options.endpoint,
+                self._options.state_dir / RECORD,
+            )
+        return True
 
     def end_if_stopped(self) -> None:
         """Kill an unresponsive coordinator if it is an embedded one and its process is stopped."""
@@ -161,12 +170,36 @@ class EmbeddedCoordinator:
         return True
 
 
+def _locked(path: Path) -> bool:
+    """Whether a coordinator holds the lock of its state folder."""
+    try:
+        lock = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
+def _record(state_dir: Path) -> dict[str, Any]:
+    """Return the description that the folder's last coordinator has left; empty if there is none."""
+    try:
+        record = json.loads((state_dir / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
 def _of_folder(state_dir: Path) -> psutil.Process | None:
     """Return the coordinator recorded last in the folder, if it lives and belongs to this user."""
     try:
-        process = psutil.Process(int(json.loads((state_dir / "coordinator.json").read_text(encoding="utf-8"))["pid"]))
+        process = psutil.Process(int(_record(state_dir)["pid"]))
         is_ours = process.uids().real == os.getuid() and f"store.state_dir={state_dir}" in process.cmdline()
-    except (OSError, ValueError, KeyError, TypeError, psutil.Error):
+    except (ValueError, KeyError, TypeError, psutil.Error):
         return None
     return process if is_ours else None
 
@@ -182,6 +215,7 @@ def _spawn(options: AgentOptions, log: Path) -> subprocess.Popen[bytes]:
         f"coordinator.host={bind_address(options.coordinator_host)}",
         f"coordinator.port={options.coordinator_port}",
         f"store.state_dir={options.state_dir}",
+        "coordinator.started_by_agent=true",
         "coordinator.exit_when_idle=true",
         f"coordinator.allow_injection={str(options.allow_injection).lower()}",
         f"health.pair_check={str(options.pair_check).lower()}",

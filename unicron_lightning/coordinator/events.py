@@ -69,6 +69,7 @@ class Limits:
     patterns: tuple[Pattern, ...] = ()
     nan_loss: str = "tell"
     allow_injection: bool = False
+    started_by_agent: bool = False
     exit_when_idle: bool = False
     secret: bytes = b""
     """Random bytes, drawn by the shell at its start, from which the keys of epochs are derived."""

@@ -28,6 +28,7 @@ from unicron_lightning.errors import ConfigError, CoordinatorUnavailable
 from unicron_lightning.local_cluster import processes
 from unicron_lightning.local_cluster.processes import Processes, free_port, kill, tied
 from unicron_lightning.local_cluster.proxy import Proxy
+from unicron_lightning.private_files import RECORD
 
 logger = logging.getLogger(__name__)
 
@@ -412,10 +413,7 @@ class LocalCluster:
 
     def _torchrun_command(self, node: str, port: int | None, options: Sequence[str]) -> list[str]:
         assert self._command is not None
-        # Agents take a coordinator that keeps its state in their folder for an embedded one, and restart it.
-        embedded = (self._beside or self)._overrides is None
-        state = self.state_dir if embedded else self.folder / "agents-state"
-        conf = {"node": node, "state_dir": state, "allow_injection": "true", **self._conf}
+        conf = {"node": node, "state_dir": self.state_dir, "allow_injection": "true", **self._conf}
         if port is not None:
             conf["forwarded"] = "true"
         return tied(
@@ -440,7 +438,7 @@ class LocalCluster:
     def _announcement(self) -> dict[str, Any]:
         """Return the content of the coordinator's file about itself; empty if there is none yet."""
         with contextlib.suppress(FileNotFoundError, ValueError):
-            return dict(json.loads((self.state_dir / "coordinator.json").read_text(encoding="utf-8")))
+            return dict(json.loads((self.state_dir / RECORD).read_text(encoding="utf-8")))
         return {}
 
     def _proxy(self, node: str) -> Proxy:

@@ -218,6 +218,8 @@ async def test_sigterm_ends_it_in_order_and_keeps_the_task(coordinator):
         assert status == 0
         assert "coordinator_ended" in output
         assert "Traceback" not in output
+    record = json.loads((coordinator.state_dir / "coordinator.json").read_text())
+    assert record["started_by_agent"] is False, "agents of the unfinished task await the operator's restart"
     coordinator.start()
     task = (await get(f"{coordinator.url}/v1/status"))["tasks"]["t"]
     assert (task["epoch"], task["settled"]) == (1, True)
@@ -232,6 +234,7 @@ async def test_an_embedded_coordinator_ends_by_itself(tmp_path):
             assert (await a.hear(wire.TaskOver)).succeeded
             await a.say(wire.Bye(succeeded=True))
         assert await asyncio.to_thread(coordinator.process.wait, 10) == 0
+        assert not (coordinator.state_dir / "coordinator.json").exists(), "nothing is unfinished"
 
 
 async def test_a_stale_task_of_dead_agents_is_not_resurrected(tmp_path):

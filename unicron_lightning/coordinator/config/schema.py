@@ -44,6 +44,8 @@ class ProcessConfig:
     """File of the CA of clients' certificates; None: clients need none."""
     plaintext: bool = False
     """Whether links are plain beyond loopback too."""
+    started_by_agent: bool = False
+    """Whether an agent started it: agents replace it when it dies, and wait for an operator's."""
     exit_when_idle: bool = False
     """Exit when no task is left to coordinate: for a coordinator that was started by an agent."""
     idle_linger: float = 3.0

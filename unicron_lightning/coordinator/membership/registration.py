@@ -127,6 +127,7 @@ def _registered(turn: Turn) -> wire.Registered:
         beat=silence.beat,
         least_silence=silence.least,
         most_silence=silence.most,
+        started_by_agent=turn.limits.started_by_agent,
     )
 
 

@@ -52,7 +52,7 @@ from unicron_lightning.coordinator.storage.saving import Saving
 from unicron_lightning.coordinator.storage.store import Store
 from unicron_lightning.credentials import Token, find_token, is_loopback, user_file
 from unicron_lightning.errors import ConfigError, PortInUse
-from unicron_lightning.private_files import open_private
+from unicron_lightning.private_files import RECORD, open_private
 from unicron_lightning.wire.daemon import NodeHello, NodeRun, decode_from_node
 from unicron_lightning.wire.fields import shortened
 
@@ -167,6 +167,9 @@ class Server:
             await runner.cleanup()
             await self._presence.close()
             await loop.run_in_executor(None, self._planning.close)
+            if not self._failed and all(task.over is not None for task in self.machine.tasks.values()):
+                # Nothing is unfinished, so that no agent needs to wait for an operator's restart.
+                (self.state_dir / RECORD).unlink(missing_ok=True)
             self.store.close()
             logger.info("coordinator_ended port=%d", self.port)
         return not self._failed
@@ -406,11 +409,13 @@ class Server:
         return self._clock.now()
 
     def about(self) -> dict[str, Any]:
-        """Describe this process: pid, version, address."""
-        return {"pid": os.getpid(), "version": __version__, "host": self._config.coordinator.host, "port": self.port}
+        """Describe this process: pid, version, address, whether an agent started it."""
+        own = self._config.coordinator
+        process = {"pid": os.getpid(), "version": __version__, "host": own.host, "port": self.port}
+        return {**process, "started_by_agent": own.started_by_agent}
 
     def _announce(self) -> None:
-        path = self.state_dir / "coordinator.json"
+        path = self.state_dir / RECORD
         partial = path.with_suffix(".partial")
         try:
             with open(partial, "w", encoding="utf-8", opener=open_private) as file:
