@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
@@ -18,7 +17,7 @@ from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.fsdp.mesh import local_shards
 from unicron_lightning.replica.step import ReplicaStep
 from unicron_lightning.strategies.metrics.recording import LogCall
-from unicron_lightning.strategies.metrics.sums import StepSums
+from unicron_lightning.strategies.metrics.sums import AllUsed, StepSums
 from unicron_lightning.strategies.micro_batch import Effects, MicroBatches
 from unicron_lightning.strategies.parallelism import FinishedStep
 from unicron_lightning.worker.buckets import FlatBucket
@@ -130,7 +129,7 @@ class StepRows:
             effects.buffers.withdraw()
         recorded = effects.metrics.recorded
         effects.metrics.recorded = {number: recorded[number] for number in counted & recorded.keys()}
-        sums = ShardedSums(self._parallel.strategy.agreed, effects.norms, effects.buffers, _AllUsed(), effects.metrics)
+        sums = ShardedSums(self._parallel.strategy.agreed, effects.norms, effects.buffers, AllUsed(), effects.metrics)
         for loss, calls in (result for each in done for result in each.results):
             sums.add(loss, calls)
         return sums
@@ -195,10 +194,3 @@ def clip_by_agreed_norm(plugin: Precision, norm: Callable[[], float]) -> None:
             torch._foreach_mul_(local_shards(grads), factor)
 
     plugin.clip_grad_by_norm = clip  # type: ignore[method-assign]
-
-
-class _AllUsed:
-    """Reports all parameters as used: unused ones have no gradient after the reduction."""
-
-    used: Sequence[bool] = ()
-    parameters: Sequence[Parameter] = ()

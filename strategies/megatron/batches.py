@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 from torch.utils.data import DataLoader
 
 from unicron_lightning.data.loader import GlobalBatch
@@ -17,7 +16,7 @@ from unicron_lightning.megatron.randomness import seed_micro_batch
 from unicron_lightning.replica.step import ReplicaStep
 from unicron_lightning.strategies.megatron.checks import check_megatron_loader
 from unicron_lightning.strategies.metrics.recording import LogCall
-from unicron_lightning.strategies.metrics.sums import NormStatistics, StepSums
+from unicron_lightning.strategies.metrics.sums import AllUsed, NormStatistics, StepSums
 from unicron_lightning.strategies.micro_batch import FORWARD
 from unicron_lightning.strategies.parallelism import FinishedStep
 from unicron_lightning.strategies.state.module_buffers import ModuleBuffers
@@ -103,7 +102,7 @@ class StageBatches:
     def sums(self, micro_batches: Sequence[int]) -> StepSums:
         """Return the step's other sums, which one worker of each replica contributes."""
         norms, no_buffers = NormStatistics(self._strategy.module), ModuleBuffers(nn.Module())
-        sums = StepSums(self._strategy.agreed, norms, no_buffers, _AllUsed())
+        sums = StepSums(self._strategy.agreed, norms, no_buffers, AllUsed())
         if self._grid.tells:
             for micro_batch in micro_batches:
                 sums.add(*self._done[micro_batch])
@@ -123,14 +122,6 @@ def stage_batch(
         loader: Lightning's index of the data loader.
     """
     strategy = grid.strategy
-    data = strategy.module._on_before_batch_transfer(batch.fetch(number), dataloader_idx=loader)
-    data = strategy.batch_to_device(data, dataloader_idx=loader)
+    data = strategy.to_device(batch.fetch(number), loader)
     seed_micro_batch(strategy.seed, place, *grid.coordinate, strategy.root_device)
     return data
-
-
-class _AllUsed:
-    """Reports all parameters as used, because Megatron's buckets hold all of them."""
-
-    used: Sequence[bool] = ()
-    parameters: Sequence[Parameter] = ()

@@ -38,6 +38,13 @@ class Uses(Protocol):
     def parameters(self) -> Sequence[nn.Parameter]: ...
 
 
+class AllUsed:
+    """Reports all parameters as used: a parallelism whose workers need not agree on the unused ones."""
+
+    used: Sequence[bool] = ()
+    parameters: Sequence[nn.Parameter] = ()
+
+
 class SumsLayout:
     """Agreement of the members from step to step: logged values of the vector, unused parameters, and changing
     buffers.
