@@ -20,9 +20,10 @@ from torch.utils.data import DataLoader
 from unicron_lightning.data.loader import EvaluationLoader, GlobalBatch, PassLoader
 from unicron_lightning.data.order import StepShape
 from unicron_lightning.strategies.metrics.recording import LogCall
+from unicron_lightning.strategies.passes.prediction import Predictions
 from unicron_lightning.strategies.session import Session
 from unicron_lightning.worker.commit import CommittedStep
-from unicron_lightning.worker.engine import World
+from unicron_lightning.worker.engine import Engine, World
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +175,10 @@ class Parallelism(ABC):
         Args:
             resumes: whether a checkpoint follows.
         """
+
+    def predictions(self, trainer: pl.Trainer, engine: Engine) -> Predictions:
+        """Return a new run of ``trainer.predict``."""
+        return Predictions(trainer, engine)
 
     # ---- worlds
 

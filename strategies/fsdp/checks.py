@@ -24,11 +24,6 @@ def check_sharded_trainer(trainer: pl.Trainer, *, has_fitted: bool) -> None:
     """
     if has_fitted and trainer.state.fn == TrainerFn.FITTING:
         raise ConfigError("a second trainer.fit: the unicron_fsdp strategy supports one per script")
-    if trainer.state.fn == TrainerFn.PREDICTING:
-        raise ConfigError(
-            "trainer.predict is not supported by unicron_fsdp; load a checkpoint, which has whole tensors, under "
-            "another strategy"
-        )
     if str(trainer.precision) not in _PRECISIONS:
         raise ConfigError(
             f"Trainer(precision={trainer.precision!r}): unicron_fsdp supports {', '.join(map(repr, _PRECISIONS))}"

@@ -24,12 +24,13 @@ from unicron_lightning.strategies.fsdp.checks import (
     check_sharded_optimizer,
     check_sharded_trainer,
 )
+from unicron_lightning.strategies.fsdp.prediction import ShardedPredictions
 from unicron_lightning.strategies.fsdp.steps import ShardedSteps, clip_by_agreed_norm
 from unicron_lightning.strategies.fsdp.validation import ShardedEvaluation
 from unicron_lightning.strategies.fsdp.wrapping import Sharding, shard_module
 from unicron_lightning.strategies.parallelism import Parallelism
 from unicron_lightning.strategies.session import Session
-from unicron_lightning.worker.engine import World
+from unicron_lightning.worker.engine import Engine, World
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
@@ -103,6 +104,7 @@ class FsdpParallel(Parallelism):
         if self._mesh is not None:
             check_same_module(strategy.module, self._mesh)
             return
+        self._founded = session.is_joiner  # the others do not found the task again with it, in a later run
         if session.is_joiner:
             fabric.take_shard(strategy.local_rank)
         self._group = ShardGroup(fabric.own_shard, fabric.shape.shards)
@@ -148,6 +150,9 @@ class FsdpParallel(Parallelism):
         if not self._founded:
             self._founded = True
             self.member.found(self.strategy.engine)
+
+    def predictions(self, trainer: pl.Trainer, engine: Engine) -> ShardedPredictions:
+        return ShardedPredictions(trainer, self)
 
     # ---- worlds
 

@@ -59,7 +59,7 @@ class Loaders:
             made = self._training(trainer, loader, shape, seed)
         elif trainer.predicting:
             if self._predictions is None:
-                self._predictions = Predictions(trainer, self._strategy.engine)
+                self._predictions = self._strategy.parallelism.predictions(trainer, self._strategy.engine)
             loader = unwrapped(loader)
             made = PredictionLoader(loader, shape.devices, seed, self._predictions)
         else:

@@ -48,28 +48,36 @@ class PredictionLoader(EvaluationLoader):
         devices: of the declared world.
         seed: of augmentation.
         predictions: the run.
+
+    Attributes:
+        started: number of this rank's batches in the pass so far.
     """
 
     def __init__(self, loader: DataLoader[Any], devices: int, seed: int, predictions: Predictions) -> None:
         order = DataOrder(loader, StepShape(devices=devices, accumulation=1), seed)
         super().__init__(loader, order, seed, predictions.begin, partial(predictions.start_batch, self))
-        self._started = 0
+        self.started = 0
         batches: Any = loader.batch_sampler
         self._recorded: Any = None if batches is None else _IndexBatchSamplerWrapper(batches)
 
+    def expect(self, numbers: list[int]) -> None:
+        """Request the samples of these batches ahead, instead of any requested before."""
+        self.end()
+        self._planned = numbers
+
     def record(self, number: int) -> int:
         """Record the indices of a batch for prediction writers; return the batch's place on this rank."""
-        place, self._started = self._started, self._started + 1
+        place, self.started = self.started, self.started + 1
         if self._recorded is not None:
             self.batch_sampler = self._recorded  # Lightning's loop reads the indices there
             self._recorded.seen_batch_indices.append(self.indices(number))
         return place
 
-    def forget(self) -> None:
-        """Forget the batches of the pass before."""
-        self._started = 0
+    def withdraw(self, started: int) -> None:
+        """Forget all but the first ``started`` batches of this pass; 0: those of the pass before."""
+        self.started = started
         if self._recorded is not None:
-            self._recorded.seen_batch_indices = []
+            self._recorded.seen_batch_indices = self._recorded.seen_batch_indices[:started] if started else []
 
 
 class Predictions(OfProcess):
@@ -134,7 +142,7 @@ class Predictions(OfProcess):
         for loader, most in zip(self._loaders, self._trainer.predict_loop.max_batches, strict=True):
             loader.limit(int(most))
             loader.set_epoch(self._trainer.current_epoch)
-            loader.forget()
+            loader.withdraw(0)
             parts.append(range(start, start + loader.num_batches))
             start = parts[-1].stop
         return parts

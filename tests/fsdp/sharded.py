@@ -216,6 +216,28 @@ def recovered_sums(rank: int, world: int, folder: Path) -> Any:
     return found
 
 
+def idle_after_validation(rank: int, world: int, folder: Path) -> Any:
+    """Two replicas of two: after a validation one of them has no row in a step; all run rows of the next one."""
+
+    def divide(net: nn.Module, mesh: DeviceMesh) -> None:
+        fully_shard(net.get_submodule("0"), mesh=mesh)
+        fully_shard(net, mesh=mesh)  # FSDP2's root, with the other layers
+
+    place, shard = divmod(rank, 2)
+    replica = Replica(folder, 2, shard, divide)
+    replica.enter(1, 2, place)
+    replica.shard_model.unify()
+    with torch.no_grad():
+        loss_of(replica.net, 0)
+    for shares in ([list(range(ROWS)), []], [[0, 1, 2], [3, 4, 5]]):
+        replica.shard_model.begin()
+        replica.rows(shares[place], ROWS * 2)
+        replica.step()
+    found = difference(replica, 2)
+    replica.close()
+    return found
+
+
 def beside_plain_fsdp(rank: int, world: int, folder: Path) -> Any:
     """One replica in mixed precision, sharded by the strategy's own rules, beside FSDP2 alone with the default group;
     then a plain model takes the replica's whole tensors.

@@ -36,6 +36,12 @@ def test_a_reduction_is_repeated_from_the_kept_sums(worlds: Worlds, tmp_path: Pa
     assert first[0] == first[1] == second[0] == second[1]
 
 
+def test_a_replica_without_a_row_after_a_validation_gathers_its_parameters_again(
+    worlds: Worlds, tmp_path: Path
+) -> None:
+    assert all(found < TOLERANCE for found in worlds.run("sharded:idle_after_validation", 4, tmp_path))
+
+
 def test_mixed_precision_and_whole_tensors_are_those_of_plain_fsdp(worlds: Worlds, tmp_path: Path) -> None:
     for own, plain, loaded in worlds.run("sharded:beside_plain_fsdp", 2, tmp_path):
         assert own == plain == loaded

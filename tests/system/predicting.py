@@ -35,17 +35,21 @@ class Line(pl.LightningModule):
         return self.layer(batch[0]).square().mean()
 
     def on_train_batch_end(self, *about: Any) -> None:
-        self.trainer.should_stop = self.trainer.world_size == 3
+        self.trainer.should_stop = self.trainer.world_size == self.trainer.num_nodes
 
     def predict_step(self, batch: list[Tensor], batch_idx: int, dataloader_idx: int) -> Tensor:
         time.sleep(0.05)
+        self.die(batch_idx, dataloader_idx)
+        if (self.folder / "waits").exists() and (self.folder / "killed").exists():
+            self._wait_for_successor()
+        return batch[0].flatten()
+
+    def die(self, batch_idx: int, dataloader_idx: int) -> None:
+        """Kill the last rank in its second batch of the loader."""
         dies = batch_idx == 1 and dataloader_idx == int((self.folder / "loader").read_text())
         if dies and self.global_rank == self.trainer.world_size - 1 and not (self.folder / "killed").exists():
             (self.folder / "killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        if (self.folder / "waits").exists() and (self.folder / "killed").exists():
-            self._wait_for_successor()
-        return batch[0].flatten()
 
     def _wait_for_successor(self) -> None:
         """Predict on only once the dead worker's successor has ended."""
@@ -76,15 +80,15 @@ class Writer(BasePredictionWriter):
         self.epoch = [[batch.tolist() for batch in part] for part in predictions], indices
 
 
-def main() -> None:
+def main(make: type[Line] = Line, strategy: Any = "unicron", nodes: int = 3) -> None:
     folder = Path(sys.argv[1])
     pl.seed_everything(1, verbose=False)
     writer = Writer()
     trainer = pl.Trainer(
-        strategy="unicron",
+        strategy=strategy,
         accelerator="cpu",
         devices=1,
-        num_nodes=3,
+        num_nodes=nodes,
         max_epochs=-1,
         logger=False,
         enable_checkpointing=False,
@@ -92,7 +96,7 @@ def main() -> None:
         enable_model_summary=False,
         callbacks=[writer],
     )
-    module = Line(folder)
+    module = make(folder)
     if (folder / "fits").exists():
         trainer.fit(module, DataLoader(TensorDataset(torch.randn(48, 1)), batch_size=4))
     loaders = [DataLoader(TensorDataset(torch.arange(float(n)).unsqueeze(1)), batch_size=4) for n in SAMPLES]

@@ -133,6 +133,16 @@ def reset_after_exception(module: nn.Module) -> None:
             each.reset_iter_state()
 
 
+def reshard(module: nn.Module) -> None:
+    """Give modules their sharded parameters back that a forward without a backward has left gathered.
+
+    FSDP2 leaves those of its root, which a next forward would use again without a look at the shards.
+    """
+    for each in module.modules():
+        if isinstance(each, FSDPModule):
+            each.reshard()
+
+
 def sum_gradients(root: nn.Module) -> None:
     """Make FSDP2 add gradients over the shards without dividing them."""
     for module in root.modules():

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unicron_lightning.fsdp.gradients import ShardedGradients
-from unicron_lightning.fsdp.mesh import ShardGroup, local_shard, local_shards, reset_after_exception
+from unicron_lightning.fsdp.mesh import ShardGroup, local_shard, local_shards, reset_after_exception, reshard
 from unicron_lightning.fsdp.whole import load_optimizer
 from unicron_lightning.replica.channels import Channels
 from unicron_lightning.replica.peers import PeerGroup
@@ -69,7 +69,8 @@ class FsdpShard:
     # ---- a step
 
     def begin(self) -> None:
-        """Reset the gradients."""
+        """Reset the gradients; a replica without a row in this step must not keep gathered parameters."""
+        reshard(self.root)
         self.gradients.begin()
 
     def recover(self) -> None:
@@ -100,6 +101,7 @@ class FsdpShard:
 
     def state(self) -> bytes:
         """Parameters, buffers and optimizer of this shard."""
+        reshard(self.root)
         tensors = local_shards([*self.root.parameters(), *self.root.buffers()])
         return codec.encode(
             {

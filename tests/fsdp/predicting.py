@@ -1,0 +1,42 @@
+"""Predicts as tests/system/predicting.py does, with a sharded model; FOLDER/after: the worker dies after its forward."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from system.predicting import Line, main
+from torch import Tensor, nn
+
+from unicron_lightning import UnicronFSDPStrategy
+
+
+class Sharded(Line):
+    """A layer of known parameters, of which each worker has a half; the predictions are the samples."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.layer = nn.Linear(1, 4)
+        nn.init.constant_(self.layer.weight, 2.0)
+        nn.init.constant_(self.layer.bias, 1.0)
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int, dataloader_idx: int) -> Tensor:
+        late = (self.folder / "after").exists()
+        if not late:
+            self.die(batch_idx, dataloader_idx)
+        columns = (self.layer(batch[0]) - 1.0) / 2.0
+        if late:
+            self.die(batch_idx, dataloader_idx)
+        assert torch.equal(columns, batch[0].expand_as(columns))
+        found: Tensor = columns[:, -1]
+        return found
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+if __name__ == "__main__":
+    main(Sharded, UnicronFSDPStrategy(shard_size=2), 4)
