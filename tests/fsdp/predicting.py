@@ -1,4 +1,4 @@
-"""Predicts as tests/system/predicting.py does, with a sharded model; FOLDER/after: the worker dies after its forward."""
+"""Predicts as tests/system/predicting.py does, with a sharded model; FOLDER/after: it dies after its forward."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def batches(parts: list[range], left: set[int], replica: int, replicas: int, sha
 
 
 def test_the_batches_of_a_complete_world_are_those_of_ddp() -> None:
-    parts = [range(0, 7), range(7, 11)]
+    parts = [range(7), range(7, 11)]
     left = set(range(11))
     assert [
         [number for number, counts in batches(parts, left, rank // 2, 2, rank % 2) if counts] for rank in range(4)
