@@ -28,6 +28,7 @@ from unicron_lightning.strategies import lightning_root
 from unicron_lightning.strategies.checks import check_module, check_trainer
 from unicron_lightning.strategies.collectives import default_group
 from unicron_lightning.strategies.collectives.lightning import CollectingStrategy
+from unicron_lightning.strategies.console import Announcements, say, take_over_bar
 from unicron_lightning.strategies.environment import own_device
 from unicron_lightning.strategies.global_batch import declare
 from unicron_lightning.strategies.membership import Membership
@@ -85,6 +86,7 @@ class FaultTolerantStrategy(CollectingStrategy):
         self.loaders = Loaders(self)
         self._membership = Membership(self)
         self._reports = StepReports()
+        self._announcements = Announcements()
         self._last_batch: GlobalBatch | None = None
         self._runs = 0
         self._broken_off = False
@@ -155,6 +157,10 @@ class FaultTolerantStrategy(CollectingStrategy):
         default_group.follow()
         if world.rank == 0 and not was_first and self._trainer is not None and not self._membership.joins:
             take_over(self._trainer.loggers)
+            take_over_bar(self._trainer)
+        line = self._announcements.line(world, 0 if self._session is None else self.engine.step)
+        if line is not None and self._trainer is not None:
+            say(self._trainer, line)
         self.parallelism.enter(world)
 
     # ---- start
@@ -193,6 +199,8 @@ class FaultTolerantStrategy(CollectingStrategy):
         check_module(self.module)
         if session.control is not None:
             session.control.flops_per_step = told_flops(self.module)
+            if self._announcements.take not in session.control.listeners:
+                session.control.listeners.append(self._announcements.take)
         self.collectives.interrupted = lambda: trainer.state.status == TrainerStatus.INTERRUPTED
         follow(trainer.loggers)
         self._timed = TimedValidation(trainer, lambda due: bool(self.broadcast(due)))
@@ -355,6 +363,8 @@ class FaultTolerantStrategy(CollectingStrategy):
             if not self._broken_off:
                 self._session.runs(active=False)
             self.engine.activity.enter("over")
+            if self._session.control is not None and self._announcements.take in self._session.control.listeners:
+                self._session.control.listeners.remove(self._announcements.take)
             self._end_collectives(self._session)
         self.parallelism.close()
         self.loaders.close()

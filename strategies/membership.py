@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from unicron_lightning.strategies.console import take_over_bar
 from unicron_lightning.strategies.metrics.loggers import take_over
 from unicron_lightning.strategies.state import callbacks, join_state
 from unicron_lightning.worker import codec
@@ -61,6 +62,7 @@ class Membership:
         self.joins = False
         if strategy.engine.world.rank == 0:  # the sender died meanwhile
             take_over(trainer.loggers)
+            take_over_bar(trainer)
 
     def resume(self, trainer: pl.Trainer) -> None:
         """Resume from the task's newest checkpoint that is as it was written, because no member is left."""

@@ -35,6 +35,9 @@ REGISTRY_MODULE = "lightning.pytorch.strategies"
 OTHER_REGISTRY_MODULE = "pytorch_lightning.strategies"
 """The same of the package ``pytorch_lightning``, in which the strategy is refused; see `strategies.lightning_root`."""
 
+SEED_LOGGER = "lightning.fabric.utilities.seed"
+"""Lightning's logger that announces the seed on every rank; one worker of a task is enough."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -48,9 +51,15 @@ def install() -> None:
                 from unicron_lightning.detection.reporting import watch_exceptions
 
                 watch_exceptions()
+                if os.environ.get("RANK", "0") != "0":
+                    logging.getLogger(SEED_LOGGER).addFilter(_is_no_seed)
     except Exception:  # supervisor boundary: any exception here would break `import torch`
         logger.debug("not_tied_to_agent", exc_info=True)
     offer_strategy()
+
+
+def _is_no_seed(record: logging.LogRecord) -> bool:
+    return "Seed set to" not in record.getMessage()
 
 
 def offer_strategy() -> None:

@@ -101,7 +101,9 @@ async def test_a_node_is_drained_and_undrained(coordinator):
 
     async with connected(coordinator.url, "a", "b", nodes=(2, 2)) as agents:
         await train(agents)
-        assert (await order("drain", "b")).stdout == "drained: b\n"
+        assert (await order("drain", "b")).stdout == (
+            "drained: b\nb stays: task t needs at least 2 nodes, 1 other has its workers\n"
+        )
         assert "drained: b" in (await order("status")).stdout
         refused = await order("drain", "c")
         assert (refused.returncode, refused.stdout) == (2, "")

@@ -38,6 +38,9 @@ STATUS = {
     "tasks": {EVIL: TASK},
     "drained": [EVIL],
     "cordoned": {EVIL: EVIL},
+    "waiting": {EVIL: EVIL},
+    "staying": {EVIL: EVIL},
+    "lost": {EVIL: 1.0},
     "assigned": {EVIL: EVIL},
     "nodes": {EVIL: {"connected": True, "drained": False, "host": EVIL,
                      "slots": {EVIL: {"assigned": EVIL, "agents": [EVIL]}}}},
@@ -75,7 +78,9 @@ def evil(_endpoint: str, method: str, target: str, _access: Any, _body: bytes = 
         return 200, json.dumps(ANSWERS[target.partition("?")[0]]).encode()
     if target.endswith("/cancel"):
         return 404, json.dumps({"error": EVIL}).encode()
-    return 200, json.dumps({"task": EVIL, "nodes": EVIL, "tp": EVIL, "pp": EVIL, "drained": [EVIL]}).encode()
+    return 200, json.dumps(
+        {"task": EVIL, "nodes": EVIL, "tp": EVIL, "pp": EVIL, "drained": [EVIL], "staying": {EVIL: EVIL}}
+    ).encode()
 
 
 @pytest.fixture

@@ -54,11 +54,18 @@ def _status(options: argparse.Namespace) -> int:
         screen.print("no tasks")
     for task_id, task in tasks.items():
         screen.print(_task_table(task_id, task))
+        if (why := answer["waiting"].get(task_id)) is not None:
+            screen.print(f"{task_id}: {why}", highlight=False)
     drained = [node for node in answer["drained"] if node not in answer["cordoned"]]
     if drained:
         screen.print(f"drained: {', '.join(drained)}", highlight=False)
     for node, reason in answer["cordoned"].items():
         screen.print(f"cordoned: {node}: {reason}", highlight=False)
+    for node, reason in answer["staying"].items():
+        screen.print(f"{node} stays: {reason}", highlight=False)
+    for node, at in answer["lost"].items():
+        since = time.strftime("%m-%d %H:%M:%S", time.localtime(at))
+        screen.print(f"down: {node}, lost at {since}", style="red", highlight=False)
     return 0
 
 
@@ -86,7 +93,7 @@ def _task_table(task_id: str, task: dict[str, Any]) -> Any:
         if member["worker"] in task["stragglers"]:
             state += f", straggler ({task['stragglers'][member['worker']]}x)"
         step = "" if member["step"] is None else str(member["step"])
-        table.add_row(str(member["rank"]), member["worker"], member["node"], state, step)
+        table.add_row(str(member["rank"]), member["worker"], member["node"], state + _part(member), step)
     for state in ("candidates", "starting"):
         for worker in task[state]:
             table.add_row("", worker["worker"], "", state.rstrip("s"), "")
@@ -95,6 +102,16 @@ def _task_table(task_id: str, task: dict[str, Any]) -> Any:
         if agent["slot"] != "granted" or not agent["connected"] or not task["members"]:
             table.add_row("", agent["agent"], agent["node"], _agent_state(agent), "")
     return table
+
+
+def _part(member: dict[str, Any]) -> str:
+    """A member's part in a model that is spread over several workers."""
+    if member.get("spare"):
+        return ", spare"
+    if member.get("replica") is None:
+        return ""
+    part = f"shard {member['shard']}" if member["stage"] is None else f"stage {member['stage']}"
+    return f", replica {member['replica']} {part}"
 
 
 def _agent_state(agent: dict[str, Any]) -> str:

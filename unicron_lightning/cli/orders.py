@@ -45,4 +45,6 @@ def _drain(options: argparse.Namespace) -> int:
         path = f"/v1/nodes/{quoted(node)}/{options.verb}"
         answer = all_visible(fetch(options.endpoint, path, access_of(options), method="POST"))
     print(f"drained: {', '.join(answer['drained']) or 'none'}")
+    for node, reason in answer["staying"].items():
+        print(f"{node} stays: {reason}")
     return 0

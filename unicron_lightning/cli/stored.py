@@ -80,7 +80,7 @@ def _read(endpoint: str, path: str, query: dict[str, str]) -> Any:
 def _answer(database: sqlite3.Connection, path: str, query: dict[str, str]) -> Any:
     from unicron_lightning.coordinator.incidents import accounting
     from unicron_lightning.coordinator.incidents.facts import IncidentClosed
-    from unicron_lightning.coordinator.orders.jobs import jobs_status
+    from unicron_lightning.coordinator.orders.jobs import job_status, known
     from unicron_lightning.coordinator.storage.store import StoredState
 
     state, task = StoredState(database), query.get("task")
@@ -90,7 +90,8 @@ def _answer(database: sqlite3.Connection, path: str, query: dict[str, str]) -> A
         closed = state.events(task=task, name=IncidentClosed.event)
         return accounting.book(closed, state.load(), time.time(), only=task)
     assert path == "/v1/jobs"
-    return jobs_status(state.load())
+    cluster = state.load()
+    return [job_status(cluster, name) for name in known(cluster)]
 
 
 @functools.cache

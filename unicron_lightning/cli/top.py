@@ -101,6 +101,10 @@ def picture(status: dict[str, Any], speeds: Speeds, away: str | None) -> Any:
         parts.append(_nodes(status))
     if status["drained"]:
         parts.append(f"drained: {', '.join(status['drained'])}")
+    parts += [f"{task}: {why}" for task, why in status["waiting"].items()]
+    parts += [f"{node} stays: {why}" for node, why in status["staying"].items()]
+    if status["lost"]:
+        parts.append(Text(f"down: {', '.join(status['lost'])}", style="red"))
     return Group(*parts)
 
 

@@ -357,6 +357,14 @@ class Lasting(msgspec.Struct, kw_only=True):
     """Results of the newest tasks that are over."""
     nodes: dict[str, Node] = {}
     """Nodes with a daemon, by label."""
+    lost: dict[str, float] = {}
+    """time.time() at which a daemon or an agent of a node was last declared lost, for the newest such nodes that have
+    returned and left in order since."""
+
+    def record_lost(self, node: str, now: float) -> None:
+        """Record the loss of a node's daemon or agent."""
+        known = {label: at for label, at in self.lost.items() if label != node}
+        self.lost = dict([*known.items(), (node, now)][-_LOST_KEPT:])
 
 
 class Cluster(msgspec.Struct, kw_only=True):
@@ -386,6 +394,7 @@ class Cluster(msgspec.Struct, kw_only=True):
 
 
 _ROUND_DIGITS = 15
+_LOST_KEPT = 32
 _task_decoder = msgspec.json.Decoder(Task)
 _cluster_decoder = msgspec.json.Decoder(Cluster)
 encode = msgspec.json.Encoder().encode

@@ -56,6 +56,8 @@ class World:
     hold: bool
     nodes: tuple[str, ...] = ()
     """Nodes of the members, by rank."""
+    workers: tuple[str, ...] = ()
+    """The members, by rank."""
 
 
 class Operation(Protocol):
@@ -321,6 +323,7 @@ class Engine:
                 size=len(epoch.members),
                 hold=epoch.hold,
                 nodes=tuple(member.node for member in epoch.members),
+                workers=tuple(member.worker for member in epoch.members),
             )
         self.fault("exchange", epoch.number)
         about = {} if self._fabric is None else {"about": self._fabric.about(epoch)}

@@ -45,6 +45,7 @@ def hello(cluster: Cluster, turn: Turn, conn: int, message: NodeHello) -> None:
     for each in tasks:
         _adopt(cluster, turn, each.job)
     same = old is not None and (old.host, old.pid) == (message.host, message.pid)
+    cluster.lasting.lost.pop(message.node, None)
     cluster.nodes[message.node] = Node(
         label=message.node,
         host=message.host,
@@ -87,6 +88,7 @@ def lost_due(cluster: Cluster, turn: Turn, label: str) -> None:
     if node is None or node.conn is not None:
         return
     del cluster.nodes[label]
+    cluster.lasting.record_lost(label, turn.now)
     turn.actions.append(ev.Emit(name="node_lost", task=None, incident=None, fields={"node": label}))
     _changed(turn)
 

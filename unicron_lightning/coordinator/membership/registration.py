@@ -253,6 +253,7 @@ def restore(task: Task, turn: Turn) -> None:
 def bye(task: Task, turn: Turn, agent: Agent, message: wire.Bye) -> None:
     """Handle the exit of an agent that has stopped its workers."""
     turn.hang_up(agent, "bye")
+    turn.lasting.lost.pop(agent.node, None)
     if message.succeeded and not agent.warm:
         task.agents_succeeded += 1
         for worker in task.workers_of(agent.id):
@@ -291,6 +292,7 @@ def _declare_lost(task: Task, turn: Turn, agent: Agent) -> None:
     turn.log(task, AgentLoss(agent=agent.id, node=agent.node, away_since=agent.away_since, silent=agent.silent))
     workers.died(task, turn, task.workers_of(agent.id), "node lost")
     _remove(task, turn, agent)
+    turn.lasting.record_lost(agent.node, turn.now)
     task.lost = [*task.lost, agent.id][-_LOST_REMEMBERED:]
     slots.agent_gone(task, turn, had_slot=had_slot, succeeded=False)
 

@@ -6,7 +6,7 @@ after all its nodes are lost. It fails when torchrun exhausts its restarts on th
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -83,13 +83,12 @@ def result_of(lasting: Lasting, name: str) -> JobResult | None:
     return next((result for result in reversed(lasting.results) if result.name == name), None)
 
 
-def jobs_status(cluster: Cluster) -> list[dict[str, object] | None]:
-    """Describe all known jobs and tasks, ended ones first, each as by `job_status`."""
-    names = [*(result.name for result in cluster.lasting.results), *cluster.tasks]
-    return [job_status(cluster, name) for name in dict.fromkeys(names)]
+def known(cluster: Cluster) -> list[str]:
+    """Return the names of all known jobs and tasks, ended ones first."""
+    return list(dict.fromkeys([*(result.name for result in cluster.lasting.results), *cluster.tasks]))
 
 
-def job_status(cluster: Cluster, name: str) -> dict[str, object] | None:
+def job_status(cluster: Cluster, name: str) -> dict[str, Any] | None:
     """Describe a job, or a task, as plain JSON; None if it is not known.
 
     ``state`` is one of `JobState`.

@@ -22,8 +22,9 @@ from unicron_lightning.coordinator.machine import Machine
 from unicron_lightning.coordinator.membership import replicas
 from unicron_lightning.coordinator.orders import injection, jobs, relayout
 from unicron_lightning.coordinator.server.guard import Guard
+from unicron_lightning.coordinator.server.reasons import staying, why_waiting
 from unicron_lightning.coordinator.server.status import cluster_status, task_status
-from unicron_lightning.coordinator.state import Task
+from unicron_lightning.coordinator.state import Cluster, Task
 from unicron_lightning.coordinator.storage.event_log import PAGE_BYTES
 from unicron_lightning.coordinator.storage.store import LoggedEvent, Store
 from unicron_lightning.errors import ConfigError
@@ -81,6 +82,18 @@ class Shell(Protocol):
     def about(self) -> dict[str, Any]:
         """Describe the process: pid, version, address."""
         ...
+
+
+def _drains(machine: Machine) -> dict[str, Any]:
+    return {"drained": machine.drained, "staying": staying(machine.cluster)}
+
+
+def _job(cluster: Cluster, name: str) -> dict[str, Any] | None:
+    """Describe a job as `jobs.job_status`, with the reason of its wait."""
+    status, task = jobs.job_status(cluster, name), cluster.tasks.get(name)
+    if status is not None and status["ended_at"] is None and task is not None:
+        status["reason"] = why_waiting(cluster, task)
+    return status
 
 
 class Api:
@@ -157,7 +170,7 @@ class Api:
     async def _post_cancel(self, request: web.Request) -> web.Response:
         """End a task now, whether it was submitted or not."""
         name = self._task(request).id
-        return self._ordered(ev.Cancel(task=name), lambda: jobs.job_status(self._shell.machine.cluster, name))
+        return self._ordered(ev.Cancel(task=name), lambda: _job(self._shell.machine.cluster, name))
 
     async def _post_inject(self, request: web.Request) -> web.Response:
         """``{"fault": TEXT}``: inject the fault into the task, see docs/faults.md."""
@@ -210,18 +223,19 @@ class Api:
         refused = jobs.refusal(cluster, job)
         if refused is not None:
             return web.json_response({"error": refused}, status=409)
-        return self._ordered(ev.Submit(job=job), lambda: jobs.job_status(cluster, job.name))
+        return self._ordered(ev.Submit(job=job), lambda: _job(cluster, job.name))
 
     async def _get_job(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
-        status = jobs.job_status(self._shell.machine.cluster, name)
+        status = _job(self._shell.machine.cluster, name)
         if status is None:
             return web.json_response({"error": f"no job {name!r} is known"}, status=404)
         return web.json_response(status)
 
     async def _get_jobs(self, _request: web.Request) -> web.Response:
         """Return all known jobs and tasks."""
-        return web.json_response(jobs.jobs_status(self._shell.machine.cluster))
+        cluster = self._shell.machine.cluster
+        return web.json_response([_job(cluster, name) for name in jobs.known(cluster)])
 
     async def _post_drain(self, request: web.Request) -> web.Response:
         """``drain`` or ``undrain`` a node, or an agent by its id."""
@@ -233,7 +247,7 @@ class Api:
             return web.json_response(
                 {"error": f"no node or agent {name!r}; expected one of: {sorted(known)}"}, status=404
             )
-        return self._ordered(ev.Drain(node=name, drained=drained), lambda: {"drained": machine.drained})
+        return self._ordered(ev.Drain(node=name, drained=drained), lambda: _drains(machine))
 
     async def _get_events(self, request: web.Request) -> web.Response:
         """Return a page of the log: ``?since=SEQ&limit=N&task=TASK``; the next page begins after the last ``seq``."""

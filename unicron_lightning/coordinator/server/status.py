@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from unicron_lightning import wire
+from unicron_lightning.coordinator.server.reasons import lost_nodes, staying, why_waiting
 from unicron_lightning.coordinator.state import Agent, Cluster, Node, Task, Worker
 
 _PENDING: dict[wire.EpochKind, str] = {
@@ -22,7 +23,8 @@ _PENDING: dict[wire.EpochKind, str] = {
 def task_status(task: Task) -> dict[str, Any]:
     """Describe one task.
 
-    ``state`` is one of: queued, forming, running, recovering, joining, leaving, holding, restarting, plain, over.
+    ``state`` is one of: queued, forming, starting, running, recovering, joining, leaving, holding, restarting, plain,
+    over.
     """
     members = {member.worker for member in task.members()}
     others = sorted((worker for worker in task.workers.values() if worker.id not in members), key=task.place)
@@ -42,6 +44,7 @@ def task_status(task: Task) -> dict[str, Any]:
         "created_at": task.created_at,
         "members": [
             {"rank": rank, **_worker(task, task.workers.get(member.worker), member.worker), "node": member.node}
+            | _in_replica(task, member.worker)
             for rank, member in enumerate(task.members())
         ],
         "candidates": [_worker(task, worker, worker.id) for worker in others if worker.built],
@@ -60,15 +63,30 @@ def task_status(task: Task) -> dict[str, Any]:
     }
 
 
+def _in_replica(task: Task, worker: str) -> dict[str, Any]:
+    """Describe a member's part in a model that is spread over several workers; empty for other models."""
+    if not task.replicas or task.replicas_of != task.number:
+        return {}
+    for number, workers in enumerate(task.replicas):
+        if worker in workers:
+            layout = task.layouts.spread.layout if task.layouts.spread else None
+            shard = workers.index(worker)
+            return {"replica": number, "shard": shard, "stage": layout and shard // layout.tensor, "spare": False}
+    return {"replica": None, "shard": None, "stage": None, "spare": True}
+
+
 def _layout(layout: wire.Layout | None) -> dict[str, int] | None:
     return None if layout is None else layout.plain()
 
 
 def cluster_status(cluster: Cluster) -> dict[str, Any]:
-    """Describe nodes with a daemon, and the plan in force: the task of each place."""
+    """Describe nodes with a daemon, the plan in force (the task of each place), and what does not proceed, and why."""
     return {
         "nodes": {node.label: _node(cluster, node) for node in cluster.nodes.values()},
         "assigned": dict(sorted(cluster.lasting.assigned.items())),
+        "waiting": {task.id: why for task in cluster.tasks.values() if (why := why_waiting(cluster, task))},
+        "staying": staying(cluster),
+        "lost": lost_nodes(cluster),
         "queued": [task.id for task in cluster.tasks.values() if task.over is None and not task.slots],
     }
 
@@ -105,9 +123,9 @@ def _state(task: Task) -> str:
     if not task.formed:
         return "forming" if task.agents else "queued"
     if not task.elastic:
-        return "restarting" if task.regrouping else "plain"
+        return "restarting" if task.regrouping else "plain" if task.plain else "starting"
     if task.epoch is None:
-        return "forming" if task.life == 1 else "restarting"
+        return "starting" if task.life == 1 else "restarting"
     if not task.settled:
         return _PENDING[task.epoch.kind]
     return "holding" if task.epoch.hold else "running"

@@ -1,0 +1,102 @@
+"""What `unicron status` and `unicron jobs` say about tasks and nodes that do not proceed."""
+
+from __future__ import annotations
+
+import msgspec
+from coordinator.driver import World, running, settle
+from coordinator.fake_daemon import FakeDaemon, job
+
+from unicron_lightning import wire
+from unicron_lightning.coordinator import events as ev
+from unicron_lightning.coordinator.server.reasons import lost_nodes, staying, why_waiting
+from unicron_lightning.coordinator.server.status import cluster_status, task_status
+
+
+def why(world: World, task: str = "t") -> str | None:
+    return why_waiting(world.machine.cluster, world.task(task))
+
+
+def test_a_queued_job_states_what_it_needs_and_what_there_is():
+    world = World()
+    world.do(ev.Submit(job=job("j", nodes=(4, 4))))
+    assert why(world, "j") == "needs 4 nodes, 0 slots are usable"
+    FakeDaemon(world, "n", "0", "1").connect()
+    other = FakeDaemon(world, "m", "0").connect()
+    world.advance(1.0)
+    assert why(world, "j") == "needs 4 nodes, 3 slots are usable"
+    world.do(ev.Drain(node="m", drained=True))
+    world.advance(1.0)
+    assert why(world, "j") == "needs 4 nodes, 2 slots are usable; drained: m"
+    other.drop()
+    world.advance(100.0)
+    assert why(world, "j") == "needs 4 nodes, 2 slots are usable; lost: m"
+    assert list(lost_nodes(world.machine.cluster)) == ["m"]
+    FakeDaemon(world, "m", "0", pid=2, started_at=2.0).connect()
+    assert not lost_nodes(world.machine.cluster), "it is back"
+
+
+def test_a_queued_job_states_whose_the_slots_are():
+    world = World()
+    FakeDaemon(world, "n", "0", "1").connect()
+    world.do(ev.Submit(job=job("a", nodes=(1, 2))))
+    world.advance(1.0)
+    assert why(world, "a") == "starting: torchrun at n/0, n/1"
+    world.do(ev.Submit(job=job("b", nodes=(2, 2))))
+    world.advance(1.0)
+    for place in ("0", "1"):
+        world.agent(f"a{place}", task="a", nodes=(1, 2), place=f"n/{place}").start()
+    world.advance(1.0)
+    assert why(world, "b") == "needs 2 nodes, the plan gives 2 usable slots to a (2)"
+
+
+def test_an_attached_task_states_how_many_nodes_wait_and_how_far_workers_are():
+    world = World()
+    world.nodes = (2, 3)
+    a = world.agent("a").start()
+    assert (why(world), task_status(world.task())["state"]) == ("needs 2 nodes, 1 node waits", "forming")
+    b = world.agent("b").start()
+    assert (why(world), task_status(world.task())["state"]) == ("starting: no worker has reported yet", "starting")
+    a.boot()
+    assert (why(world), task_status(world.task())["state"]) == ("starting: 1 of 2 workers ready", "starting")
+    b.boot()
+    settle(world)
+    assert (why(world), task_status(world.task())["state"]) == (None, "running")
+
+
+def test_a_drained_node_states_why_it_stays():
+    world = World()
+    a, b = running(world, 2, nodes=(2, 2))
+    b.drain()
+    reason = "task t needs at least 2 nodes, 1 other has its workers"
+    assert staying(world.machine.cluster) == {"node-b": reason}
+    assert cluster_status(world.machine.cluster)["staying"] == {"node-b": reason}
+    c = world.agent("c").start()
+    c.boot()
+    assert not staying(world.machine.cluster)
+    a.drain()
+    assert list(staying(world.machine.cluster)) == ["node-a", "node-b"]
+
+
+def test_a_lost_node_is_down_until_it_registers_again():
+    world = World()
+    _, b = running(world, 2, nodes=(1, 2))
+    b.drop()
+    world.advance(1.0)
+    assert list(lost_nodes(world.machine.cluster)) == ["node-b"]
+    world.agent("b2", place="node-b/0").start()
+    assert not lost_nodes(world.machine.cluster)
+
+
+def test_members_of_a_spread_model_show_their_replica_and_stage():
+    world = World()
+    agents = running(world, 3)
+    names = [agent.worker() for agent in agents]
+    task = world.task()
+    layout = wire.Layout(tensor=1, pipeline=2)
+    task.replicas, task.replicas_of = [names[:2]], task.number
+    task.layouts.spread = wire.Spread(
+        layout=layout, ordered=False, workers=2, micro_batches=2, tensor_divides={}, pipeline_divides={}
+    )
+    shown = [(each["replica"], each["stage"], each["spare"]) for each in task_status(task)["members"]]
+    assert shown == [(0, 0, False), (0, 1, False), (None, None, True)]
+    assert msgspec.json.encode(task_status(task))

@@ -1,0 +1,83 @@
+"""Explanations for users, derived from the state: why a task waits, and why a drained node keeps its workers. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from unicron_lightning.coordinator.allocation.places import is_drained, usable_places
+from unicron_lightning.coordinator.membership.replicas import fewest
+from unicron_lightning.coordinator.orders.operator import drained
+from unicron_lightning.coordinator.state import Cluster, Task
+
+
+def why_waiting(cluster: Cluster, task: Task) -> str | None:
+    """Return why a task does not train yet; None if it trains, or has ended."""
+    if task.over is not None:
+        return None
+    if task.slots:
+        return _why_starting(task)
+    return _why_queued(cluster, task) if task.id in cluster.lasting.jobs else _why_forming(cluster, task)
+
+
+def staying(cluster: Cluster) -> dict[str, str]:
+    """Return the drained nodes, and agents, whose workers cannot leave now, with the reasons."""
+    found: dict[str, str] = {}
+    for task in cluster.tasks.values():
+        out = [agent for agent in (task.agents[each] for each in task.slots) if is_drained(cluster, agent)]
+        others, need = len(task.slots) - len(out), fewest(task)
+        if task.over is None and out and others < need:
+            has = "no other has" if not others else "1 other has" if others == 1 else f"{others} others have"
+            reason = f"task {task.id} needs at least {_number(need, 'node')}, {has} its workers"
+            found |= {
+                name: reason for agent in out for name in (agent.node, agent.id) if name in drained(cluster.lasting)
+            }
+    return found
+
+
+def lost_nodes(cluster: Cluster) -> dict[str, float]:
+    """Return the nodes that were lost and have not come back, with the time.time() of their loss."""
+    present = {agent.node for task in cluster.tasks.values() for agent in task.agents.values()} | set(cluster.nodes)
+    return {node: at for node, at in cluster.lasting.lost.items() if node not in present}
+
+
+def _why_starting(task: Task) -> str | None:
+    if task.plain or task.epoch is not None:
+        return None
+    if not task.elastic:
+        return "starting: no worker has reported yet"
+    expected = sum(task.agents[agent].local_world or 1 for agent in task.slots)
+    ready = sum(worker.built for worker in task.workers.values())
+    return f"starting: {ready} of {_number(expected, 'worker')} ready"
+
+
+def _why_queued(cluster: Cluster, task: Task) -> str:
+    """Explain the wait of a submitted task, from the places that it may use and the plan."""
+    assigned, need = cluster.lasting.assigned, fewest(task)
+    places = [place.name for place in usable_places(cluster) if task.id in place.tasks]
+    own = [place for place in places if assigned.get(place) == task.id]
+    if len(own) >= need:
+        return f"starting: torchrun at {', '.join(own)}"
+    if len(places) < need:
+        out = [node for node in drained(cluster.lasting) if node in cluster.nodes]
+        without = [f"drained: {', '.join(out)}"] if out else []
+        if lost := sorted(lost_nodes(cluster)):
+            without.append(f"lost: {', '.join(lost)}")
+        usable = f"{_number(len(places), 'slot')} {'is' if len(places) == 1 else 'are'} usable"
+        return f"needs {_number(need, 'node')}, {'; '.join([usable, *without])}"
+    users = Counter(owner for place in places if (owner := assigned.get(place)) and owner != task.id)
+    used = ", ".join(f"{name} ({number})" for name, number in sorted(users.items()))
+    return f"needs {_number(need, 'node')}, the plan gives {_number(len(places), 'usable slot')} to {used or 'no task'}"
+
+
+def _why_forming(cluster: Cluster, task: Task) -> str:
+    """Explain the wait of a task whose agents were started by a user."""
+    waiting = [agent for agent in task.queue() if not agent.barred and not is_drained(cluster, agent)]
+    out = [agent for agent in task.agents.values() if is_drained(cluster, agent)]
+    barred = [f"{agent.node} is barred: {agent.barred}" for agent in task.agents.values() if agent.barred]
+    drains = [f"drained: {', '.join(sorted({agent.node for agent in out}))}"] if out else []
+    here = f"{_number(len(waiting), 'node')} {'waits' if len(waiting) == 1 else 'wait'}"
+    return "; ".join([f"needs {_number(fewest(task), 'node')}, {here}", *drains, *barred])
+
+
+def _number(number: int, thing: str) -> str:
+    return f"{number} {thing}{'' if number == 1 else 's'}"
