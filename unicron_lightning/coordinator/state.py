@@ -358,8 +358,8 @@ class Lasting(msgspec.Struct, kw_only=True):
     nodes: dict[str, Node] = {}
     """Nodes with a daemon, by label."""
     lost: dict[str, float] = {}
-    """time.time() at which a daemon or an agent of a node was last declared lost, for the newest such nodes. One that is
-    present again is not down, see `server.reasons`; one that leaves in order is forgotten."""
+    """time.time() of the last loss of a daemon or an agent, for the newest nodes that had one. A node that is back is
+    not down, see `server.reasons`; one that leaves in order is forgotten."""
 
     def record_lost(self, node: str, now: float) -> None:
         """Record the loss of a node's daemon or agent."""
