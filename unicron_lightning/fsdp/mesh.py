@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.replica.peers import ProcessGroup
@@ -75,9 +76,20 @@ class ShardGroup(ProcessGroup):
         return [part[:size].numpy().tobytes() for part, size in zip(received, sizes.tolist(), strict=False)]
 
 
+class _OneDimension(DeviceMesh):
+    """A mesh of one dimension that needs no default process group."""
+
+    @override
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
+        coordinate = self.get_coordinate()
+        assert coordinate is not None, "this worker is in its replica's mesh"
+        [place] = coordinate
+        return place
+
+
 def shard_mesh(group: ShardGroup, device: torch.device) -> DeviceMesh:
     """Return the mesh of a replica, with one dimension named `SHARDS`."""
-    mesh = DeviceMesh(
+    mesh = _OneDimension(
         device.type,
         torch.arange(group.size()),
         mesh_dim_names=(SHARDS,),
@@ -102,7 +114,7 @@ class ReplicaMesh:
 
     def __init__(self, group: ShardGroup, device: torch.device) -> None:
         self.shards = shard_mesh(group, device)
-        self._slices = DeviceMesh(device.type, [0], mesh_dim_names=(SLICES,), _init_backend=False, _rank=0)
+        self._slices = _OneDimension(device.type, [0], mesh_dim_names=(SLICES,), _init_backend=False, _rank=0)
 
     def __getitem__(self, name: str) -> DeviceMesh:
         if name not in (SHARDS, SLICES):
