@@ -93,6 +93,14 @@ def test_the_version_is_shown():
     assert unicron("--version").stdout == f"unicron-lightning {version('unicron-lightning')}\n"
 
 
+async def test_top_prints_json(coordinator):
+    async with connected(coordinator.url, "a", "b", nodes=(2, 2)) as agents:
+        await train(agents)
+        words = ("top", "--json", "--interval", "0.05", "--endpoint", f"127.0.0.1:{coordinator.port}")
+        answer = json.loads((await asyncio.to_thread(unicron, *words)).stdout)
+    assert answer["tasks"]["t"]["state"] == "running" and answer["steps_per_second"] == {"t": 0.0}
+
+
 async def test_a_node_is_drained_and_undrained(coordinator):
     endpoint = f"127.0.0.1:{coordinator.port}"
 

@@ -1,5 +1,6 @@
 """The command ``unicron``: run a coordinator, query one, or plan.
 
+    unicron run SCRIPT [--workers N]           train a script on this machine, with one command
     unicron coordinator [key=value ...]        run a coordinator (--cfg job: show its configuration)
     unicron status [--task T] [--json]         show its tasks, members and agents
     unicron events [--task T] [--since SEQ]    show the event log
@@ -20,7 +21,8 @@
 
 The coordinator's address is --endpoint, else the environment variable UNICRON_ENDPOINT, else 127.0.0.1:29461.
 
-Exit status: 0 done; 1 the coordinator could not run; 2 wrong usage or configuration, or no coordinator answers.
+Exit status: 0 done; 1 the coordinator could not run, or the task of `run` or `submit --wait` failed; 2 wrong usage or
+configuration, a refused order, or no coordinator answers; 130 `run` was interrupted by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ import os
 import sys
 from typing import Any
 
-from unicron_lightning.cli import certs, incidents, inject, inspection, jobs, node, orders, top
+from unicron_lightning.cli import certs, incidents, inject, inspection, jobs, node, orders, run, top
 from unicron_lightning.cli.output import visible
 from unicron_lightning.cli.plan.command import add_parser as add_plan_parser
 from unicron_lightning.errors import UnicronError
@@ -49,7 +51,8 @@ def main(arguments: list[str] | None = None) -> None:
 
         run_coordinator(given[1:])
         return
-    options = _parser().parse_args(given)
+    own, arguments = run.divided(given)
+    options = _parser().parse_args(own, argparse.Namespace(arguments=arguments))
     try:
         status: int = options.run(options)
     except UnicronError as error:
@@ -77,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     commands.add_parser("coordinator", help="run a coordinator, configured by key=value (see --help behind it)")
-    for group in (inspection, incidents, top, orders, inject, jobs, node, certs):
+    for group in (run, inspection, incidents, top, orders, inject, jobs, node, certs):
         group.add_parsers(commands)
     add_plan_parser(commands)
     return parser

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from typing import Any
 
@@ -15,6 +16,7 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     """Add the command to those of ``unicron``."""
     top = commands.add_parser("top", parents=[connecting()], help="watch tasks and nodes")
     top.add_argument("--once", action="store_true", help="show them once and end")
+    top.add_argument("--json", action="store_true", help="print the coordinator's answer and the speeds once, and end")
     top.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds; default: %(default)s")
     top.set_defaults(run=_top)
 
@@ -29,10 +31,18 @@ def _top(options: argparse.Namespace) -> int:
     status = all_visible(fetch(options.endpoint, "/v1/status", access))
     speeds.update(status, time.monotonic())
     screen = console()
-    if options.once:
+    if options.once or options.json:
         time.sleep(options.interval)  # two looks make a speed
-        status = all_visible(fetch(options.endpoint, "/v1/status", access))
+        answer = fetch(options.endpoint, "/v1/status", access)
+        status = all_visible(answer)
         speeds.update(status, time.monotonic())
+        if options.json:
+            print(
+                json.dumps(
+                    {**answer, "steps_per_second": {task: speeds.of(task) for task in status["tasks"]}}, indent=2
+                )
+            )
+            return 0
         screen.print(picture(status, speeds, None))
         return 0
     try:
