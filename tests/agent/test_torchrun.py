@@ -114,7 +114,7 @@ def test_sigterm_stops_everything(tmp_path: Path, number: signal.Signals) -> Non
         cluster.wait_notes(2, "go", world=2)
         workers = [w.pid for w in workers_of(cluster.agents["node0"].pid)]
         cluster.agents["node0"].send_signal(number)
-        assert cluster.agents["node0"].wait(60) != 0
+        assert cluster.agents["node0"].wait(60) != 0, "the task ends with its only agent"
         assert "agent_thread_broke" not in cluster.log("node0")
         assert all(not lives(pid) for pid in workers)
         assert not list((cluster.temporary / f"unicron-{os.getuid()}").glob("agent-*"))

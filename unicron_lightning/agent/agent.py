@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import secrets
 import signal
 import threading
@@ -31,7 +30,7 @@ from unicron_lightning.agent.embedded import EmbeddedCoordinator
 from unicron_lightning.agent.injection import AgentFaults
 from unicron_lightning.agent.link.session import CoordinatorSession, SessionHooks
 from unicron_lightning.agent.options import AgentOptions
-from unicron_lightning.agent.round_view import RoundView, SharedView, call
+from unicron_lightning.agent.round_view import RoundView, SharedView, call, registration
 from unicron_lightning.agent.scratch_folder import ScratchFolder
 from unicron_lightning.agent.workers.gate import SlotGate
 from unicron_lightning.agent.workers.inspection import Inspector
@@ -150,6 +149,17 @@ class AgentThread:
     def leaving(self) -> None:
         """[any thread] Treat workers that end from now on as stopped on order: their siblings are not killed."""
         self._leaving = True
+
+    @property
+    def may_depart(self) -> bool:
+        """[any thread] Whether workers of this round take part in a task, and can leave it in order."""
+        view = self._shared.now
+        return view.grant is not None and not view.grant.warm and view.over is None and view.fatal is None
+
+    def depart(self) -> None:
+        """[signal handler] Ask the coordinator to let the workers leave at the next step boundary."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._send, wire.Departing())
 
     def say_bye(self, *, succeeded: bool) -> None:
         """[main thread] Report that the agent exits; sent only once."""
@@ -334,7 +344,7 @@ class AgentThread:
             case wire.Barred():
                 logger.warning("node_barred agent=%s reason=%r", self._options.agent, message.reason)
             case wire.Stop():
-                self._stop(message.reason, message.seconds)
+                self._stop(message)
             case wire.Refused():
                 raise SessionRefused(message.reason)
             case wire.Fence():
@@ -342,7 +352,9 @@ class AgentThread:
             case wire.TaskOver():
                 self._shared.update(over=message)
                 if not message.succeeded:
-                    self._stop("the task was ended")  # workers of plain scripts are not notified otherwise
+                    self._stop(
+                        wire.Stop(reason="the task was ended")
+                    )  # workers of plain scripts are not notified otherwise
                 self._local.broadcast(message)
             case wire.Welcome():
                 self._gate.welcome(message)
@@ -373,13 +385,13 @@ class AgentThread:
         self._fenced.add(fence.worker)  # in case it is not found yet
         self._supervisor.kill(fence.worker)
 
-    def _stop(self, reason: str, seconds: float | None = None) -> None:
+    def _stop(self, order: wire.Stop) -> None:
         """Have torchelastic stop the workers of this round, if it has any."""
         view = self._shared.now
         if view.grant is not None:
-            logger.warning("stop_ordered agent=%s reason=%s", self._options.agent, reason)
-            self._shared.update(stop=wire.Stop(reason=reason))
-            allowed = self._options.stop_timeout if seconds is None else seconds
+            logger.warning("stop_ordered agent=%s reason=%s", self._options.agent, order.reason)
+            self._shared.update(stop=order)
+            allowed = self._options.stop_timeout if order.seconds is None else order.seconds
             self._loop.call_later(allowed, self._kill_stopping, view.number)
 
     def _kill_stopping(self, number: int) -> None:
@@ -462,31 +474,3 @@ class AgentThread:
         if not self._leaving and self._shared.now.stop is None:
             for sibling in self._roster.names:
                 self._give_up(sibling, "signal")
-
-
-def registration(
-    options: AgentOptions, view: RoundView, roster: Roster, reading: wire.NodeReading | None, secret: str
-) -> wire.Register:
-    """Describe the agent and its workers as of now."""
-    return wire.Register(
-        protocol=wire.PROTOCOL_VERSION,
-        task=options.task,
-        agent=options.agent,
-        node=options.node,
-        host=options.host,
-        pid=os.getpid(),
-        min_nodes=options.min_nodes,
-        max_nodes=options.max_nodes,
-        round=view.number,
-        waiting=view.waiting,
-        granted=view.grant is not None and not view.grant.warm,
-        store=view.store,
-        local_world=view.local_world,
-        workers=roster.infos(),
-        epoch=roster.epoch,
-        slot=options.slot,
-        weight=options.weight,
-        warm=view.grant is not None and view.grant.warm,
-        reading=reading,
-        secret=secret,
-    )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import signal
 from typing import Any, Final
 
 import torch
@@ -29,7 +30,7 @@ from unicron_lightning.agent.agent import AgentThread
 from unicron_lightning.agent.rank_store import RankStore
 from unicron_lightning.agent.round_store import RoundStore
 from unicron_lightning.agent.round_view import RoundView
-from unicron_lightning.agent.signals import SignalWatch, clean_exit_on_sigterm, held_signals
+from unicron_lightning.agent.signals import Departure, SignalWatch, clean_exit_on_sigterm, held_signals
 from unicron_lightning.agent.workers.slot_lock import SlotLock
 from unicron_lightning.errors import CoordinatorUnavailable, UnicronError
 
@@ -58,6 +59,7 @@ class UnicronRendezvousHandler(RendezvousHandler):
         self._options = agent_options.from_parameters(parameters)
         self._agent: AgentThread | None = None
         self._signals: SignalWatch | None = None
+        self._departure: Departure | None = None
         self._store: RoundStore | None = None
         slot = self._options.slot
         self._lock = None if slot is None else SlotLock(self._options.node, slot)
@@ -88,9 +90,15 @@ class UnicronRendezvousHandler(RendezvousHandler):
 
     @override
     def num_nodes_waiting(self) -> int:
-        """Return 1 if the workers must stop and rendezvous again, else 0. Never blocks."""
+        """Return 1 if the workers must stop and rendezvous again, else 0. Never blocks.
+
+        Raises:
+            SignalException: torchelastic's, if the workers of an agent that got SIGTERM have not left in time.
+        """
         if self._agent is None:
             return 0
+        if self._departure is not None:
+            self._departure.review()
         view = self._agent.view
         return int(view.stop is not None or view.fatal is not None)
 
@@ -100,8 +108,13 @@ class UnicronRendezvousHandler(RendezvousHandler):
 
         Raises:
             RendezvousFailed: the coordinator refuses this agent or can't be reached.
-            SystemExit: the task has ended; its code is 0 for a success.
+            SystemExit: the task has ended (code 0: successfully), or this agent got SIGTERM (code 0: its workers have
+                left, and the others continue).
         """
+        if self._departure is not None and self._departure.begun:
+            assert self._agent is not None
+            stop = self._agent.view.stop
+            raise SystemExit(0 if stop is not None and not stop.needed else 128 + signal.SIGTERM)
         with clean_exit_on_sigterm():
             agent = self._agent or self._start()
             number, grant = self._begin_round(agent)
@@ -138,6 +151,9 @@ class UnicronRendezvousHandler(RendezvousHandler):
             agent.leaving()
             agent.say_bye(succeeded=False)  # a success was reported when the last worker had ended
             agent.close()
+        if self._departure is not None:
+            self._departure.close()
+            self._departure = None
         if self._signals is not None:
             self._signals.close()
             self._signals = None
@@ -152,7 +168,8 @@ class UnicronRendezvousHandler(RendezvousHandler):
     def _start(self) -> AgentThread:
         atexit.register(self.shutdown)  # first: a signal may end the process from here on
         agent = self._agent = AgentThread(self._options, self._num_keys, self._lock)
-        self._signals = SignalWatch(agent.leaving)
+        self._departure = Departure(lambda: agent.may_depart, agent.depart, agent.leaving, self._options.leave_timeout)
+        self._signals = SignalWatch(agent.leaving, self._departure)
         agent.start()
         logger.info("agent_started agent=%s task=%s endpoint=%s", self._options.agent, self._options.task,
                     self._options.endpoint)  # fmt: skip

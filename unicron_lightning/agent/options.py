@@ -41,6 +41,7 @@ CONF_KEYS: Final = {
     "weight": "weight of the task's work relative to other tasks (default 1)",
     "worker_timeout": "seconds without a heartbeat after which a worker is killed (default: the coordinator's, 10)",
     "stop_timeout": "seconds that workers get to stop when a plain script must restart, before SIGKILL (default 10)",
+    "leave_timeout": "seconds that workers get to leave at a step boundary after SIGTERM to torchrun (default 20)",
     "connect_timeout": "seconds to reach the coordinator at the start (default 30)",
     "timeout": "seconds to wait in the rendezvous while the coordinator is away (torchrun's default 900)",
     "embedded": "whether to start a coordinator if the endpoint names this machine and none listens (default true)",
@@ -84,6 +85,7 @@ class AgentOptions:
     worker_timeout: float | None = None
     """Seconds without a heartbeat after which a worker is killed; None: the coordinator's value."""
     stop_timeout: float = 10.0
+    leave_timeout: float = 20.0
     connect_timeout: float = 30.0
     timeout: float = 900.0
 
@@ -137,6 +139,7 @@ def from_parameters(parameters: RendezvousParameters) -> AgentOptions:
         pair_check=_flag(conf, "pair_check", default=False),
         worker_timeout=_seconds(conf, "worker_timeout", 10.0) if "worker_timeout" in conf else None,
         stop_timeout=_seconds(conf, "stop_timeout", 10.0),
+        leave_timeout=_seconds(conf, "leave_timeout", 20.0),
         connect_timeout=_seconds(conf, "connect_timeout", 30.0),
         timeout=_seconds(conf, "timeout", 900.0),
     )

@@ -1,8 +1,11 @@
-"""State shared by the agent's thread and torchelastic's main thread: the present rendezvous round, and calls."""
+"""State shared by the agent's thread and torchelastic's main thread: the present rendezvous round, calls, and the
+agent's registration, which describes it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -10,6 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
 from unicron_lightning import wire
+from unicron_lightning.agent.options import AgentOptions
+from unicron_lightning.agent.workers.roster import Roster
 from unicron_lightning.errors import UnicronError
 
 T = TypeVar("T")
@@ -100,3 +105,31 @@ def call(loop: asyncio.AbstractEventLoop, thread: threading.Thread, function: Ca
         return
     while thread.is_alive() and not done.wait(_LOOK_SECONDS):
         pass
+
+
+def registration(
+    options: AgentOptions, view: RoundView, roster: Roster, reading: wire.NodeReading | None, secret: str
+) -> wire.Register:
+    """Describe the agent and its workers as of now."""
+    return wire.Register(
+        protocol=wire.PROTOCOL_VERSION,
+        task=options.task,
+        agent=options.agent,
+        node=options.node,
+        host=options.host,
+        pid=os.getpid(),
+        min_nodes=options.min_nodes,
+        max_nodes=options.max_nodes,
+        round=view.number,
+        waiting=view.waiting,
+        granted=view.grant is not None and not view.grant.warm,
+        store=view.store,
+        local_world=view.local_world,
+        workers=roster.infos(),
+        epoch=roster.epoch,
+        slot=options.slot,
+        weight=options.weight,
+        warm=view.grant is not None and view.grant.warm,
+        reading=reading,
+        secret=secret,
+    )

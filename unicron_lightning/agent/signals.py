@@ -1,32 +1,39 @@
-"""Notifies the agent at once that its process was asked to end, without touching torchelastic's signal handlers.
+"""Signals that end a torchrun, before, around and in place of torchelastic's handlers.
 
-torchelastic's handler raises in the main thread and stops the workers from there. Before it is installed, while the
-first grant is awaited, a SIGTERM would end the process without any clean-up, so another handler is installed for that
-time. During the clean-up, a signal would interrupt it, so signals are held back.
+torchelastic's handler raises in the main thread and stops the workers from there, in the middle of a step; the agent is
+notified at once (`SignalWatch`). The first SIGTERM (a preemption by Kubernetes, Slurm or a cloud) does not get there:
+the workers leave at a step boundary first (`Departure`). Before torchelastic's handlers are installed, while the first
+grant is awaited, a SIGTERM would end the process without any clean-up, so another handler is installed for that time.
+During the clean-up, a signal would interrupt it, so signals are held back.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Final
+from typing import Any, Final
+
+logger = logging.getLogger(__name__)
 
 _ENDING: Final = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
 
 
 class SignalWatch:
-    """Calls back from its thread when a signal that ends torchrun arrives. Created and closed in the main thread.
+    """Calls back from its thread when a signal arrives that ends torchrun now. Created and closed in the main thread.
 
     Python's wake-up descriptor gets each signal's number before any handler runs. If it is in use elsewhere, or this is
     not the main thread, nothing is watched.
     """
 
-    def __init__(self, on_ending: Callable[[], None]) -> None:
+    def __init__(self, on_ending: Callable[[], None], departure: Departure) -> None:
         self._on_ending = on_ending
+        self._departure = departure
         self._thread: threading.Thread | None = None
         if threading.current_thread() is not threading.main_thread():
             return
@@ -53,12 +60,80 @@ class SignalWatch:
 
     def _watch(self) -> None:
         while numbers := self._read.recv(64):
-            if any(number in _ENDING for number in numbers):
+            ending = [number for number in numbers if number in _ENDING]
+            if self._departure.installed:
+                ending = [number for number in ending if number != signal.SIGTERM]
+            if ending:
                 self._on_ending()
 
     def _close_sockets(self) -> None:
         self._read.close()
         self._write.close()
+
+
+class Departure:
+    """Answers the first SIGTERM by a request that the workers leave; passes later ones on to torchelastic's handler.
+
+    For the main thread, except `installed`.
+
+    Args:
+        possible: whether workers run that can leave in order.
+        ask: requests that they leave; called in a signal handler.
+        end_now: prepares for the end of the workers in the middle of a step.
+        seconds: time that they get.
+    """
+
+    def __init__(
+        self, possible: Callable[[], bool], ask: Callable[[], None], end_now: Callable[[], None], seconds: float
+    ) -> None:
+        self.begun = False
+        self._possible, self._ask, self._end_now = possible, ask, end_now
+        self._seconds = seconds
+        self._deadline = 0.0
+        self._usual: Any = None
+
+    @property
+    def installed(self) -> bool:
+        """[any thread] Whether a SIGTERM that arrives now is handled here."""
+        return self._usual is not None
+
+    def review(self) -> None:
+        """Take over SIGTERM from a handler that was installed since the last call; end an overdue departure.
+
+        Raises:
+            SignalException: torchelastic's, if the workers have not left in time.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return
+        installed = signal.getsignal(signal.SIGTERM)
+        if callable(installed) and installed != self._handle:
+            self._usual = installed
+            signal.signal(signal.SIGTERM, self._handle)
+        if self.begun and time.monotonic() > self._deadline:
+            logger.warning(
+                "departure_overdue seconds=%g: the workers are stopped in the middle of a step", self._seconds
+            )
+            self._pass_on(signal.SIGTERM, None)
+
+    def close(self) -> None:
+        """Give SIGTERM back to torchelastic's handler."""
+        if self._usual is not None and threading.current_thread() is threading.main_thread():
+            if signal.getsignal(signal.SIGTERM) == self._handle:
+                signal.signal(signal.SIGTERM, self._usual)
+            self._usual = None
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.begun or not self._possible():
+            self._pass_on(number, frame)
+            return
+        self.begun = True
+        self._deadline = time.monotonic() + self._seconds
+        self._ask()
+        logger.warning("agent_departs seconds=%g: its workers leave after this step", self._seconds)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        self._end_now()
+        self._usual(number, frame)
 
 
 @contextlib.contextmanager

@@ -55,9 +55,9 @@ class Turn:
         """Events of tasks logged in this turn, for measurements and accounting."""
 
     def drains(self, agent: Agent) -> bool:
-        """Whether the agent must not have workers: its node is drained, or the plan gives its place to another task."""
+        """Whether the agent must not have workers: it departs, its node is drained, or another task has its place."""
         lasting = self.lasting
-        if (lasting.drained or lasting.cordoned) and is_drained(self._cluster, agent):
+        if agent.departing or ((lasting.drained or lasting.cordoned) and is_drained(self._cluster, agent)):
             return True
         return agent.slot is not None and is_elsewhere(self._cluster, agent)
 
@@ -74,7 +74,8 @@ class Turn:
         return [
             agent
             for agent in agents
-            if agent.slot is None or assigned.get(f"{agent.node}/{agent.slot}", agent.task) == agent.task
+            if not agent.departing
+            and (agent.slot is None or assigned.get(f"{agent.node}/{agent.slot}", agent.task) == agent.task)
         ]
 
     def spared(self, task: Task, nodes: Collection[str]) -> frozenset[str]:
@@ -119,6 +120,8 @@ class Turn:
         """Explain, for messages, why the agent must not have workers any more."""
         if not self.drains(agent):
             return "the task has nodes enough"
+        if agent.departing:
+            return "the agent was asked to end"
         if agent.place is None or not is_elsewhere(self._cluster, agent):
             return f"node {agent.node} {'is cordoned' if agent.node in self.lasting.cordoned else 'drains'}"
         other = self.lasting.assigned.get(agent.place)

@@ -82,6 +82,8 @@ class Agent(msgspec.Struct, kw_only=True):
     """Problem of its node that bars it from a slot; "" if there is none."""
     held: bool = False
     """Whether its next grant is delayed, since its workers failed at their start."""
+    departing: bool = False
+    """Whether its process was asked to end, so that its workers leave at the next step boundary."""
     paired: PairCheck = msgspec.field(default_factory=PairCheck)
     """Its data exchanges with other agents."""
     parted: str = ""

@@ -27,6 +27,7 @@ from unicron_lightning.wire.agent import (
     Address,
     Beat,
     Bye,
+    Departing,
     LocalWorld,
     Register,
     RendezvousBegin,
@@ -93,6 +94,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointSaved",
     "CommError",
+    "Departing",
     "Epoch",
     "EpochKind",
     "ErrorReport",
@@ -176,7 +178,18 @@ ToWorker = Union[Welcome, Epoch, Go, LookupReply, TaskOver, Notice, FaultRecorde
 FromPair = Union[PairServing, PairResult]
 ToPair = Union[PairServe, PairConnect, PairEnd]
 FromAgent = Union[
-    Beat, NodeReading, Register, RendezvousBegin, LocalWorld, StoreUsed, WorkerDied, Bye, FromPair, Probed, Forwarded
+    Beat,
+    NodeReading,
+    Register,
+    RendezvousBegin,
+    LocalWorld,
+    StoreUsed,
+    WorkerDied,
+    Departing,
+    Bye,
+    FromPair,
+    Probed,
+    Forwarded,
 ]
 ToAgent = Union[Beat, Barred, Registered, Refused, Grant, Ranks, Stop, Fence, Inspect, Probe, ToPair, ToWorker]
 

@@ -139,6 +139,10 @@ class Beat(Message, frozen=True, kw_only=True, tag="beat"):
     """[both ways] The link works. An agent sends it as often as `Registered` requires; the coordinator answers each."""
 
 
+class Departing(Message, frozen=True, kw_only=True, tag="departing"):
+    """The agent was asked to end (SIGTERM): its workers are to leave at the next step boundary. Answered by `Stop`."""
+
+
 class Bye(Message, frozen=True, kw_only=True, tag="bye"):
     """The agent exits, having stopped its workers."""
 

@@ -77,6 +77,8 @@ class Stop(Message, frozen=True, kw_only=True, tag="stop"):
     reason: str
     seconds: float | None = None
     """Workers that have not stopped by then are killed; None: after the time that the agent's user chose."""
+    needed: bool = False
+    """Whether the task cannot continue without an agent that departs."""
 
 
 class Fence(Message, frozen=True, kw_only=True, tag="fence"):

@@ -34,6 +34,7 @@ _REPEATABLE: Final = (
     wire.StoreUsed,
     wire.FaultDue,
     wire.PairResult,
+    wire.Departing,
     wire.Bye,
 )
 

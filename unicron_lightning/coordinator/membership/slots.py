@@ -66,7 +66,9 @@ def leave_slot(task: Task, agent: Agent) -> None:
     agent.hellos = {}
 
 
-def revoke(task: Task, turn: Turn, agent: Agent, reason: str, seconds: float | None = None) -> None:
+def revoke(
+    task: Task, turn: Turn, agent: Agent, reason: str, seconds: float | None = None, *, needed: bool = False
+) -> None:
     """Take the slot back: the agent stops its workers, which no longer belong to the task, and stands by.
 
     Workers that do not stop within ``seconds`` are killed (None: within the time that the agent's user chose).
@@ -74,7 +76,7 @@ def revoke(task: Task, turn: Turn, agent: Agent, reason: str, seconds: float | N
     leave_slot(task, agent)
     agent.stopping = True
     agent.holder = False
-    turn.send(agent, wire.Stop(reason=reason, seconds=seconds))
+    turn.send(agent, wire.Stop(reason=reason, seconds=seconds, needed=needed))
     turn.emit(task, "slot_revoked", agent=agent.id, node=agent.node, reason=reason)
 
 
@@ -119,9 +121,9 @@ def start_regroup(task: Task, turn: Turn, reason: str) -> None:
 def leaving(task: Task, turn: Turn) -> set[str]:
     """Return agents that hold a slot and have to leave it.
 
-    These are agents on drained nodes, and the newest (`replicas`) of the others beyond `Task.limit`. Such an excess
-    arises when the task shrinks, or when a drained node returns before it has left and another one has its slot
-    already. Agents at places that the plan gives the task stay: the plan itself selects which of them leave.
+    These are departing agents, those on drained nodes, and the newest (`replicas`) of the others beyond `Task.limit`.
+    Such an excess arises when the task shrinks, or when a drained node returns before it has left and another one has
+    its slot already. Agents at places that the plan gives the task stay: the plan itself selects which of them leave.
     """
     assigned, out = turn.lasting.assigned, turn.out_of_use()
     away: set[str] = set()
@@ -129,7 +131,7 @@ def leaving(task: Task, turn: Turn) -> set[str]:
     for agent_id in task.slots:
         agent = task.agents[agent_id]
         owner = None if agent.slot is None else assigned.get(f"{agent.node}/{agent.slot}")
-        if owner not in (None, task.id) or agent.node in out or agent_id in out:
+        if owner not in (None, task.id) or agent.departing or agent.node in out or agent_id in out:
             away.add(agent_id)
         elif owner is None:
             others.append(agent_id)
@@ -160,6 +162,19 @@ def send_ranks(task: Task, turn: Turn, agent: Agent) -> None:
     sizes = [task.agents[agent_id].local_world or own for agent_id in task.slots]
     base = sum(sizes[: task.slots.index(agent.id)])
     turn.send(agent, wire.Ranks(round=agent.round, base=base, world=sum(sizes)))
+
+
+def _departs(task: Task, turn: Turn, agent: Agent, _: wire.Departing) -> None:
+    """Handle an agent that was asked to end: it leaves at a step boundary, or now if too few others would remain."""
+    if agent.departing or task.over is not None:
+        return
+    agent.departing = True
+    turn.places_changed = True
+    turn.save(task)
+    turn.emit(task, "agent_departs", agent=agent.id, node=agent.node)
+    enough = len(_undrained(task, turn)) >= task.min_nodes
+    if agent.id in task.slots and not (task.plain or (task.elastic and enough)):
+        revoke(task, turn, agent, "the agent was asked to end, and too few others remain", needed=True)
 
 
 def _review_drained(task: Task, turn: Turn) -> None:
@@ -242,6 +257,6 @@ def _review_ranks(task: Task, turn: Turn) -> None:
 
 
 PART: Final = Part(
-    receivers=(on(wire.LocalWorld, _local_world), on(wire.StoreUsed, _store_used)),
+    receivers=(on(wire.LocalWorld, _local_world), on(wire.StoreUsed, _store_used), on(wire.Departing, _departs)),
     review=review_slots,
 )

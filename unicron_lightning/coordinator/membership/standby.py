@@ -92,7 +92,7 @@ def _may_be_warm(task: Task, turn: Turn, agent: Agent) -> bool:
     """Whether an agent without a slot may have workers. In a task that is being rebuilt the script is not known yet."""
     lasting = turn.lasting
     drained = agent.node in lasting.drained or agent.id in lasting.drained or agent.node in lasting.cordoned
-    return turn.limits.warm_standby and (task.elastic or task.rebuilding) and not drained
+    return turn.limits.warm_standby and (task.elastic or task.rebuilding) and not (drained or agent.departing)
 
 
 def _warm(task: Task, turn: Turn, agent: Agent) -> None:
