@@ -52,6 +52,20 @@ except SignalException as error:
 """
 
 
+WHILE_IT_CLEANS_UP_AFTER_A_ROUND = """
+signal.signal(signal.SIGTERM, _terminate_process_handler)
+departure = made._departure = handler.Departure(lambda: True, lambda: None, lambda: None, 20.0)
+made._agent = type("Agent", (), dict(view=type("View", (), dict(stop=None, fatal=None)), failed=False,
+    leaving=lambda agent: told_to_end(), say_bye=lambda agent, succeeded: None, close=lambda agent: None))()
+made.num_nodes_waiting()
+assert signal.getsignal(signal.SIGTERM) == departure._handle
+try:
+    made.shutdown()
+except SignalException as error:
+    raise SystemExit(77)
+"""
+
+
 def run(script: str, folder: Path) -> int:
     settings = {**os.environ, "TMPDIR": str(folder)}
     command = [sys.executable, "-W", "ignore", "-c", BEGINNING + script]
@@ -68,3 +82,8 @@ def test_sigterm_right_after_the_start(tmp_path: Path) -> None:
 def test_sigterm_while_it_cleans_up(tmp_path: Path) -> None:
     """By torchelastic's handler, which raises; it does so after the clean-up."""
     assert run(WHILE_IT_CLEANS_UP, tmp_path) == 77
+
+
+def test_sigterm_while_it_cleans_up_after_a_round(tmp_path: Path) -> None:
+    """Then SIGTERM is torchelastic's again, and not answered by a departure."""
+    assert run(WHILE_IT_CLEANS_UP_AFTER_A_ROUND, tmp_path) == 77

@@ -135,6 +135,9 @@ class UnicronRendezvousHandler(RendezvousHandler):
         """End the agent and remove all its resources. Also runs at the interpreter's exit, as torchelastic may
         skip it.
         """
+        if self._departure is not None:  # before signals are held, which restores the handlers that it finds
+            self._departure.close()
+            self._departure = None
         with held_signals():
             self._shut_down()
         return True
@@ -151,9 +154,6 @@ class UnicronRendezvousHandler(RendezvousHandler):
             agent.leaving()
             agent.say_bye(succeeded=False)  # a success was reported when the last worker had ended
             agent.close()
-        if self._departure is not None:
-            self._departure.close()
-            self._departure = None
         if self._signals is not None:
             self._signals.close()
             self._signals = None
