@@ -113,7 +113,7 @@ class WholeModelSteps:
 
     def begin_fit(self, balance: Balance | None) -> None:
         """Begin with a complete model, of which the optimizers know."""
-        self._effects = Effects(self._strategy.module)
+        self._effects = Effects(self._strategy.module, frozen=True)
         self.balance = balance
 
     def check_data(self, loader: DataLoader[Any]) -> None:

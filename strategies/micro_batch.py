@@ -16,7 +16,7 @@ from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies.metrics.recording import LogCall, logged_dtype
 from unicron_lightning.strategies.metrics.step_metrics import StepMetrics
 from unicron_lightning.strategies.metrics.sums import NormStatistics, SumsLayout
-from unicron_lightning.strategies.state.module_buffers import ModuleBuffers
+from unicron_lightning.strategies.state.module_buffers import ModuleBuffers, check_registered
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
@@ -30,15 +30,24 @@ class Effects:
 
     Args:
         module: owner of them.
+        frozen: follow its frozen parameters, too; see `ModuleBuffers`.
     """
 
-    def __init__(self, module: pl.LightningModule) -> None:
+    def __init__(self, module: pl.LightningModule, *, frozen: bool = False) -> None:
+        self._module = module
+        self._saved: set[str] | None = set(module.state_dict())
+        """Keys of the module's state before the first step; None: they have been compared with those after it."""
+        self._began = False
         self.norms = NormStatistics(module)
         self.metrics = StepMetrics(module)
-        self.buffers = ModuleBuffers(module)
+        self.buffers = ModuleBuffers(module, frozen=frozen)
 
     def begin(self, batch: GlobalBatch, agreed: SumsLayout) -> None:
         """Start a step."""
+        if self._saved is not None and self._began:
+            check_registered(self._module, self._saved)
+            self._saved = None
+        self._began = True
         self.norms.begin()
         self.metrics.begin(anew=batch.step == 0)
         self.buffers.begin(batch.micro_batches[0], agreed.buffers)

@@ -30,6 +30,7 @@ from unicron_lightning.strategies.fsdp.validation import ShardedEvaluation
 from unicron_lightning.strategies.fsdp.wrapping import Sharding, shard_module
 from unicron_lightning.strategies.parallelism import Parallelism
 from unicron_lightning.strategies.session import Session
+from unicron_lightning.strategies.state.module_buffers import unsaved
 from unicron_lightning.worker.engine import Engine, World
 
 if TYPE_CHECKING:
@@ -180,7 +181,7 @@ class FsdpParallel(Parallelism):
         self.member.fabric.leave_if_surplus()
 
     def state(self, trainer: pl.Trainer) -> dict[str, Any]:
-        return {}
+        return {"buffers": unsaved(trainer.lightning_module)}
 
     def close(self) -> None:
         """Keep the shard for the script's next run."""

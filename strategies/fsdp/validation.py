@@ -12,6 +12,7 @@ from unicron_lightning.data.order import check_loader
 from unicron_lightning.data.seeding import place_seed, seed_all
 from unicron_lightning.replica.evaluation import ReplicaEvaluation
 from unicron_lightning.strategies.passes.global_passes import GlobalPasses, PassBatch
+from unicron_lightning.strategies.state.module_buffers import EvaluationBuffers
 from unicron_lightning.worker.engine import Report
 from unicron_lightning.worker.ledger import share
 
@@ -86,6 +87,7 @@ class _PassRows:
         self._parallel = parallel
         self._strategy = parallel.strategy
         self._batch = batch
+        self._buffers = EvaluationBuffers(parallel.strategy.module)
         self._counted: dict[int, list[int]] = {}
 
     def call(self, rows: Sequence[int], _: int) -> None:
@@ -104,6 +106,8 @@ class _PassRows:
             except BaseException:
                 batch.metrics.restore()
                 raise
+            finally:
+                self._buffers.undo()
             batch.metrics.finish_micro_batch(number)
             self._counted[row] = [number] if counts else []
             batch.calls[number] = calls

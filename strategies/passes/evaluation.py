@@ -18,6 +18,7 @@ from unicron_lightning.strategies.metrics.recording import LogCall, RecordingRes
 from unicron_lightning.strategies.metrics.step_metrics import State, StepMetrics
 from unicron_lightning.strategies.metrics.torch_metrics import merge_metric_states, set_common_aside
 from unicron_lightning.strategies.passes.loaders import order_seed
+from unicron_lightning.strategies.state.module_buffers import EvaluationBuffers
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.evaluation import Evaluation, plan_evaluation
@@ -53,6 +54,7 @@ class Passes:
     def __init__(self, strategy: FaultTolerantStrategy) -> None:
         self._strategy = strategy
         self._pass: _Pass | None = None
+        self._buffers: EvaluationBuffers | None = None
 
     def begin_run(self, trainer: pl.Trainer) -> None:
         self._pass = None
@@ -72,7 +74,12 @@ class Passes:
         self._engine.fault("validation", self._engine.step)
         if self._pass is not None:
             self._set_aside(self._pass)
-        return run()
+        if self._buffers is None:
+            self._buffers = EvaluationBuffers(self._strategy.module)
+        try:
+            return run()
+        finally:
+            self._buffers.undo()
 
     @property
     def _trainer(self) -> pl.Trainer:
@@ -85,6 +92,7 @@ class Passes:
     def begin(self, loader: EvaluationLoader) -> list[int]:
         """Start the pass over a loader; return this rank's batches."""
         self.finish()
+        self._buffers = None
         self._engine.activity.enter("validation")
         loop = active_evaluation(self._trainer)
         assert loop._combined_loader is not None

@@ -21,6 +21,7 @@ from unicron_lightning.strategies.metrics.recording import RecordingResults
 from unicron_lightning.strategies.metrics.step_metrics import StepMetrics
 from unicron_lightning.strategies.metrics.sums import SumsLayout
 from unicron_lightning.strategies.state import callbacks
+from unicron_lightning.strategies.state.module_buffers import restore_unsaved, unsaved
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.operations import Agreement, unpack_parts
@@ -80,6 +81,7 @@ def parameter_state(trainer: pl.Trainer) -> dict[str, Any]:
     return {
         "requires_grad": [p.requires_grad for p in trainer.lightning_module.parameters()],
         "groups": _group_names(trainer),
+        "buffers": unsaved(trainer.lightning_module),
     }
 
 
@@ -172,6 +174,7 @@ def receive(trainer: pl.Trainer, state: dict[str, Any]) -> None:
     connector.restore_callbacks()
     if "groups" in state:
         _regroup(trainer, state["requires_grad"], state["groups"])
+    restore_unsaved(trainer.lightning_module, state.get("buffers", {}))
     connector.restore_precision_plugin_state()
     connector.restore_optimizers_and_schedulers()
     connector._loaded_checkpoint = {}  # Lightning's later restore_training_state finds nothing left to do

@@ -23,14 +23,21 @@ class Pulse:
     Args:
         limits: limits of silence, as set by the coordinator.
         send: writes a message.
+        quiet: called at each look while the coordinator has been silent for the least limit. An irregular or new
+            connection may stay silent for longer, but whether the process is stopped can be read at once.
         cut: ends the connection.
     """
 
     def __init__(
-        self, limits: SilenceLimits, send: Callable[[wire.Message], Awaitable[None]], cut: Callable[[], None]
+        self,
+        limits: SilenceLimits,
+        send: Callable[[wire.Message], Awaitable[None]],
+        quiet: Callable[[], None],
+        cut: Callable[[], None],
     ) -> None:
         self._limits = limits
         self._send = send
+        self._quiet = quiet
         self._cut = cut
         self._silence = Silence(limits, time.monotonic())
 
@@ -58,3 +65,5 @@ class Pulse:
                 logger.warning("coordinator_silent seconds=%.2f", self._silence.seconds(now))
                 self._cut()
                 return
+            elif self._silence.seconds(now) > self._limits.least:
+                self._quiet()

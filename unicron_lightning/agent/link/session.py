@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 FIRST_RETRY_SECONDS: Final = 0.05
 LAST_RETRY_SECONDS: Final = 2.0
+QUIET_SECONDS: Final = 1.2
+"""Seconds without an answer to an attempt after which the coordinator may be stopped."""
 _ATTEMPT_SECONDS: Final = 5.0
 _PING_SECONDS: Final = 10.0
 _CLOSE_SECONDS: Final = 1.0
@@ -55,7 +57,9 @@ class SessionHooks:
     nothing_listens: Callable[[], Awaitable[None]]
     """Called when the endpoint refuses connections."""
     not_answering: Callable[[], None]
-    """Called when the endpoint accepts connections but does not answer in them, and after each loss of the session."""
+    """Called when an attempt has had no answer for `QUIET_SECONDS`, or until it timed out, repeatedly while the open
+    session is silent, and after each loss of the session.
+    """
 
 
 class CoordinatorSession:
@@ -93,6 +97,8 @@ class CoordinatorSession:
         self._ever_stood = False
         self._said_bye = False
         self._transport: asyncio.Transport | None = None
+        self._unanswered: asyncio.TimerHandle | None = None
+        """Asks whether the coordinator is stopped, unless it answers the present attempt before."""
         self._cut: Cut | None = None
         self._passable = asyncio.Event()
         self._passable.set()
@@ -148,10 +154,14 @@ class CoordinatorSession:
         while True:
             await self._passable.wait()
             answered = False
+            self._unanswered = asyncio.get_running_loop().call_later(QUIET_SECONDS, self._hooks.not_answering)
             try:
                 answered = await self._one_connection(http)
             except (aiohttp.ClientError, OSError, asyncio.TimeoutError, CoordinatorUnproven) as error:
+                self._unanswered.cancel()
                 await self._not_reached(error)
+            finally:
+                self._unanswered.cancel()
             if answered:
                 return
             self._lost()
@@ -184,7 +194,7 @@ class CoordinatorSession:
                     if isinstance(message, wire.Registered) and not tasks:
                         self._stands(message)
                         tasks.append(asyncio.create_task(self._write(socket)))
-                        if (pulse := _pulse(socket, message)) is not None:
+                        if (pulse := _pulse(socket, message, self._hooks.not_answering)) is not None:
                             tasks.append(asyncio.create_task(pulse.run()))
                     if not isinstance(message, wire.Beat):
                         self._hooks.received(message)
@@ -207,15 +217,20 @@ class CoordinatorSession:
         logger.info("session_stands coordinator=%s url=%s", message.coordinator, self._url)
         self._ever_stood = True
         self._away_since = None
+        if self._unanswered is not None:
+            self._unanswered.cancel()
         self._unproven_told = False
         self._retry_seconds = FIRST_RETRY_SECONDS
 
-    def _lost(self) -> None:
-        if self._away_since is None:
+    def _lost(self) -> bool:
+        """Record that no connection is open; return whether the session has been lost by that."""
+        lost = self._away_since is None
+        if lost:
             logger.warning("session_lost url=%s", self._url)
             self._away_since = time.monotonic()
             self._hooks.not_answering()  # maybe it was silent for too long: no need for an attempt that shows it again
         self._outbox.closed(time.monotonic())
+        return lost
 
     async def _have_one_started(self) -> None:
         try:
@@ -226,14 +241,14 @@ class CoordinatorSession:
             logger.error("coordinator_not_started url=%s error=%s", self._url, error)
 
     async def _not_reached(self, error: BaseException) -> None:
-        self._lost()
+        lost = self._lost()
         logger.debug("coordinator_not_reached url=%s error=%r", self._url, error)
         if isinstance(error, CoordinatorUnproven) and not self._unproven_told:
             self._unproven_told = True
             logger.warning("coordinator_unproven %s; nothing was sent to it; retrying", error)
         if isinstance(getattr(error, "os_error", error), ConnectionRefusedError):
             await self._have_one_started()
-        elif isinstance(error, asyncio.TimeoutError):
+        elif isinstance(error, asyncio.TimeoutError) and not lost:
             self._hooks.not_answering()
         if not self._ever_stood and self.away_seconds > self._connect_timeout:
             raise CoordinatorUnavailable(
@@ -250,7 +265,9 @@ def _transport_of(socket: aiohttp.ClientWebSocketResponse[Any]) -> asyncio.Trans
     return getattr(getattr(transport, "_ssl_protocol", None), "_transport", transport)
 
 
-def _pulse(socket: aiohttp.ClientWebSocketResponse[Any], word: wire.Registered) -> Pulse | None:
+def _pulse(
+    socket: aiohttp.ClientWebSocketResponse[Any], word: wire.Registered, quiet: Callable[[], None]
+) -> Pulse | None:
     """Create the beats of a connection, if the coordinator wants them."""
     if word.beat is None:
         return None
@@ -263,7 +280,7 @@ def _pulse(socket: aiohttp.ClientWebSocketResponse[Any], word: wire.Registered) 
             socket.get_extra_info("socket").shutdown(SHUT_RDWR)
 
     limits = SilenceLimits(beat=word.beat, least=word.least_silence, most=word.most_silence)
-    return Pulse(limits, send, cut)
+    return Pulse(limits, send, quiet, cut)
 
 
 def _decode(frame: Any) -> Any:
