@@ -193,4 +193,11 @@ def clip_by_agreed_norm(plugin: Precision, norm: Callable[[], float]) -> None:
         if grads:  # a spare has none
             torch._foreach_mul_(local_shards(grads), factor)
 
+    by_value = plugin.clip_grad_by_value
+
+    def clip_value(optimizer: Optimizer, clip_val: int | float) -> None:
+        if any(parameter.grad is not None for parameter in plugin.main_params(optimizer)):  # torch refuses a spare's
+            by_value(optimizer, clip_val)
+
     plugin.clip_grad_by_norm = clip  # type: ignore[method-assign]
+    plugin.clip_grad_by_value = clip_value  # type: ignore[method-assign]
