@@ -66,6 +66,14 @@ def test_kills_heal(tmp_path: Path) -> None:
     check(tmp_path, settings, 4)
 
 
+def test_compiled_blocks_and_gradients_clipped_by_value(tmp_path: Path) -> None:
+    schedule = [die("backward", 1, 0), die("reduce-scatter", 0, 1)]
+    settings = {"steps": 8, "full": 4, "compile": "aot_eager", "clips": "value", "clip": 1e-3}
+    run(tmp_path, settings, schedule, 5, "2:4")
+    assert [note["point"] for note in notes(tmp_path, "fault")] == ["backward", "reduce-scatter"]
+    check(tmp_path, settings, 4)
+
+
 def test_checkpoints_have_whole_tensors_and_resume_with_another_number_of_shards(tmp_path: Path) -> None:
     settings = {"steps": 6, "full": 2, "shards": 2, "replicas": 1, "save_every": 4}
     for name in ("first", "second"):

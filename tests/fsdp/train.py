@@ -40,6 +40,7 @@ SETTINGS: dict[str, Any] = {
     "configures": True,  # whether the module shards itself
     "compile": "",  # back-end that compiles the blocks
     "clip": 0.5,
+    "clips": "norm",  # or "value"
     "eps": 1e-8,  # of AdamW
     "samples": 4096,
     "dropout": 0.0,
@@ -222,6 +223,7 @@ def main(make: type[Model] = Model) -> None:
         max_steps=settings["steps"] if alone else -1,
         max_epochs=-1,
         gradient_clip_val=settings["clip"],
+        gradient_clip_algorithm=settings["clips"],
         logger=False,
         enable_checkpointing=bool(saves),
         enable_progress_bar=False,
