@@ -81,7 +81,7 @@ OTHERS: Final = {
     },
     "lightning": {
         *("_StrategyRegistry", "_broadcast_sigterm_tensor", "_call_lightning_module_hook", "_current_fx", "_results"),
-        *("_configure_schedulers_automatic_opt", "_logger_connector", "_on_before_batch_transfer", "_signal_connector"),
+        *("_configure_schedulers_automatic_opt", "_logger_connector", "_signal_connector"),
         "_sigterm_notifier_fn",
     },
 }
