@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -74,10 +76,10 @@ def test_a_first_day(tmp_path: Path) -> None:
     port = str(free_port())
     text = (ROOT / "docs/first-day.md").read_text().replace("29461", port)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    (tmp_path / "tmp").mkdir()
     own = {name: value for name, value in os.environ.items() if not name.startswith("UNICRON") and name != MARK}
     bin_ = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**own, "FIRST_DAY": port, "TMPDIR": str(tmp_path / "tmp"), "XDG_STATE_HOME": str(tmp_path / "home")}
+    temporary = tempfile.mkdtemp(prefix="day-")  # short: the agents' sockets are in it
+    environment = {**own, "FIRST_DAY": port, "TMPDIR": temporary, "XDG_STATE_HOME": str(tmp_path / "home")}
     environment |= {"PATH": bin_, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
     shell = subprocess.Popen(
         ["bash"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -102,6 +104,8 @@ def test_a_first_day(tmp_path: Path) -> None:
         for process in left(port):
             process.send_signal(signal.SIGKILL)
         shell.wait(20)
+        shell.stdin.close()
         shell.stdout.close()
+        shutil.rmtree(temporary)
         for log in sorted(tmp_path.glob("*.log")):
             print(f"==> {log.name}\n{log.read_text()[-3000:]}")

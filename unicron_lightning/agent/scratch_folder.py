@@ -10,16 +10,28 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
+from unicron_lightning.errors import ConfigError
 from unicron_lightning.private_files import make_private, user_path
 
 _LOCK: Final = "lock"
 _PREFIX: Final = "agent-"
+_MOST_BYTES: Final = 107 - len(f"/{_PREFIX}12345678/socket")
+"""Longest path of the folder's parent: the kernel allows 107 bytes for that of a UNIX socket."""
 
 
 class ScratchFolder:
-    """A folder of mode 0700 that exists until `close`; a lock in it shows others that it is in use."""
+    """A folder of mode 0700 that exists until `close`; a lock in it shows others that it is in use.
+
+    Raises:
+        ConfigError: the path of the folder for temporary files is too long.
+    """
 
     def __init__(self) -> None:
+        if len(os.fsencode(user_path())) > _MOST_BYTES:
+            raise ConfigError(
+                f"TMPDIR={user_path().parent}: too long for a socket in {user_path().name}/; expected at most "
+                f"{_MOST_BYTES - len(user_path().name) - 1} bytes"
+            )
         parent = make_private(user_path())
         sweep(parent)
         while True:
