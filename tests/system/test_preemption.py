@@ -13,11 +13,10 @@ from system.judge import Reference, check_exact
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(420)]
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-def test_a_torchrun_that_gets_sigterm_leaves_after_the_step(rank: int, tmp_path: Path, reference: Reference) -> None:
+def test_a_torchrun_that_gets_sigterm_leaves_after_the_step(tmp_path: Path, reference: Reference) -> None:
     with Cluster(tmp_path) as cluster:
         before = cluster.wait_world(3)
-        gone = next(line for line in before if line["rank"] == rank)
+        gone = next(line for line in before if line["rank"] == 0)
         agent = cluster.agents[gone["node"]]
         agent.send_signal(signal.SIGTERM)
         without = cluster.wait_world(2, after=time.time())
