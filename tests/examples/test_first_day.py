@@ -78,7 +78,7 @@ def test_a_first_day(tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     own = {name: value for name, value in os.environ.items() if not name.startswith("UNICRON") and name != MARK}
     bin_ = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    temporary = tempfile.mkdtemp(prefix="day-")  # short: the agents' sockets are in it
+    temporary = tempfile.mkdtemp(prefix="day-", dir="/tmp")  # short: the agents' sockets are in it
     environment = {**own, "FIRST_DAY": port, "TMPDIR": temporary, "XDG_STATE_HOME": str(tmp_path / "home")}
     environment |= {"PATH": bin_, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
     shell = subprocess.Popen(
