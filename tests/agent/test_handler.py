@@ -49,6 +49,13 @@ class Bench:
         self.handler = UnicronRendezvousHandler(RendezvousParameters("unicron", endpoint, "task", 1, max_nodes, **conf))
         return self.handler
 
+    def granted(self, fake: FakeCoordinator, **options: Any) -> tuple[Any, int]:
+        """Have a new handler's agent granted a slot by this coordinator; return the agent and the port."""
+        self.fake = fake
+        self.make(**options)
+        self.handler.next_rendezvous()
+        return self.handler._agent, fake.port
+
     def rendezvous(self, size: int = 1) -> list[int]:
         """Return base rank and world size."""
         info = self.handler.next_rendezvous()
@@ -324,11 +331,7 @@ def test_success_without_a_coordinator_is_kept_for_the_next_where_others_may_run
     """The agent is granted a world of one, as the first of several is."""
     first, second = FakeCoordinator(), FakeCoordinator()
     with first.serving():
-        bench.fake = first
-        bench.make(max_nodes=1 + others)
-        bench.handler.next_rendezvous()
-        agent: Any = bench.handler._agent
-        port = first.port
+        agent, port = bench.granted(first, max_nodes=1 + others)
     until("the session is lost", lambda: agent.away_seconds() > 0.0)
     agent.say_bye(succeeded=True)
     ended = threading.Event()
@@ -353,11 +356,7 @@ def test_success_reaches_a_coordinator_that_is_busy_after_its_start(bench: Bench
     """An agent that closes its connection before its last messages are read loses them."""
     first, second = FakeCoordinator(), FakeCoordinator()
     with first.serving():
-        bench.fake = first
-        bench.make()
-        bench.handler.next_rendezvous()
-        agent: Any = bench.handler._agent
-        port = first.port
+        agent, port = bench.granted(first)
     until("the session is lost", lambda: agent.away_seconds() > 0.0)
     agent.say_bye(succeeded=True)
     second.busy_seconds = 0.5
@@ -369,11 +368,7 @@ def test_success_reaches_a_coordinator_that_is_busy_after_its_start(bench: Bench
 def test_success_that_a_coordinator_did_not_answer_is_repeated_for_the_next(bench: Bench) -> None:
     first, second = FakeCoordinator(), FakeCoordinator()
     with first.serving():
-        bench.fake = first
-        bench.make()
-        bench.handler.next_rendezvous()
-        agent: Any = bench.handler._agent
-        port = first.port
+        agent, port = bench.granted(first)
         first.answers = False
         agent.say_bye(succeeded=True)
         first.wait_for(wire.Bye)

@@ -351,10 +351,8 @@ class AgentThread:
                 self._fence(message)
             case wire.TaskOver():
                 self._shared.update(over=message)
-                if not message.succeeded:
-                    self._stop(
-                        wire.Stop(reason="the task was ended")
-                    )  # workers of plain scripts are not notified otherwise
+                if not message.succeeded:  # workers of plain scripts are not notified otherwise
+                    self._stop(wire.Stop(reason="the task was ended"))
                 self._local.broadcast(message)
             case wire.Welcome():
                 self._gate.welcome(message)

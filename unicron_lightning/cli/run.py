@@ -100,6 +100,8 @@ def _use_own_endpoint(cluster: LocalCluster, given: str | None) -> None:
     from unicron_lightning.coordinator.storage.database import default_state_dir
 
     host, port = parse_endpoint(given or DEFAULT_ENDPOINT)
+    if host not in (DEFAULT_HOST, "localhost"):
+        raise ConfigError(f"run: endpoint {given}: expected {DEFAULT_HOST}:PORT, since all nodes are on this machine")
     try:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -110,11 +112,8 @@ def _use_own_endpoint(cluster: LocalCluster, given: str | None) -> None:
             raise ConfigError(
                 f"run: endpoint {given}: {error.strerror}; expected a free port of this machine"
             ) from None
-    if host not in (DEFAULT_HOST, "localhost"):
-        raise ConfigError(f"run: endpoint {given}: expected {DEFAULT_HOST}:PORT, since all nodes are on this machine")
-    host = DEFAULT_HOST
-    cluster.state_dir = default_state_dir(host, cluster.port)
-    token = token_for(host, None, option="--token-file ")
+    cluster.state_dir = default_state_dir(DEFAULT_HOST, cluster.port)
+    token = token_for(DEFAULT_HOST, None, option="--token-file ")
     cluster.access = Access(token=token)
     cluster.processes.environment[environ.TOKEN] = token.secret
 

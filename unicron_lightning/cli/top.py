@@ -37,11 +37,8 @@ def _top(options: argparse.Namespace) -> int:
         status = all_visible(answer)
         speeds.update(status, time.monotonic())
         if options.json:
-            print(
-                json.dumps(
-                    {**answer, "steps_per_second": {task: speeds.of(task) for task in status["tasks"]}}, indent=2
-                )
-            )
+            answer["steps_per_second"] = {task: speeds.of(task) for task in status["tasks"]}
+            print(json.dumps(answer, indent=2))
             return 0
         screen.print(picture(status, speeds, None))
         return 0

@@ -1,13 +1,13 @@
 """The agent's persistent connection to the coordinator.
 
 It is opened at the first rendezvous and reopened whenever it breaks, with delays that double from 50 ms to 2 s. Each
-connection begins with a new `wire.Register`. Only three things end a session: `close`, a refusal, and, before it was
-first open, the coordinator's absence for the time allowed or a coordinator that cannot be started. Once the session was
-open, the agent retries for as long as it lives: its workers train without a coordinator.
+connection begins with a new `wire.Register`. Only these end a session: an answered goodbye, a refusal, and, before it
+was first open, the coordinator's absence for the time allowed or a coordinator that cannot be started. Once the session
+was open, the agent retries for as long as it lives: its workers train without a coordinator.
 
-A `wire.Bye` ends it once the coordinator has answered: it closes the connection after it has stored the goodbye. What
-was only written may be lost, even to a coordinator that lives: a socket that is closed with unread input discards what
-the other side has not read yet.
+The coordinator answers a `wire.Bye` by closing the connection after it has stored the goodbye. What was only written
+may be lost, even to a coordinator that lives: a socket that is closed with unread input discards what the other side
+has not read yet.
 """
 
 from __future__ import annotations
