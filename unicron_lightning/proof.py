@@ -103,6 +103,11 @@ def authorization(secret: str, meeting: Meeting, method: str, target: str, body:
     return f"{SCHEME} {meeting.client}:{meeting.server}:{proof}"
 
 
+def scrape_credential(secret: str) -> str:
+    """Return the credential for ``/metrics`` alone: derived from the token, which it does not reveal."""
+    return hmac.digest(secret.encode(), b"unicron metrics", "sha256").hex()
+
+
 def parse_authorization(header: str) -> Claim | None:
     """Return the claim in a header; None if the header does not have this form."""
     found = _HEADER.fullmatch(header)

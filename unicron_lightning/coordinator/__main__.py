@@ -6,6 +6,7 @@ each value. A wrong key or value ends the process with one message (HYDRA_FULL_E
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import sys
@@ -17,8 +18,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from unicron_lightning.coordinator.config import CoordinatorConfig
 from unicron_lightning.coordinator.config.composition import explain, from_composed, register_schema
-from unicron_lightning.errors import UnicronError
+from unicron_lightning.credentials import Token, find_token, is_loopback, user_file
+from unicron_lightning.errors import ConfigError, PortInUse, UnicronError
 
 logger = logging.getLogger(__name__)
 
@@ -58,14 +61,46 @@ def _errors_raised() -> Iterator[None]:
 
 def _run(composed: DictConfig) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
-    from unicron_lightning.coordinator.server.server import serve  # Not needed to show the configuration.
-
     try:
-        status = serve(from_composed(composed))
+        status = _serve(from_composed(composed))
     except _WRONG as error:
         logger.error("%s", explain(error))
         status = 2
     sys.exit(status)
+
+
+def _serve(config: CoordinatorConfig) -> int:
+    """Run a coordinator to its end; return the exit status of the process."""
+    from unicron_lightning.coordinator.server.server import Server  # Not needed to show the configuration.
+
+    token = _token(config)
+    logger.info("token_found origin=%s", token.origin)
+
+    async def main() -> bool:
+        return await Server(config, token).run()
+
+    try:
+        return 0 if asyncio.run(main()) else 1
+    except PortInUse as error:
+        if config.coordinator.exit_when_idle:
+            logger.info("port_in_use %s", error)  # another agent's coordinator was faster, which is fine
+            return 0
+        logger.error("%s", error)
+        return 1
+
+
+def _token(config: CoordinatorConfig) -> Token:
+    from unicron_lightning.coordinator.server.listening import resolve
+
+    host = config.coordinator.host
+    loopback = is_loopback(str(resolve(host, config.coordinator.port)[4][0]))
+    token = find_token(config.coordinator.token_file, make=loopback)
+    if token is None:
+        raise ConfigError(
+            f"coordinator.host={host} can be reached from other machines: set a token (UNICRON_TOKEN or "
+            f"coordinator.token_file), or make the file {user_file()}; it must be the same on all hosts"
+        )
+    return token
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from unicron_lightning.coordinator.allocation.plans import standing
 from unicron_lightning.coordinator.allocation.request import Question
 from unicron_lightning.coordinator.config import CoordinatorConfig
 from unicron_lightning.coordinator.machine import Machine
+from unicron_lightning.coordinator.metrics.exposition import Process
 from unicron_lightning.coordinator.orders.operator import inputs_at_start
 from unicron_lightning.coordinator.server import malformed
 from unicron_lightning.coordinator.server.api import Api
@@ -43,6 +44,7 @@ from unicron_lightning.coordinator.server.liveness import ANSWER, Liveness
 from unicron_lightning.coordinator.server.malformed import request_logger
 from unicron_lightning.coordinator.server.node_orders import NodeOrders
 from unicron_lightning.coordinator.server.presence import Presence
+from unicron_lightning.coordinator.server.scrape import Scrape
 from unicron_lightning.coordinator.server.session import PeerConnection, frame_of
 from unicron_lightning.coordinator.server.timers import SteadyClock, Timers
 from unicron_lightning.coordinator.server.unproven import UnprovenConnections
@@ -50,8 +52,7 @@ from unicron_lightning.coordinator.storage.batch import Batch
 from unicron_lightning.coordinator.storage.database import StoreUnusable, default_state_dir, prepare_state_dir
 from unicron_lightning.coordinator.storage.saving import Saving
 from unicron_lightning.coordinator.storage.store import Store
-from unicron_lightning.credentials import Token, find_token, is_loopback, user_file
-from unicron_lightning.errors import ConfigError, PortInUse
+from unicron_lightning.credentials import Token, is_loopback
 from unicron_lightning.private_files import RECORD, open_private
 from unicron_lightning.wire.daemon import NodeHello, NodeRun, decode_from_node
 from unicron_lightning.wire.fields import shortened
@@ -118,8 +119,9 @@ class Server:
         self._clock = SteadyClock()
         self._hosts: dict[int, str] = {}
         self._node_orders = NodeOrders()
-        self._saving = Saving(self.store, lambda: self.machine, self._send_held)
         self.started_at = time.time()
+        self._scrape = Scrape(lambda: self.machine, self.now, self._process)
+        self._saving = Saving(self.store, lambda: self.machine, self._send_held, self._scrape.wrote)
 
     async def run(self) -> bool:
         """Serve until stopped by a signal or by having no work left.
@@ -134,6 +136,7 @@ class Server:
         app = Api(self, self._guard).app()
         app.router.add_get("/v1/agent", self._serve_agent)
         app.router.add_get("/v1/node", self._serve_node)
+        app.router.add_get("/metrics", self._scrape.get)
         runner = web.AppRunner(
             app, logger=request_logger(), access_log=None, handle_signals=False, shutdown_timeout=1.0
         )
@@ -145,6 +148,7 @@ class Server:
             self._announce()
             self._note_set_aside()
             self._liveness.start()
+            self._scrape.start()
             self.apply(ev.Started(about=self.about()))
             for event in inputs_at_start(self._config, self.machine.cluster):
                 self.apply(event)
@@ -154,6 +158,7 @@ class Server:
         finally:
             self._stop.set()
             self._liveness.close()
+            self._scrape.close()
             unproven.close()
             self._saving.close(last_try=not self._failed)
             self._timers.close()
@@ -231,6 +236,7 @@ class Server:
             elif isinstance(action, ev.CancelTimer):
                 self._timers.cancel(action.key)
         self._batch.add(time.time(), actions)
+        self._scrape.observe(event, actions, now)
 
     def _contain(self, event: ev.Input, error: Exception, now: float) -> list[ev.Action]:
         """Limit the failure of an input to the tasks that it belongs to."""
@@ -414,6 +420,9 @@ class Server:
         process = {"pid": os.getpid(), "version": __version__, "host": own.host, "port": self.port}
         return {**process, "started_by_agent": own.started_by_agent}
 
+    def _process(self) -> Process:
+        return Process(version=str(__version__), started_at=self.started_at, store_failing=self.store_error is not None)
+
     def _announce(self) -> None:
         path = self.state_dir / RECORD
         partial = path.with_suffix(".partial")
@@ -447,36 +456,6 @@ class Server:
             self.apply(ev.AgentsEnded(agents=ended))
         if any(task.restoring for task in self.machine.tasks.values()) and not self._stop.is_set():
             self._look = asyncio.get_running_loop().call_later(_LOOK_SECONDS, self._look_for_ended)
-
-
-def serve(config: CoordinatorConfig) -> int:
-    """Run a coordinator to its end; return the exit status of the process."""
-    token = _token(config)
-    logger.info("token_found origin=%s", token.origin)
-
-    async def main() -> bool:
-        return await Server(config, token).run()
-
-    try:
-        return 0 if asyncio.run(main()) else 1
-    except PortInUse as error:
-        if config.coordinator.exit_when_idle:
-            logger.info("port_in_use %s", error)  # another agent's coordinator was faster, which is fine
-            return 0
-        logger.error("%s", error)
-        return 1
-
-
-def _token(config: CoordinatorConfig) -> Token:
-    host = config.coordinator.host
-    loopback = is_loopback(str(resolve(host, config.coordinator.port)[4][0]))
-    token = find_token(config.coordinator.token_file, make=loopback)
-    if token is None:
-        raise ConfigError(
-            f"coordinator.host={host} can be reached from other machines: set a token (UNICRON_TOKEN or "
-            f"coordinator.token_file), or make the file {user_file()}; it must be the same on all hosts"
-        )
-    return token
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[[ev.Planned], None], answer: ev.Planned) -> None:

@@ -30,7 +30,7 @@ def task_status(task: Task) -> dict[str, Any]:
     others = sorted((worker for worker in task.workers.values() if worker.id not in members), key=task.place)
     stepped = max(task.workers.values(), key=lambda worker: worker.step, default=None)
     return {
-        "state": _state(task),
+        "state": state_of_task(task),
         "life": task.life,
         "epoch": task.number,
         "kind": task.epoch.kind if task.epoch else None,
@@ -117,7 +117,8 @@ def _node(cluster: Cluster, node: Node) -> dict[str, Any]:
     }
 
 
-def _state(task: Task) -> str:
+def state_of_task(task: Task) -> str:
+    """Return the state of a task, one of those of `task_status`."""
     if task.over is not None:
         return "over"
     if not task.formed:
@@ -139,7 +140,6 @@ def _worker(task: Task, worker: Worker | None, worker_id: str) -> dict[str, Any]
 
 
 def _agent(task: Task, agent: Agent) -> dict[str, Any]:
-    standing = "warm" if agent.warm else "waiting" if agent.waiting else "none"
     return {
         "agent": agent.id,
         "node": agent.node,
@@ -147,7 +147,14 @@ def _agent(task: Task, agent: Agent) -> dict[str, Any]:
         "pid": agent.pid,
         "connected": agent.conn is not None,
         "round": agent.round,
-        "slot": "granted" if agent.id in task.slots else standing,
+        "slot": agent_standing(task, agent),
         "place": agent.place,
         "unhealthy": agent.barred,
     }
+
+
+def agent_standing(task: Task, agent: Agent) -> str:
+    """Return whether an agent has a slot: ``granted``, ``warm``, ``waiting`` or ``none``."""
+    if agent.id in task.slots:
+        return "granted"
+    return "warm" if agent.warm else "waiting" if agent.waiting else "none"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sqlite3
+import time
 from collections.abc import Callable
 from typing import Final
 
@@ -30,14 +31,20 @@ class Saving:
         store: the destination.
         machine: returns the machine whose state is written.
         written: called when all is written again after a failure.
+        timed: called with the seconds of each write.
     """
 
     def __init__(
-        self, store: Store, machine: Callable[[], Machine], written: Callable[[], None] = lambda: None
+        self,
+        store: Store,
+        machine: Callable[[], Machine],
+        written: Callable[[], None] = lambda: None,
+        timed: Callable[[float], None] = lambda _: None,
     ) -> None:
         self._store = store
         self._machine = machine
         self._written = written
+        self._timed = timed
         self._unwritten: Batch | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._seconds = FIRST_RETRY_SECONDS
@@ -65,8 +72,10 @@ class Saving:
 
     def _try(self, batch: Batch) -> None:
         self._cancel()
+        began = time.perf_counter()
         try:
-            batch.write(self._store, self._machine())
+            if batch.write(self._store, self._machine()):
+                self._timed(time.perf_counter() - began)
         except sqlite3.Error as error:
             self.error = str(error) or repr(error)
             logger.error("state_not_saved error=%s retry_seconds=%g", self.error, self._seconds)

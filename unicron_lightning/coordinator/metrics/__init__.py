@@ -1,0 +1,1 @@
+"""Figures of the coordinator for Prometheus: what is counted, time by kind, and their exposition."""
