@@ -36,6 +36,8 @@ TOKEN: Final = "UNICRON_TOKEN"
 """Shared secret of the control plane, set by the user."""
 ENDPOINT: Final = "UNICRON_ENDPOINT"
 """The coordinator's ``HOST:PORT`` for the command ``unicron``, set by the user."""
+ARRAY_INDEX: Final = "UNICRON_ARRAY_INDEX"
+"""Index of a job of an array, for its script; set by ``unicron submit --array``."""
 STATE_DIR: Final = "UNICRON_STATE_DIR"
 """State folder of an embedded coordinator, set by the user."""
 

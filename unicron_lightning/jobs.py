@@ -10,10 +10,13 @@ from typing import Final
 
 import msgspec
 
+from unicron_lightning import environ
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.wire.fields import MOST_WEIGHT, shortened
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+MOST_TOGETHER: Final = 1000
+"""Limit for jobs that are submitted together."""
 MOST_NODES: Final = 1_000_000
 MOST_WORKERS: Final = 1024
 """Limit for a slot: each worker is a process with its own log."""
@@ -23,6 +26,12 @@ _MOST_TEXT_BYTES: Final = 128 << 10
 _MOST_BYTES: Final = 1 << 20
 """Limit for all arguments and variables together: half of Linux' default limit."""
 _MOST_PATH_BYTES: Final = 4096
+_MOST_AFTER: Final = 1000
+_VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+FROM_FILE: Final = "file:"
+"""Beginning of a secret's source: a file of the node."""
+FROM_VARIABLE: Final = "env:"
+"""Beginning of a secret's source: a variable of the node's daemon."""
 
 
 @dataclass(kw_only=True)
@@ -47,7 +56,12 @@ class JobFields(JobShare):
 
     command: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
+    secrets: dict[str, str] = field(default_factory=dict)
     folder: str | None = None
+    python: str | None = None
+    activate: list[str] = field(default_factory=list)
+    after: list[str] = field(default_factory=list)
+    time_limit_seconds: float | None = None
     flops_per_step: float | None = None
     profile: dict[int, float] = field(default_factory=dict)
 
@@ -72,8 +86,22 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """The script and its arguments, as they would follow torchrun's own."""
     environment: dict[str, str] = {}
     """Added to the environment of its processes."""
+    secrets: dict[str, str] = {}
+    """Variables whose values each daemon reads on its node: from ``file:PATH``, or from its own ``env:NAME``. Only the
+    sources are sent and stored.
+    """
     folder: str | None = None
     """Working directory of its processes, an absolute path; None: that of the node's daemon."""
+    python: str | None = None
+    """Interpreter, or folder of a virtual environment, as an absolute path; or a name that is looked up in PATH. None:
+    the interpreter of the node's daemon.
+    """
+    activate: list[str] = []
+    """Commands that bash runs before torchrun, in the same shell."""
+    after: list[str] = []
+    """Tasks that have to succeed before this one may start. If one does not, this one fails."""
+    time_limit_seconds: float | None = None
+    """Seconds from its first start after which it has failed; None: no limit."""
     weight: float = 1.0
     """w(t), the value of its FLOPs relative to those of other tasks."""
     min_nodes: int = 1
@@ -111,12 +139,14 @@ def problem(job: Job) -> str | None:
         return f"max_restarts={shortened(job.max_restarts)}: expected a number >= 0 and <= {_MOST_RESTARTS}"
     if not _positive(job.weight) or job.weight > MOST_WEIGHT:
         return f"weight={job.weight}: expected a number > 0 and <= {MOST_WEIGHT:g}"
-    return _problem_of_numbers(job) or _problem_of_texts(job)
+    return _problem_of_numbers(job) or _problem_of_texts(job) or _problem_of_start(job) or _problem_of_after(job)
 
 
 def _problem_of_numbers(job: Job) -> str | None:
     if job.flops_per_step is not None and not _positive(job.flops_per_step):
         return f"flops_per_step={job.flops_per_step}: expected a number > 0"
+    if job.time_limit_seconds is not None and not _positive(job.time_limit_seconds):
+        return f"time_limit_seconds={job.time_limit_seconds}: expected a number > 0"
     for slots, flops in job.profile.items():
         if not 1 <= slots <= MOST_NODES or not _positive(flops):
             return f"profile={shortened(job.profile)}: expected FLOP/s > 0 by numbers of slots >= 1"
@@ -129,17 +159,49 @@ def _problem_of_texts(job: Job) -> str | None:
         wrong = _unusable(job.folder, _MOST_PATH_BYTES)
         if wrong is not None or not PurePosixPath(job.folder).is_absolute():
             return f"folder={shortened(job.folder)}: {wrong or 'expected an absolute path'}"
-    for word in job.command:
-        if (wrong := _unusable(word, _MOST_TEXT_BYTES)) is not None:
-            return f"command: {shortened(word)}: {wrong}"
+    for key, words in (("command", job.command), ("activate", job.activate)):
+        for word in words:
+            if (wrong := _unusable(word, _MOST_TEXT_BYTES)) is not None:
+                return f"{key}: {shortened(word)}: {wrong}"
     for key, value in job.environment.items():
         wrong = _unusable(f"{key}={value}", _MOST_TEXT_BYTES)
         if not key or "=" in key or wrong is not None:
             why = "" if wrong is None else f": {wrong}"
             return f"environment: {shortened(key)}={shortened(value)} can't be a variable{why}"
-    size = sum(len(text) + 9 for text in (*job.command, *job.environment, *job.environment.values()))
+        if key == environ.TOKEN:
+            return f"environment: {key}: expected other variables: scripts do not get the coordinator's token"
+    variables = (*job.environment, *job.environment.values(), *job.secrets, *job.secrets.values())
+    texts = (*job.command, *job.activate, *job.after, *variables)
+    size = sum(len(text) + 9 for text in texts)
     if size > _MOST_BYTES:
         return f"command and environment have {size} characters: expected <= {_MOST_BYTES}"
+    return None
+
+
+def _problem_of_start(job: Job) -> str | None:
+    """The error in the interpreter or in the secrets."""
+    if job.python is not None:
+        wrong = _unusable(job.python, _MOST_PATH_BYTES)
+        if wrong is None and (not job.python or ("/" in job.python and not PurePosixPath(job.python).is_absolute())):
+            wrong = "expected the absolute path of an interpreter or a virtual environment, or a name such as python3"
+        if wrong is not None:
+            return f"python={shortened(job.python)}: {wrong}"
+    for key, source in job.secrets.items():
+        # What is no source may be the secret itself, which no message shows.
+        is_source = source.startswith((FROM_FILE, FROM_VARIABLE))
+        given = f"secrets: {shortened(key)}" + (f"={shortened(source)}" if is_source else "")
+        if not _VARIABLE.fullmatch(key) or key == environ.TOKEN or key in job.environment:
+            return f"{given}: expected the name of a variable that is not in environment, and not {environ.TOKEN}"
+        path, name = source.removeprefix(FROM_FILE), source.removeprefix(FROM_VARIABLE)
+        good = PurePosixPath(path).is_absolute() if path != source else _VARIABLE.fullmatch(name) and name != source
+        if not good or name == environ.TOKEN or _unusable(source, _MOST_PATH_BYTES) is not None:
+            return f"{given}: expected {FROM_FILE}/PATH, or {FROM_VARIABLE}NAME for a variable of the node's daemon"
+    return None
+
+
+def _problem_of_after(job: Job) -> str | None:
+    if len(job.after) > _MOST_AFTER or len(set(job.after)) < len(job.after) or job.name in job.after:
+        return f"after={shortened(job.after)}: expected up to {_MOST_AFTER} different names of other tasks"
     return None
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import datetime
 import os
+import subprocess
+import sys
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,12 @@ from typing import Any
 import pytest
 
 from unicron_lightning.cli.certs import write_certificates
-from unicron_lightning.cli.job_file import read_job
+from unicron_lightning.cli.job_file import array_of, read_job
 from unicron_lightning.cli.node import Tail
 from unicron_lightning.cli.top import Speeds
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.jobs import Job, problem
-from unicron_lightning.node.command import hand_token, torchrun_command, torchrun_environment
+from unicron_lightning.node.command import activated, hand_token, torchrun_command, torchrun_environment
 from unicron_lightning.node.daemon import Daemon
 from unicron_lightning.node.logs import LogPipe, RotatingFile
 from unicron_lightning.node.options import NodeOptions, make_options
@@ -238,7 +240,8 @@ def test_a_coordinator_elsewhere_needs_a_token_that_is_its_own(monkeypatch: pyte
 
 def test_a_job_file_is_read(tmp_path: Path) -> None:
     file = tmp_path / "gpt.yaml"
-    file.write_text("command: [train.py, 10, 0.5]\nfolder: src\nprofile: {1: 1e15}\nmax_nodes: 4\n")
+    file.write_text("command: [train.py, 10, 0.5]\nfolder: src\nprofile: {1: 1e15}\nmax_nodes: 4\n"
+                    "python: venv/\nsecrets: {KEY: 'file:key', OTHER: 'env:OTHER'}\n")  # fmt: skip
     expected = Job(
         name="gpt",
         command=["train.py", "10", "0.5"],
@@ -247,11 +250,70 @@ def test_a_job_file_is_read(tmp_path: Path) -> None:
         weight=2.0,
         environment={"SEED": "7"},
         max_nodes=4,
+        python=str(tmp_path / "venv"),
+        secrets={"KEY": f"file:{tmp_path}/key", "OTHER": "env:OTHER"},
     )
     assert read_job(file, ["weight=2", "environment.SEED=7"]) == expected
     example = resources.files("unicron_lightning.conf").joinpath("examples/job.yaml")
     with resources.as_file(example) as path:
         assert read_job(path, []).name == "gpt"
+    file.write_text("command: [x]\n")
+    assert read_job(file, []).folder == str(Path.cwd()), "the submitter's"
+    assert read_job(file, ["folder=null"]).folder is None, "the daemon's"
+
+
+def test_an_array_is_a_job_for_each_index() -> None:
+    job = Job(name="j", command=["x.py", "--seed={index}", "{}"], environment={"OUT": "out/{index}"})
+    jobs = array_of(job, "0-2,7")
+    assert [each.name for each in jobs] == ["j-0", "j-1", "j-2", "j-7"]
+    assert jobs[3].command == ["x.py", "--seed=7", "{}"]
+    assert jobs[3].environment == {"UNICRON_ARRAY_INDEX": "7", "OUT": "out/7"}
+    for wrong in ("", "a", "3-1", "1,1", "0-1000", "0-999,1000", "-1", "1-", "9999999999"):
+        with pytest.raises(ConfigError, match=f"--array {wrong}: expected up to 1000"):
+            array_of(job, wrong)
+
+
+def test_a_virtual_environment_and_secrets_are_those_of_the_node(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("UNICRON_TOKEN", "secret")
+    made = options()
+    made = NodeOptions(**{**vars(made), "slots": (Slot(label="0"),)})
+    (tmp_path / "venv" / "bin").mkdir(parents=True)
+    (tmp_path / "venv" / "bin" / "python").symlink_to(sys.executable)
+    (tmp_path / "key").write_text("from a file\n")
+    inherited = {"PATH": "/usr/bin", "B": "from the daemon", "UNICRON_TOKEN": "secret"}
+    secrets = {"A": f"file:{tmp_path}/key", "C": "env:B"}
+    one = launch(python=str(tmp_path / "venv"), secrets=secrets)
+    assert torchrun_command(one, made, tmp_path)[0] == f"{tmp_path}/venv/bin/python"
+    environment = torchrun_environment(one, made, tmp_path, inherited)
+    assert environment["VIRTUAL_ENV"] == f"{tmp_path}/venv"
+    assert environment["PATH"] == f"{tmp_path}/venv/bin:/usr/bin"
+    assert (environment["A"], environment["C"]) == ("from a file", "from the daemon")
+    assert torchrun_command(launch(python=sys.executable), made, tmp_path)[0] == sys.executable
+    assert torchrun_command(launch(python="python3"), made, tmp_path)[0] == "python3", "found in PATH"
+    with pytest.raises(ValueError, match=f"python={tmp_path}/no: expected an interpreter or a virtual environment"):
+        torchrun_command(launch(python=f"{tmp_path}/no"), made, tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "large").write_text("x" * 200_000)
+    for source in ("env:NO", *(f"file:{tmp_path}/{name}" for name in ("no", "pipe", "large", "venv"))):
+        with pytest.raises(ValueError, match=f"secrets.A={source}: expected"):
+            torchrun_environment(launch(secrets={"A": source}), made, tmp_path, inherited)
+
+
+def test_activation_commands_run_before_torchrun_in_its_process(tmp_path: Path) -> None:
+    (tmp_path / "env.sh").write_text("export FROM_FILE=$1x\n")
+    job = launch(activate=[f"source {tmp_path}/env.sh", "export A='b c'; B=d"]).job
+    program = ["bash", "-c", "echo $FROM_FILE,$A,$B,$0,$$", "it's"]
+    assert activated(launch().job, program, tmp_path) == program
+    with subprocess.Popen(activated(job, program, tmp_path), stdout=subprocess.PIPE, text=True) as process:
+        assert process.communicate()[0] == f"x,b c,,it's,{process.pid}\n"
+    failing = launch(activate=["true", "(exit 3)", "touch no"]).job
+    (tmp_path / "second").mkdir()
+    command = activated(failing, program, tmp_path / "second")
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert (ended.returncode, ended.stderr) == (3, "unicron: activate: (exit 3): ended with status 3\n")
+    assert not (tmp_path / "no").exists()
 
 
 @pytest.mark.parametrize(
@@ -285,6 +347,18 @@ def test_a_wrong_job_file_is_refused_in_words(text: str, override: str, words: s
         ({"command": ["train.py", "a" * 200_000]}, "200000 bytes: expected <= 131072"),
         ({"command": ["train.py"] * 200_000}, "characters: expected <= 1048576"),
         ({"name": "../../trav"}, "name='../../trav'"),
+        ({"python": "venv/bin/python"}, "python='venv/bin/python': expected the absolute path of an interpreter"),
+        ({"activate": ["a\0"]}, "expected no null character"),
+        ({"environment": {"UNICRON_TOKEN": "x"}}, "scripts do not get the coordinator's token"),
+        ({"secrets": {"A": "env:UNICRON_TOKEN"}}, "secrets: 'A'='env:UNICRON_TOKEN': expected file:/PATH, or env:NAME"),
+        ({"secrets": {"A": "file:key"}}, "secrets: 'A'='file:key': expected file:/PATH, or env:NAME"),
+        ({"secrets": {"A": "hunter2"}}, "secrets: 'A': expected file:/PATH, or env:NAME"),
+        ({"secrets": {"A": "env:B"}, "environment": {"A": "b"}}, "a variable that is not in environment"),
+        ({"time_limit_seconds": 0.0}, "time_limit_seconds=0.0: expected a number > 0"),
+        ({"after": ["bad"]}, "after=['bad']: expected up to 1000 different names of other tasks"),
+        ({"after": ["a", "a"]}, "after=['a', 'a']: expected up to 1000 different names of other tasks"),
+        ({"python": "/no/such/venv"}, "python=/no/such/venv: expected an interpreter or a virtual environment"),
+        ({"secrets": {"A": "file:/no/such"}}, "secrets.A=file:/no/such: expected a readable text file"),
         ({"folder": "/no/such/folder"}, "FileNotFoundError"),
     ],
 )
@@ -293,7 +367,7 @@ async def test_a_job_that_cannot_be_launched_is_reported_and_the_daemon_lives(
 ) -> None:
     job = Job(**{"name": "bad", "command": ["train.py"], **bad})
     wrong = problem(job)
-    assert (wrong is None) == ("/no/such/folder" in bad.values())
+    assert (wrong is None) == ("/no/such" in str(bad))
     daemon = Daemon(options(logs=str(tmp_path), endpoint="127.0.0.1:1"))
     before = len(os.listdir("/proc/self/fd"))
     daemon._run(NodeRun(launches=[Launch(job=job, slot="0")]))

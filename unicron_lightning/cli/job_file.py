@@ -1,13 +1,22 @@
-"""A file for ``unicron submit``."""
+"""A file for ``unicron submit``, which defines a job, or an array of jobs."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
+import msgspec
+
+from unicron_lightning import environ
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.jobs import Job, JobFields
+from unicron_lightning.jobs import FROM_FILE, MOST_TOGETHER, Job, JobFields, problem
 from unicron_lightning.sections import read_section, read_yaml
+
+INDEX: Final = "{index}"
+"""Stands for a job's index in the command and the variables of an array."""
+_PART: Final = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 
 
 @dataclass(kw_only=True)
@@ -25,6 +34,10 @@ def read_job(path: Path, overrides: list[str]) -> Job:
         path: the YAML file.
         overrides: ``key=value`` with dots in the key, e.g. ``environment.SEED=7``.
 
+    Returns:
+        The job. Its paths are absolute: relative ones are relative to the file. Its folder is by default the present
+        one of this process.
+
     Raises:
         ConfigError: it can't be read, does not match the schema, or has contradictory values.
     """
@@ -35,11 +48,55 @@ def read_job(path: Path, overrides: list[str]) -> Job:
         data["environment"] = {key: _text(value) for key, value in environment.items()}
     try:
         given = read_section(JobFile, data, "")
-        if given.folder is not None:
+        if "folder" not in data:
+            given.folder = str(Path.cwd())
+        elif given.folder is not None:
             given.folder = str((path.parent / given.folder).absolute())
+        if given.python is not None and "/" in given.python:
+            given.python = str((path.parent / given.python).absolute())
+        for name, source in given.secrets.items():
+            if source.startswith(FROM_FILE):
+                file = (path.parent / source.removeprefix(FROM_FILE)).absolute()
+                given.secrets[name] = f"{FROM_FILE}{file}"
         return given.job(given.name or path.stem)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
+
+
+def array_of(job: Job, indices: str) -> list[Job]:
+    """Return the jobs of an array: copies of ``job`` that differ by their index.
+
+    Args:
+        job: the definition. ``{index}`` in its command and in values of its variables is replaced by the index.
+        indices: numbers and ranges, e.g. ``0-3,8``.
+
+    Raises:
+        ConfigError: ``indices`` is malformed, or a resulting job is wrong.
+    """
+    numbers: list[int] = []
+    for part in indices.split(","):
+        found = _PART.fullmatch(part.strip())
+        first, last = (int(found.group(1)), int(found.group(2) or found.group(1))) if found else (1, 0)
+        if not first <= last < first + MOST_TOGETHER:
+            raise ConfigError(f"--array {indices}: expected up to {MOST_TOGETHER} numbers and ranges, such as 0-9,12")
+        numbers += range(first, last + 1)
+    if len(set(numbers)) < len(numbers) or len(numbers) > MOST_TOGETHER:
+        raise ConfigError(f"--array {indices}: expected up to {MOST_TOGETHER} different numbers, got {len(numbers)}")
+    jobs = [_with_index(job, number) for number in numbers]
+    for each in jobs:
+        if (wrong := problem(each)) is not None:
+            raise ConfigError(f"--array {indices}: {wrong}")
+    return jobs
+
+
+def _with_index(job: Job, index: int) -> Job:
+    environment = {name: value.replace(INDEX, str(index)) for name, value in job.environment.items()}
+    return msgspec.structs.replace(
+        job,
+        name=f"{job.name}-{index}",
+        command=[word.replace(INDEX, str(index)) for word in job.command],
+        environment={environ.ARRAY_INDEX: str(index), **environment},
+    )
 
 
 def _text(value: object) -> object:

@@ -24,7 +24,9 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     submit.add_argument("file", nargs="?", metavar="FILE", help="the task, in YAML")
     submit.add_argument("--example", action="store_true", help="print an example of such a file")
     submit.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a value of the file")
-    submit.add_argument("--wait", action="store_true", help="until it has ended; status 1 unless it succeeded")
+    many = "submit a job for each index, e.g. 0-9,12: NAME-0, NAME-1, ..."
+    submit.add_argument("--array", metavar="INDICES", help=many)
+    submit.add_argument("--wait", action="store_true", help="until all have ended; status 1 unless all succeeded")
     submit.set_defaults(run=_submit)
     cancel = commands.add_parser("cancel", parents=[connecting()], help="end a task now, submitted or not")
     cancel.add_argument("task", metavar="TASK", help="its name (torchrun's --rdzv-id)")
@@ -44,12 +46,15 @@ def _submit(options: argparse.Namespace) -> int:
         raise ConfigError("submit: no FILE: expected one (unicron submit --example prints an example)")
     import msgspec
 
-    from unicron_lightning.cli.job_file import read_job
+    from unicron_lightning.cli.job_file import array_of, read_job
 
-    job = msgspec.to_builtins(read_job(Path(options.file), options.set), str_keys=True)
-    answer = fetch(options.endpoint, "/v1/jobs", access_of(options), method="POST", body=job)
-    print(visible(f"{answer['name']}: {answer['state']}"), flush=True)
-    return _wait(options, answer["name"]) if options.wait else 0
+    job = read_job(Path(options.file), options.set)
+    jobs = [job] if options.array is None else array_of(job, options.array)
+    body = msgspec.to_builtins(jobs, str_keys=True)
+    answers = fetch(options.endpoint, "/v1/jobs", access_of(options), method="POST", body=body)
+    for answer in answers:
+        print(visible(f"{answer['name']}: {answer['state']}"), flush=True)
+    return max(_wait(options, answer["name"]) for answer in answers) if options.wait else 0
 
 
 def _wait(options: argparse.Namespace, name: str) -> int:

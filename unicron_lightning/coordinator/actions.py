@@ -38,6 +38,7 @@ class Turn:
         self.daemons = daemons
         self.limits = limits
         self.lasting = cluster.lasting
+        self.tasks = cluster.tasks
         self.places_changed = False
         self.connections = len(cluster.conns)
         """Number of agents' connections when the turn began."""

@@ -151,9 +151,9 @@ class Relayout:
 
 @dataclass(frozen=True, kw_only=True)
 class Submit:
-    """A user submits a task; `jobs.refusal` has accepted it."""
+    """A user submits tasks, all or none of them; `jobs.refusal` has accepted them."""
 
-    job: Job
+    jobs: tuple[Job, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -75,7 +75,7 @@ def set_back(cluster: Cluster, turn: Turn, task_id: str, stored: Task | None, wh
     turn.actions.append(ev.Forget(task=task_id))
     _log(turn, "task_set_back", task_id, why)
     if (job := cluster.lasting.jobs.get(task_id)) is not None:
-        jobs.adopt(cluster, turn, job)
+        jobs.adopt(cluster, turn, job, created_at=job.submitted_at)
 
 
 def stop(cluster: Cluster, turn: Turn, task_id: str, why: str) -> None:

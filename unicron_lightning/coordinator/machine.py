@@ -15,7 +15,7 @@ from unicron_lightning.coordinator.allocation.places import DaemonPlaces, compet
 from unicron_lightning.coordinator.allocation.plans import gather, gathered, review_allocation, take_plan
 from unicron_lightning.coordinator.incidents import accounting
 from unicron_lightning.coordinator.lifecycle import Lifecycle
-from unicron_lightning.coordinator.membership import daemons, epochs, registration, workers
+from unicron_lightning.coordinator.membership import daemons, registration, workers
 from unicron_lightning.coordinator.orders import injection, jobs, operator, relayout
 from unicron_lightning.coordinator.state import Cluster, Lasting, Pending, Task
 from unicron_lightning.wire.daemon import NodeHello
@@ -133,7 +133,7 @@ class Machine:
             case ev.Relayout():
                 relayout.order(self._cluster.tasks[event.task], turn, event.layout)
             case ev.Submit():
-                jobs.submit(self._cluster, turn, event.job)
+                jobs.submit(self._cluster, turn, event.jobs)
             case ev.Cancel():
                 self._cancel(turn, event)
             case ev.InjectFault():
@@ -146,17 +146,21 @@ class Machine:
     def _follow(self, turn: Turn) -> None:
         """Carry out the consequences of an input."""
         self._replay_pending(turn)
-        while turn.to_review:
-            self._review(turn, turn.to_review.pop(next(iter(turn.to_review))))
-            self._replay_pending(turn)  # of a task that ended in the review
+        self._review_due(turn)
         while turn.cordoned:
             turn.cordoned = False
             for task in list(self._cluster.tasks.values()):
                 self._review(turn, task)
         if turn.places_changed:
             self._review_places(turn)
+            self._review_due(turn)
         self._review_idle(turn)
         self._keep_books(turn)
+
+    def _review_due(self, turn: Turn) -> None:
+        while turn.to_review:
+            self._review(turn, turn.to_review.pop(next(iter(turn.to_review))))
+            self._replay_pending(turn)  # of a task that ended in the review
 
     # ---- inputs ----------------------------------------------------------------------------------------------------
 
@@ -287,7 +291,7 @@ class Machine:
 
     def _cancel(self, turn: Turn, event: ev.Cancel) -> None:
         task = self._cluster.tasks[event.task]
-        epochs.finish(task, turn, succeeded=False, reason=jobs.CANCELLED)
+        jobs.finish(task, turn, succeeded=False, reason=jobs.CANCELLED)
         self._review(turn, task)
 
     def _timer(self, turn: Turn, key: ev.TimerKey) -> None:

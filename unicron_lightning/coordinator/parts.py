@@ -19,6 +19,7 @@ from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.connectivity import pairing, partition
 from unicron_lightning.coordinator.incidents import accounting, measurements
 from unicron_lightning.coordinator.membership import epochs, registration, slots, standby, workers
+from unicron_lightning.coordinator.orders import jobs
 from unicron_lightning.coordinator.part import Part
 from unicron_lightning.coordinator.severity import apply as severity
 from unicron_lightning.coordinator.severity import reports
@@ -37,6 +38,7 @@ PARTS: Final[tuple[Part, ...]] = (
     workers.PART,
     reports.PART,
     hangs.PART,
+    jobs.PART,
     measurements.PART,
     accounting.PART,
 )

@@ -142,6 +142,8 @@ class Task(msgspec.Struct, kw_only=True):
     min_nodes: int
     max_nodes: int
     created_at: float
+    started_at: float | None = None
+    """time.time() of a job's first slots, from which its time limit counts."""
     weight: float = 1.0
     """w(t), the weight of the task's FLOPs relative to other tasks."""
     target: int | None = None
@@ -355,6 +357,8 @@ class Lasting(msgspec.Struct, kw_only=True):
     """Lifetimes measured in tasks that are over."""
     jobs: dict[str, Job] = {}
     """Submitted tasks that are not over, by name; each has an entry in `Cluster.tasks`."""
+    held: dict[str, list[str]] = {}
+    """Jobs that wait for the success of other tasks, with the names of these."""
     results: list[JobResult] = []
     """Results of the newest tasks that are over."""
     nodes: dict[str, Node] = {}

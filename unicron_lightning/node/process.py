@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 
 from unicron_lightning.jobs import problem
-from unicron_lightning.node.command import hand_token, torchrun_command, torchrun_environment
+from unicron_lightning.node.command import activated, hand_token, torchrun_command, torchrun_environment
 from unicron_lightning.node.launch import pipe_name
 from unicron_lightning.node.logs import LogPipe, RotatingFile
 from unicron_lightning.node.options import NodeOptions, log_folder
@@ -145,6 +145,7 @@ class AgentProcess:
         assert self._scratch is not None
         hand_token(self._options, self._scratch)
         command = torchrun_command(self.launch, self._options, self._scratch)
+        command = activated(self.launch.job, command, self._scratch)
         with (self._scratch / "agent").open("wb", buffering=0) as output:
             self._process = subprocess.Popen(
                 command,

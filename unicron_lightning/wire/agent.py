@@ -27,7 +27,7 @@ from unicron_lightning.wire.health import NodeReading
 from unicron_lightning.wire.replicas import Replicas
 from unicron_lightning.wire.worker import WorkerHello, WorkerReady
 
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 
 
 class Address(msgspec.Struct, frozen=True, kw_only=True):

@@ -121,11 +121,21 @@ def test_events_are_told_apart() -> None:
     a, b = task("a", 4), task("b", 2)
     standing = situation(7, a, b)
     assert event_between(standing, situation(6, replace(a, left=3), b)) == WorkersLost(
-        num_workers=1, by_task=(("a", 1),)
+        num_workers=1, by_task=((a.plan_name, 1),)
     )
     assert event_between(standing, situation(6, a, b)) == WorkersLost(num_workers=1)
     assert event_between(standing, situation(8, a, b)) == NodesJoined(num_workers=1)
-    assert event_between(standing, situation(7, b)) == TaskFinished(task="a")
+    assert event_between(standing, situation(7, b)) == TaskFinished(task=a.plan_name)
     assert event_between(standing, situation(7, a, b, task("c", 0))) is None
     assert event_between(standing, situation(6, replace(a, weight=2.0), b)) is None
     assert event_between(standing, standing) is None
+
+
+def test_of_equal_tasks_the_one_that_was_submitted_first_gets_the_place() -> None:
+    planning, answers = Planning(), queue.Queue[ev.Planned]()
+    try:
+        waiting = [replace(task(name, 0, high=1), since=since) for name, since in (("a", 12.0), ("b", 3.5), ("c", 9.0))]
+        planning.ask(situation(2, *waiting), KNOWN, answers.put)
+        assert answers.get(timeout=60).allocation == {"a": 0, "b": 1, "c": 1}
+    finally:
+        planning.close()

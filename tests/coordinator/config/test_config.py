@@ -121,7 +121,7 @@ def test_a_choice_changes_what_it_is_for(override: str, key: str, value: object)
         (["health.patterns=[{pattern: '(', kind: cuda_error}]"], "pattern '(' of kind cuda_error: missing )"),
         (["store.events_kept=0"], "store.events_kept=0: expected a number > 0"),
         (["+tasks.a.command=[x]"], "tasks.a: no such task; make it by +tasks@tasks.a=task first"),
-        (["+tasks@tasks.a=task", "tasks.a.comand=[x]"], "tasks.a.comand: unknown key; known are command, "),
+        (["+tasks@tasks.a=task", "tasks.a.comand=[x]"], "tasks.a.comand: unknown key; known are activate, "),
         (["+tasks@tasks.a=task", "tasks.a.command=[x]", "tasks.a.weight=-1"], "tasks.a: weight=-1.0: expected"),
         (["+tasks@tasks.a=task"], "tasks.a: command=[]: expected"),
     ],
@@ -203,7 +203,10 @@ def test_the_document_names_every_choice() -> None:
 
 def test_what_was_configured_happens_once() -> None:
     config = configured("cluster.drained=[n1]", "+tasks@tasks.a=task", "tasks.a.command=[x]")
-    assert inputs_at_start(config, Cluster()) == [ev.Drain(node="n1", drained=True), ev.Submit(job=config.jobs()[0])]
+    assert inputs_at_start(config, Cluster()) == [
+        ev.Drain(node="n1", drained=True),
+        ev.Submit(jobs=tuple(config.jobs())),
+    ]
     machine = Machine(config.limits())
     machine.handle(ev.Started(), 1.0)
     for event in inputs_at_start(config, machine.cluster):

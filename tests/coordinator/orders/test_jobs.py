@@ -10,7 +10,9 @@ from coordinator.fake_daemon import FakeDaemon, job
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
+from unicron_lightning.coordinator.allocation.places import competing_tasks
 from unicron_lightning.coordinator.orders.jobs import job_status, refusal
+from unicron_lightning.coordinator.server.reasons import why_waiting
 from unicron_lightning.jobs import Job, problem
 from unicron_lightning.wire.daemon import NodeTask
 
@@ -22,8 +24,8 @@ RESTART = 10.1
 
 def submit(world: World, name: str, **fields: Any) -> None:
     new = job(name, **fields)
-    assert refusal(world.machine.cluster, new) is None
-    world.do(ev.Submit(job=new))
+    assert refusal(world.machine.cluster, [new]) is None
+    world.do(ev.Submit(jobs=(new,)))
 
 
 def status(world: World, name: str) -> str | None:
@@ -330,7 +332,7 @@ def test_a_daemon_that_makes_no_sense_is_refused(fields: dict[str, Any], words: 
 def test_names_are_not_given_twice():
     world = World()
     world.agent("a").start()
-    assert "task 't' exists already" in (refusal(world.machine.cluster, job("t")) or "")
+    assert "task 't' exists already" in (refusal(world.machine.cluster, [job("t")]) or "")
 
 
 @pytest.mark.parametrize(
@@ -353,3 +355,100 @@ def test_names_are_not_given_twice():
 def test_a_definition_that_makes_no_sense_is_refused_in_words(fields: dict[str, Any], words: str):
     assert words in (problem(Job(**{"name": "j", "command": ["x"], **fields})) or "")
     assert problem(Job(name="j", command=["x"])) is None
+
+
+def in_order(world: World, *jobs: Job) -> str | None:
+    """Submit jobs together; return why they are refused."""
+    refused = refusal(world.machine.cluster, jobs)
+    if refused is None:
+        world.do(ev.Submit(jobs=jobs))
+    return refused
+
+
+def test_a_job_comes_after_others_have_succeeded():
+    world = World()
+    daemon = FakeDaemon(world, "n", "0", "1").connect()
+    assert in_order(world, job("a"), job("b"), job("c", after=["a", "b"]), job("d", after=["c"])) is None
+    world.advance(1.0)
+    assert [name for name, _ in daemon.wanted] == ["a", "b"]
+    assert why_waiting(world.machine.cluster, world.task("c")) == "comes after a, b"
+    slots = dict(daemon.wanted)
+    agents = {name: runs(world, daemon, name, slot) for name, slot in slots.items()}
+    for name in ("a", "b"):
+        assert status(world, "c") == "queued"
+        agents[name].exit()
+        agents[name].bye(succeeded=True)
+        daemon.ends(name, slots[name], 0)
+    world.advance(1.0)
+    assert [name for name, _ in daemon.wanted] == ["c"]
+    submit(world, "a")
+    world.advance(1.0)
+    assert "c" in [name for name, _ in daemon.wanted], "another task of the same name does not matter"
+    assert in_order(world, job("e", after=["b"])) is None, "it has succeeded already"
+    assert "e" not in world.machine.lasting.held
+
+
+def test_what_comes_after_a_failure_fails_with_it_over_a_restart():
+    world = World()
+    daemon = FakeDaemon(world, "n", "0").connect()
+    assert in_order(world, job("a"), job("b", after=["a"]), job("c", after=["b"]), job("d")) is None
+    world.advance(1.0)
+    world.start()
+    assert world.machine.lasting.held == {"b": ["a"], "c": ["b"]}
+    world.do(ev.Cancel(task="a"))
+    assert [status(world, name) for name in "abcd"] == ["cancelled", "failed", "failed", "queued"]
+    reasons = [job_status(world.machine.cluster, name)["reason"] for name in "bc"]
+    assert reasons == ["it comes after task a, which has been cancelled", "it comes after task b, which has failed"]
+    assert set(world.machine.tasks) == {"d"}
+    assert world.machine.lasting.held == {}
+    assert daemon.node == "n"
+
+
+@pytest.mark.parametrize(
+    ("jobs", "words"),
+    [
+        (
+            [job("x", after=["nobody"])],
+            "after='nobody': no such task; expected one that has succeeded, or one of ",
+        ),
+        ([job("x", after=["gone"])], "after='gone': expected a task that runs or has succeeded; it has been cancelled"),
+        ([job("x", after=["y"]), job("y")], "after='y': no such task"),
+        ([job("x"), job("x")], "name='x' is submitted twice"),
+        ([job("x"), job("r")], "task 'r' exists already"),
+    ],
+)
+def test_jobs_that_are_submitted_together_are_accepted_all_or_none(jobs: list[Job], words: str):
+    world = World()
+    submit(world, "r")
+    submit(world, "gone")
+    world.do(ev.Cancel(task="gone"))
+    assert words in (in_order(world, *jobs) or "")
+    assert set(world.machine.tasks) == {"r"}
+
+
+def test_a_time_limit_counts_from_the_start_over_a_restart():
+    world = World()
+    submit(world, "j", time_limit_seconds=100.0)
+    world.advance(1000.0)
+    daemon = FakeDaemon(world, "n", "0").connect()
+    world.advance(1.0)
+    agent = runs(world, daemon, "j", "0")
+    world.advance(60.0)
+    assert status(world, "j") == "running"
+    world.start()
+    daemon.conn = None
+    daemon.connect()
+    agent.register()
+    world.advance(30.0)
+    assert status(world, "j") == "running"
+    world.advance(15.0)
+    assert agent.last(wire.TaskOver).succeeded is False
+    found = job_status(world.machine.cluster, "j")
+    assert (found["state"], found["reason"]) == ("failed", "its time limit of 100 s is reached")
+
+
+def test_the_queue_is_in_the_order_of_submissions():
+    world = World()
+    FakeDaemon(world, "n", "0", "1").connect()
+    assert in_order(world, *(job(f"j-{number}") for number in range(9, 13))) is None
+    assert [task.id for task in competing_tasks(world.machine.cluster)] == ["j-9", "j-10", "j-11", "j-12"]

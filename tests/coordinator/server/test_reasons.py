@@ -18,7 +18,7 @@ def why(world: World, task: str = "t") -> str | None:
 
 def test_a_queued_job_states_what_it_needs_and_what_there_is():
     world = World()
-    world.do(ev.Submit(job=job("j", nodes=(4, 4))))
+    world.do(ev.Submit(jobs=(job("j", nodes=(4, 4)),)))
     assert why(world, "j") == "needs 4 nodes, 0 slots are usable"
     FakeDaemon(world, "n", "0", "1").connect()
     other = FakeDaemon(world, "m", "0").connect()
@@ -38,10 +38,10 @@ def test_a_queued_job_states_what_it_needs_and_what_there_is():
 def test_a_queued_job_states_whose_the_slots_are():
     world = World()
     FakeDaemon(world, "n", "0", "1").connect()
-    world.do(ev.Submit(job=job("a", nodes=(1, 2))))
+    world.do(ev.Submit(jobs=(job("a", nodes=(1, 2)),)))
     world.advance(1.0)
     assert why(world, "a") == "starting: torchrun at n/0, n/1"
-    world.do(ev.Submit(job=job("b", nodes=(2, 2))))
+    world.do(ev.Submit(jobs=(job("b", nodes=(2, 2)),)))
     world.advance(1.0)
     for place in ("0", "1"):
         world.agent(f"a{place}", task="a", nodes=(1, 2), place=f"n/{place}").start()

@@ -118,7 +118,7 @@ class Planning:
             plan = solve(state_of(question, known))
         return ev.Planned(
             key=question.key,
-            allocation=dict(plan.allocation),
+            allocation=allocation_of(question, plan),
             waf=plan.waf,
             milliseconds=round(1e3 * (time.perf_counter() - began), 3),
             foreseen=foreseen,
@@ -162,8 +162,8 @@ def event_between(standing: Question, question: Question) -> Event | None:
     new = {task.name: task for task in question.tasks}
     if any(name not in old or _terms(task) != _terms(old[name]) for name, task in new.items()):
         return None
-    gone = sorted(old.keys() - new.keys())
-    struck = {name: task.before - task.left for name, task in new.items() if task.before > task.left}
+    gone = sorted(old[name].plan_name for name in old.keys() - new.keys())
+    struck = {task.plan_name: task.before - task.left for task in new.values() if task.before > task.left}
     lost = standing.num_places - question.num_places
     if gone:
         return TaskFinished(task=gone[0]) if len(gone) == 1 and not struck and not lost else None
@@ -186,7 +186,7 @@ def state_of(question: Question, known: Knowledge) -> ClusterState:
     curves = tuple(
         Curve.of(
             PlanTask(
-                name=task.name,
+                name=task.plan_name,
                 performance=known.performances[task.name],
                 transition_seconds=known.transition_seconds(task.name),
                 weight=task.weight,
@@ -204,10 +204,15 @@ def state_of(question: Question, known: Knowledge) -> ClusterState:
         tasks=curves,
         num_workers=question.num_places,
         running_seconds=known.running_seconds,
-        allocation={task.name: task.before for task in question.tasks},
-        lost={task.name: task.before - task.left for task in question.tasks if task.before > task.left},
+        allocation={task.plan_name: task.before for task in question.tasks},
+        lost={task.plan_name: task.before - task.left for task in question.tasks if task.before > task.left},
         node_workers=question.node_places,
     )
+
+
+def allocation_of(question: Question, plan: Plan) -> dict[str, int]:
+    """Return the plan's number of places of each task, by the tasks' own names."""
+    return {task.name: plan.allocation[task.plan_name] for task in question.tasks}
 
 
 def keep(question: Question) -> ev.Planned:

@@ -71,7 +71,8 @@ def usable_places(cluster: Cluster, daemons: DaemonPlaces | None = None) -> Plac
         daemons: cached places of the previous call.
     """
     daemons = DaemonPlaces() if daemons is None else daemons
-    jobs = frozenset(job for job in cluster.lasting.jobs if job in cluster.tasks)
+    held = cluster.lasting.held
+    jobs = frozenset(job for job in cluster.lasting.jobs if job in cluster.tasks and job not in held)
     out = frozenset((*cluster.lasting.drained, *cluster.lasting.cordoned))
     daemons.look(list(cluster.nodes.values()), jobs, out)
     others: dict[str, tuple[str, frozenset[str]]] = {}
@@ -96,8 +97,8 @@ def usable_places(cluster: Cluster, daemons: DaemonPlaces | None = None) -> Plac
 
 
 def competing_tasks(cluster: Cluster) -> list[Task]:
-    """Return tasks that have agents at places, or could have, by id."""
-    return sorted(_competing(cluster), key=lambda task: task.id)
+    """Return tasks that have agents at places, or could have, in the order of their submission, or else by id."""
+    return sorted(_competing(cluster), key=lambda task: (task.created_at, task.id))
 
 
 def several_compete(cluster: Cluster) -> bool:
@@ -119,8 +120,8 @@ def occupants(cluster: Cluster, nodes: Collection[str]) -> dict[str, tuple[Task,
 
 
 def _competing(cluster: Cluster) -> Iterator[Task]:
-    jobs = cluster.lasting.jobs if cluster.nodes else {}
-    tasks = (task for task in cluster.tasks.values() if task.over is None)
+    jobs, held = cluster.lasting.jobs if cluster.nodes else {}, cluster.lasting.held
+    tasks = (task for task in cluster.tasks.values() if task.over is None and task.id not in held)
     return (t for t in tasks if t.id in jobs or any(a.place is not None for a in t.agents.values()))
 
 

@@ -143,6 +143,7 @@ def _question(cluster: Cluster, key: str, places: Places, tasks: list[Task]) -> 
         tasks=tuple(
             Competitor(
                 name=task.id,
+                since=task.created_at,
                 weight=task.weight,
                 min_places=task.min_nodes,
                 max_places=_most(task, places),

@@ -12,6 +12,7 @@ class Competitor:
 
     Attributes:
         name: its id.
+        since: time.time() of its creation: of equally good plans, the one for the oldest tasks is chosen.
         weight: w(t).
         min_places: fewest with which it may run.
         max_places: most that it can use.
@@ -22,6 +23,7 @@ class Competitor:
     """
 
     name: str
+    since: float = 0.0
     weight: float
     min_places: int
     max_places: int
@@ -29,6 +31,11 @@ class Competitor:
     before: int
     left: int
     granularity: int = 1
+
+    @property
+    def plan_name(self) -> str:
+        """Name for the planner, which breaks ties by names: that of an older task comes first."""
+        return f"{int(self.since * 1e6) + 10**17:018d} {self.name}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.actions import Turn
-from unicron_lightning.coordinator.membership.epochs import finish
 from unicron_lightning.coordinator.orders import jobs
 from unicron_lightning.coordinator.state import Cluster, Lasting, Node, Task
 from unicron_lightning.jobs import Job, problem
@@ -159,7 +158,7 @@ def review_ended(cluster: Cluster, turn: Turn) -> list[Task]:
             node, each = done[0]
             reason = f"torchrun ended with status {each.code} at {node.label}/{each.slot}"
             reason = f"torchrun at {node.label}/{each.slot} {each.reason}" if each.reason else reason
-            finish(task, turn, succeeded=not failed, reason=reason)
+            jobs.finish(task, turn, succeeded=not failed, reason=reason)
             ended.append(task)
     return ended
 
@@ -205,7 +204,7 @@ def _adopt(cluster: Cluster, turn: Turn, job: Job) -> None:
     known = cluster.lasting.jobs.get(job.name)
     result = jobs.result_of(cluster.lasting, job.name)
     if known is None and (result is None or result.submitted_at < job.submitted_at):
-        jobs.adopt(cluster, turn, job)
+        jobs.adopt(cluster, turn, job, created_at=turn.now)
 
 
 def _is_told(cluster: Cluster, node: Node) -> bool:

@@ -22,11 +22,11 @@ from typing import Final
 from unicron_lightning import wire
 from unicron_lightning.coordinator import lifecycle
 from unicron_lightning.coordinator.actions import Turn
-from unicron_lightning.coordinator.incidents.facts import EpochPublished, EpochSettled, LifeBegun, TaskEnd
+from unicron_lightning.coordinator.incidents.facts import EpochPublished, EpochSettled, LifeBegun
 from unicron_lightning.coordinator.membership.replicas import awaited, bearable, fewest
 from unicron_lightning.coordinator.membership.slots import leaving, revoke
 from unicron_lightning.coordinator.orders import relayout
-from unicron_lightning.coordinator.orders.jobs import ended
+from unicron_lightning.coordinator.orders.jobs import finish
 from unicron_lightning.coordinator.part import Part
 from unicron_lightning.coordinator.state import Agent, Task, Worker
 
@@ -144,15 +144,6 @@ def holds_state(worker: Worker) -> bool:
     """Whether the worker has the task's state: it reported so, or has stepped since it reported that it had none."""
     told = worker.state.get("step")
     return bool(worker.state.get("has_state", True)) or worker.step > (told if isinstance(told, int) else 0)
-
-
-def finish(task: Task, turn: Turn, *, succeeded: bool, reason: str) -> None:
-    """End the task and notify all its agents."""
-    lifecycle.end(task, succeeded=succeeded)
-    ended(task, turn, succeeded=succeeded, reason=reason)
-    for agent in task.agents.values():
-        turn.send(agent, wire.TaskOver(succeeded=succeeded, reason=reason))
-    turn.log(task, TaskEnd(succeeded=succeeded, reason=reason, life=task.life, epoch=task.number))
 
 
 def _form(task: Task, turn: Turn) -> None:

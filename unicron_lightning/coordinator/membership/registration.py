@@ -23,8 +23,8 @@ from unicron_lightning.coordinator import lifecycle
 from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.incidents.facts import AgentLoss
 from unicron_lightning.coordinator.membership import replicas, slots, standby, workers
-from unicron_lightning.coordinator.membership.epochs import agents_to_notify, finish, open_incident, send_go, welcome
-from unicron_lightning.coordinator.orders.jobs import is_job
+from unicron_lightning.coordinator.membership.epochs import agents_to_notify, open_incident, send_go, welcome
+from unicron_lightning.coordinator.orders.jobs import finish, is_job
 from unicron_lightning.coordinator.part import Part, on
 from unicron_lightning.coordinator.severity import apply as severity
 from unicron_lightning.coordinator.severity import reports

@@ -1,45 +1,92 @@
 """Jobs: tasks that were submitted, from the queue to their end.
 
 A job is a `Task` from its submission on. While no agent runs it, it waits (`Task.absent`): at the beginning, and
-after all its nodes are lost. It fails when torchrun exhausts its restarts on the last node.
+after all its nodes are lost. It fails when torchrun exhausts its restarts on the last node, when its time limit is
+reached, or when a task that it comes after does not succeed. Before all of these have succeeded it is held
+(`Lasting.held`) and competes for no place.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final, Literal
 
 import msgspec
 
+from unicron_lightning import wire
+from unicron_lightning.coordinator import lifecycle
 from unicron_lightning.coordinator.actions import Turn
+from unicron_lightning.coordinator.incidents.facts import TaskEnd
 from unicron_lightning.coordinator.lifecycle import Lifecycle
+from unicron_lightning.coordinator.part import Part
 from unicron_lightning.coordinator.state import Cluster, JobResult, Lasting, Task
 from unicron_lightning.jobs import Job
+from unicron_lightning.wire.fields import shortened
 
 JobState = Literal["queued", "running", "succeeded", "failed", "cancelled"]
 
 CANCELLED: Final = "cancelled"
 """Reason of a task's end by order."""
 _RESULTS_KEPT: Final = 500
+_SUBMISSIONS_APART: Final = 1e-6
+"""[s] between the times of jobs that are submitted together, which order the queue."""
+_LIMIT: Final = "time_limit"
+"""Kind of the timer."""
 
 
-def refusal(cluster: Cluster, job: Job) -> str | None:
-    """Return why the job is refused now, for its user; None if it is accepted."""
+def refusal(cluster: Cluster, jobs: Sequence[Job]) -> str | None:
+    """Return why jobs that are submitted together are refused now, for their user; None if they are accepted."""
+    together: set[str] = set()
+    for job in jobs:
+        reason = _refusal(cluster, job, together)
+        if reason is not None:
+            return reason
+        together.add(job.name)
+    return None
+
+
+def _refusal(cluster: Cluster, job: Job, together: set[str]) -> str | None:
     task = cluster.tasks.get(job.name)
+    if job.name in together:
+        return f"name={job.name!r} is submitted twice: expected different names"
     if task is not None and task.over is None:
         return f"task {job.name!r} exists already: expected another name, or that it is cancelled first"
     if task is not None:
         return f"agents of an earlier task {job.name!r} have not ended yet: try again in a moment"
+    for name in job.after:
+        if name in together or _runs(cluster, name):
+            continue
+        result = result_of(cluster.lasting, name)
+        if result is None:
+            running = sorted(task.id for task in cluster.tasks.values() if task.over is None)
+            return f"after={shortened(name)}: no such task; expected one that has succeeded, or one of {running}"
+        if result.state != "succeeded":
+            return f"after={shortened(name)}: expected a task that runs or has succeeded; it has {_how(result.state)}"
     return None
 
 
-def submit(cluster: Cluster, turn: Turn, job: Job) -> None:
-    """Accept a job; the caller has checked `refusal`."""
-    job = msgspec.structs.replace(job, submitted_at=turn.now)
-    adopt(cluster, turn, job)
-    turn.emit_for(cluster.tasks[job.name], None, "job_submitted", {"command": job.command, "weight": job.weight})
+def _runs(cluster: Cluster, name: str) -> bool:
+    task = cluster.tasks.get(name)
+    return task is not None and task.over is None
 
 
-def adopt(cluster: Cluster, turn: Turn, job: Job) -> None:
+def _how(state: str) -> str:
+    return "been cancelled" if state == "cancelled" else state
+
+
+def submit(cluster: Cluster, turn: Turn, jobs: Sequence[Job]) -> None:
+    """Accept jobs that are submitted together, in this order; the caller has checked `refusal`."""
+    for number, given in enumerate(jobs):
+        job = msgspec.structs.replace(given, submitted_at=turn.now + number * _SUBMISSIONS_APART)
+        awaited = [name for name in job.after if _runs(cluster, name)]
+        if awaited:
+            turn.lasting.held[job.name] = awaited
+        adopt(cluster, turn, job, created_at=job.submitted_at)
+        fields = {"command": job.command, "weight": job.weight, "after": awaited}
+        turn.emit_for(cluster.tasks[job.name], None, "job_submitted", fields)
+
+
+def adopt(cluster: Cluster, turn: Turn, job: Job, *, created_at: float) -> None:
     """Record a job, and create its task if no agent runs it yet."""
     cluster.lasting.jobs[job.name] = job
     if job.name not in cluster.tasks:
@@ -47,7 +94,7 @@ def adopt(cluster: Cluster, turn: Turn, job: Job) -> None:
             id=job.name,
             min_nodes=job.min_nodes,
             max_nodes=job.max_nodes,
-            created_at=turn.now,
+            created_at=created_at,
             weight=job.weight,
             lifecycle=Lifecycle(agents="absent"),
         )
@@ -61,9 +108,19 @@ def is_job(task: Task, turn: Turn) -> bool:
     return task.id in turn.lasting.jobs
 
 
+def finish(task: Task, turn: Turn, *, succeeded: bool, reason: str) -> None:
+    """End a task, submitted or not, and notify all its agents."""
+    lifecycle.end(task, succeeded=succeeded)
+    ended(task, turn, succeeded=succeeded, reason=reason)
+    for agent in task.agents.values():
+        turn.send(agent, wire.TaskOver(succeeded=succeeded, reason=reason))
+    turn.log(task, TaskEnd(succeeded=succeeded, reason=reason, life=task.life, epoch=task.number))
+
+
 def ended(task: Task, turn: Turn, *, succeeded: bool, reason: str) -> None:
-    """Record how a task, submitted or not, has ended."""
+    """Record how a task, submitted or not, has ended, and release or end the jobs that come after it."""
     lasting = turn.lasting
+    lasting.held.pop(task.id, None)
     job = lasting.jobs.pop(task.id, None)
     result = JobResult(
         name=task.id,
@@ -76,6 +133,19 @@ def ended(task: Task, turn: Turn, *, succeeded: bool, reason: str) -> None:
     lasting.results = [*(each for each in lasting.results if each.name != task.id), result][-_RESULTS_KEPT:]
     turn.save_lasting()
     turn.places_changed = True
+    _release(result, turn)
+
+
+def _release(result: JobResult, turn: Turn) -> None:
+    held = turn.lasting.held
+    for name in [name for name, awaited in held.items() if result.name in awaited]:
+        held[name] = [each for each in held[name] if each != result.name]
+        if not held[name] or result.state != "succeeded":
+            del held[name]
+        if result.state != "succeeded" and (task := turn.tasks.get(name)) is not None and task.over is None:
+            why = f"it comes after task {result.name}, which has {_how(result.state)}"
+            finish(task, turn, succeeded=False, reason=why)
+            turn.to_review[name] = task
 
 
 def result_of(lasting: Lasting, name: str) -> JobResult | None:
@@ -101,3 +171,36 @@ def job_status(cluster: Cluster, name: str) -> dict[str, Any] | None:
                 "managed": job is not None}  # fmt: skip
     result = result_of(cluster.lasting, name)
     return None if result is None else msgspec.structs.asdict(result)
+
+
+# ---- time limits -----------------------------------------------------------------------------------------------------
+
+
+def _limit(task: Task, turn: Turn) -> float | None:
+    """Return the seconds left to a job that has started and has a time limit; None for other tasks."""
+    job = turn.lasting.jobs.get(task.id)
+    if job is None or job.time_limit_seconds is None or task.started_at is None or task.over is not None:
+        return None
+    return max(0.0, task.started_at + job.time_limit_seconds - turn.now)
+
+
+def _restore_limit(task: Task, turn: Turn) -> None:
+    if (left := _limit(task, turn)) is not None:
+        turn.timer(_LIMIT, left, task=task.id)
+
+
+def _review_limit(task: Task, turn: Turn) -> None:
+    """Begin to measure the time of a job that has just started."""
+    if task.started_at is None and task.slots and is_job(task, turn):
+        task.started_at = turn.now
+        turn.save(task)
+        _restore_limit(task, turn)
+
+
+def _limit_reached(task: Task, turn: Turn) -> None:
+    job = turn.lasting.jobs.get(task.id)
+    if job is not None and _limit(task, turn) is not None:
+        finish(task, turn, succeeded=False, reason=f"its time limit of {job.time_limit_seconds:g} s is reached")
+
+
+PART: Final = Part(restore=_restore_limit, timers={_LIMIT: _limit_reached}, review=_review_limit)

@@ -8,6 +8,7 @@ from unicron_lightning.coordinator.config import CoordinatorConfig
 from unicron_lightning.coordinator.orders.jobs import refusal, result_of
 from unicron_lightning.coordinator.severity import apply as severity
 from unicron_lightning.coordinator.state import Cluster, Lasting
+from unicron_lightning.jobs import Job
 
 
 def drained(lasting: Lasting) -> list[str]:
@@ -38,11 +39,11 @@ def inputs_at_start(config: CoordinatorConfig, cluster: Cluster) -> list[ev.Inpu
     """Return inputs for the machine, to follow `events.Started`.
 
     A task that already runs, or has ended according to the restored state, is left out: a restart repeats nothing.
+    So is one that comes after a task that has not succeeded.
     """
     inputs: list[ev.Input] = [ev.Drain(node=node, drained=True) for node in config.cluster.drained]
-    inputs += [
-        ev.Submit(job=job)
-        for job in config.jobs()
-        if refusal(cluster, job) is None and result_of(cluster.lasting, job.name) is None
-    ]
-    return inputs
+    due: list[Job] = []
+    for job in config.jobs():
+        if refusal(cluster, [*due, job]) is None and result_of(cluster.lasting, job.name) is None:
+            due.append(job)
+    return [*inputs, *([ev.Submit(jobs=tuple(due))] if due else [])]

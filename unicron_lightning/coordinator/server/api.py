@@ -30,7 +30,7 @@ from unicron_lightning.coordinator.storage.store import LoggedEvent, Store
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.faults.arrivals import draw
 from unicron_lightning.faults.language import parse, text
-from unicron_lightning.jobs import Job, problem
+from unicron_lightning.jobs import MOST_TOGETHER, Job, problem
 from unicron_lightning.wire.fields import shortened
 
 _MOST_INCIDENTS: Final = 100_000
@@ -42,11 +42,14 @@ class _Submission(Job, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A job as submitted; unknown keys are refused."""
 
 
-_decode_submission = msgspec.json.Decoder(_Submission).decode
+_decode_submission = msgspec.json.Decoder(_Submission | list[_Submission]).decode
 
 
-def _decode_job(data: bytes) -> Job:
-    return Job(**msgspec.structs.asdict(_decode_submission(data)))
+def _decode_jobs(data: bytes) -> tuple[list[Job], bool]:
+    """Return the submitted jobs, and whether they were submitted as a list."""
+    given = _decode_submission(data)
+    jobs = given if isinstance(given, list) else [given]
+    return [Job(**msgspec.structs.asdict(each)) for each in jobs], isinstance(given, list)
 
 
 def _number(word: str, digits: int = 6) -> int | None:
@@ -211,19 +214,26 @@ class Api:
         return task
 
     async def _post_job(self, request: web.Request) -> web.Response:
-        """Submit a task: the body is a `Job`."""
+        """Submit a task, or several, all or none: the body is a `Job`, or a list of them."""
         try:
-            job: Job = _decode_job(await request.read())
+            given, several = _decode_jobs(await request.read())
         except (msgspec.DecodeError, UnicodeError) as error:
             return web.json_response({"error": f"expected a job: {error}"}, status=400)
-        wrong = problem(job)
+        if not 1 <= len(given) <= MOST_TOGETHER:
+            return web.json_response({"error": f"{len(given)} jobs: expected 1 to {MOST_TOGETHER}"}, status=400)
+        wrong = next((found for job in given if (found := problem(job)) is not None), None)
         if wrong is not None:
             return web.json_response({"error": wrong}, status=400)
         cluster = self._shell.machine.cluster
-        refused = jobs.refusal(cluster, job)
+        refused = jobs.refusal(cluster, given)
         if refused is not None:
             return web.json_response({"error": refused}, status=409)
-        return self._ordered(ev.Submit(job=job), lambda: _job(cluster, job.name))
+
+        def answer() -> Any:
+            found = [_job(cluster, job.name) for job in given]
+            return found if several else found[0]
+
+        return self._ordered(ev.Submit(jobs=tuple(given)), answer)
 
     async def _get_job(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]

@@ -52,6 +52,8 @@ def _why_starting(task: Task) -> str | None:
 
 def _why_queued(cluster: Cluster, task: Task) -> str:
     """Explain the wait of a submitted task, from the places that it may use and the plan."""
+    if (awaited := cluster.lasting.held.get(task.id)) is not None:
+        return f"comes after {', '.join(awaited)}"
     assigned, need = cluster.lasting.assigned, fewest(task)
     places = [place.name for place in usable_places(cluster) if task.id in place.tasks]
     own = [place for place in places if assigned.get(place) == task.id]

@@ -14,6 +14,7 @@ from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.connectivity import partition
 from unicron_lightning.coordinator.incidents.facts import FIRST_STEPS
 from unicron_lightning.coordinator.membership import epochs
+from unicron_lightning.coordinator.orders import jobs
 from unicron_lightning.coordinator.part import Part, on
 from unicron_lightning.coordinator.severity.errors import known
 from unicron_lightning.coordinator.severity.record import Awaited, Failure, UnattributedError
@@ -304,7 +305,7 @@ def _stop(task: Task, turn: Turn, decision: Decision) -> None:
     turn.emit(task, "task_stopped", rule=decision.rule, reason=decision.reason, **decision.facts)
     for worker in list(task.workers.values()):
         epochs.expel(task, turn, worker, "the task is stopped")
-    epochs.finish(task, turn, succeeded=False, reason=decision.reason)
+    jobs.finish(task, turn, succeeded=False, reason=decision.reason)
 
 
 def _held_due(task: Task, turn: Turn, agent: Agent) -> None:

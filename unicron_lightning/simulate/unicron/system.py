@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.allocation import estimates
-from unicron_lightning.coordinator.allocation.answers import Knowledge, keep, state_of
+from unicron_lightning.coordinator.allocation.answers import Knowledge, allocation_of, keep, state_of
 from unicron_lightning.coordinator.allocation.request import Question
 from unicron_lightning.coordinator.incidents.facts import LifeBegun
 from unicron_lightning.coordinator.state import Cluster
@@ -127,7 +127,7 @@ class System:
             max_nodes=training.most,
             flops_per_step=task.flops_per_step,
         )
-        self.shell.do(ev.Submit(job=job))
+        self.shell.do(ev.Submit(jobs=(job,)))
 
     def _departs(self, task: SimTask) -> None:
         training = self.trainings[task.name]
@@ -220,7 +220,7 @@ def _answer(question: Question, known: Knowledge) -> ev.Planned:
 
     compile_all()  # a simulation makes thousands of small plans
     plan = solve(state_of(question, known))
-    return ev.Planned(key=question.key, allocation=dict(plan.allocation), waf=plan.waf)
+    return ev.Planned(key=question.key, allocation=allocation_of(question, plan), waf=plan.waf)
 
 
 def _knowledge(cluster: Cluster, performances: Mapping[str, PerformanceModel], costs: Costs) -> Knowledge:
