@@ -51,6 +51,26 @@ async def test_status_and_events_show_a_task(coordinator):
     assert done.stderr == f"unicron: no task 'x' at {endpoint}; expected one of: ['t']\n"
 
 
+async def test_an_array_is_submitted_as_a_whole(coordinator, monkeypatch, tmp_path):
+    monkeypatch.setenv("UNICRON_ENDPOINT", f"127.0.0.1:{coordinator.port}")
+    (tmp_path / "j.yaml").write_text("command: [train.py, '{index}']\n")
+
+    async def submit(*arguments: str) -> tuple[int, str]:
+        done = await asyncio.to_thread(unicron, "submit", str(tmp_path / "j.yaml"), *arguments)
+        return done.returncode, done.stdout + done.stderr
+
+    assert await submit("--array", "0-1") == (0, "j-0: queued\nj-1: queued\n")
+    status, text = await submit("--array", "1-2")
+    assert (status, text[:30]) == (2, "unicron: task 'j-1' exists alr")
+    assert await submit("--set", "name=last", "--set", "after=[j-0,j-1]") == (0, "last: queued\n")
+    status, text = await submit("--set", "name=x", "--set", "after=[j-2]")
+    assert (status, text[:29]) == (2, "unicron: after='j-2': no such")
+    done = await asyncio.to_thread(unicron, "jobs", "--json")
+    reasons = {job["name"]: job["reason"] for job in json.loads(done.stdout)}
+    assert reasons == {"j-0": "needs 1 node, 0 slots are usable", "j-1": "needs 1 node, 0 slots are usable",
+                       "last": "comes after j-0, j-1"}  # fmt: skip
+
+
 async def test_the_endpoint_is_taken_from_the_environment(coordinator, monkeypatch):
     monkeypatch.setenv("UNICRON_ENDPOINT", f"127.0.0.1:{coordinator.port}")
     done = await asyncio.to_thread(unicron, "status")

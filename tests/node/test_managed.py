@@ -5,6 +5,7 @@ them.
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import psutil
@@ -36,7 +37,9 @@ def gone(processes: list[psutil.Process]) -> bool:
 def test_a_job_runs_on_two_nodes_and_ends_well(tmp_path: Path) -> None:
     with LocalCluster(nodes=2, folder=tmp_path) as cluster:
         command = [str(TESTS / "agent/greeting_worker.py"), str(tmp_path)]
-        job = {"command": command, "min_nodes": 2, "max_nodes": 2, "environment": {"GREETING": "hello"}}
+        job = {"command": command, "min_nodes": 2, "max_nodes": 2, "environment": {"GREETING": "hello"},
+               "python": sys.prefix, "activate": ["export FROM_SHELL=yes"], "secrets": {"KEY": "file:key"}}  # fmt: skip
+        (tmp_path / "key").write_text("of the node\n")
         (tmp_path / "j.yaml").write_text(json.dumps(job))
         assert cluster.unicron("submit", str(tmp_path / "j.yaml")).stdout in ("j: queued\n", "j: running\n")
         wait_noted(tmp_path, 2, "go", world=2)
@@ -47,7 +50,7 @@ def test_a_job_runs_on_two_nodes_and_ends_well(tmp_path: Path) -> None:
         assert status["assigned"] == {"node0/0": "j", "node1/0": "j"}
         assert status["nodes"]["node0"]["slots"] == {"0": {"assigned": "j", "agents": ["j"]}}
         log = tmp_path / "logs" / "j" / "node0" / "0" / "rank0.log"
-        until("its log", lambda: "hello" in log.read_text())
+        until("its log", lambda: "hello yes of the node False\n" in log.read_text())
         assert "hello" in cluster.unicron("logs", "j", "--rank", "1", "--logs", str(tmp_path / "logs")).stdout
         (tmp_path / "finish").touch()
         cluster.wait_state("succeeded", task="j")
