@@ -10,6 +10,10 @@ strike one after the other at random moments, each after the world has been comp
     agent      SIGKILL of an agent, whose connection is reset
     cut        a proxy between an agent and the coordinator stops forwarding; no connection ends
     hang       a worker's main thread sleeps for ever; its control thread and its agent live
+    stop       SIGSTOP of a worker
+    lock       a C call sleeps for ever and holds the interpreter's lock
+
+``--burners 6`` adds processes that compute all the time: detection on an overloaded machine.
 
 The injecting process records the moment of the fault. *Known* is the first event of the incident in the coordinator's
 log, *notified* the time recorded by the other workers. All processes share one machine and one clock.
@@ -23,10 +27,11 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +43,9 @@ from workload import WORKERS
 from unicron_lightning.cli.client import fetch
 from unicron_lightning.local_cluster.proxy import Proxy
 
-FAULTS = ("kill", "exception", "agent", "cut", "hang")
+FAULTS = ("kill", "exception", "agent", "cut", "hang", "stop", "lock")
+ORDERED = {"exception": "raise", "hang": "hang", "lock": "lock"}
+"""Faults that a worker injects into itself, with the words of `job_detection`."""
 VICTIM = 2
 WHOLE_STEPS = 12
 """Steps of a complete world between faults, in which step times are learned again."""
@@ -122,9 +129,9 @@ class Watched(Run):
 
 def strike(run: Watched, fault: str, slot: str, pid: int) -> float:
     """Inject the fault; return the time at which it struck."""
-    if fault in ("exception", "hang"):
+    if fault in ORDERED:
         order = run.processes.folder / f"fault_{slot}"
-        order.with_suffix(".tmp").write_text("raise" if fault == "exception" else "hang")
+        order.with_suffix(".tmp").write_text(ORDERED[fault])
         order.with_suffix(".tmp").rename(order)
         found = run.wait_event(lambda e: e["event"] == "fault" and e["pid"] == pid, START_SECONDS)
         return float(found["t"])
@@ -133,7 +140,8 @@ def strike(run: Watched, fault: str, slot: str, pid: int) -> float:
         assert run.proxy is not None
         run.proxy.cut()
     else:
-        os.kill(run.processes.started[f"agent{slot}"].pid if fault == "agent" else pid, signal.SIGKILL)
+        victim = run.processes.started[f"agent{slot}"].pid if fault == "agent" else pid
+        os.kill(victim, signal.SIGSTOP if fault == "stop" else signal.SIGKILL)
     return at
 
 
@@ -150,7 +158,7 @@ def once(run: Watched, fault: str, generator: random.Random, since: float) -> Fi
     at = strike(run, fault, slot, pids[slot])
     figures = _known(run, at, slot) if run.system == "unicron" else _first_sign(run, at, slot)
     figures |= {"step_s": step, "struck": slot, "at": at}
-    if fault == "hang" and "worker" in figures:
+    if fault in ("hang", "stop", "lock") and "worker" in figures:
         figures["named"] = figures["worker"] == _worker_of(run, pids[slot])
     if fault == "cut" and run.proxy is not None:
         run.proxy.heal()
@@ -222,15 +230,33 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=20, help="runs of each fault (default: %(default)s)")
     parser.add_argument("--torchft-venv", type=Path, help="virtual environment with torchft-nightly")
     parser.add_argument("--coordinator", nargs="*", default=[], help="overrides of the coordinator's configuration")
+    parser.add_argument("--burners", type=int, default=0, help="processes that compute beside the runs")
     parser.add_argument("--output", type=Path, default=Path("bench-output/detection"))
     arguments = parser.parse_args()
     results: list[Figures] = []
+    with burning(arguments.burners):
+        _all_series(arguments, results)
+    print(table(results))
+
+
+@contextmanager
+def burning(count: int) -> Iterator[None]:
+    """Keep processes computing while the context is open."""
+    burners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for burner in burners:
+            burner.kill()
+            burner.wait()
+
+
+def _all_series(arguments: argparse.Namespace, results: list[Figures]) -> None:
     for system, python in pythons(arguments.systems, arguments.torchft_venv).items():
         for fault in arguments.faults if system == "unicron" else [f for f in arguments.faults if f == "kill"]:
             folder = arguments.output / f"{system}-{fault}"
             results += series(system, fault, arguments.runs, folder, python, arguments.coordinator)
             (arguments.output / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    print(table(results))
 
 
 if __name__ == "__main__":

@@ -32,6 +32,8 @@ TARGETS = {
     "cut": Target(knows=5.0),
     "cut, quiet network": Target(knows=2.0),
     "hang": Target(knows=0.5, steps=3.0),
+    "stop": Target(knows=0.5, steps=3.0),
+    "lock": Target(knows=0.5, steps=3.0),
 }
 
 

@@ -1,6 +1,6 @@
 """The workload under ``Trainer(strategy="unicron")``; a worker fails when it finds a file that orders it.
 
-``$BENCH_LOG/fault_<slot>`` contains ``raise`` or ``hang``. Beside the workload's events the worker logs ``fault`` (just
+``$BENCH_LOG/fault_<slot>`` contains ``raise``, ``hang`` or ``lock``. Beside the workload's events the worker logs ``fault`` (just
 before it fails) and ``told`` (its control thread has received the notice of a new incident, which follows the epoch).
 """
 
@@ -11,6 +11,7 @@ import workload
 log = workload.EventLog()
 log("started")
 
+import ctypes  # noqa: E402
 import os  # noqa: E402
 import time  # noqa: E402
 from pathlib import Path  # noqa: E402
@@ -33,6 +34,8 @@ class Failing(Job):
             log("fault", kind=kind, step=self.trainer.global_step)
             if kind == "raise":
                 raise RuntimeError("a fault of the benchmark")
+            if kind == "lock":
+                ctypes.PyDLL(None).sleep(1_000_000)  # PyDLL keeps the interpreter's lock during the call
             time.sleep(1e6)
         return super().training_step(batch, index)
 

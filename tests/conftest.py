@@ -244,6 +244,12 @@ def with_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNICRON_TEST_FIGURES", "1")
 
 
+@pytest.fixture
+def with_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let processes import torch's compiler at their start, as it is usual, and not when something is compiled."""
+    monkeypatch.setenv("UNICRON_TEST_COMPILER", "1")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_processes_left_at_the_end() -> Iterator[None]:
     """Check processes of module and session fixtures, which live longer than a test."""

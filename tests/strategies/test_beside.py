@@ -29,6 +29,7 @@ def run(strategy: str, case: str, folder: Path) -> Any:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.usefixtures("with_compiler")
 @pytest.mark.parametrize("case", beside.CASES)
 def test_a_script_is_like_under_ddp(case: str, tmp_path: Path) -> None:
     mine, theirs = run("unicron", case, tmp_path), run("ddp", case, tmp_path)

@@ -10,7 +10,7 @@ import pytest
 
 from unicron_lightning import wire
 from unicron_lightning.worker.control.activity import Activity, Phase, StepTimes
-from unicron_lightning.worker.control.monitor import TICK_SECONDS, Monitor
+from unicron_lightning.worker.control.monitor import BUSY, TICK_SECONDS, Monitor
 from unicron_lightning.worker.control.statistics import RECENT, WARM_UP, StepStatistics
 
 LIMITS = wire.WatchLimits()
@@ -311,6 +311,17 @@ def test_on_a_crowded_machine_a_hang_is_noticed_later(worker: Worker, tmp_path: 
     told = len(worker.overdue)
     worker.enter("compute", 4.0)
     assert len(worker.overdue) > told, "it may be a hang all the same"
+
+
+def test_on_a_crowded_machine_a_rank_that_waits_asks_as_soon_as_ever(worker: Worker, tmp_path: Path) -> None:
+    path = tmp_path / "loadavg"
+    path.write_text(f"{3 * (os.cpu_count() or 1)} 0 0 1/300 1")
+    worker.monitor._load = str(path)
+    worker.train(50)
+    worker.enter("reduce", 0.5, waiting=True)
+    first = worker.overdue[0]
+    assert first.limit is not None and first.seconds < first.limit, "a rank that computes is given the longer limit"
+    assert first.seconds == pytest.approx(first.limit / BUSY, abs=2 * TICK_SECONDS)
 
 
 def test_the_first_step_of_a_world_may_take_longer(worker: Worker) -> None:

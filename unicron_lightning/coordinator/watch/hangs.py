@@ -27,7 +27,7 @@ from unicron_lightning.coordinator.watch.verdict import judge
 
 BETWEEN: Final = ("validation", "checkpoint", "epoch_end")
 """Phases between steps that end with a wait for all ranks; the same as the workers' `activity.BETWEEN`."""
-FIRST_PAUSE: Final = 0.2
+FIRST_PAUSE: Final = 0.15
 ANSWER_SECONDS: Final = 0.1
 """Seconds after which the agent of a member that has not answered inspects it."""
 LONG_WAIT: Final = 1.0

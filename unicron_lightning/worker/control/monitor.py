@@ -3,9 +3,10 @@
 A step is overdue when its core phases have taken longer than the statistics allow (about 3x the average), another
 phase when it has shown no progress for its time limit. Excluded is time in which the whole process was stopped (the
 control thread woke late: a stalled machine, a garbage collection, a stop signal) or the training thread waited for a
-CPU (as reported by the kernel), since neither is a hang. Computing is no hang either, nor is waiting on an overloaded
+CPU (as reported by the kernel), since neither is a hang. Computing is no hang either, nor is being slow on an overloaded
 machine, where a thread waits for the interpreter's lock while its holder waits for a CPU: both get `BUSY` times the
-limit. A hang of one rank makes all ranks overdue; the coordinator determines which rank hangs.
+limit. A hang of one rank makes all ranks overdue; the coordinator determines which rank hangs. A rank that waits for
+others is overdue at the plain limit on any machine: the question costs little, and the others answer for themselves.
 
 A check costs the training thread nothing and takes 20 microseconds, or 300 on a busy machine, where it begins with cold
 caches. The interval `TICK_SECONDS` follows from this and bounds the additional delay of detection.
@@ -111,6 +112,7 @@ class Monitor:
         limit, seconds = self._limit(moment), now - moment.since
         if moment.waiting and moment.phase in BETWEEN:
             limit, seconds = self._wait_limit(moment), now - self.activity.waits_since
+        due = limit
         if moment.phase in CORE:
             seconds += moment.core
             if not moment.waiting:
@@ -121,13 +123,14 @@ class Monitor:
                 computes = self._on_cpu and moment.phase == "compute" and ran > 0.5 * seconds
                 if computes or (seconds > limit and self._crowded()):
                     limit *= BUSY
+                    due = due if moment.waiting and not computes else limit
         return wire.ActivityReport(
             worker=self._worker,
             epoch=self.activity.epoch,
             step=step,
             phase=moment.phase,
             waiting=moment.waiting,
-            overdue=limit is not None and seconds > limit,
+            overdue=due is not None and seconds > due,
             seconds=round(max(seconds, 0.0), 4),
             limit=limit,
             micro_batch=moment.micro_batch if moment.micro_batch >= 0 else None,
