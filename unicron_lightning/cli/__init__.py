@@ -32,7 +32,7 @@ import os
 import sys
 from typing import Any
 
-from unicron_lightning.cli import certs, incidents, inject, inspection, jobs, metrics, node, orders, run, top
+from unicron_lightning.cli import certs, dashboard, incidents, inject, inspection, jobs, metrics, node, orders, run, top
 from unicron_lightning.cli.output import visible
 from unicron_lightning.cli.plan.command import add_parser as add_plan_parser
 from unicron_lightning.errors import UnicronError
@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     commands.add_parser("coordinator", help="run a coordinator, configured by key=value (see --help behind it)")
-    for group in (run, inspection, incidents, metrics, top, orders, inject, jobs, node, certs):
+    for group in (run, inspection, incidents, dashboard, metrics, top, orders, inject, jobs, node, certs):
         group.add_parsers(commands)
     add_plan_parser(commands)
     return parser

@@ -140,9 +140,13 @@ class Api:
         return web.json_response({**answer, **cluster_status(machine.cluster)})
 
     async def _get_incidents(self, request: web.Request) -> web.Response:
-        """Return the cost of failures; ``?task=`` selects one task."""
-        only = request.query.get("task")
-        closed = self._shell.store.events(task=only, name=IncidentClosed.event, limit=_MOST_INCIDENTS)
+        """Return the cost of failures; ``?task=`` selects one task, ``?limit=N`` the newest N closed incidents."""
+        only, limit = request.query.get("task"), _number(request.query.get("limit", str(_MOST_INCIDENTS)))
+        if limit is None:
+            error = f"limit={shortened(request.query['limit'])}: expected a number of up to 6 digits"
+            return web.json_response({"error": error}, status=400)
+        most = min(limit, _MOST_INCIDENTS)
+        closed = self._shell.store.events(task=only, name=IncidentClosed.event, limit=most, newest=True)
         return web.json_response(accounting.book(closed, self._shell.machine.cluster, self._shell.now(), only=only))
 
     async def _post_resize(self, request: web.Request) -> web.Response:
@@ -260,8 +264,12 @@ class Api:
         return self._ordered(ev.Drain(node=name, drained=drained), lambda: _drains(machine))
 
     async def _get_events(self, request: web.Request) -> web.Response:
-        """Return a page of the log: ``?since=SEQ&limit=N&task=TASK``; the next page begins after the last ``seq``."""
-        words = {"since": request.query.get("since", "0"), "limit": request.query.get("limit", str(_MOST_EVENTS))}
+        """Return a page of the log: ``?since=SEQ&limit=N&task=TASK&incident=ID``, or its end: ``newest=N``.
+
+        The next page begins after the last ``seq``.
+        """
+        defaults = {"since": "0", "limit": str(_MOST_EVENTS), "newest": "0"}
+        words = {key: request.query.get(key, default) for key, default in defaults.items()}
         numbers = {key: _number(word, digits=_MOST_DIGITS) for key, word in words.items()}
         for key, number in numbers.items():
             if number is None:
@@ -269,8 +277,10 @@ class Api:
                 return web.json_response({"error": error}, status=400)
         events: list[LoggedEvent] = self._shell.store.events(
             task=request.query.get("task"),
+            incident=request.query.get("incident"),
             since=numbers["since"] or 0,
-            limit=min(numbers["limit"] or 0, _MOST_EVENTS),
+            limit=min(numbers["newest"] or numbers["limit"] or 0, _MOST_EVENTS),
             most_bytes=PAGE_BYTES,
+            newest=bool(numbers["newest"]),
         )
         return web.json_response(events)

@@ -1,4 +1,7 @@
-"""The coordinator's side of the mutual proof: which requests are accepted, and how answers are proven."""
+"""The coordinator's side of the mutual proof: which requests are accepted, and how answers are proven.
+
+Without a proof: requests of the coordinator's own page, in a browser's session, and scrapes with their credential.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from unicron_lightning.address import address_of
+from unicron_lightning.coordinator.dashboard.visitors import KEY_HEADER, Visitors, foreign, is_open
 from unicron_lightning.coordinator.server.hosts import misdirected
 from unicron_lightning.credentials import Token
 from unicron_lightning.proof import (
@@ -39,9 +43,17 @@ class Guard:
         token: the shared secret.
         only_host: ``coordinator.host`` if it is a loopback address: requests must name a loopback host; None: any host.
         certificate: fingerprint of the certificate of encrypted links; None: links are plain.
+        visitors: sessions of browsers, which need no proof for some requests.
     """
 
-    def __init__(self, token: Token, only_host: str | None = None, certificate: str | None = None) -> None:
+    def __init__(
+        self,
+        token: Token,
+        only_host: str | None = None,
+        certificate: str | None = None,
+        visitors: Visitors | None = None,
+    ) -> None:
+        self.visitors = visitors or Visitors("unicron")
         self._certificate = certificate
         self._only_host = only_host
         self._secret = token.secret
@@ -55,12 +67,15 @@ class Guard:
 
         @web.middleware
         async def authorize(request: web.Request, handler: Any) -> web.StreamResponse:
-            # A browser page may open WebSockets to loopback addresses; the package's clients send no origin.
-            if "Origin" in request.headers:
-                return web.json_response({"error": "requests by web pages are refused"}, status=403)
             wrong = self._only_host and misdirected(request.headers.get("Host", ""), self._only_host)
             if wrong:
                 return web.json_response({"error": wrong}, status=421)
+            if self._of_page(request):
+                own: web.StreamResponse = await handler(request)
+                return own
+            # A browser page may open WebSockets to loopback addresses; the package's clients send no origin.
+            if "Origin" in request.headers:
+                return web.json_response({"error": "requests by web pages are refused"}, status=403)
             if not await self._proven(request) and request.path not in _OPEN:
                 return web.json_response({"error": "missing or wrong proof of the token"}, status=401)
             response: web.StreamResponse = await handler(request)
@@ -70,6 +85,20 @@ class Guard:
         app.router.add_get("/v1/challenge", self._get_challenge)
         app.on_response_prepare.append(self._sign)
         return app
+
+    def _of_page(self, request: web.Request) -> bool:
+        """Whether a request is one of the coordinator's own page, and permitted."""
+        site, path = request.headers.get("Sec-Fetch-Site"), request.raw_path.partition("?")[0]
+        scheme = "http" if self._certificate is None else "https"
+        host = request.headers.get("Host", "")
+        if foreign(request.headers.get("Origin"), site, scheme=scheme, host=host):
+            return False
+        session = self.visitors.of(request.cookies, time.monotonic())
+        key = request.headers.get(KEY_HEADER, "")
+        if not self.visitors.may(session, request.method, path, key):
+            return is_open(request.method, path)
+        self.proven.add(request.transport)
+        return True
 
     async def _get_challenge(self, request: web.Request) -> web.Response:
         client = request.query.get("nonce", "")

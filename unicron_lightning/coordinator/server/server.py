@@ -31,11 +31,13 @@ from unicron_lightning.coordinator.allocation.answers import Knowledge, Planning
 from unicron_lightning.coordinator.allocation.plans import standing
 from unicron_lightning.coordinator.allocation.request import Question
 from unicron_lightning.coordinator.config import CoordinatorConfig
+from unicron_lightning.coordinator.dashboard.visitors import Visitors
 from unicron_lightning.coordinator.machine import Machine
 from unicron_lightning.coordinator.metrics.exposition import Process
 from unicron_lightning.coordinator.orders.operator import inputs_at_start
 from unicron_lightning.coordinator.server import malformed
 from unicron_lightning.coordinator.server.api import Api
+from unicron_lightning.coordinator.server.dashboard import Dashboard
 from unicron_lightning.coordinator.server.encryption import encryption_of
 from unicron_lightning.coordinator.server.guard import Guard
 from unicron_lightning.coordinator.server.hosts import misplaced
@@ -83,11 +85,11 @@ class Server:
         loopback = is_loopback(str(address[4][0]))
         self._encryption = encryption_of(config.coordinator, loopback=loopback)
         certificate = None if self._encryption is None else self._encryption.fingerprint
-        self._guard = Guard(token, host if loopback else None, certificate)
         # The port decides which of several coordinators runs: bind before touching the state.
         self._socket = bind(address)
         try:
             self.port: int = self._socket.getsockname()[1]
+            self._guard = Guard(token, host if loopback else None, certificate, Visitors(f"unicron-{self.port}"))
             self.state_dir = (
                 Path(config.store.state_dir) if config.store.state_dir else default_state_dir(host, self.port)
             )
@@ -121,6 +123,9 @@ class Server:
         self._node_orders = NodeOrders()
         self.started_at = time.time()
         self._scrape = Scrape(lambda: self.machine, self.now, self._process)
+        self._dashboard = Dashboard(
+            lambda: self.machine, self._scrape.meters, self.about, self._guard.visitors, secure=certificate is not None
+        )
         self._saving = Saving(self.store, lambda: self.machine, self._send_held, self._scrape.wrote)
 
     async def run(self) -> bool:
@@ -137,6 +142,7 @@ class Server:
         app.router.add_get("/v1/agent", self._serve_agent)
         app.router.add_get("/v1/node", self._serve_node)
         app.router.add_get("/metrics", self._scrape.get)
+        self._dashboard.add_routes(app)
         runner = web.AppRunner(
             app, logger=request_logger(), access_log=None, handle_signals=False, shutdown_timeout=1.0
         )
@@ -167,6 +173,7 @@ class Server:
                     timer.cancel()
             for session in list(self._sessions.values()):
                 await session.close(WSCloseCode.GOING_AWAY, "the coordinator stops")
+            await self._dashboard.close()
             if self._door is not None:
                 await self._door.close()
             await runner.cleanup()
@@ -415,10 +422,10 @@ class Server:
         return self._clock.now()
 
     def about(self) -> dict[str, Any]:
-        """Describe this process: pid, version, address, whether an agent started it."""
+        """Describe this process: pid, version, address, encryption, whether an agent started it."""
         own = self._config.coordinator
         process = {"pid": os.getpid(), "version": __version__, "host": own.host, "port": self.port}
-        return {**process, "started_by_agent": own.started_by_agent}
+        return {**process, "started_by_agent": own.started_by_agent, "encrypted": self._encryption is not None}
 
     def _process(self) -> Process:
         return Process(version=str(__version__), started_at=self.started_at, store_failing=self.store_error is not None)

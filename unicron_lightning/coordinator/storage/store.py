@@ -80,18 +80,22 @@ class StoredState:
         *,
         task: str | None = None,
         name: str | None = None,
+        incident: str | None = None,
         since: int = 0,
         limit: int = 10_000,
         most_bytes: int = EVENT_BYTES_KEPT,
+        newest: bool = False,
     ) -> list[LoggedEvent]:
-        """Return events with a sequence number above ``since``, oldest first; None selects all tasks, or all names.
+        """Return events with a sequence number above ``since``, oldest first; None selects all tasks, names, incidents.
 
-        The result is limited to ``limit`` events, and ends once their fields have ``most_bytes``.
+        The result is limited to ``limit`` events, the first ones or the ``newest``, and to about ``most_bytes`` of
+        their fields.
         """
         rows = self._db.execute(
-            "SELECT seq, at, name, task, incident, fields FROM events"
-            " WHERE seq > ? AND (? IS NULL OR task = ?) AND (? IS NULL OR name = ?) ORDER BY seq LIMIT ?",
-            (since, task, task, name, name, limit),
+            "SELECT seq, at, name, task, incident, fields FROM events WHERE seq > ? AND (? IS NULL OR task = ?)"
+            f" AND (? IS NULL OR name = ?) AND (? IS NULL OR incident = ?) ORDER BY seq {'DESC' if newest else ''}"
+            " LIMIT ?",
+            (since, task, task, name, name, incident, incident, limit),
         )
         found: list[LoggedEvent] = []
         for seq, at, named, of, incident, fields in rows:
@@ -99,7 +103,7 @@ class StoredState:
             most_bytes -= len(fields)
             if most_bytes <= 0:
                 break
-        return found
+        return found[::-1] if newest else found
 
 
 class Store(StoredState):
