@@ -1,7 +1,8 @@
 """The workload under ``Trainer(strategy="unicron")``; a worker fails when it finds a file that orders it.
 
-``$BENCH_LOG/fault_<slot>`` contains ``raise``, ``hang`` or ``lock``. Beside the workload's events the worker logs ``fault`` (just
-before it fails) and ``told`` (its control thread has received the notice of a new incident, which follows the epoch).
+``$BENCH_LOG/fault_<slot>`` contains ``raise``, ``hang`` or ``lock``. Beside the workload's events the worker logs
+``fault`` (just before it fails) and ``told`` (its control thread has received the notice of a new incident, which
+follows the epoch).
 """
 
 from __future__ import annotations

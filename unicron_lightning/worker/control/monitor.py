@@ -3,10 +3,11 @@
 A step is overdue when its core phases have taken longer than the statistics allow (about 3x the average), another
 phase when it has shown no progress for its time limit. Excluded is time in which the whole process was stopped (the
 control thread woke late: a stalled machine, a garbage collection, a stop signal) or the training thread waited for a
-CPU (as reported by the kernel), since neither is a hang. Computing is no hang either, nor is being slow on an overloaded
-machine, where a thread waits for the interpreter's lock while its holder waits for a CPU: both get `BUSY` times the
-limit. A hang of one rank makes all ranks overdue; the coordinator determines which rank hangs. A rank that waits for
-others is overdue at the plain limit on any machine: the question costs little, and the others answer for themselves.
+CPU (as reported by the kernel), since neither is a hang. Computing is no hang either, nor is being slow on an
+overloaded machine, where a thread waits for the interpreter's lock while its holder waits for a CPU: both get `BUSY`
+times the limit. A hang of one rank makes all ranks overdue; the coordinator determines which rank hangs. A rank that
+waits for others is overdue at the plain limit on any machine: the question costs little, and the others answer for
+themselves.
 
 A check costs the training thread nothing and takes 20 microseconds, or 300 on a busy machine, where it begins with cold
 caches. The interval `TICK_SECONDS` follows from this and bounds the additional delay of detection.
