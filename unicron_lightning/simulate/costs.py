@@ -37,7 +37,7 @@ class Costs:
         memory_checkpoint_interval: seconds between checkpoints in memory, which outlive processes; None: no such
             checkpoints.
         checkpoint_seconds: seconds that training is interrupted for a checkpoint of the more frequent kind.
-        step_overhead: fraction by which a step is longer than without the system.
+        step_overhead: fraction by which a step is longer than Megatron's on the same workers; 2.7: 3.7 times as long.
         redundancy: fraction of the throughput spent on redundant computation.
 
     Raises:
@@ -68,9 +68,8 @@ class Costs:
         for name in ("checkpoint_interval", "memory_checkpoint_interval"):
             if getattr(self, name) == 0:
                 raise ConfigError(f"costs of {self.system!r}: {name}=0: expected seconds > 0")
-        for name in ("step_overhead", "redundancy"):
-            if getattr(self, name) >= 1:
-                raise ConfigError(f"costs of {self.system!r}: {name}={getattr(self, name)!r}: expected a part below 1")
+        if self.redundancy >= 1:
+            raise ConfigError(f"costs of {self.system!r}: redundancy={self.redundancy!r}: expected a part below 1")
 
     def detects(self, kind: str) -> float:
         """Return the seconds from a fault of that kind to its detection."""

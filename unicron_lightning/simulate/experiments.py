@@ -17,6 +17,14 @@ from typing import Final
 from rich.console import Console
 from rich.progress import track
 
+from unicron_lightning.simulate.baseline import (
+    RANGE_TEXT,
+    SPEEDS_TEXT,
+    baseline_cases,
+    show_baseline,
+    show_speeds,
+    speed_cases,
+)
 from unicron_lightning.simulate.cases import (
     SimulationCase,
     at_our_worst,
@@ -261,12 +269,26 @@ def _show_sensitivity(curves: Sequence[WafCurve], folder: Path) -> str:
 
 EXPERIMENTS: Final = (
     Experiment(
+        name="baseline",
+        title="The range: Unicron against Megatron with restart",
+        text=RANGE_TEXT,
+        cases=baseline_cases,
+        show=show_baseline,
+    ),
+    Experiment(
         name="headline",
         title="Seven systems on the paper-like traces",
         text=f"Six tasks on 128 GPUs. The last rows of each trace, *{FREE}*, are Unicron with costs of a"
         " millisecond: the upper bound for faster recovery.",
         cases=_headline,
         show=_show_headline,
+    ),
+    Experiment(
+        name="speeds",
+        title="Base speeds of Oobleck, Bamboo and Varuna",
+        text=SPEEDS_TEXT,
+        cases=speed_cases,
+        show=show_speeds,
     ),
     Experiment(
         name="llama3",

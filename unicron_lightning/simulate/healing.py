@@ -8,6 +8,7 @@ are spare.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,6 +34,8 @@ class TaskState:
     task: SimTask
     least: int
     declared: int = 0
+    size: int = 0
+    """Places that it last ran, or was last started, with."""
     doing: Doing = "queued"
     alive: set[int] = field(default_factory=set)
     dead: set[int] = field(default_factory=set)
@@ -46,6 +49,8 @@ class TaskState:
     faults: list[TraceFault] = field(default_factory=list)
     version: int = 0
     """Rises with each change, which invalidates calls scheduled before it."""
+    waits: int = 0
+    """Times that it has waited for nodes."""
 
 
 class Healing:
@@ -108,7 +113,7 @@ class Healing:
         taken = sorted(self.free)[: max(wanted, job.least)]
         if len(taken) < job.least:
             return False
-        job.declared = len(taken)
+        job.declared = job.size = len(taken)
         self._take(job, taken)
         return True
 
@@ -198,6 +203,7 @@ class Healing:
             task=job.task,
             costs=self.costs,
             declared=job.declared,
+            size=job.size,
             least=job.least,
             alive=len(job.alive | job.ready),
             dead=len(job.dead) + len(job.starting),
@@ -214,9 +220,9 @@ class Healing:
         job.alive |= job.ready
         job.ready = set()
         if not reaction.places:
-            job.doing = "waiting"
-            self._tell(job)
+            self._waits(job)
             return
+        job.size = reaction.places
         missing = reaction.places - len(job.alive)
         for place in sorted(job.dead | job.starting.keys())[: max(0, missing)]:
             job.alive.add(place)
@@ -233,6 +239,21 @@ class Healing:
         self.books.counts["transitions"] += 1
         self._tell(job)
         self.clock.after(reaction.seconds, partial(self._done, job, job.version))
+
+    def _waits(self, job: TaskState) -> None:
+        """Let a task wait for nodes, until operators lose patience."""
+        patience = self.policy.patience(self.costs)
+        if job.doing != "waiting":
+            job.waits += 1
+            if not math.isinf(patience):
+                self.clock.after(patience, partial(self._scale_down, job, job.waits))
+        job.doing = "waiting"
+        self._tell(job)
+
+    def _scale_down(self, job: TaskState, wait: int) -> None:
+        if job.doing == "waiting" and job.waits == wait:
+            job.size = job.least
+            self._change(job, self.policy.scaled_down(self._situation(job)))
 
     def _lose(self, job: TaskState, reaction: Reaction) -> None:
         position = self.books.meters[job.task.name].position

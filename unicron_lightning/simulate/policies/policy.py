@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -23,6 +24,7 @@ class TaskSituation:
         task: the task.
         costs: costs of the system.
         declared: places that it was started with.
+        size: places that it last ran with; fewer than ``declared`` after operators have scaled it down.
         least: fewest with which it may run.
         alive: its places with live processes.
         dead: its places whose processes died though the node is healthy.
@@ -33,6 +35,7 @@ class TaskSituation:
     task: SimTask
     costs: Costs
     declared: int
+    size: int
     least: int
     alive: int
     dead: int
@@ -94,9 +97,21 @@ class Policy:
         """Decide how a running task admits places, assuming all that are alive; None: it never does."""
         return None
 
+    def patience(self, costs: Costs) -> float:
+        """Return the seconds that a task waits for nodes until operators scale it down by hand; inf: for ever."""
+        return math.inf
+
+    def scaled_down(self, now: TaskSituation) -> Reaction:
+        """Decide how operators restart a task that has waited for `patience`; with 0 places it keeps waiting."""
+        return Policy.resumes(self, now)
+
 
 class Restarting(Policy):
-    """A task that runs with all its places or not at all: every change is a restart from a checkpoint."""
+    """A task that runs with the places that it was given or not at all: every change is a restart from a checkpoint.
+
+    ``extra["scale_down_hours"]``, if given, is the time after which operators restart it by hand with the places that
+    are left. They also restart it by hand, from a checkpoint written for that, as soon as nodes return.
+    """
 
     def reacts(self, now: TaskSituation) -> Reaction:
         return self._restart(now)
@@ -104,10 +119,20 @@ class Restarting(Policy):
     def resumes(self, now: TaskSituation) -> Reaction:
         return self._restart(now)
 
+    def grows(self, now: TaskSituation) -> Reaction | None:
+        if math.isinf(self.patience(now.costs)):
+            return None
+        there = min(now.declared, now.alive + now.spares)
+        return Reaction(places=there, seconds=now.costs.takes("restart"))
+
+    def patience(self, costs: Costs) -> float:
+        return costs.extra.get("scale_down_hours", math.inf) * 3600.0
+
     def _restart(self, now: TaskSituation) -> Reaction:
-        if now.whole + now.spares < now.declared:
+        there = min(now.declared, now.whole + now.spares)
+        if there < now.size:
             return Reaction(places=0, loses="checkpoint")
-        return Reaction(places=now.declared, seconds=now.costs.takes("restart"), loses="checkpoint")
+        return Reaction(places=there, seconds=now.costs.takes("restart"), loses="checkpoint")
 
 
 class Shrinking(Policy):
