@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -56,3 +58,46 @@ def test_a_wrong_key_is_one_line(tmp_path: Path) -> None:
     assert "Traceback" not in result.stderr
     line = result.stderr.strip().splitlines()[-1]
     assert line.startswith("simulate: costs.unicron.detektion=3: unknown key, expected one of detection, change, ")
+
+
+MINE = """
+from unicron_lightning.simulate.policies.systems import TorchFT
+
+class Slow(TorchFT):
+    name = "slow"
+    costs_of = "torchft"
+
+    def shrink_seconds(self, costs):
+        return 10 * costs.takes("continue")
+"""
+
+
+def test_a_policy_of_ones_own_and_what_is_finished_when_a_later_run_is_wrong(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    quiet = ("trace=b", "trace.days=1", "output.pictures=false", "output.reference=torchft", "hydra.sweep.dir=x")
+    result = simulate(tmp_path, "-m", "policy=mine.Slow,torchft,mine.Fast", *quiet)
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    said = "simulate: policy='mine.Fast': module 'mine' has no attribute 'Fast': expected MODULE.CLASS, importable here"
+    assert result.stderr.strip().splitlines()[-1] == said
+    rows = [json.loads((tmp_path / "x" / str(job) / "row.json").read_text()) for job in range(2)]
+    assert [row["policy"] for row in rows] == ["slow", "torchft"]
+    assert rows[0]["of_ideal"] < rows[1]["of_ideal"]
+    assert "2 simulations; ratio: WAF over that of torchft" in result.stdout
+    assert (tmp_path / "x" / "summary.csv").read_text().count("\n") == 3
+
+
+def test_ctrl_c_keeps_results_and_shows_no_traceback(tmp_path: Path) -> None:
+    quiet = ("trace=b", "trace.days=1", "output.pictures=false", "hydra.sweep.dir=x")
+    command = [sys.executable, "-m", "unicron_lightning.simulate", "-m", "policy=megatron", "seed=range(30)", *quiet]
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "x" / "1" / "row.json").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in err
+    assert err.strip().splitlines()[-1] == "simulate: interrupted"
+    assert "simulations; ratio: WAF over that of megatron" in out
+    assert (tmp_path / "x" / "rows.csv").read_text().count("\n") >= 3

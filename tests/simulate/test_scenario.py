@@ -11,6 +11,8 @@ from omegaconf import OmegaConf
 
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.simulate.accounts.ideal import optimum
+from unicron_lightning.simulate.cases import composed
+from unicron_lightning.simulate.run import system_of
 from unicron_lightning.simulate.scenario import SizeConfig, WorkloadConfig, read_size, read_workload, scene
 
 TABLE = {"points": [{"workers": n, "tflops_per_worker": 100} for n in (8, 64)], "beyond": "extend"}
@@ -91,3 +93,27 @@ def test_a_file_for_the_planner_is_a_workload(tmp_path: Path) -> None:
 def test_what_is_wrong_is_quoted(workload: dict, size: dict, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         scene(read_workload({"name": "x", **workload}), read_size(size), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        ("hope", r"policy='hope': expected one of unicron, .*, or MODULE.CLASS of your own"),
+        ("no_such_module.Policy", r"policy='no_such_module.Policy': No module named 'no_such_module': expected"),
+        ("math.pi", r"policy='math.pi': expected a subclass of .*policy.Policy with a `name`"),
+    ],
+)
+def test_a_policy_that_does_not_exist_is_refused(policy: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        system_of(policy)
+
+
+def test_a_policy_of_ones_own_has_the_costs_that_it_names() -> None:
+    assert system_of("unicron_lightning.simulate.policies.systems.TorchFT") == "torchft"
+    assert system_of("unicron_no_planner") == "unicron"
+
+
+@pytest.mark.parametrize(("key", "said"), [("num_nodes", "cluster.num_nodes=0"), ("cell", "cluster.cell=0")])
+def test_a_size_of_zero_is_named(key: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"{said}: expected a whole number of at least 1"):
+        composed((f"cluster.{key}=0",)).scene()

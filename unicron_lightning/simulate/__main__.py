@@ -38,9 +38,22 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         run()
     except _WRONG as error:
+        _conclude()
         sys.exit(f"simulate: {_explain(error)}")
+    except KeyboardInterrupt:
+        _conclude()
+        sys.stderr.write("simulate: interrupted\n")
+        sys.exit(130)
     finally:
         del os.environ[_FULL_ERROR]
+
+
+def _conclude() -> None:
+    """Summarize what a sweep has finished before it ended early."""
+    from unicron_lightning.simulate.output.sweep import SweepSummary
+
+    if SweepSummary.running is not None:
+        SweepSummary.running.end()
 
 
 def job(composed: DictConfig) -> float:

@@ -71,7 +71,7 @@ def ratios(curves: Sequence[WafCurve]) -> dict[Point, float]:
 
 
 def show_baseline(curves: Sequence[WafCurve], _folder: Path) -> str:
-    """State the range on each trace, then the table of all points."""
+    """State the range on each trace, then the table of all points, and what moves them."""
     found = ratios(curves)
     lines = [*(_range(found, trace) for trace in TRACES), ""]
     titles = ["never scaled down" if hours is None else f"after {hours:g} h" for hours in HOURS]
@@ -82,7 +82,7 @@ def show_baseline(curves: Sequence[WafCurve], _folder: Path) -> str:
             for spares in SPARES:
                 cells = " | ".join(f"{found[trace, times, hours, spares]:.2f}" for hours in HOURS)
                 lines.append(f"| {trace} | {times} | {spares} | {cells} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", SMALLER])
 
 
 def _range(found: Mapping[Point, float], trace: str) -> str:
@@ -122,8 +122,9 @@ the nodes that are left, spare nodes (which Unicron has too), and times to detec
 and 23 min (arXiv 2401.00134, section 2). *As torchrun here*: 5.2 s if a worker has died, else the time-out of 30 min,
 and 3 min to restart. The paper describes tasks that run on fewer nodes for hours or days after hardware faults, and
 shows scaling down by hand (figure 2). It does not support that tasks wait until a node is repaired, as in the column
-*never*, and gives neither a delay nor a number of spare nodes.
+*never*, and gives neither a delay nor a number of spare nodes."""
 
+SMALLER: Final = """\
 ### What would make these numbers smaller
 
 The largest number needs a baseline whose operators let a task wait for days. It gets smaller:

@@ -139,13 +139,16 @@ class Calibration:
             ConfigError: the system has none.
         """
         if system not in self.systems:
-            raise ConfigError(f"no costs of {system!r}: expected one of {', '.join(self.systems)}")
+            raise ConfigError(f"no costs of {system!r}: expected costs.{system}, or one of {', '.join(self.systems)}")
         figures = self.systems[system]
         single = {name: getattr(figures, name) for name in _SINGLE}
         return Costs(
             system=system,
             detection={name: self._total(each) for name, each in figures.detection.items()},
             change={name: self._total(each) for name, each in figures.change.items()},
+            parts={
+                name: {part: self.common[part].value for part in each.plus} for name, each in figures.change.items()
+            },
             extra={name: self._total(each) for name, each in figures.extra.items()},
             **{name: self._total(each) for name, each in single.items() if each is not None},
         )

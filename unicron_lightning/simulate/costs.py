@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from unicron_lightning.coordinator.severity.errors import SEVERITY
@@ -37,6 +37,7 @@ class Costs:
         memory_checkpoint_interval: seconds between checkpoints in memory, which outlive processes; None: no such
             checkpoints.
         checkpoint_seconds: seconds that training is interrupted for a checkpoint of the more frequent kind.
+        persistent_seconds: seconds that training is interrupted for each persistent checkpoint.
         step_overhead: fraction by which a step is longer than Megatron's on the same workers; 2.7: 3.7 times as long.
         redundancy: fraction of the throughput spent on redundant computation.
 
@@ -50,10 +51,15 @@ class Costs:
     checkpoint_interval: float = 1800.0
     memory_checkpoint_interval: float | None = None
     checkpoint_seconds: float = 0.0
+    persistent_seconds: float = 0.0
     step_overhead: float = 0.0
     redundancy: float = 0.0
     extra: Mapping[str, float] = field(default_factory=dict)
-    """Costs that only one system has."""
+    """Costs that only one system has. ``checkpoint_blocking``: part of the time of writing a persistent checkpoint for
+    which training waits, if that time is known (`sized`).
+    """
+    parts: Mapping[Change, Mapping[str, float]] = field(default_factory=dict)
+    """Seconds of each change that every system has in common, by name: ``state`` and ``load`` depend on the model."""
 
     def __post_init__(self) -> None:
         if "default" not in self.detection:
@@ -71,6 +77,27 @@ class Costs:
         if self.redundancy >= 1:
             raise ConfigError(f"costs of {self.system!r}: redundancy={self.redundancy!r}: expected a part below 1")
 
+    def sized(self, load: float | None, state: float | None) -> Costs:
+        """Return the costs for a model of known size.
+
+        Args:
+            load: seconds to read, or to write, a persistent checkpoint; None: as in the figures.
+            state: seconds to send a worker's part of the state to a peer; None: as in the figures.
+        """
+        if load is None and state is None:
+            return self
+        known = {"load": load, "state": state}
+        change = dict(self.change)
+        for name, parts in self.parts.items():
+            for part, seconds in parts.items():
+                new = known.get(part)
+                if new is not None:
+                    change[name] += new - seconds
+        blocked = self.persistent_seconds
+        if load is not None:
+            blocked += self.extra.get("checkpoint_blocking", 0.0) * load
+        return replace(self, change=change, persistent_seconds=blocked, parts={})
+
     def detects(self, kind: str) -> float:
         """Return the seconds from a fault of that kind to its detection."""
         return self.detection.get(kind, self.detection["default"])
@@ -86,6 +113,6 @@ class Costs:
         return self.change[change]
 
     def _numbers(self) -> list[tuple[str, float]]:
-        names = ("checkpoint_interval", "checkpoint_seconds", "step_overhead", "redundancy")
+        names = ("checkpoint_interval", "checkpoint_seconds", "persistent_seconds", "step_overhead", "redundancy")
         memory = self.memory_checkpoint_interval
         return [*((name, getattr(self, name)) for name in names), ("memory_checkpoint_interval", memory or 0.0)]

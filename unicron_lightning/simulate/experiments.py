@@ -44,7 +44,9 @@ from unicron_lightning.simulate.output.pictures import (
 )
 from unicron_lightning.simulate.output.summaries import Row, summary, with_ratio
 from unicron_lightning.simulate.output.tables import as_markdown
+from unicron_lightning.simulate.physics import PHYSICS_TEXT, physics_cases, show_physics
 from unicron_lightning.simulate.process_pool import processes
+from unicron_lightning.simulate.validation import VALIDATION_TEXT, show_validation, validation_cases
 
 ALL: Final = ("unicron", "megatron", "oobleck", "varuna", "bamboo", "torchft", "inprocess")
 ABLATIONS: Final = (
@@ -306,6 +308,20 @@ EXPERIMENTS: Final = (
         " of 30 minutes; without partial reuse, the step in which a failure occurs is repeated.",
         cases=_ablations,
         show=table,
+    ),
+    Experiment(
+        name="validation",
+        title="Validation against published results",
+        text=VALIDATION_TEXT,
+        cases=validation_cases,
+        show=show_validation,
+    ),
+    Experiment(
+        name="physics",
+        title="Slow nodes, corrupted state, bugs and the rest",
+        text=PHYSICS_TEXT,
+        cases=physics_cases,
+        show=show_physics,
     ),
     Experiment(
         name="favour",

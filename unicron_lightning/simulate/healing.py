@@ -21,7 +21,7 @@ from unicron_lightning.simulate.costs import Costs
 from unicron_lightning.simulate.policies.policy import Policy, Reaction, TaskSituation
 from unicron_lightning.simulate.result import SimulationResult
 from unicron_lightning.simulate.speeds import least_places
-from unicron_lightning.simulate.trace import SimCluster, Trace, TraceFault
+from unicron_lightning.simulate.trace import CORRUPTING, SLOWING, SimCluster, Trace, TraceFault
 from unicron_lightning.simulate.workload import SimTask
 
 Doing = Literal["queued", "running", "detecting", "transition", "waiting", "over"]
@@ -105,7 +105,8 @@ class Healing:
 
     def _start(self, job: TaskState) -> None:
         if self._takes_places(job):
-            self._change(job, Reaction(places=job.declared, seconds=self.costs.takes("restart")))
+            seconds = self.books.costs[job.task.name].takes("restart")
+            self._change(job, Reaction(places=job.declared, seconds=seconds))
 
     def _takes_places(self, job: TaskState) -> bool:
         """Give a new task the places it would have in the ideal, as far as they are free."""
@@ -139,11 +140,19 @@ class Healing:
 
     def _fault(self, fault: TraceFault) -> None:
         if fault.node in self.books.down:
+            self._repair_later(fault)
             return
         place = fault.node // self._cell
         was_up = self.books.place_is_up(place)
         job = self.jobs.get(self._owner.get(place, ""))
         self.books.counts["faults"] += 1
+        if fault.kind in SLOWING:
+            self._degrades(fault)
+            return
+        if fault.kind in CORRUPTING:
+            if job is not None and place in job.alive and job.doing != "over":
+                self._corrupts(job, fault)
+            return
         if not was_up:
             self._repair_later(fault)
             return
@@ -152,12 +161,13 @@ class Healing:
             meter = self.books.meters[job.task.name]
             meter.settle(self.clock.now)
             meter.bills.strikes(self.clock.now, fault.kind, meter.waf(meter.places))
-        if fault.repair > 0:
+        if fault.takes_node:
             self._leaves(place, job)
             self._repair_later(fault)
         elif job is not None and fault.severity != "SEV3" and place in job.alive:
-            job.alive.discard(place)
-            job.dead.add(place)
+            died = set(job.alive) if fault.strikes == "task" else {place}
+            job.alive -= died
+            job.dead |= died
         if job is not None and stops:
             job.faults.append(fault)
             self._stops(job, fault)
@@ -165,11 +175,45 @@ class Healing:
             self._tell(job)
 
     def _repair_later(self, fault: TraceFault) -> None:
-        if fault.repair <= 0:
-            return
-        self.books.node_down(fault.node)
         moment = micros(fault.at + fault.repair)
-        self.clock.at(moment, partial(self._repaired, fault.node), order.REPAIR)
+        if fault.takes_node and self.books.node_down(fault.node, moment):
+            self.clock.at(moment, partial(self._repaired, fault.node), order.REPAIR)
+
+    def _degrades(self, fault: TraceFault) -> None:
+        self.books.degrades(fault.node, fault.slowdown)
+        self._repace(fault.node)
+        if fault.repair:
+            self.clock.at(micros(fault.at + fault.repair), partial(self._recovers, fault), order.REPAIR)
+
+    def _recovers(self, fault: TraceFault) -> None:
+        self.books.recovers(fault.node, fault.slowdown)
+        self._repace(fault.node)
+
+    def _repace(self, node: int) -> None:
+        """Let a running task make steps at its new pace, if a node of its own has changed."""
+        place = node // self._cell
+        job = self.jobs.get(self._owner.get(place, ""))
+        if job is not None and job.doing == "running" and place in job.alive:
+            self._runs(job)
+
+    def _corrupts(self, job: TaskState, fault: TraceFault) -> None:
+        meter = self.books.meters[job.task.name]
+        meter.settle(self.clock.now)
+        meter.position.corrupt()
+        self.clock.after(fault.repair, partial(self._rolls_back, job, fault))
+
+    def _rolls_back(self, job: TaskState, fault: TraceFault) -> None:
+        """Restart all from the newest checkpoint that is sound, when corrupted state is detected."""
+        meter = self.books.meters[job.task.name]
+        meter.settle(self.clock.now)
+        if job.doing == "over" or not meter.position.is_corrupted:
+            return
+        self.books.counts["rollbacks"] += 1
+        meter.position.back_to_sound()
+        if job.doing == "running":  # else it is being restarted anyway
+            meter.bills.strikes(self.clock.now, fault.kind, meter.waf(meter.places))
+            meter.bills.known(self.clock.now)
+            self._change(job, Reaction(places=len(job.alive), seconds=self.books.costs[job.task.name].takes("restart")))
 
     def _leaves(self, place: int, job: TaskState | None) -> None:
         self.free.discard(place)
@@ -181,7 +225,7 @@ class Healing:
                 self._tell(job)
 
     def _stops(self, job: TaskState, fault: TraceFault) -> None:
-        seconds = self.policy.notices(self.costs, fault)
+        seconds = self.policy.notices(self.books.costs[job.task.name], fault)
         if job.doing != "detecting":
             job.doing = "detecting"
             job.version += 1
@@ -201,7 +245,7 @@ class Healing:
     def _situation(self, job: TaskState) -> TaskSituation:
         return TaskSituation(
             task=job.task,
-            costs=self.costs,
+            costs=self.books.costs[job.task.name],
             declared=job.declared,
             size=job.size,
             least=job.least,
@@ -323,7 +367,7 @@ class Healing:
         """Report the task's state to the books."""
         doing, name = job.doing, job.task.name
         if doing == "running":
-            self.books.set(name, "useful", len(job.alive), len(job.starting))
+            self.books.set(name, "useful", len(job.alive), len(job.starting), self.books.slowdown(job.alive))
         elif doing in ("detecting", "transition"):
             held = len(job.alive) + len(job.dead)
             self.books.set(name, "detecting" if doing == "detecting" else "transition", held, len(job.starting))
@@ -333,9 +377,8 @@ class Healing:
     # ---- places
 
     def _repaired(self, node: int) -> None:
-        self.books.node_up(node)
         place = node // self._cell
-        if self.books.place_is_up(place):
+        if self.books.node_up(node) and self.books.place_is_up(place):
             self._offer(place)
 
     def _offer(self, place: int) -> None:

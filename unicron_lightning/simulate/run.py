@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
@@ -10,16 +11,44 @@ from typing import Final
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.simulate.costs import Costs
 from unicron_lightning.simulate.healing import Healing
+from unicron_lightning.simulate.policies.policy import Policy
 from unicron_lightning.simulate.policies.systems import SYSTEMS
 from unicron_lightning.simulate.result import SimulationResult
 from unicron_lightning.simulate.trace import SimCluster, Trace
 from unicron_lightning.simulate.unicron.system import ABLATIONS, System
 from unicron_lightning.simulate.workload import SimTask
 
-_SYSTEMS: Final = {system.name: system for system in SYSTEMS}
+_SYSTEMS: Final[dict[str, type[Policy]]] = {system.name: system for system in SYSTEMS}
 _ABLATIONS: Final = {ablation.name: ablation for ablation in ABLATIONS}
 POLICIES: Final = (*_ABLATIONS, *_SYSTEMS)
-"""Names of all policies."""
+"""Names of all policies of this package."""
+
+
+def system_of(policy: str) -> str:
+    """Return the system whose costs a policy has; a variant is named SYSTEM_WITHOUT_SOMETHING.
+
+    Raises:
+        ConfigError: no such policy.
+    """
+    return policy.partition("_")[0] if policy in POLICIES else _own(policy).costs_name()
+
+
+def _own(policy: str) -> type[Policy]:
+    """Import a user's policy by its dotted path, e.g. ``mine.Patient``.
+
+    Raises:
+        ConfigError: it cannot be imported, or is no `Policy` with a name.
+    """
+    module, _, name = policy.rpartition(".")
+    if not module:
+        raise ConfigError(f"policy={policy!r}: expected one of {', '.join(POLICIES)}, or MODULE.CLASS of your own")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"policy={policy!r}: {error}: expected MODULE.CLASS, importable here") from error
+    if not (isinstance(found, type) and issubclass(found, Policy) and isinstance(getattr(found, "name", None), str)):
+        raise ConfigError(f"policy={policy!r}: expected a subclass of {Policy.__module__}.Policy with a `name`")
+    return found
 
 
 def simulate(
@@ -28,7 +57,7 @@ def simulate(
     """Replay a trace.
 
     Args:
-        policy: one of `POLICIES`.
+        policy: one of `POLICIES`, or the dotted path of a user's own.
         cluster: the nodes.
         tasks: all tasks; those with arrival 0 run already.
         trace: the faults.
@@ -51,9 +80,8 @@ def simulate(
     if policy in _ABLATIONS:
         with _rarely_collected():
             return System(_ABLATIONS[policy], cluster, tasks, trace, costs).run()
-    if policy not in _SYSTEMS:
-        raise ConfigError(f"policy={policy!r}: expected one of {', '.join(POLICIES)}")
-    return Healing(_SYSTEMS[policy](), cluster, tasks, trace, costs).run()
+    system = _SYSTEMS[policy] if policy in _SYSTEMS else _own(policy)
+    return Healing(system(), cluster, tasks, trace, costs).run()
 
 
 @contextmanager

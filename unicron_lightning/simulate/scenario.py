@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,10 @@ class SizeConfig:
     """Nodes that are allocated, and lost, together; see `unicron_lightning.simulate.trace.SimCluster`."""
     accelerator: str | None = None
     """A800, A100, H100 or H200, for tasks with ``performance.transformer``."""
+    storage_gigabytes_per_second: float | None = None
+    """Shared storage's bandwidth: checkpoints of tasks of known size take that long instead of `costs.common.load`."""
+    peer_gigabytes_per_second: float | None = None
+    """A worker's bandwidth for state from a peer, instead of `costs.common.state`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +63,8 @@ class SimTaskConfig:
     departure_hours: float | None = None
     steps: float | None = None
     """Steps after which it ends."""
+    state_gigabytes: float | None = None
+    """Parameters and optimizer state of a replica; null: 14 bytes per parameter of a ``transformer``, else unknown."""
     copies: int = 1
     """Number of equal tasks, named NAME-0, NAME-1, ..."""
     stagger_hours: float = 0.0
@@ -153,11 +159,18 @@ def _scene(workload: WorkloadConfig, size: SizeConfig, folder: Path) -> tuple[Si
 
 
 def _cluster(own: SizeConfig, size: SizeConfig) -> SimCluster:
-    num_nodes, workers = size.num_nodes or own.num_nodes, size.workers_per_node or own.workers_per_node
-    if num_nodes is None or workers is None:
-        given = f"num_nodes={num_nodes}, workers_per_node={workers}"
-        raise ConfigError(f"cluster: {given}: expected both, there or in workload.cluster")
-    return SimCluster(num_nodes=num_nodes, workers_per_node=workers, cell=size.cell or own.cell or 1)
+    given = {each.name: getattr(own, each.name) for each in fields(SizeConfig)}
+    given.update(
+        {name: value for each in fields(SizeConfig) if (value := getattr(size, name := each.name)) is not None}
+    )
+    del given["accelerator"]
+    if given["num_nodes"] is None or given["workers_per_node"] is None:
+        said = f"num_nodes={given['num_nodes']}, workers_per_node={given['workers_per_node']}"
+        raise ConfigError(f"cluster: {said}: expected both, there or in workload.cluster")
+    try:
+        return SimCluster(**{**given, "cell": 1 if given["cell"] is None else given["cell"]})
+    except ConfigError as error:
+        raise ConfigError(f"cluster.{error}") from error
 
 
 def _tasks(name: str, config: SimTaskConfig, machines: PlanClusterConfig, folder: Path) -> Iterator[SimTask]:
@@ -181,7 +194,14 @@ def _tasks(name: str, config: SimTaskConfig, machines: PlanClusterConfig, folder
             arrival=(config.arrival_hours + late) * HOUR,
             departure=None if config.departure_hours is None else (config.departure_hours + late) * HOUR,
             steps=config.steps,
+            state_gigabytes=_state_gigabytes(config, performance),
         )
+
+
+def _state_gigabytes(config: SimTaskConfig, performance: PerformanceModel) -> float | None:
+    if config.state_gigabytes is None and isinstance(performance, TransformerModel):
+        return 14e-9 * performance.shape.num_parameters  # 16-bit parameters; 32-bit parameters and Adam's two moments
+    return config.state_gigabytes
 
 
 def _step_flops(config: SimTaskConfig, performance: PerformanceModel, where: str) -> float:

@@ -11,7 +11,7 @@ from unicron_lightning.errors import ConfigError
 from unicron_lightning.sections import read_section
 from unicron_lightning.simulate.calibration import Calibration, read_calibration
 from unicron_lightning.simulate.result import SimulationResult
-from unicron_lightning.simulate.run import POLICIES, simulate
+from unicron_lightning.simulate.run import simulate, system_of
 from unicron_lightning.simulate.scenario import SizeConfig, WorkloadConfig, read_size, read_workload, scene
 from unicron_lightning.simulate.trace import SimCluster, Trace
 from unicron_lightning.simulate.traces.config import TraceConfig, read_trace
@@ -40,7 +40,7 @@ class Settings:
     """One simulation.
 
     Attributes:
-        policy: one of `run.POLICIES`.
+        policy: one of `run.POLICIES`, or MODULE.CLASS of a user's own.
         seed: seed of the trace.
         trace, workload, cluster, costs: the groups.
         output: its output.
@@ -67,17 +67,6 @@ class Settings:
         """
         cluster, tasks, trace = self.scene(folder)
         return simulate(self.policy, cluster, tasks, trace, self.costs.of(system_of(self.policy)))
-
-
-def system_of(policy: str) -> str:
-    """Return the system whose costs a policy has; a variant is named SYSTEM_WITHOUT_SOMETHING.
-
-    Raises:
-        ConfigError: no such policy.
-    """
-    if policy not in POLICIES:
-        raise ConfigError(f"policy={policy!r}: expected one of {', '.join(POLICIES)}")
-    return policy.partition("_")[0]
 
 
 def read_settings(data: Mapping[str, Any]) -> Settings:

@@ -2,7 +2,14 @@
 
 Faults are sorted by (time, place of the kind in `errors.KINDS`, node, worker, repair), so that a trace of the same
 faults is the same whatever order they were listed in, and simultaneous faults have one sequence. A fault of a node that
-is already down has no effect.
+is already down only prolongs its absence, if it lasts longer.
+
+Two groups of kinds interrupt nothing when they happen:
+
+* `SLOWING`: the steps of the node's task take longer for as long as the fault lasts;
+* `CORRUPTING`: the task's state is wrong from then on. When that is detected, all return to the newest persistent
+  checkpoint written before. A NaN in the loss is detected at once; differing parameters stand for silent corruption,
+  which is found late.
 """
 
 from __future__ import annotations
@@ -10,12 +17,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final, Literal, get_args
 
 from unicron_lightning.coordinator.severity.errors import KINDS, SEVERITY, Severity
 from unicron_lightning.errors import ConfigError
 
+if TYPE_CHECKING:
+    from unicron_lightning.simulate.workload import SimTask
+
 _ORDER: Final = {kind.name: place for place, kind in enumerate(KINDS)}
+_UNITS: Final = {"slowdown": "a fraction"}
+SLOWDOWN: Final = 0.1
+"""Slowdown if none is given: that from which the coordinator reports a task as degraded."""
+SLOWING: Final = ("node_degraded", "link_degraded")
+CORRUPTING: Final = ("nan_loss", "parameters_differ")
+Strikes = Literal["one", "task"]
+"""What a fault strikes: the named worker or node; or, as a bug does, all workers of the task that uses the node."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +44,8 @@ class SimCluster:
         workers_per_node: accelerators, one worker each.
         cell: nodes that are allocated, and lost, together: a *place* of the plan. 1 is realistic; more makes large
             clusters quicker to simulate, and every policy then loses a cell for a node.
+        storage_gigabytes_per_second: of the shared storage, for all that read or write a checkpoint; None: not known.
+        peer_gigabytes_per_second: of a worker that receives its part of the state from a peer; None: not known.
 
     Raises:
         ConfigError: a value below 1, or nodes that do not fill their cells.
@@ -35,6 +54,8 @@ class SimCluster:
     num_nodes: int
     workers_per_node: int
     cell: int = 1
+    storage_gigabytes_per_second: float | None = None
+    peer_gigabytes_per_second: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_nodes", "workers_per_node", "cell"):
@@ -42,6 +63,21 @@ class SimCluster:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: expected a whole number of at least 1")
         if self.num_nodes % self.cell:
             raise ConfigError(f"cell={self.cell!r}: expected a divisor of num_nodes={self.num_nodes}")
+
+        for name in ("storage_gigabytes_per_second", "peer_gigabytes_per_second"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"{name}={value!r}: expected a finite number > 0")
+
+    def transfer_seconds(self, task: SimTask) -> tuple[float | None, float | None]:
+        """Return the seconds to read or write a task's checkpoint, and to send a worker's part of its state to a peer.
+
+        None stands for what is not known. The state is spread evenly over the workers of a replica, `SimTask.quantum`.
+        """
+        size, storage, peer = task.state_gigabytes, self.storage_gigabytes_per_second, self.peer_gigabytes_per_second
+        if size is None:
+            return None, None
+        return None if storage is None else size / storage, None if peer is None else size / task.quantum / peer
 
     @property
     def num_places(self) -> int:
@@ -68,7 +104,10 @@ class TraceFault:
         kind: one of `errors.KINDS`.
         node: the node.
         worker: local rank on the node; None: the whole node.
-        repair: seconds until the node can be used again; 0: its processes restart immediately.
+        repair: seconds until the node can be used again; 0: its processes restart immediately. For `SLOWING` kinds,
+            seconds until it is as fast as before (0: never); for `CORRUPTING` kinds, seconds until it is detected.
+        strikes: see `Strikes`.
+        slowdown: for `SLOWING` kinds, the fraction by which steps of the node's task take longer.
 
     Raises:
         ConfigError: a value out of its range.
@@ -79,14 +118,24 @@ class TraceFault:
     node: int
     worker: int | None = None
     repair: float = 0.0
+    strikes: Strikes = "one"
+    slowdown: float = 0.0
 
     def __post_init__(self) -> None:
         if self.kind not in _ORDER:
             raise ConfigError(f"kind={self.kind!r}: expected one of {', '.join(_ORDER)}")
-        for name in ("at", "repair"):
+        for name in ("at", "repair", "slowdown"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
-                raise ConfigError(f"{name}={value!r}: expected seconds, 0 or more")
+                raise ConfigError(f"{name}={value!r}: expected {_UNITS.get(name, 'seconds')}, 0 or more")
+        if self.strikes not in get_args(Strikes):
+            raise ConfigError(f"strikes={self.strikes!r}: expected one of {', '.join(get_args(Strikes))}")
+        if self.strikes == "task" and (self.repair or self.kind in (*SLOWING, *CORRUPTING)):
+            given = f"kind={self.kind!r}, repair={self.repair!r}, strikes='task'"
+            raise ConfigError(f"{given}: expected a kind that stops workers, whose nodes stay up")
+        if (self.slowdown > 0) != (self.kind in SLOWING):
+            given = f"kind={self.kind!r}, slowdown={self.slowdown!r}"
+            raise ConfigError(f"{given}: expected a slowdown > 0 of {' and '.join(SLOWING)}, and of no other kind")
         if self.node < 0 or (self.worker is not None and self.worker < 0):
             raise ConfigError(f"node={self.node!r}, worker={self.worker!r}: expected numbers from 0 on")
 
@@ -94,6 +143,11 @@ class TraceFault:
     def severity(self) -> Severity:
         """Severity of the first occurrence of the kind."""
         return SEVERITY[self.kind]
+
+    @property
+    def takes_node(self) -> bool:
+        """Whether the node cannot be used for as long as the fault lasts."""
+        return self.repair > 0 and self.kind not in (*SLOWING, *CORRUPTING)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +158,7 @@ class Trace:
         name: for tables.
         seconds: duration; nothing after it counts.
         faults: sorted, see the module; `Trace.of` sorts.
+        coordinator_outages: begin and end of each time without Unicron's coordinator, in seconds, sorted.
 
     Raises:
         ConfigError: no duration, or faults that are not sorted.
@@ -112,6 +167,7 @@ class Trace:
     name: str
     seconds: float
     faults: tuple[TraceFault, ...] = ()
+    coordinator_outages: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.seconds) and self.seconds > 0):
@@ -120,10 +176,17 @@ class Trace:
             raise ConfigError(f"trace {self.name!r}: expected faults in their order, as Trace.of makes it")
 
     @classmethod
-    def of(cls, name: str, seconds: float, faults: Iterable[TraceFault]) -> Trace:
+    def of(
+        cls,
+        name: str,
+        seconds: float,
+        faults: Iterable[TraceFault],
+        coordinator_outages: Iterable[tuple[float, float]] = (),
+    ) -> Trace:
         """Create a trace of faults in any order; those at or after its end are left out."""
         kept = sorted((fault for fault in faults if fault.at < seconds), key=order)
-        return cls(name=name, seconds=seconds, faults=tuple(kept))
+        outages = tuple(sorted(outage for outage in coordinator_outages if outage[0] < seconds))
+        return cls(name=name, seconds=seconds, faults=tuple(kept), coordinator_outages=outages)
 
 
 def order(fault: TraceFault) -> tuple[float, int, int, int, float]:

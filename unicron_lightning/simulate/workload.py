@@ -28,6 +28,7 @@ class SimTask:
         arrival: seconds from the beginning; 0: it runs already when the trace begins.
         departure: time of its end, whatever its progress; None: never.
         steps: optimizer steps after which it ends; None: never.
+        state_gigabytes: parameters and optimizer state of a replica; None: unknown, and transfers take what costs say.
 
     Raises:
         ConfigError: a value out of its range.
@@ -44,6 +45,7 @@ class SimTask:
     arrival: float = 0.0
     departure: float | None = None
     steps: float | None = None
+    state_gigabytes: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("flops_per_step", "weight", "min_workers", "quantum", "micro_batches"):
@@ -55,8 +57,10 @@ class SimTask:
         if self.departure is not None and not self.departure > self.arrival:
             given = f"departure={self.departure!r}"
             raise ConfigError(f"task {self.name!r}: {given}: expected seconds after arrival={self.arrival!r}")
-        if self.steps is not None and not self.steps > 0:
-            raise ConfigError(f"task {self.name!r}: steps={self.steps!r}: expected a number > 0")
+        for name in ("steps", "state_gigabytes"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"task {self.name!r}: {name}={value!r}: expected a number > 0")
         if self.max_workers is not None and self.max_workers < self.min_workers:
             given = f"max_workers={self.max_workers!r}"
             raise ConfigError(f"task {self.name!r}: {given}: expected at least min_workers={self.min_workers}")

@@ -124,7 +124,7 @@ def test_a_transformer_is_modelled_on_the_clusters_accelerators() -> None:
     ("change", "words"),
     [
         ({"queued": {"a": task({1: 1.0})}}, "queued.a: also in tasks"),
-        ({"cluster": PlanClusterConfig(num_nodes=1, unit=0)}, "expected workers_per_node and unit >= 1"),
+        ({"cluster": PlanClusterConfig(num_nodes=1, unit=0)}, "cluster.unit=0: expected a whole number of at least 1"),
         (
             {"cluster": PlanClusterConfig(nodes={"x": NodeConfig(num_accelerators=-1)})},
             "cluster.nodes.x.num_accelerators=-1: expected",

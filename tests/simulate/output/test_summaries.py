@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
+import numpy as np
 import pytest
 from pyarrow import parquet
 
 from unicron_lightning.simulate.__main__ import variant_of
 from unicron_lightning.simulate.output.files import save_table
+from unicron_lightning.simulate.output.pictures import WafCurve, curves_picture, median_of
 from unicron_lightning.simulate.output.summaries import Row, summary, with_ratio
 from unicron_lightning.simulate.output.sweep import num_jobs
 from unicron_lightning.simulate.output.tables import as_markdown
@@ -86,3 +88,23 @@ def test_the_variant_is_what_else_was_overridden(overrides: list[str], variant: 
 def test_jobs_of_a_sweep_are_counted() -> None:
     assert num_jobs(["policy=a,b,c", "trace=a,b", "seed=range(5)", "output.format=csv"]) == 30
     assert num_jobs(["policy=a"]) == 1
+
+
+def test_pictures_show_the_median_seed() -> None:
+    curves = [
+        WafCurve(row=row("unicron", seed, waf), seconds=None, waf=None) for seed, waf in enumerate((3.0, 9.0, 5.0))
+    ]  # type: ignore[arg-type]
+    assert median_of(curves).row["seed"] == 2
+
+
+def test_a_picture_of_several_seeds_has_a_band(tmp_path: Path) -> None:
+    def curve(seed: int, waf: float) -> WafCurve:
+        times, values = np.array([0.0, 3600.0]), np.array([waf, 2 * waf])
+        return WafCurve(row={**row("unicron", seed, waf), "days": 1.0, "ideal": 1e6}, seconds=times, waf=values)
+
+    pictures = {}
+    for number in (1, 3):
+        path = tmp_path / f"{number}.png"
+        curves_picture(path, [curve(seed, waf) for seed, waf in enumerate((5.0, 1.0, 9.0)[:number])])
+        pictures[number] = path.read_bytes()
+    assert pictures[1] != pictures[3]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from unicron_lightning.coordinator.severity.errors import SEVERITY
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.simulate.trace import SimCluster, TraceFault
+from unicron_lightning.simulate.trace import SLOWING, SimCluster, TraceFault
 from unicron_lightning.simulate.traces.config import TraceConfig
 from unicron_lightning.simulate.traces.generate import generate
 from unicron_lightning.simulate.traces.table import parse_table, write_table
@@ -18,16 +19,21 @@ from unicron_lightning.simulate.traces.table import parse_table, write_table
 CLUSTER = SimCluster(num_nodes=4, workers_per_node=2)
 
 
+def fault_of(*, kind: str, slowdown: float, **values: Any) -> TraceFault:
+    return TraceFault(kind=kind, slowdown=slowdown if kind in SLOWING else 0.0, **values)
+
+
 @settings(max_examples=50, deadline=None)
 @given(
     st.lists(
         st.builds(
-            TraceFault,
+            fault_of,
             at=st.floats(0, 1e9),
             kind=st.sampled_from(sorted(SEVERITY)),
             node=st.integers(0, 3),
             worker=st.none() | st.integers(0, 1),
             repair=st.floats(0, 1e9),
+            slowdown=st.floats(0.01, 5.0),
         )
     )
 )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.table import Table
 
 from unicron_lightning.planner.performance.model import ParallelConfiguration
@@ -15,6 +16,10 @@ from unicron_lightning.planner.placement.placer import Placement
 from unicron_lightning.planner.plan import Plan, TaskPlan
 
 _COLUMNS = ("task", "weight", "now", "lost", "plan", "TFLOP/s", "WAF", "layout", "last brings", "next brings", "nodes")
+_FIRST_HIDDEN = ("next brings", "last brings", "weight", "TFLOP/s", "layout", "lost")
+"""Columns that are left out on a narrow terminal, in this order."""
+_NODES_WIDTH = 14
+"""Least width of the column of nodes, which wraps."""
 _PETA = 1e15
 _MOST_MOVES = 20
 
@@ -77,16 +82,33 @@ def show(console: Console, title: str, plan: Plan, placement: Placement, *, assu
         placement: of its workers.
         assumed: whether the present placement is assumed.
     """
+    hidden: list[str] = []
+    while len(hidden) < len(_FIRST_HIDDEN):
+        without_nodes = _table("", plan, placement, [*hidden, "nodes"])
+        unlimited = console.options.update(width=10_000)
+        if Measurement.get(console, unlimited, without_nodes).maximum + _NODES_WIDTH <= console.width:
+            break
+        hidden.append(_FIRST_HIDDEN[len(hidden)])
+    console.print(_table(title, plan, placement, hidden))
+    if hidden:
+        said = f"not shown, for want of width: {', '.join(hidden)} (--json has all)"
+        console.print(said, highlight=False, markup=False)
+    for line in _summary(plan, placement, assumed=assumed):
+        console.print(line, highlight=False, markup=False)
+
+
+def _table(title: str, plan: Plan, placement: Placement, hidden: Sequence[str]) -> Table:
     table = Table(title=escape(title), title_justify="left")
-    for name in _COLUMNS:
+    kept = [index for index, name in enumerate(_COLUMNS) if name not in hidden]
+    for index in kept:
+        name = _COLUMNS[index]
         left = name in ("task", "layout", "nodes")
         table.add_column(name, justify="left" if left else "right", no_wrap=name != "nodes")
     weights = {curve.task.name: curve.task.weight for curve in plan.state.tasks}
     for part in plan.tasks:
-        table.add_row(*_row(part, weights[part.name], plan.state.duration_seconds, placement))
-    console.print(table)
-    for line in _summary(plan, placement, assumed=assumed):
-        console.print(line, highlight=False, markup=False)
+        row = _row(part, weights[part.name], plan.state.duration_seconds, placement)
+        table.add_row(*(row[index] for index in kept))
+    return table
 
 
 def _row(part: TaskPlan, weight: float, running_seconds: float, placement: Placement) -> list[str]:

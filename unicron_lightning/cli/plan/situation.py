@@ -117,8 +117,9 @@ def situation_of(config: PlanConfig, folder: Path) -> Situation:
 
 def nodes_of(config: PlanClusterConfig) -> tuple[NodeCapacity, ...]:
     """All nodes, the equal ones first."""
-    if config.workers_per_node < 1 or config.num_nodes < 0 or config.unit < 1:
-        raise ConfigError(f"cluster: {config}: expected workers_per_node and unit >= 1, num_nodes >= 0")
+    for name, least in (("workers_per_node", 1), ("unit", 1), ("num_nodes", 0)):
+        if getattr(config, name) < least:
+            raise ConfigError(f"cluster.{name}={getattr(config, name)}: expected a whole number of at least {least}")
     digits = len(str(max(config.num_nodes - 1, 0)))
     nodes = {}
     for index in range(config.num_nodes):
@@ -130,7 +131,7 @@ def nodes_of(config: PlanClusterConfig) -> tuple[NodeCapacity, ...]:
             raise ConfigError(f"cluster.nodes.{name}.num_accelerators={num_accelerators}: expected a number >= 0")
         nodes[name] = NodeCapacity(name=name, num_accelerators=num_accelerators, state=NodeState(node.state))
     if not nodes:
-        raise ConfigError("cluster: no nodes: expected num_nodes >= 1, or nodes by name")
+        raise ConfigError(f"cluster.num_nodes={config.num_nodes}: expected at least 1, or nodes by name")
     return tuple(nodes.values())
 
 
@@ -146,6 +147,8 @@ def failure_model(config: FailuresConfig, workers_per_node: int) -> FailureModel
                     f"failures.{kind}_mtbf_hours is missing: expected the MTBF assumed before the observations"
                 )
             continue
+        if not (math.isfinite(hours) and hours > 0):
+            raise ConfigError(f"failures.{kind}_mtbf_hours={hours:g}: expected hours > 0")
         try:
             belief = RateBelief.from_mtbf(hours * SECONDS_PER_HOUR, num_failures=config.prior_failures)
             seen = belief.observed(num_failures=failures, exposure_seconds=exposure * SECONDS_PER_HOUR)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -32,11 +32,16 @@ class Books:
         self.trace = trace
         self.clock = clock
         self.ideal = Ideal.of(cluster, tasks, trace.seconds)
+        self.costs = {task.name: costs.sized(*cluster.transfer_seconds(task)) for task in tasks}
+        """Costs by task: those that depend on the size of its state differ."""
         self.meters = {
-            task.name: TaskMeter(task, costs, cluster.place_workers, self.ideal.waf[task.name]) for task in tasks
+            task.name: TaskMeter(task, self.costs[task.name], cluster.place_workers, self.ideal.waf[task.name])
+            for task in tasks
         }
-        self.down: set[int] = set()
-        """Nodes under repair."""
+        self.down: dict[int, int] = {}
+        """Nodes under repair, with the time of their return, in microseconds."""
+        self.degraded: dict[int, list[float]] = {}
+        """Slowdowns of nodes that are slower than others."""
         self.counts: Counter[str] = Counter()
         self._down_micros = 0
         self._down_since = 0
@@ -44,24 +49,50 @@ class Books:
         for meter in self.meters.values():
             meter.begin(micros(meter.task.arrival))
 
-    def node_down(self, node: int) -> None:
-        """Record that a node's repair begins."""
+    def node_down(self, node: int, until: int) -> bool:
+        """Record that a node's repair begins, or lasts longer; return whether it ends at the given time."""
         self._settle_down()
-        self.down.add(node)
+        longer = until > self.down.get(node, -1)
+        if longer:
+            if node in self.down:
+                self.counts["repairs_prolonged"] += 1
+            self.down[node] = until
+        return longer
 
-    def node_up(self, node: int) -> None:
-        """Record that a node can be used again."""
+    def node_up(self, node: int) -> bool:
+        """Record that a node can be used again, unless its repair was prolonged; return whether it can."""
         self._settle_down()
-        self.down.discard(node)
+        if self.down.get(node, 0) > self.clock.now:
+            return False
+        self.down.pop(node, None)
+        return True
+
+    def degrades(self, node: int, slowdown: float) -> None:
+        """Record that a node has become slower than others."""
+        self.degraded.setdefault(node, []).append(slowdown)
+
+    def recovers(self, node: int, slowdown: float) -> None:
+        """Record the end of a slowdown."""
+        left = self.degraded[node]
+        left.remove(slowdown)
+        if not left:
+            del self.degraded[node]
+
+    def slowdown(self, places: Collection[int]) -> float:
+        """Return the fraction by which a task's steps take longer with these places: all wait for the slowest."""
+        if not self.degraded:
+            return 0.0
+        cell = self.cluster.cell
+        return max((max(found) for node, found in self.degraded.items() if node // cell in places), default=0.0)
 
     def place_is_up(self, place: int) -> bool:
         """Whether all nodes of a place can be used."""
         first = place * self.cluster.cell
         return not any(node in self.down for node in range(first, first + self.cluster.cell))
 
-    def set(self, task: str, state: State, places: int, starting: int = 0) -> None:
-        """Set a task's state from now on, its places, and the number of places being started for it."""
-        self.meters[task].set(self.clock.now, state, places, starting)
+    def set(self, task: str, state: State, places: int, starting: int = 0, slowdown: float = 0.0) -> None:
+        """Set a task's state from now on, its places, the number of places being started for it, and its slowdown."""
+        self.meters[task].set(self.clock.now, state, places, starting, slowdown)
         assert self._held() + len(self.down) * self.cluster.workers_per_node <= self.cluster.num_workers
 
     def ends(self, task: str) -> None:

@@ -26,6 +26,8 @@ class Position:
         self.frontier = 0.0
         self._intervals = {"disk": costs.checkpoint_interval, "memory": costs.memory_checkpoint_interval}
         self._saved = {"disk": 0.0, "memory": 0.0}
+        self._sound: float | None = None
+        """Step of the newest persistent checkpoint from before the state was corrupted; None: it is not."""
         self._since = {"disk": 0.0, "memory": 0.0}
         """Seconds of training since the last checkpoint of each kind."""
 
@@ -40,6 +42,24 @@ class Position:
                     since %= interval
                     self._saved[kind] = self.steps - since * rate
                 self._since[kind] = since
+
+    def corrupt(self) -> None:
+        """Mark the state as corrupted from now on, and all checkpoints written after this."""
+        if self._sound is None:
+            self._sound = self._saved["disk"]
+
+    @property
+    def is_corrupted(self) -> bool:
+        """Whether the present state is corrupted."""
+        return self._sound is not None
+
+    def back_to_sound(self) -> None:
+        """Return to the newest persistent checkpoint from before the state was corrupted."""
+        self.back_to_checkpoint(memory=False)
+        if self._sound is not None:
+            self.steps = min(self.steps, self._sound)
+            self._saved = dict.fromkeys(self._saved, self.steps)
+        self._sound = None
 
     def lose(self, steps: float) -> None:
         """Mark a part of the present step as to be repeated."""
@@ -77,6 +97,8 @@ class TaskMeter:
         self.state: State = "idle"
         self.places = 0
         """Places with workers in ``state``."""
+        self.slowdown = 0.0
+        """Fraction by which its steps take longer, because a place is slow."""
         self.starting = 0
         """Places whose workers are being started while the others continue."""
         self.worker_micros: Counter[State] = Counter()
@@ -89,17 +111,18 @@ class TaskMeter:
         self._ideal = ideal
         self._place_workers = place_workers
         stall = costs.checkpoint_seconds / (costs.memory_checkpoint_interval or costs.checkpoint_interval)
+        stall += costs.persistent_seconds / costs.checkpoint_interval
         self._efficiency = (1.0 - min(stall, 1.0)) * (1.0 - costs.redundancy) / (1.0 + costs.step_overhead)
         self._since = 0
         self._rates: dict[int, float] = {}
 
     def rate(self, places: int) -> float:
-        """Return steps per second with a number of places, less the system's own overhead."""
+        """Return steps per second with a number of places, less the system's own overhead and the present slowdown."""
         known = self._rates.get(places)
         if known is None:
             flops = self.task.throughput(places * self._place_workers)
             known = self._rates[places] = flops * self._efficiency / self.task.flops_per_step
-        return known
+        return known / (1.0 + self.slowdown)
 
     def waf(self, places: int) -> float:
         """Return F, weighted FLOP/s, as achieved."""
@@ -122,10 +145,10 @@ class TaskMeter:
         """Record the task's arrival."""
         self._since = now
 
-    def set(self, now: int, state: State, places: int, starting: int = 0) -> None:
+    def set(self, now: int, state: State, places: int, starting: int = 0, slowdown: float = 0.0) -> None:
         """Set the state from now on: ``useful`` makes steps (maybe repeated ones); all other states make no steps."""
         self.settle(now)
-        self.state, self.places, self.starting = state, places, starting
+        self.state, self.places, self.starting, self.slowdown = state, places, starting, slowdown
         if state == "useful":
             self.bills.runs(now)
 

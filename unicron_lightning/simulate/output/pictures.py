@@ -56,13 +56,17 @@ def curves_picture(path: Path, curves: Sequence[WafCurve]) -> None:
 
     Args:
         path: output file.
-        curves: one for each policy and trace; more (other seeds, variants) are left out.
+        curves: by policy and trace the first variant and workload. Of several seeds the median one is drawn, with a
+            band from the least to the most accumulated WAF of all.
     """
     from matplotlib.figure import Figure
 
-    shown: dict[tuple[str, str], WafCurve] = {}
+    seeds: dict[tuple[str, str], list[WafCurve]] = {}
     for curve in curves:
-        shown.setdefault((str(curve.row["trace"]), str(curve.row["policy"])), curve)
+        group = seeds.setdefault((str(curve.row["trace"]), str(curve.row["policy"])), [])
+        if not group or all(curve.row.get(key) == group[0].row.get(key) for key in ("variant", "workload")):
+            group.append(curve)
+    shown = {key: median_of(group) for key, group in seeds.items()}
     traces = list(dict.fromkeys(trace for trace, _ in shown))
     policies = list(dict.fromkeys(policy for _, policy in shown))
     height = 0.95 * len(policies) + 3.4
@@ -80,7 +84,7 @@ def curves_picture(path: Path, curves: Sequence[WafCurve]) -> None:
         below = grid[-1][column]
         for policy in policies:
             if (trace, policy) in shown:
-                _accumulated(below, shown[trace, policy], policy)
+                _accumulated(below, shown[trace, policy], seeds[trace, policy], policy)
         below.set_xlabel("days")
         below.set_ylabel("accumulated WAF, of the ideal" if column == 0 else "")
         below.set_ylim(0, 1.02)
@@ -106,9 +110,25 @@ def _waf(axes: Any, curve: WafCurve, policy: str) -> None:
     axes.grid(alpha=0.3)
 
 
-def _accumulated(axes: Any, curve: WafCurve, policy: str) -> None:
+def median_of(curves: Sequence[WafCurve]) -> WafCurve:
+    """Return the curve of the seed with the median accumulated WAF, the upper of two."""
+    return sorted(curves, key=lambda curve: float(curve.row["of_ideal"]))[len(curves) // 2]
+
+
+def _sum(curve: WafCurve) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return times, in seconds, and accumulated WAF as a fraction of the ideal at the end."""
     times = np.append(curve.seconds, curve.end)
-    done = np.concatenate([[0.0], np.cumsum(np.diff(times) * curve.waf)]) / float(curve.row["ideal"])
+    return times, np.concatenate([[0.0], np.cumsum(np.diff(times) * curve.waf)]) / float(curve.row["ideal"])
+
+
+def _accumulated(axes: Any, curve: WafCurve, seeds: Sequence[WafCurve], policy: str) -> None:
+    times, done = _sum(curve)
+    if len(seeds) > 1:
+        grid = np.linspace(0.0, curve.end, 400)
+        all_done = np.array([np.interp(grid, *_sum(each)) for each in seeds])
+        axes.fill_between(
+            grid / DAY, all_done.min(axis=0), all_done.max(axis=0), color=colour_of(policy), alpha=0.15, linewidth=0
+        )
     axes.plot(times / DAY, done, color=colour_of(policy), label=f"{policy}: {done[-1]:.3f}", linewidth=1.5)
 
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -25,18 +25,36 @@ _LOOK_SECONDS = 0.3
 
 
 class SweepSummary(Callback):
-    """Summary of a multirun; a single run shows its own table."""
+    """Summary of a multirun; a single run shows its own table.
+
+    Hydra does not call `on_multirun_end` if a job fails or the user interrupts: the command calls `end` then, so that
+    results of the finished jobs are kept and shown.
+    """
+
+    running: ClassVar[SweepSummary | None] = None
+    """The summary of the multirun in progress."""
 
     def __init__(self) -> None:
         self._bar: _Bar | None = None
+        self._config: DictConfig | None = None
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        self._config = config
+        SweepSummary.running = self
         if config.output.progress and Console(stderr=True).is_terminal:
             self._bar = _Bar(Path(config.hydra.sweep.dir), num_jobs(list(config.hydra.overrides.task)))
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Write and show the results of all finished jobs, once."""
+        config, self._config, SweepSummary.running = self._config, None, None
         if self._bar is not None:
             self._bar.stop()
+            self._bar = None
+        if config is None:
+            return
         folder = Path(config.hydra.sweep.dir)
         curves = read_curves(folder)
         if curves:

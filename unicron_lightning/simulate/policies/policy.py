@@ -69,11 +69,19 @@ class Reaction:
 
 
 class Policy:
-    """Base class of those systems. Stateless: all inputs are arguments."""
+    """Base class of those systems, and of users' own. Stateless: all inputs are arguments."""
 
     name: ClassVar[str]
+    """Name in tables."""
+    costs_of: ClassVar[str] = ""
+    """System whose costs it has; "" for those under its own name."""
     starts_dead: ClassVar[bool] = True
     """Whether workers that died are started again while the others continue."""
+
+    @classmethod
+    def costs_name(cls) -> str:
+        """Return the name of its costs in the configuration."""
+        return cls.costs_of or cls.name
 
     def notices(self, costs: Costs, fault: TraceFault) -> float:
         """Return the seconds from a fault, at which its task stops, to its detection."""

@@ -3,7 +3,7 @@
 Each process has the same mean number of failures, components x seconds / mtbf:
 
 * ``poisson``: N is Poisson distributed, times are uniform and independent, each component is as likely as any other;
-* ``exact``: the same with N the mean, rounded;
+* ``exact``: the same with N the mean, rounded; in both, a few components may be more likely than others (`offenders`);
 * ``weibull``: lifetimes of each component from new, P(T > t) = exp(-(t / scale)^shape), with
   scale = mtbf / Gamma(1 + 1/shape). With a shape other than 1 the rate starts as that of
   new components and approaches 1 / mtbf with time;
@@ -58,12 +58,24 @@ def arrivals(source: SourceConfig, num_components: int, seconds: float, random: 
     if source.process == "bursts":
         return _bursts(source, mean, num_components, seconds, random).sorted()
     num = round(mean) if source.process == "exact" else int(random.poisson(mean))
-    return _uniform(num, num_components, seconds, random).sorted()
+    drawn = _uniform(num, num_components, seconds, random)
+    if source.offenders:
+        drawn = Arrivals(seconds=drawn.seconds, components=_offending(source, num, num_components, random))
+    return drawn.sorted()
 
 
 def _uniform(num: int, num_components: int, seconds: float, random: np.random.Generator) -> Arrivals:
     times = random.uniform(0.0, seconds, num)
     return Arrivals(seconds=times, components=random.integers(0, num_components, num))
+
+
+def _offending(source: SourceConfig, num: int, num_components: int, random: np.random.Generator) -> NDArray[np.int64]:
+    """Draw components, of which a few are `offender_factor` times as likely as others."""
+    shuffled = random.permutation(num_components)
+    bad = shuffled[: math.ceil(source.offenders * num_components)]
+    weights = np.ones(num_components)
+    weights[bad] = source.offender_factor
+    return random.choice(num_components, size=num, p=weights / weights.sum())
 
 
 def _renewals(shape: float, mtbf: float, num_components: int, seconds: float, random: np.random.Generator) -> Arrivals:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from unicron_lightning.coordinator.severity.errors import SEVERITY
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.sections import read_section
+from unicron_lightning.simulate.trace import CORRUPTING, SLOWDOWN, SLOWING, Strikes
 
 Process = Literal["poisson", "weibull", "bursts", "exact"]
 Distribution = Literal["lognormal", "uniform", "fixed", "none"]
@@ -24,7 +25,11 @@ Distribution = Literal["lognormal", "uniform", "fixed", "none"]
 
 @dataclass(frozen=True, kw_only=True)
 class RepairConfig:
-    """Downtime of a node after a failure of severity SEV1; after others its processes restart immediately."""
+    """Downtime of a node after a failure of severity SEV1; after others its processes restart immediately.
+
+    For kinds that slow a node down: the time until it is as fast as before; for kinds that corrupt the state: the time
+    until that is detected.
+    """
 
     distribution: Distribution = "none"
     """``lognormal`` (median_hours, log_deviation), ``uniform`` (least_hours, most_hours), ``fixed`` (hours)."""
@@ -58,10 +63,27 @@ class CauseConfig:
     """Kind of error, of `unicron_lightning.coordinator.severity.errors`."""
     count: float
     """Frequency relative to the other causes of its source: only the share matters."""
+    strikes: Strikes = "one"
+    """``task``: all workers of the task that the component belongs to, as a bug or a poisoned batch does."""
+    slowdown: float = SLOWDOWN
+    """Fraction by which steps take longer, for ``node_degraded`` and ``link_degraded``."""
+    repair: RepairConfig | None = None
+    """Downtime after this cause; null: that of the source."""
+
+    @property
+    def lasts(self) -> bool:
+        """Whether a duration belongs to it: the node is away, slow, or the damage is not detected yet."""
+        return SEVERITY[self.kind] == "SEV1" or self.kind in (*SLOWING, *CORRUPTING)
 
     def __post_init__(self) -> None:
         if self.kind not in SEVERITY:
             raise ConfigError(f"kind={self.kind!r}: expected one of {', '.join(SEVERITY)}")
+        if self.strikes == "task" and self.lasts:
+            raise ConfigError(
+                f"kind={self.kind!r}, strikes='task': expected a kind that stops workers, whose nodes stay up"
+            )
+        if not (math.isfinite(self.slowdown) and self.slowdown > 0):
+            raise ConfigError(f"slowdown={self.slowdown!r}: expected a fraction > 0")
         if not (math.isfinite(self.count) and self.count > 0):
             raise ConfigError(f"count={self.count!r}: expected a number > 0")
 
@@ -93,6 +115,12 @@ class SourceConfig:
     """Number of consecutive components that one of the ``bursts`` strikes."""
     nodes_per_switch: int = 16
     """Nodes that a ``switch`` takes down."""
+    offenders: float = 0.0
+    """Fraction of the components that fail repeatedly (lemons), drawn at random; the mean over all stays `mtbf_hours`.
+    For ``poisson`` and ``exact``.
+    """
+    offender_factor: float = 10.0
+    """How many times as often as another an offender fails."""
     frequency: float = 1.0
     """Factor on the frequency given by `mtbf_hours`."""
     repair: RepairConfig = field(default_factory=RepairConfig)
@@ -109,6 +137,27 @@ class SourceConfig:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: expected a number of at least 1")
         if not self.causes:
             raise ConfigError("causes: none, expected at least one")
+        if not 0 <= self.offenders < 1 or not self.offender_factor >= 1:
+            given = f"offenders={self.offenders}, offender_factor={self.offender_factor}"
+            raise ConfigError(f"{given}: expected a fraction below 1, and a factor of at least 1")
+        if self.offenders and self.process not in ("poisson", "exact"):
+            raise ConfigError(f"offenders={self.offenders}, process={self.process}: expected poisson or exact")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoordinatorFaults:
+    """Failures of Unicron's coordinator, at a constant rate. Other systems have none."""
+
+    mtbf_hours: float
+    """Mean hours between two failures."""
+    minutes: float = 1.0
+    """Time until another one has read its stored state."""
+
+    def __post_init__(self) -> None:
+        for name in ("mtbf_hours", "minutes"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"{name}={value!r}: expected a finite number > 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +176,9 @@ class TraceConfig:
     """Sentences of docs/faults.md, see `unicron_lightning.simulate.traces.sentences`; added to the sources'
     failures.
     """
+
+    coordinator: CoordinatorFaults | None = None
+    """Failures of the coordinator; null: none."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.days) and self.days > 0):

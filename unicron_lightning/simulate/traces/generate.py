@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unicron_lightning.coordinator.severity.errors import SEVERITY
-from unicron_lightning.simulate.trace import SimCluster, Trace, TraceFault, order
+from unicron_lightning.simulate.trace import SLOWING, SimCluster, Trace, TraceFault, order
 from unicron_lightning.simulate.traces.arrivals import HOUR, arrivals
-from unicron_lightning.simulate.traces.config import RepairConfig, SourceConfig, TraceConfig
+from unicron_lightning.simulate.traces.config import CoordinatorFaults, RepairConfig, SourceConfig, TraceConfig
 from unicron_lightning.simulate.traces.sentences import replay
 from unicron_lightning.simulate.traces.table import read_table
 
@@ -64,7 +64,17 @@ def generate(config: TraceConfig, cluster: SimCluster, seed: int, folder: Path =
     if config.csv is not None:
         faults += read_table(folder / config.csv, cluster)
     faults += replay(config.faults, cluster, seconds, seed)
-    return Trace.of(config.name, seconds, faults)
+    return Trace.of(config.name, seconds, faults, list(_outages(config.coordinator, seconds, seed)))
+
+
+def _outages(config: CoordinatorFaults | None, seconds: float, seed: int) -> Iterator[tuple[float, float]]:
+    if config is None:
+        return
+    random = np.random.default_rng([seed, zlib.crc32(b"coordinator")])
+    end = 0.0
+    while (begin := end + float(random.exponential(config.mtbf_hours * HOUR))) < seconds:
+        end = begin + config.minutes * 60.0
+        yield round(begin, 6), round(end, 6)
 
 
 def _faults(source: SourceConfig, cluster: SimCluster, seconds: float, random: np.random.Generator) -> Iterator[_Drawn]:
@@ -79,24 +89,30 @@ def _faults(source: SourceConfig, cluster: SimCluster, seconds: float, random: n
     causes = list(source.causes.values())
     picked = _causes(np.array([cause.count for cause in causes]), num, source.process == "exact", random)
     repairs = repair_seconds(source.repair, num, random)
+    for place, cause in enumerate(causes):
+        if cause.repair is not None:
+            own = picked == place
+            repairs[own] = repair_seconds(cause.repair, int(own.sum()), random)
     ranks = random.integers(0, cluster.workers_per_node, num)
     elsewhere = random.integers(0, cluster.num_nodes, num)
     times = np.round(struck.seconds, 6)
     for index in range(num):
-        kind, component = causes[picked[index]].kind, int(struck.components[index])
+        cause, component = causes[picked[index]], int(struck.components[index])
         first = component // cluster.workers_per_node if source.component == "worker" else component
         nodes = [first]
         if source.component == "switch":
             nodes = list(range(component * per_switch, min((component + 1) * per_switch, cluster.num_nodes)))
-        whole = SEVERITY[kind] == "SEV1"
+        whole = SEVERITY[cause.kind] == "SEV1"
         worker = component % cluster.workers_per_node if source.component == "worker" else int(ranks[index])
         for node in nodes:
             fault = TraceFault(
                 at=float(times[index]),
-                kind=kind,
+                kind=cause.kind,
                 node=node,
                 worker=None if whole else worker,
-                repair=float(repairs[index]) if whole else 0.0,
+                repair=float(repairs[index]) if cause.lasts else 0.0,
+                strikes=cause.strikes,
+                slowdown=cause.slowdown if cause.kind in SLOWING else 0.0,
             )
             yield _Drawn(fault=fault, elsewhere=int(elsewhere[index]) if source.process == "exact" else None)
 
@@ -141,7 +157,7 @@ def _where_nodes_are_up(drawn: list[_Drawn], cluster: SimCluster) -> Iterator[Tr
             while node in down:
                 node = (node + 1) % cluster.num_nodes
             fault = replace(fault, node=node)
-        if fault.repair:
+        if fault.takes_node:
             down[fault.node] = fault.at + fault.repair
             heapq.heappush(returns, (down[fault.node], fault.node))
         yield fault

@@ -15,7 +15,7 @@ from unicron_lightning.errors import ConfigError
 from unicron_lightning.faults import fault as words
 from unicron_lightning.faults.arrivals import arrivals, draw
 from unicron_lightning.faults.language import parse, text
-from unicron_lightning.simulate.trace import SimCluster, TraceFault
+from unicron_lightning.simulate.trace import SLOWDOWN, SLOWING, SimCluster, TraceFault
 
 SEEN_AS: Final[dict[words.Kind, str]] = {
     "kill": "exited_abnormally",
@@ -62,6 +62,7 @@ def _strike(
         node=drawn if node is None else node,
         worker=None if whole else worker,
         repair=lasts if fault.kind == "drop network" else 0.0,
+        slowdown=SLOWDOWN if kind in SLOWING else 0.0,
     )
 
 

@@ -6,8 +6,11 @@
 
 ``at``: seconds from the beginning, or times in ISO 8601, all in one format; the first time is the beginning unless a
 line ``# start TIME`` gives another. ``kind``: of the table of severities. ``node``: a number from 0 on. ``worker``: its
-local rank, empty for the whole node. ``repair``: seconds until the node can be used again, empty for 0. Lines that
-begin with # and empty lines are skipped; the order of lines and columns does not matter.
+local rank, empty for the whole node. ``repair``: seconds until the node can be used again, empty for 0; for kinds that
+slow it down, until it is as fast as before, and for kinds that corrupt the state, until that is detected. Two more
+columns are optional: ``strikes``, ``one`` (default) or ``task``, for all workers of its task; and ``slowdown``, the
+fraction by which steps take longer (default 0.1). Lines that begin with # and empty lines are skipped; the order of
+lines and columns does not matter. A line for a node that is down prolongs its absence.
 """
 
 from __future__ import annotations
@@ -19,10 +22,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.simulate.trace import SimCluster, TraceFault
+from unicron_lightning.simulate.trace import SLOWDOWN, SLOWING, SimCluster, TraceFault
 
 COLUMNS = ("at", "kind", "node", "worker", "repair")
-_OPTIONAL = ("worker", "repair")
+_FURTHER = ("strikes", "slowdown")
+_OPTIONAL = ("worker", "repair", *_FURTHER)
 _START = "# start "
 
 
@@ -30,10 +34,13 @@ def write_table(faults: Iterable[TraceFault]) -> str:
     """Return CSV text that `parse_table` reads back as the same faults."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    for fault in faults:
+    listed = list(faults)
+    further = any(fault.strikes != "one" or fault.slowdown for fault in listed)
+    writer.writerow((*COLUMNS, *_FURTHER) if further else COLUMNS)
+    for fault in listed:
         worker = "" if fault.worker is None else fault.worker
-        writer.writerow([repr(fault.at), fault.kind, fault.node, worker, repr(fault.repair)])
+        row = [repr(fault.at), fault.kind, fault.node, worker, repr(fault.repair)]
+        writer.writerow([*row, fault.strikes, repr(fault.slowdown)] if further else row)
     return text.getvalue()
 
 
@@ -67,7 +74,7 @@ def parse_table(text: str, cluster: SimCluster, name: str) -> list[TraceFault]:
         raise ConfigError(f"{name}: no lines: expected a header with {', '.join(COLUMNS)}")
     rows = csv.reader([lines[number - 1] for number in numbers])
     header = [column.strip() for column in next(rows)]
-    unknown, missing = set(header) - set(COLUMNS), set(COLUMNS) - set(header) - set(_OPTIONAL)
+    unknown, missing = set(header) - set(COLUMNS) - set(_FURTHER), set(COLUMNS) - set(header) - set(_OPTIONAL)
     if unknown or missing or len(set(header)) < len(header):
         raise ConfigError(f"{name}, line {numbers[0]}: header {','.join(header)!r}: expected {','.join(COLUMNS)}")
     start = _start(lines, name)
@@ -128,13 +135,28 @@ def _fault(at: float, values: Mapping[str, str], cluster: SimCluster, where: str
     worker = None
     if values.get("worker"):
         worker = _number(values["worker"], "worker", cluster.workers_per_node, where)
-    text = values.get("repair") or "0"
+    kind, strikes = values["kind"], values.get("strikes") or "one"
+    repair = _real(values.get("repair") or "0", "repair", "seconds", where)
+    slow = _real(values.get("slowdown") or str(SLOWDOWN if kind in SLOWING else 0.0), "slowdown", "a fraction", where)
     try:
-        return TraceFault(at=at, kind=values["kind"], node=node, worker=worker, repair=float(text))
+        return TraceFault(
+            at=at,
+            kind=kind,
+            node=node,
+            worker=worker,
+            repair=repair,
+            strikes=strikes,  # type: ignore[arg-type]
+            slowdown=slow,
+        )
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
+
+
+def _real(text: str, name: str, expected: str, where: str) -> float:
+    try:
+        return float(text)
     except ValueError as error:
-        raise ConfigError(f"{where}: repair={text!r}: expected seconds") from error
+        raise ConfigError(f"{where}: {name}={text!r}: expected {expected}") from error
 
 
 def _number(text: str, name: str, limit: int, where: str) -> int:

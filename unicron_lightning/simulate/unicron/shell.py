@@ -58,6 +58,10 @@ class SimShell:
         """Number of the valid setting of each timer."""
         self._settings = itertools.count()
         self._said: list[ev.AgentMessage | ev.DaemonMessage] = []
+        self._back_at: int | None = None
+        """Time at which a failed coordinator is back, in microseconds; None: it runs."""
+        self._held: list[ev.Input] = []
+        """Inputs of the time without a coordinator."""
         self.do(ev.Started())
 
     @property
@@ -87,12 +91,28 @@ class SimShell:
         self._take_in()
         self._handle(event)
 
+    def fail(self, until: int) -> None:
+        """Stop the coordinator until a time. Its state is stored; agents repeat what they could not report."""
+        self._take_in()
+        self._back_at = max(until, self._back_at or 0)
+        self._clock.at(self._back_at, self._returns)
+
+    def _returns(self) -> None:
+        if self._back_at is not None and self._clock.now >= self._back_at:
+            self._back_at = None
+            held, self._held = self._held, []
+            for event in held:
+                self._handle(event)
+
     def _take_in(self) -> None:
         said, self._said = self._said, []
         if said:
             self._handle(ev.MessageBatch(received=tuple(said)) if len(said) > 1 else said[0])
 
     def _handle(self, event: ev.Input) -> None:
+        if self._back_at is not None:
+            self._held.append(event)
+            return
         peers = self._peers
         for action in self.machine.handle(event, self.time):
             if type(action) is ev.Send:  # nearly all actions are; many send notices, which have no effect here
@@ -123,6 +143,8 @@ class SimShell:
         self._clock.after(seconds, lambda: self._fire(key, number))
 
     def _fire(self, key: ev.TimerKey, number: int) -> None:
-        if self._timers.get(key) == number:
+        if self._back_at is not None:
+            self._clock.at(self._back_at, lambda: self._fire(key, number))
+        elif self._timers.get(key) == number:
             del self._timers[key]
             self.do(ev.TimerFired(key=key))

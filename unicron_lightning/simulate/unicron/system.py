@@ -21,7 +21,7 @@ from unicron_lightning.simulate.clock import Clock, micros
 from unicron_lightning.simulate.costs import Costs
 from unicron_lightning.simulate.result import SimulationResult
 from unicron_lightning.simulate.speeds import PlaceSpeed
-from unicron_lightning.simulate.trace import SimCluster, Trace, TraceFault
+from unicron_lightning.simulate.trace import CORRUPTING, SLOWING, SimCluster, Trace, TraceFault
 from unicron_lightning.simulate.unicron.agents import SimAgent, SimDaemon, died_of
 from unicron_lightning.simulate.unicron.shell import SimShell
 from unicron_lightning.simulate.unicron.training import SimTraining
@@ -91,6 +91,8 @@ class System:
             daemon.start()
         for fault in trace.faults:
             self.clock.at(micros(fault.at), partial(self._fault, fault), order.FAULT)
+        for begin, end in trace.coordinator_outages:
+            self.clock.at(micros(begin), partial(self.shell.fail, micros(end)), order.FAULT)
 
     def run(self) -> SimulationResult:
         """Simulate the whole trace."""
@@ -157,12 +159,21 @@ class System:
 
     def _fault(self, fault: TraceFault) -> None:
         place = fault.node // self.cluster.cell
+        daemon = self.daemons[place]
         if fault.node in self.books.down:
+            self._stays_down(fault)
             return
         self.books.counts["faults"] += 1
-        daemon = self.daemons[place]
-        whole = fault.repair > 0 or fault.severity == "SEV1"
-        member = next((t for t in self.trainings.values() if not t.over and place in t.members), None)
+        member = self._member(place)
+        if fault.kind in SLOWING:
+            self._degrades(fault)
+            return
+        if fault.kind in CORRUPTING:
+            if member is not None:
+                member.corrupted()
+                self.clock.after(fault.repair, partial(member.rolls_back, fault))
+            return
+        whole = fault.takes_node or fault.severity == "SEV1"
         if not whole:
             self._worker_fault(fault, daemon, member)
         elif daemon.up:
@@ -176,16 +187,38 @@ class System:
 
     def _out_of_order(self, fault: TraceFault, daemon: SimDaemon) -> None:
         """Keep the node down until it is repaired, at least until its failure is detected."""
-        if fault.repair > 0:
-            self.books.node_down(fault.node)
-            moment = micros(fault.at + fault.repair)
-            self.clock.at(moment, partial(self._repaired, fault.node), order.REPAIR)
+        if fault.takes_node:
+            self._stays_down(fault)
         else:
             self.clock.after(self.costs.detects(fault.kind), partial(self._comes_back, daemon))
 
+    def _stays_down(self, fault: TraceFault) -> None:
+        moment = micros(fault.at + fault.repair)
+        if fault.takes_node and self.books.node_down(fault.node, moment):
+            self.clock.at(moment, partial(self._repaired, fault.node), order.REPAIR)
+
     def _repaired(self, node: int) -> None:
-        self.books.node_up(node)
-        self._comes_back(self.daemons[node // self.cluster.cell])
+        if self.books.node_up(node):
+            self._comes_back(self.daemons[node // self.cluster.cell])
+
+    def _member(self, place: int) -> SimTraining | None:
+        """Return the task that a place trains."""
+        return next((t for t in self.trainings.values() if not t.over and place in t.members), None)
+
+    def _degrades(self, fault: TraceFault) -> None:
+        self.books.degrades(fault.node, fault.slowdown)
+        self._repace(fault.node)
+        if fault.repair:
+            self.clock.at(micros(fault.at + fault.repair), partial(self._recovers, fault), order.REPAIR)
+
+    def _recovers(self, fault: TraceFault) -> None:
+        self.books.recovers(fault.node, fault.slowdown)
+        self._repace(fault.node)
+
+    def _repace(self, node: int) -> None:
+        member = self._member(node // self.cluster.cell)
+        if member is not None:
+            member.repace()
 
     def _comes_back(self, daemon: SimDaemon) -> None:
         if not daemon.up and self.books.place_is_up(daemon.place):
@@ -199,11 +232,14 @@ class System:
                 member.struck(daemon.place, fault)
                 self.clock.after(max(0.0, seconds - self._limits.comm_error_grace), partial(_tell, agent, fault))
             return
-        agents = [agent for agent in daemon.agents.values() if agent.granted]
+        agents = [agent for agent in daemon.agents.values() if agent.granted][:1]
         if member is not None and daemon.place in member.members:
             agents = [member.members[daemon.place]]
-            member.struck(daemon.place, fault)
-        for agent in agents[:1]:
+            if fault.strikes == "task":
+                agents = list(member.members.values())
+            for agent in agents:
+                member.struck(agent.place, fault)
+        for agent in agents:
             agent.worker_dies(seconds, died_of(fault.kind))
 
 

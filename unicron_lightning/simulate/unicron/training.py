@@ -41,6 +41,7 @@ class SimTraining:
         self.system = system
         self.task = task
         self.meter = system.books.meters[task.name]
+        self.costs = system.books.costs[task.name]
         self.most = most_places(task, system.cluster.place_workers, system.cluster.num_places)
         self.least = least_places(task, system.cluster.place_workers)
         self.members: dict[int, SimAgent] = {}
@@ -61,6 +62,8 @@ class SimTraining:
         """Whether the newest unplanned epoch has lost a member."""
         self._version = 0
         """Rises with each change, which invalidates scheduled calls."""
+        self._untold: wire.Epoch | None = None
+        """Epoch whose first finished step is not reported yet."""
 
     @property
     def runs(self) -> bool:
@@ -87,6 +90,34 @@ class SimTraining:
         """Remove a member's place, which no longer counts."""
         if self.members.pop(place, None) is not None:
             self._tell_books()
+
+    def repace(self) -> None:
+        """Continue at another pace: a member has become slower, or as fast as before."""
+        if self.runs and not self.over:
+            self._resumes()
+
+    def corrupted(self) -> None:
+        """Corrupt the state, undetected."""
+        self.meter.settle(self.system.clock.now)
+        self.meter.position.corrupt()
+
+    def rolls_back(self, fault: TraceFault) -> None:
+        """Restart all from the newest checkpoint that is sound, by an operator's order."""
+        now, meter = self.system.clock.now, self.meter
+        meter.settle(now)
+        if self.over or not meter.position.is_corrupted:
+            return
+        self.system.books.counts["rollbacks"] += 1
+        meter.position.back_to_sound()
+        if self.runs:  # else its workers are being restarted anyway
+            meter.bills.strikes(now, fault.kind, meter.waf(meter.places))
+            meter.bills.known(now)
+            self._stand("transition")
+            self.system.clock.after(self.costs.takes("restart"), partial(self._rolled_back, self._version))
+
+    def _rolled_back(self, version: int) -> None:
+        if self._version == version and not self.over:
+            self._resumes()
 
     # ---- what the coordinator says
 
@@ -134,7 +165,7 @@ class SimTraining:
         """Return to the newest checkpoint, because no worker with the state is left; training waits for workers."""
         self.meter.settle(self.system.clock.now)
         self.meter.bills.known(self.system.clock.now)
-        memory = self.system.costs.memory_checkpoint_interval is not None and self.system.ablation.memory_checkpoint
+        memory = self.costs.memory_checkpoint_interval is not None and self.system.ablation.memory_checkpoint
         self.meter.position.back_to_checkpoint(memory=memory)
         self.system.books.counts["checkpoints_loaded"] += 1
         self.members = {}
@@ -173,7 +204,7 @@ class SimTraining:
 
     def _stands_for(self, epoch: wire.Epoch) -> float:
         """Return the seconds from an epoch's `Go` until steps are made in it."""
-        costs = self.system.costs
+        costs = self.costs
         if epoch.kind == "fail":
             return costs.takes("continue" if self._died else "reattempt")
         if epoch.kind == "restart" and "restart" in costs.change:
@@ -187,11 +218,17 @@ class SimTraining:
             self._stand("idle")
             self._answer_when_due()
             return
+        self._untold = epoch
+        self._resumes()
+
+    def _resumes(self) -> None:
+        """Make steps from now on, at the present pace."""
         self._stands = None
         self._version += 1
         self._tell_books()
         self._answer_when_due()
-        self.system.clock.after(self._until_boundary(), partial(self._first_step, epoch, self._version))
+        if self._untold is not None:
+            self.system.clock.after(self._until_boundary(), partial(self._first_step, self._untold, self._version))
         if self.task.steps is not None:
             left = self.task.steps - self.meter.position.steps
             rate = self.meter.rate(len(self.members))
@@ -201,6 +238,7 @@ class SimTraining:
         """Report the first finished step in an epoch, by the first member."""
         if self._version != version:
             return
+        self._untold = None
         self.meter.settle(self.system.clock.now)
         step = int(self.meter.position.steps + 1e-6)
         first = self.members.get(min(self.members, default=-1))
@@ -247,7 +285,8 @@ class SimTraining:
         state = "useful" if self.runs and places else self._stands or "transition"
         if not places and not starting:
             state = "idle"
-        self.system.books.set(self.task.name, state, places, starting)  # type: ignore[arg-type]
+        slowdown = self.system.books.slowdown(self.members.keys()) if state == "useful" else 0.0
+        self.system.books.set(self.task.name, state, places, starting, slowdown)  # type: ignore[arg-type]
 
     def _until_boundary(self) -> float:
         """Return the seconds to the end of the present step."""
