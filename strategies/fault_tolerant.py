@@ -312,6 +312,8 @@ class FaultTolerantStrategy(CollectingStrategy):
         path = located(filepath)
         if self._trainer is not None and "optimizer_states" in checkpoint:
             checkpoint[join_state.LOGGED] = join_state.logged(self._trainer)
+            # Empty, and refused by Lightning's own strategies, whose loaders have none.
+            checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
         with self.engine.activity.during("checkpoint"):
             digest = self.parallelism.checkpoints.save(checkpoint, path, storage_options)
         if digest is not None:

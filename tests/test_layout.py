@@ -148,7 +148,8 @@ def test_no_paths_of_this_machine() -> None:
 
 def test_every_import_of_the_package_is_a_declared_dependency(project: dict) -> None:
     extras = project["project"]["optional-dependencies"]
-    wanted = [*project["project"]["dependencies"], *extras["demo"], *extras["megatron"], *extras["simulate"]]
+    optional = [item for name in ("demo", "megatron", "safetensors", "simulate") for item in extras[name]]
+    wanted = [*project["project"]["dependencies"], *optional]
     # Distributions are named like the modules they provide, except for this one.
     declared = {_normal(re.match(r"[\w.-]+", item).group()).removesuffix("-core").replace("-", "_") for item in wanted}
     imported = {

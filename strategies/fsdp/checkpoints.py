@@ -1,17 +1,26 @@
-"""Checkpoints of a sharded model: Lightning's single file with whole tensors, which any strategy and any S can load."""
+"""Checkpoints of a sharded model: Lightning's single file with whole tensors, or a folder with a file for each shard.
+
+Any strategy and any S can load the file; the folder is read by any S, and by Lightning's ModelParallelStrategy.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.optim import Optimizer
 
+from unicron_lightning.errors import ConfigError
+from unicron_lightning.fsdp import folder
+from unicron_lightning.fsdp.mesh import reshard
 from unicron_lightning.fsdp.whole import load_optimizer, load_parameters, whole_optimizer, whole_parameters
 from unicron_lightning.replica.fabric import ReplicaFabric, run_released
 from unicron_lightning.strategies.state.checkpointing import SingleFileCheckpoints, write_checkpoint
 from unicron_lightning.worker import codec
+from unicron_lightning.worker.checkpoint_files import total
 from unicron_lightning.worker.communication.communicator import gather_bytes
 from unicron_lightning.worker.engine import Engine, Report
 from unicron_lightning.worker.operations import Indivisible
@@ -23,17 +32,22 @@ logger = logging.getLogger(__name__)
 
 
 class ShardedCheckpoints(SingleFileCheckpoints):
-    """Collects the shards of one replica on its first worker, which writes the file.
+    """Writes the shards of one replica: its first worker collects them for a file, or each writes its own to a folder.
 
     Args:
         parallel: the parallelism that they belong to.
+        folders: whether to write folders; both kinds are read.
     """
 
     restores_late = True
 
-    def __init__(self, parallel: FsdpParallel) -> None:
+    def __init__(self, parallel: FsdpParallel, *, folders: bool) -> None:
         super().__init__(parallel.strategy)
+        self.divided = folders
         self._parallel = parallel
+        self._folders = folders
+        self._opened: Path | None = None
+        self._loaded: Path | None = None
 
     def module_state(self, state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return an empty state: see `save`; joiners get their shards from another replica."""
@@ -44,11 +58,31 @@ class ShardedCheckpoints(SingleFileCheckpoints):
         return {}
 
     def save(self, checkpoint: dict[str, Any], path: str, options: Any) -> str | None:
-        """Complete a checkpoint and write it; repeated by another replica if a worker dies meanwhile."""
-        strategy, member = self._parallel.strategy, self._parallel.member
+        """Complete a checkpoint and write it; repeated by another replica if a worker dies meanwhile.
+
+        Raises:
+            ConfigError: a folder is to be written to a URL, or with options.
+        """
+        strategy = self._parallel.strategy
         if strategy.collectives.interrupted():
             logger.warning("checkpoint_left_out path=%s reason=interrupted, and it needs all workers", path)
             return None
+        if not self._folders:
+            return self._run(*self._file(checkpoint, path, options))
+        if options is not None or "://" in path:
+            raise ConfigError(
+                f"checkpoint {path!r} with storage_options={options!r}: save_distributed_checkpoint=True writes "
+                "folders of a file system that all workers see; expected a local path, and no options"
+            )
+        return self._run(*self._folder(checkpoint, Path(path)))
+
+    def _run(self, collect: Callable[[], list[bytes]], write: Callable[[Sequence[bytes]], str]) -> str:
+        engine, fabric = self._parallel.strategy.engine, self._parallel.member.fabric
+        return engine.run(ReplicaCheckpoint(fabric, collect, write)).decode()
+
+    def _file(self, checkpoint: dict[str, Any], path: str, options: Any) -> Any:
+        """How a file is written: see `ReplicaCheckpoint`."""
+        strategy, model = self._parallel.strategy, self._parallel.member.model
 
         def write(shards: Sequence[bytes]) -> str:
             states = [codec.decode(shard) for shard in shards]
@@ -57,22 +91,67 @@ class ShardedCheckpoints(SingleFileCheckpoints):
                 checkpoint["optimizer_states"] = [whole_optimizer([state["optimizer"] for state in states])]
             return write_checkpoint(strategy.checkpoint_io, checkpoint, path, options)
 
-        def collect() -> list[bytes]:
-            return member.model.group.collect(member.model.state())
+        return (lambda: model.group.collect(model.state())), write
 
-        return strategy.engine.run(ReplicaCheckpoint(member.fabric, collect, write)).decode()
+    def _folder(self, checkpoint: dict[str, Any], path: Path) -> Any:
+        """How a folder is written."""
+        strategy, model = self._parallel.strategy, self._parallel.member.model
+        optimizer = model.optimizer if "optimizer_states" in checkpoint else None
+        rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+
+        def unfinished() -> Path:  # no other attempt writes there, not even one of workers that were cut off
+            return path.with_name(f"{path.name}.{strategy.engine.world.epoch}.unfinished")
+
+        def collect() -> list[bytes]:
+            reshard(model.root)
+            if model.group.rank() == 0:
+                folder.begin_folder(unfinished())
+            model.group.sum(torch.zeros(1))  # the folder exists
+            return model.group.collect(folder.write_part(unfinished(), model.root, optimizer, model.group.rank()))
+
+        def write(parts: Sequence[bytes]) -> str:
+            places = folder.places_of(model.root, optimizer)
+            return total(folder.finish_folder(unfinished(), path, parts, places, rest))
+
+        return collect, write
+
+    def load(self, path: Any, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return a file's content, or the part of a folder's that is not model or optimizer."""
+        self._opened = None
+        if "://" in str(path) or not Path(path).is_dir():
+            return super().load(path, read)
+        if not folder.is_folder(path):
+            raise ConfigError(f"checkpoint {str(path)!r}: expected a file, or a folder with .metadata and meta.pt")
+        self._opened = Path(path)
+
+        def rest() -> dict[str, Any]:
+            found = folder.read_rest(Path(path))
+            trained: dict[str, Any] = {"optimizer_states": [{}]} if "lr_schedulers" in found else {}
+            return {**found, "state_dict": {}, **trained}
+
+        return super().load(path, rest)
 
     def load_model(self, checkpoint: Any, load: Callable[[], None]) -> None:
-        """Take this worker's shards of whole tensors; a joiner's checkpoint has none."""
-        if checkpoint["state_dict"]:
-            load_parameters(self._parallel.strategy.module, checkpoint["state_dict"])
-            self._parallel.member.fabric.at = int(checkpoint["global_step"])
+        """Take this worker's shards of whole tensors, or from the folder; a joiner's checkpoint has none."""
+        module = self._parallel.strategy.module
+        self._loaded, self._opened = self._opened, None
+        if self._loaded is not None:
+            folder.load_module(self._loaded, module)
+        elif checkpoint["state_dict"]:
+            load_parameters(module, checkpoint["state_dict"])
+        else:
+            return
+        self._parallel.member.fabric.at = int(checkpoint["global_step"])
 
     def load_optimizers(self, checkpoint: Any, load: Callable[[], None]) -> None:
         """Take this worker's shards of the optimizer's tensors."""
         [state] = checkpoint["optimizer_states"]
         optimizer = self._parallel.member.model.optimizer
-        if state and optimizer is not None:
+        if optimizer is None:
+            return
+        if self._loaded is not None:
+            folder.load_optimizer_part(self._loaded, self._parallel.strategy.module, optimizer)
+        elif state:
             load_optimizer(optimizer, state, whole=True)
 
 

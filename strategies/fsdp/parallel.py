@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import torch
 from torch.optim import Optimizer
 
+from unicron_lightning import wire
 from unicron_lightning.data.order import StepShape
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.fsdp.grid import ShardedShape
@@ -31,6 +32,7 @@ from unicron_lightning.strategies.fsdp.wrapping import Sharding, shard_module
 from unicron_lightning.strategies.parallelism import Parallelism
 from unicron_lightning.strategies.session import Session
 from unicron_lightning.strategies.state.module_buffers import unsaved
+from unicron_lightning.strategies.state.parting import part
 from unicron_lightning.worker.engine import Engine, World
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ class FsdpParallel(Parallelism):
         strategy: the strategy that it belongs to.
         size: workers of a replica; None: the devices of a node.
         sharding: options for a module that does not shard itself.
+        folders: whether checkpoints are folders with a file for each shard.
 
     Attributes:
         size: workers of a replica.
@@ -54,12 +57,14 @@ class FsdpParallel(Parallelism):
     shards = 1
     steps: ShardedSteps
 
-    def __init__(self, strategy: FaultTolerantStrategy, size: int | None, sharding: Sharding) -> None:
+    def __init__(
+        self, strategy: FaultTolerantStrategy, size: int | None, sharding: Sharding, *, folders: bool = False
+    ) -> None:
         self.strategy = strategy
         self.size = size or 0
         self.steps = ShardedSteps(self)
         self.evaluation = ShardedEvaluation(self)
-        self.checkpoints = ShardedCheckpoints(self)
+        self.checkpoints = ShardedCheckpoints(self, folders=folders)
         self._sharding = sharding
         self._member: ReplicaMember[ShardedShape, FsdpShard] | None = None
         self._group: ShardGroup | None = None
@@ -98,6 +103,7 @@ class FsdpParallel(Parallelism):
         if not is_new:
             raise ConfigError("this script has a second Trainer; unicron_fsdp supports one, for all runs of a script")
         fabric.begin(session.control, joins=session.is_joiner)
+        self.size = fabric.shape.shards  # an operator's order replaces the script's
         return session, is_new
 
     def begin(self, session: Session) -> None:
@@ -138,6 +144,14 @@ class FsdpParallel(Parallelism):
         sum_gradients(strategy.module)
         member.model = FsdpShard(strategy.module, self._group)
         member.fabric.built = True
+        member.fabric.spread = wire.Spread(
+            layout=wire.Layout(tensor=self.size, pipeline=1, sharded=True),
+            ordered=member.fabric.ordered,
+            workers=self.size * member.fabric.shape.replicas,
+            micro_batches=strategy.shape.micro_batches,
+            tensor_divides={},
+            pipeline_divides={},
+        )
 
     def _stepped(self, *_: Any) -> None:
         if self.member.fabric.phase == "ready":
@@ -182,6 +196,9 @@ class FsdpParallel(Parallelism):
 
     def state(self, trainer: pl.Trainer) -> dict[str, Any]:
         return {"buffers": unsaved(trainer.lightning_module)}
+
+    def part(self, trainer: pl.Trainer, state: dict[str, Any]) -> None:
+        part(self.strategy, trainer, state)
 
     def close(self) -> None:
         """Keep the shard for the script's next run."""

@@ -31,6 +31,10 @@ class UnicronFSDPStrategy(FaultTolerantStrategy):
         num_micro_batches: M of a global batch, instead of accumulate_grad_batches x devices x num_nodes.
         reshard_after_forward: free the gathered parameters between forward and backward, as in FSDP2; without effect on
             a ``configure_model`` that shards.
+        save_distributed_checkpoint: write checkpoints as folders in the format of `torch.distributed.checkpoint`, to
+            which each worker of a replica writes its shard, instead of a file with whole tensors. Both are resumed.
+
+        cpu_offload: refused: ``accelerator="cpu"`` has nothing to offload.
 
     Raises:
         ConfigError: for settings that can't be supported exactly; see `fsdp_checks`.
@@ -46,21 +50,32 @@ class UnicronFSDPStrategy(FaultTolerantStrategy):
         activation_checkpointing: Sequence[str] = (),
         num_micro_batches: int | None = None,
         reshard_after_forward: bool = True,
+        save_distributed_checkpoint: bool = False,
+        cpu_offload: bool = False,
     ) -> None:
         super().__init__(num_micro_batches=num_micro_batches, compare=False)
         if shard_size is not None and shard_size < 1:
             raise ConfigError(f"shard_size={shard_size!r}: expected 1 or more, or None for the devices of a node")
-        if not isinstance(reshard_after_forward, bool):
-            raise ConfigError(f"reshard_after_forward={reshard_after_forward!r}: expected True or False")
+        for name, value in (
+            ("reshard_after_forward", reshard_after_forward),
+            ("save_distributed_checkpoint", save_distributed_checkpoint),
+        ):
+            if not isinstance(value, bool):
+                raise ConfigError(f"{name}={value!r}: expected True or False")
         for name, classes in (("blocks", blocks), ("activation_checkpointing", activation_checkpointing)):
             if isinstance(classes, str):
                 raise ConfigError(f"{name}={classes!r}: expected names of classes, such as ({classes!r},)")
+        if cpu_offload:
+            raise ConfigError(
+                f"cpu_offload={cpu_offload!r}: with accelerator='cpu', the only one supported, parameters and "
+                "optimizer are in host memory already; expected False"
+            )
         sharding = Sharding(
             blocks=tuple(blocks),
             activation_checkpointing=tuple(activation_checkpointing),
             reshard_after_forward=reshard_after_forward,
         )
-        self._sharded = FsdpParallel(self, shard_size, sharding)
+        self._sharded = FsdpParallel(self, shard_size, sharding, folders=save_distributed_checkpoint)
         self.parallelism = self._sharded
 
     @classmethod

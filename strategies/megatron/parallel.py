@@ -30,10 +30,10 @@ from unicron_lightning.strategies.megatron.building import build_shard
 from unicron_lightning.strategies.megatron.checkpoints import GridCheckpoints
 from unicron_lightning.strategies.megatron.checks import check_megatron_trainer
 from unicron_lightning.strategies.megatron.optimizer import MegatronOptimizer, split_configuration
-from unicron_lightning.strategies.megatron.relayout import part
 from unicron_lightning.strategies.megatron.validation import StageEvaluation
 from unicron_lightning.strategies.parallelism import Parallelism
 from unicron_lightning.strategies.session import Session
+from unicron_lightning.strategies.state.parting import part
 from unicron_lightning.worker.engine import World
 
 if TYPE_CHECKING:

@@ -168,13 +168,26 @@ async def test_a_layout_is_refused_in_words(coordinator):
     async with connected(coordinator.url, "a", nodes=(1, 1)) as agents:
         await train(agents)
         for task, tp, reason in [
-            ("t", "2", "tp=2, pp=1: the task 't' has not begun to train, or is not of unicron_megatron"),
+            ("t", "2", "tp=2, pp=1: the task 't' has not begun to train, or is of a strategy without layouts"),
             ("t", "0", "tp=0: expected a whole number, 1 or more"),
             ("x", "2", "no task 'x'; expected one of: ['t']"),
         ]:
             words = ("relayout", task, "--tp", tp, "--pp", "1", "--endpoint", f"127.0.0.1:{coordinator.port}")
             refused = await asyncio.to_thread(unicron, *words)
             assert (refused.returncode, refused.stderr) == (2, f"unicron: {reason}\n")
+        for size, reason in [
+            ("2", "shards=2: the task 't' has not begun to train, or is of a strategy without layouts"),
+            ("x", "shards=x: expected a whole number, 1 or more"),
+        ]:
+            words = ("relayout", "t", "--shards", size, "--endpoint", f"127.0.0.1:{coordinator.port}")
+            refused = await asyncio.to_thread(unicron, *words)
+            assert (refused.returncode, refused.stderr) == (2, f"unicron: {reason}\n")
+
+
+def test_sizes_of_a_layout_are_of_one_kind():
+    done = unicron("relayout", "t", "--tp", "2", "--shards", "2")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "unicron: relayout with --tp, --shards: expected --tp and --pp, or --shards\n"
 
 
 @pytest.mark.parametrize("command", ["status", "events"])

@@ -20,5 +20,5 @@ def compiler_from_the_start(with_compiler: None) -> None:
 @pytest.fixture(scope="session")
 def worlds() -> Iterator[Worlds]:
     """The process that forks worlds."""
-    with worlds_of(Path(__file__).parent, "sharded") as started:
+    with worlds_of(Path(__file__).parent, "sharded", "folders") as started:
         yield started

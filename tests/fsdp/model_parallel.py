@@ -2,7 +2,8 @@
 
     torchrun ... model_parallel.py FOLDER [plain]
 
-With ``plain`` it runs under Lightning's own strategy. The whole parameters are saved to FOLDER/NAME.ckpt.
+With ``plain`` it runs under Lightning's own strategy, and then resumes the other run's checkpoints, at their last step.
+The whole parameters are saved to FOLDER/NAME.ckpt; those of ``unicron_fsdp`` as a folder.
 """
 
 from __future__ import annotations
@@ -67,26 +68,29 @@ class Language(nn.Module):
         return logits
 
 
-def parallelize(model: Language, device_mesh: DeviceMesh) -> None:
+def parallelize(model: Language, device_mesh: DeviceMesh, *, wraps: bool) -> None:
     """Shard layer by layer, with checkpointed activations and a precision of FSDP2's own."""
     data_mesh, tensor_mesh = device_mesh["data_parallel"], device_mesh["tensor_parallel"]
     assert tensor_mesh.size() == 1
     if data_mesh.size() > 1:
         policy = MixedPrecisionPolicy(param_dtype=torch.float64, reduce_dtype=torch.float64)
         for name, layer in model.layers.items():
-            model.layers[name] = fully_shard(checkpoint_wrapper(layer), mesh=data_mesh, mp_policy=policy)
+            model.layers[name] = fully_shard(
+                checkpoint_wrapper(layer) if wraps else layer, mesh=data_mesh, mp_policy=policy
+            )
         fully_shard(model, mesh=data_mesh, mp_policy=policy)
 
 
 class Training(pl.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self, *, wraps: bool = True) -> None:
         super().__init__()
+        self._wraps = wraps
         with torch.device("meta"):
             self.model = Language()
 
     def configure_model(self) -> None:
         mesh: Any = self.device_mesh
-        parallelize(self.model, mesh)
+        parallelize(self.model, mesh, wraps=self._wraps)
         self.model.to_empty(device=self.device)
         self.model.init_weights()
 
@@ -119,18 +123,12 @@ class Kill(pl.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def main() -> None:
-    folder, plain = Path(sys.argv[1]), sys.argv[2:] == ["plain"]
-    name = "plain" if plain else "ours"
-    torch.set_num_threads(1)
-    torch.set_default_dtype(torch.float64)
-    pl.seed_everything(3, verbose=False)
+def trainer_of(folder: Path, name: str, *, plain: bool) -> pl.Trainer:
     lightnings = ModelParallelStrategy(
         data_parallel_size=WORKERS, tensor_parallel_size=1, save_distributed_checkpoint=False
     )
-    best = ModelCheckpoint(folder / name, monitor="val_loss", save_top_k=1)
-    trainer = pl.Trainer(
-        strategy=lightnings if plain else UnicronFSDPStrategy(shard_size=2),
+    return pl.Trainer(
+        strategy=lightnings if plain else UnicronFSDPStrategy(shard_size=2, save_distributed_checkpoint=True),
         accelerator="cpu",
         devices=WORKERS if plain else 1,
         num_nodes=1 if plain else WORKERS,
@@ -141,12 +139,26 @@ def main() -> None:
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[best, Kill(folder)],
+        callbacks=[ModelCheckpoint(folder / name, monitor="val_loss", save_top_k=1), Kill(folder)],
     )
+
+
+def main() -> None:
+    folder, plain = Path(sys.argv[1]), sys.argv[2:] == ["plain"]
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    pl.seed_everything(3, verbose=False)
     words = torch.randint(WORDS, (512, LENGTH), generator=torch.Generator().manual_seed(1))
     data = DataLoader(TensorDataset(words), batch_size=2)
+    name = "plain" if plain else "ours"
+    trainer = trainer_of(folder, name, plain=plain)
     trainer.fit(Training(), data, data)
     trainer.save_checkpoint(folder / f"{name}.ckpt")
+    for resumed in ("ours", "whole") if plain else ():
+        trainer = trainer_of(folder, f"from-{resumed}", plain=True)
+        module = Training(wraps=resumed == "ours")  # Lightning 2.6 reads files only into modules without wrappers
+        trainer.fit(module, data, data, ckpt_path=folder / f"{resumed}.ckpt", weights_only=True)
+        trainer.save_checkpoint(folder / f"from-{resumed}.ckpt")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from unicron_lightning.fsdp.grid import ShardedShape
 from unicron_lightning.fsdp.mesh import ShardGroup, local_shards, shard_mesh, sum_gradients
@@ -136,11 +136,18 @@ def difference(replica: Replica, steps: int) -> float:
     return max([float((own.detach() - part).abs().max()) for own, part in pairs if own.numel()], default=0.0)
 
 
-def two_steps(rank: int, world: int, folder: Path, shards: int) -> Any:
+def offloaded(net: nn.Module, mesh: DeviceMesh) -> None:
+    """Shard with an offload policy, which has nothing to do on a CPU."""
+    for module in (*net.children(), net):
+        if next(module.parameters(), None) is not None:
+            fully_shard(module, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+def two_steps(rank: int, world: int, folder: Path, shards: int, *, offloads: bool = False) -> Any:
     """Undisturbed; each replica runs a part of the rows in two calls."""
     place, shard = divmod(rank, shards)
     replicas = world // shards
-    replica = Replica(folder, shards, shard)
+    replica = Replica(folder, shards, shard, offloaded if offloads else None)
     replica.enter(1, replicas, place)
     replica.shard_model.unify()
     for _ in range(2):
@@ -216,12 +223,12 @@ def recovered_sums(rank: int, world: int, folder: Path) -> Any:
     return found
 
 
-def idle_after_validation(rank: int, world: int, folder: Path) -> Any:
+def idle_after_validation(rank: int, world: int, folder: Path, *, reshards: bool) -> Any:
     """Two replicas of two: after a validation one of them has no row in a step; all run rows of the next one."""
 
     def divide(net: nn.Module, mesh: DeviceMesh) -> None:
-        fully_shard(net.get_submodule("0"), mesh=mesh)
-        fully_shard(net, mesh=mesh)  # FSDP2's root, with the other layers
+        fully_shard(net.get_submodule("0"), mesh=mesh, reshard_after_forward=reshards)
+        fully_shard(net, mesh=mesh, reshard_after_forward=reshards)  # FSDP2's root, with the other layers
 
     place, shard = divmod(rank, 2)
     replica = Replica(folder, 2, shard, divide)

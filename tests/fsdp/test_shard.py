@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from unicron_lightning import UnicronFSDPStrategy
+from unicron_lightning.errors import ConfigError
 
 if TYPE_CHECKING:
     from worlds.client import Worlds
@@ -13,9 +16,14 @@ if TYPE_CHECKING:
 TOLERANCE = 1e-6
 
 
-@pytest.mark.parametrize(("world", "shards"), [(1, 1), (2, 2), (2, 1), (4, 2), (3, 3), (6, 2)])
-def test_steps_equal_those_of_one_process(worlds: Worlds, tmp_path: Path, world: int, shards: int) -> None:
-    results = worlds.run("sharded:two_steps", world, tmp_path, shards=shards)
+@pytest.mark.parametrize(
+    ("world", "shards", "offloads"),
+    [*((w, s, False) for w, s in [(1, 1), (2, 2), (2, 1), (4, 2), (3, 3), (6, 2)]), (2, 2, True)],
+)
+def test_steps_equal_those_of_one_process(
+    worlds: Worlds, tmp_path: Path, world: int, shards: int, offloads: bool
+) -> None:
+    results = worlds.run("sharded:two_steps", world, tmp_path, shards=shards, offloads=offloads)
     assert all(found < TOLERANCE for found, _ in results)
     for rank in range(shards, world):
         assert results[rank][1] == results[rank % shards][1], "replicas differ"
@@ -36,10 +44,27 @@ def test_a_reduction_is_repeated_from_the_kept_sums(worlds: Worlds, tmp_path: Pa
     assert first[0] == first[1] == second[0] == second[1]
 
 
+@pytest.mark.parametrize("reshards", [True, False])
 def test_a_replica_without_a_row_after_a_validation_gathers_its_parameters_again(
-    worlds: Worlds, tmp_path: Path
+    worlds: Worlds, tmp_path: Path, reshards: bool
 ) -> None:
-    assert all(found < TOLERANCE for found in worlds.run("sharded:idle_after_validation", 4, tmp_path))
+    results = worlds.run("sharded:idle_after_validation", 4, tmp_path, reshards=reshards)
+    assert all(found < TOLERANCE for found in results)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"shard_size": 0}, "shard_size=0: expected 1 or more"),
+        ({"reshard_after_forward": 2}, "reshard_after_forward=2: expected True or False"),
+        ({"save_distributed_checkpoint": "yes"}, "save_distributed_checkpoint='yes': expected True or False"),
+        ({"blocks": "Block"}, "expected names of classes, such as"),
+        ({"cpu_offload": True}, "cpu_offload=True: .* are in host memory already"),
+    ],
+)
+def test_what_the_strategy_does_not_support_is_refused_by_name(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        UnicronFSDPStrategy(**options)
 
 
 def test_mixed_precision_and_whole_tensors_are_those_of_plain_fsdp(worlds: Worlds, tmp_path: Path) -> None:

@@ -5,11 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from fsdp.judge import SCRIPT, alone, between_replicas, differences, notes
-from fsdp.train import SETTINGS, Model
+from fsdp.train import SETTINGS, Model, Text
 from system.cluster import Cluster
+from torch.utils.data import DataLoader
+
+from unicron_lightning.fsdp.export import export_checkpoint
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 
@@ -74,19 +78,63 @@ def test_compiled_blocks_and_gradients_clipped_by_value(tmp_path: Path) -> None:
     check(tmp_path, settings, 4)
 
 
-def test_checkpoints_have_whole_tensors_and_resume_with_another_number_of_shards(tmp_path: Path) -> None:
-    settings = {"steps": 6, "full": 2, "shards": 2, "replicas": 1, "save_every": 4}
+class Compare(pl.Callback):
+    """Compares the parameters at the start of a run with a checkpoint's."""
+
+    def __init__(self, saved: dict[str, Any]) -> None:
+        self._saved = saved
+        self.steps = 0
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        equal(module.state_dict(), self._saved["state_dict"])
+        [optimizer] = trainer.optimizers
+        for number, values in self._saved["optimizer_states"][0]["state"].items():
+            equal(optimizer.state_dict()["state"][number], values)
+        self.steps = trainer.global_step
+
+
+def equal(values: dict[str, Any], expected: dict[str, Any], tolerance: float = 0.0) -> None:
+    assert values.keys() == expected.keys()
+    for name, value in values.items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=tolerance)
+
+
+def in_one_process(path: Path, saved: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Load a checkpoint, and resume it for a step."""
+    loaded = Model.load_from_checkpoint(path, settings=settings, weights_only=True)
+    equal(loaded.state_dict(), saved["state_dict"])
+    check = Compare(saved)
+    options: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    trainer = pl.Trainer(accelerator="cpu", max_steps=5, enable_model_summary=False, callbacks=[check], **options)
+    data = DataLoader(Text(64), batch_size=2)
+    trainer.fit(Model(settings), data, ckpt_path=path, weights_only=True)
+    assert (check.steps, trainer.global_step) == (4, 5)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of Lightning, in one process
+def test_checkpoints_resume_with_another_number_of_shards_and_in_one_process(tmp_path: Path) -> None:
+    settings = {"steps": 6, "full": 2, "shards": 2, "replicas": 1, "save_every": 2}
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
     run(tmp_path / "first", settings, [], 2, "2:2")
-    [path] = (tmp_path / "first" / "checkpoints").iterdir()
+    path = tmp_path / "first" / "checkpoints" / "step=4.ckpt"
     saved = torch.load(path, weights_only=True)
-    module = Model({**SETTINGS, **settings})
-    module.load_state_dict(saved["state_dict"])
-    [optimizer] = saved["optimizer_states"]
-    shapes = [parameter.shape for parameter in module.parameters()]
-    assert [optimizer["state"][index]["exp_avg"].shape for index in range(len(shapes))] == shapes
-    run(tmp_path / "second", {**settings, "resume": str(path), "shards": 1, "replicas": 2}, [], 2, "2:2")
+    one = {**SETTINGS, **settings}
+    torch.set_default_dtype(torch.float64)  # as in the script
+    try:
+        in_one_process(path, saved, one)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    changed = {"resume": str(path), "shards": 1, "replicas": 2, "options": {"save_distributed_checkpoint": True}}
+    run(tmp_path / "second", {**settings, **changed}, [], 2, "2:2")
     reference = torch.load(tmp_path / "second" / "final-1-0.pt", weights_only=True)
     found = differences(tmp_path / "first", reference, 2)
     assert len(found) == 2 and max(found.values()) < TOLERANCE, found
+    export_checkpoint(tmp_path / "second" / "checkpoints" / "step=6.ckpt", tmp_path / "whole.ckpt")
+    whole = torch.load(tmp_path / "whole.ckpt", weights_only=True)
+    last = torch.load(tmp_path / "first" / "checkpoints" / "step=6.ckpt", weights_only=True)
+    equal(whole["state_dict"], last["state_dict"], TOLERANCE)
+    [state], [wanted] = whole["optimizer_states"], last["optimizer_states"]
+    assert state["param_groups"] == wanted["param_groups"]
+    for number, values in wanted["state"].items():
+        equal(state["state"][number], values, TOLERANCE)

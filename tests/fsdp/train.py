@@ -45,6 +45,7 @@ SETTINGS: dict[str, Any] = {
     "samples": 4096,
     "dropout": 0.0,
     "reference": "auto",  # strategy of the run without an agent; "unicron" has the same dropout
+    "precision": None,  # of the trainer
     "dtype": "float64",  # Adam amplifies the rounding of gradients that are nearly zero
 }
 
@@ -222,6 +223,7 @@ def main(make: type[Model] = Model) -> None:
         accumulate_grad_batches=rounds * workers if alone else rounds,
         max_steps=settings["steps"] if alone else -1,
         max_epochs=-1,
+        precision=settings["precision"],
         gradient_clip_val=settings["clip"],
         gradient_clip_algorithm=settings["clips"],
         logger=False,

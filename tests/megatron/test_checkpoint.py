@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.worker.checkpoint_folders import PlainObjects
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -70,12 +71,11 @@ def test_nothing_in_a_changed_index_is_run(worlds: Worlds, tmp_path: Path) -> No
 
 def test_nothing_in_changed_objects_is_run(worlds: Worlds, tmp_path: Path) -> None:
     """Also where the index is whole: what it names beside the tensors is loaded as plain data."""
-    unpickling = pytest.importorskip("unicron_lightning.megatron.unpickling")
     trap = Trap(tmp_path / "run")
     changed = io.BytesIO()
     torch.save(trap, changed)
     changed.seek(0)
-    planner = unpickling._Planner()
+    planner = PlainObjects()
     item = SimpleNamespace(dest_index=SimpleNamespace(fqn="model.extra"))
     with pytest.raises(ConfigError, match=r"model\.extra of the checkpoint is no plain data"):
         planner.load_bytes(item, changed)

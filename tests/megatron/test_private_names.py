@@ -29,7 +29,7 @@ SOURCES = [
 _V0_16: Final = {
     "megatron.core.optimizer": ["_get_param_groups"],  # sharded
     "megatron.core.tensor_parallel.random": ["_get_cuda_rng_state", "_set_cuda_rng_state"],  # shim
-    "megatron.core.dist_checkpointing.strategies.torch": [  # checkpoint, unpickling
+    "megatron.core.dist_checkpointing.strategies.torch": [  # checkpoint
         *("_replace_state_dict_keys_with_sharded_keys", "mcore_to_pyt_state_dict", "MCoreSavePlanner"),
         *("_get_filesystem_reader", "MCoreLoadPlanner"),
     ],

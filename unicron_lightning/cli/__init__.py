@@ -7,6 +7,7 @@
     unicron incidents [--task T] [--csv]       show the cost of failures
     unicron resize TASK N|all                  set the number of nodes of a task, from the next step on
     unicron relayout TASK --tp T --pp P        spread a Megatron task's model over T x P workers
+    unicron relayout TASK --shards S           divide a model of unicron_fsdp into S shards
     unicron drain NODE [NODE ...]              remove the workers of nodes between two steps
     unicron undrain NODE [NODE ...]            allow workers on nodes again
     unicron inject FAULT --task TASK           inject a fault into a task
@@ -17,6 +18,7 @@
     unicron top [--once]                       watch tasks and nodes
     unicron logs TASK [--rank R] [--follow]    show a task's output on this node
     unicron certs DIR [--host HOST]            make a CA, and certificates that it signs
+    unicron export CHECKPOINT OUTPUT           write a checkpoint of unicron_fsdp to one file
     unicron plan FILE [--what-if EVENT NAME]   compute the best allocation of workers to tasks, without a coordinator
 
 The coordinator's address is --endpoint, else the environment variable UNICRON_ENDPOINT, else 127.0.0.1:29461.
@@ -32,7 +34,20 @@ import os
 import sys
 from typing import Any
 
-from unicron_lightning.cli import certs, dashboard, incidents, inject, inspection, jobs, metrics, node, orders, run, top
+from unicron_lightning.cli import (
+    certs,
+    dashboard,
+    export,
+    incidents,
+    inject,
+    inspection,
+    jobs,
+    metrics,
+    node,
+    orders,
+    run,
+    top,
+)
 from unicron_lightning.cli.output import visible
 from unicron_lightning.cli.plan.command import add_parser as add_plan_parser
 from unicron_lightning.errors import UnicronError
@@ -80,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     commands.add_parser("coordinator", help="run a coordinator, configured by key=value (see --help behind it)")
-    for group in (run, inspection, incidents, dashboard, metrics, top, orders, inject, jobs, node, certs):
+    for group in (run, inspection, incidents, dashboard, metrics, top, orders, inject, jobs, node, certs, export):
         group.add_parsers(commands)
     add_plan_parser(commands)
     return parser

@@ -69,6 +69,10 @@ def _status(options: argparse.Namespace) -> int:
     return 0
 
 
+def _layout(layout: dict[str, int]) -> str:
+    return " ".join(f"{name}={size}" for name, size in layout.items())
+
+
 def _task_table(task_id: str, task: dict[str, Any]) -> Any:
     from rich.table import Table
 
@@ -76,9 +80,9 @@ def _task_table(task_id: str, task: dict[str, Any]) -> Any:
     title = f"{task_id}  {task['state']}  epoch {task['epoch']}  life {task['life']}  {nodes}"
     caption = f"incidents {task['incidents']}, restarts {task['restarts']}"
     if (layout := task.get("layout")) is not None:
-        caption += f", tp={layout['tp']} pp={layout['pp']}"
+        caption += f", {_layout(layout)}"
     if (ordered := task.get("layout_ordered")) is not None:
-        caption += f", on its way to tp={ordered['tp']} pp={ordered['pp']}"
+        caption += f", on its way to {_layout(ordered)}"
     if task["degraded"]:
         caption += ", slower than usual"
     if task["checkpoint"]:

@@ -6,6 +6,7 @@ import argparse
 
 from unicron_lightning.cli.client import access_of, connecting, fetch, quoted
 from unicron_lightning.cli.output import all_visible
+from unicron_lightning.errors import ConfigError
 
 
 def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -14,11 +15,12 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     resize.add_argument("task", metavar="TASK", help="torchrun's --rdzv-id")
     resize.add_argument("nodes", metavar="N|all", help="within --nnodes MIN:MAX; all: all available ones, up to MAX")
     resize.set_defaults(run=_resize)
-    other = "spread a Megatron task's model over T x P workers"
+    other = "change the layout of a model that is spread over workers, through a checkpoint"
     relayout = commands.add_parser("relayout", parents=[connecting()], help=other)
     relayout.add_argument("task", metavar="TASK", help="torchrun's --rdzv-id")
-    relayout.add_argument("--tp", required=True, metavar="T", help="tensor-parallel size")
-    relayout.add_argument("--pp", required=True, metavar="P", help="pipeline stages")
+    relayout.add_argument("--tp", metavar="T", help="tensor-parallel size of a Megatron task")
+    relayout.add_argument("--pp", metavar="P", help="pipeline stages of a Megatron task")
+    relayout.add_argument("--shards", metavar="S", help="workers of a replica of a task of unicron_fsdp")
     relayout.set_defaults(run=_relayout)
     for verb, does in (("drain", "remove the workers of a node"), ("undrain", "allow workers on a node again")):
         order = commands.add_parser(verb, parents=[connecting()], help=does)
@@ -35,8 +37,14 @@ def _resize(options: argparse.Namespace) -> int:
 
 def _relayout(options: argparse.Namespace) -> int:
     path = f"/v1/tasks/{quoted(options.task)}/relayout"
-    answer = all_visible(fetch(options.endpoint, path, access_of(options), method="POST", tp=options.tp, pp=options.pp))
-    print(f"{answer['task']}: tp={answer['tp']}, pp={answer['pp']} after a checkpoint")
+    sizes = {name: size for name in ("tp", "pp", "shards") if (size := getattr(options, name)) is not None}
+    if set(sizes) not in ({"tp", "pp"}, {"shards"}):
+        raise ConfigError(
+            f"relayout with {', '.join(f'--{name}' for name in sizes) or 'no size'}: expected --tp and --pp, "
+            "or --shards"
+        )
+    answer = all_visible(fetch(options.endpoint, path, access_of(options), method="POST", **sizes))
+    print(f"{answer['task']}: {', '.join(f'{name}={answer[name]}' for name in sizes)} after a checkpoint")
     return 0
 
 

@@ -6,16 +6,16 @@ with files of each rank and, written last, ``metadata.json``. Megatron's own too
 
 A checkpoint is written beside its final path and renamed when complete, so a checkpoint at its path is always complete.
 All functions but `rest` are collectives of all ranks of `torch.distributed`'s default group. The format's own exchanges
-and its index are pickles (docs/decisions/0011); the index is loaded by `unpickling`. For megatron-core 0.16.
+and its index are pickles (docs/decisions/0011); nothing
+in a file is run (`worker.checkpoint_folders`). For megatron-core 0.16, whose module holds torch's reader and planner.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
@@ -25,12 +25,11 @@ from megatron.core.dist_checkpointing.strategies import torch as torch_format
 from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import FileSystem
 from typing_extensions import override
 
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.megatron.unpickling import INDEX, load_index, restricted
-from unicron_lightning.worker.checkpoint_files import HashingFile, folder_digests, names
+from unicron_lightning.worker.checkpoint_files import folder_digests, names
+from unicron_lightning.worker.checkpoint_folders import INDEX, FolderReader, HashingFiles, PlainObjects, load_index
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -50,7 +49,7 @@ class Writer(SaveShardedStrategy):
 
     def __init__(self) -> None:
         super().__init__("torch_dist", 1)
-        self._files = _HashingFiles()
+        self._files = HashingFiles()
 
     @property
     def digests(self) -> dict[str, str]:
@@ -73,26 +72,6 @@ class Writer(SaveShardedStrategy):
             storage_writer=writer,
             planner=torch_format.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
         )
-
-
-class _HashingFiles(FileSystem):
-    """Computes the digests of the files that torch's writer writes."""
-
-    def __init__(self) -> None:
-        self.digests: dict[str, str] = {}
-
-    @override
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        with super().create_stream(path, mode) as stream:
-            hashing = HashingFile(cast("IO[bytes]", stream))
-            yield hashing
-        self.digests[Path(path).name] = hashing.digest
-
-    @override
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        super().rename(path, new_path)
-        self.digests[Path(new_path).name] = self.digests.pop(Path(path).name)
 
 
 def save(path: str | Path, chunks: Sequence[Any], optimizer: Any, rest: dict[str, Any]) -> dict[str, str]:
@@ -147,7 +126,7 @@ def load(path: str | Path, chunks: Sequence[Any], optimizer: Any) -> dict[str, A
         load_index(file, file.name)
     for part in _parts(optimizer):
         _prepare(part)
-    with restricted():
+    with _restricted():
         loaded = dist_checkpointing.load(_sharded(chunks, optimizer, is_loading=True), str(path))
     for index, chunk in enumerate(chunks):
         chunk.module.load_state_dict(loaded[_key(index, chunks)])
@@ -191,6 +170,25 @@ def _sharded(chunks: Sequence[Any], optimizer: Any, *, is_loading: bool) -> dict
 def _parts(optimizer: Any) -> list[Any]:
     parts: list[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
     return parts
+
+
+class _Planner(PlainObjects, torch_format.MCoreLoadPlanner):
+    """Loads objects beside the tensors with ``weights_only``."""
+
+
+@contextmanager
+def _restricted() -> Iterator[None]:
+    """Have megatron-core load checkpoints in this process with `FolderReader` and `_Planner`."""
+    reader, planner = torch_format._get_filesystem_reader, torch_format.MCoreLoadPlanner
+
+    def safe(checkpoint_dir: str | Path, **_: Any) -> FolderReader:
+        return FolderReader(checkpoint_dir)
+
+    torch_format._get_filesystem_reader, torch_format.MCoreLoadPlanner = safe, _Planner
+    try:
+        yield
+    finally:
+        torch_format._get_filesystem_reader, torch_format.MCoreLoadPlanner = reader, planner
 
 
 def _prepare(part: Any) -> None:

@@ -11,9 +11,11 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """Distribution of a replica of the model over workers."""
 
     tensor: Size
-    """Tensor-parallel size (TP)."""
+    """Tensor-parallel size (TP), or the number of shards (S)."""
     pipeline: Size
-    """Pipeline stages (PP)."""
+    """Pipeline stages (PP); 1 for shards."""
+    sharded: bool = False
+    """Whether each parameter is divided into shards (FSDP2)."""
 
     @property
     def workers(self) -> int:
@@ -22,10 +24,10 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
     def plain(self) -> dict[str, int]:
         """The layout for events and answers."""
-        return {"tp": self.tensor, "pp": self.pipeline}
+        return {"shards": self.tensor} if self.sharded else {"tp": self.tensor, "pp": self.pipeline}
 
     def __str__(self) -> str:
-        return f"tp={self.tensor}, pp={self.pipeline}"
+        return ", ".join(f"{name}={size}" for name, size in self.plain().items())
 
 
 class Spread(msgspec.Struct, frozen=True, kw_only=True):

@@ -271,7 +271,7 @@ def test_what_the_task_cannot_have_now_is_refused() -> None:
     world = World()
     start(world, "abcd", (2, 4))
     assert refusal(world.task(), SLICES) == (
-        "tp=2, pp=1: the task 't' has not begun to train, or is not of unicron_megatron"
+        "tp=2, pp=1: the task 't' has not begun to train, or is of a strategy without layouts"
     )
     tell(world, workers=8)
     assert refusal(world.task(), wire.Layout(tensor=2, pipeline=4)) == (
@@ -279,6 +279,22 @@ def test_what_the_task_cannot_have_now_is_refused() -> None:
     )
     order(world)
     assert refusal(world.task(), STAGES) == "tp=1, pp=2: the task is on its way to tp=2, pp=1 already"
+
+
+def test_another_number_of_shards() -> None:
+    """Replicas may have different numbers of micro-batches, and a layout is of the task's kind."""
+    halves = wire.Layout(tensor=2, pipeline=1, sharded=True)
+    world = grid(layout=halves, micro_batches=6, tensor_divides={}, pipeline_divides={})
+    assert refusal(world.task(), halves) == "shards=2: that is what the task has"
+    assert refusal(world.task(), STAGES) == "tp=1, pp=2: the task has shards=2; expected shards"
+    assert refusal(world.task(), wire.Layout(tensor=3, pipeline=1, sharded=True)) == (
+        "shards=3: a replica of 3 workers; expected a divisor of the 4 declared (devices x num_nodes)"
+    )
+    assert refusal(grid().task(), halves) == "shards=2: the task has tp=1, pp=2; expected tp and pp"
+    order(world, wire.Layout(tensor=1, pipeline=1, sharded=True))
+    settle(world)
+    part(world, "a")
+    assert {welcome.layout for welcome in again(world)} == {wire.Layout(tensor=1, pipeline=1, sharded=True)}
 
 
 def test_nodes_have_to_be_enough_for_a_replica() -> None:

@@ -1,4 +1,4 @@
-"""The change of TP and PP of a running task: a cold transition, by an operator's order.
+"""The change of TP and PP, or of the number of shards, of a running task: a cold transition, by an operator's order.
 
 1. The order is recorded, if the model and the workers allow the layout.
 2. An epoch of kind ``relayout`` with the same members is published: they finish the step, switch, write a checkpoint,
@@ -27,12 +27,14 @@ def refusal(task: Task, layout: wire.Layout) -> str | None:
     if layouts.ordered is not None:
         return f"{layout}: the task is on its way to {layouts.ordered} already"
     if spread is None or task.epoch is None or task.finishing:
-        doing = "ends" if task.finishing else "has not begun to train, or is not of unicron_megatron"
+        doing = "ends" if task.finishing else "has not begun to train, or is of a strategy without layouts"
         return f"{layout}: the task {task.id!r} {doing}"
     if layouts.untried:
         return f"{layout}: the task has only just begun with {spread.layout}; wait for its first step"
     if layout == spread.layout:
         return f"{layout}: that is what the task has"
+    if layout.sharded != spread.layout.sharded:
+        return f"{layout}: the task has {spread.layout}; expected {'shards' if spread.layout.sharded else 'tp and pp'}"
     return _misfit(spread, layout) or _lack(task, layout)
 
 
@@ -118,7 +120,7 @@ def _misfit(spread: wire.Spread, layout: wire.Layout) -> str | None:
             "(devices x num_nodes)"
         )
     replicas = spread.workers // layout.workers
-    if spread.micro_batches % replicas:
+    if spread.micro_batches % replicas and not layout.sharded:  # rows of shards need not be equally many
         return f"{layout}: {replicas} replicas; expected a divisor of a step's {spread.micro_batches} micro-batches"
     parts = (("tp", layout.tensor, spread.tensor_divides), ("pp", layout.pipeline, spread.pipeline_divides))
     for name, parallel, sizes in parts:

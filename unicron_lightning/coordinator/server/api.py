@@ -161,15 +161,19 @@ class Api:
         return self._ordered(ev.Resize(task=task.id, nodes=nodes), lambda: {"task": task.id, "nodes": nodes})
 
     async def _post_relayout(self, request: web.Request) -> web.Response:
-        """``?tp=T&pp=P``: spread the model over T x P workers, from a checkpoint written after the current step."""
+        """``?tp=T&pp=P``: spread the model over T x P workers, from a checkpoint written after the current step;
+        ``?shards=S``: over S shards.
+        """
         task = self._task(request)
-        words = {key: request.query.get(key, "") for key in ("tp", "pp")}
+        keys = ("shards",) if "shards" in request.query else ("tp", "pp")
+        words = {key: request.query.get(key, "") for key in keys}
         for key, word in words.items():
             if not _number(word):
                 return web.json_response(
                     {"error": f"{key}={_plain(word)}: expected a whole number, 1 or more"}, status=400
                 )
-        layout = wire.Layout(tensor=_number(words["tp"]) or 1, pipeline=_number(words["pp"]) or 1)
+        tensor, *pipeline = (_number(word) or 1 for word in words.values())
+        layout = wire.Layout(tensor=tensor, pipeline=pipeline[0] if pipeline else 1, sharded=not pipeline)
         if (refused := relayout.refusal(task, layout)) is not None:
             return web.json_response({"error": refused}, status=409)
         return self._ordered(ev.Relayout(task=task.id, layout=layout), lambda: {"task": task.id, **layout.plain()})

@@ -71,7 +71,8 @@ def _in_replica(task: Task, worker: str) -> dict[str, Any]:
         if worker in workers:
             layout = task.layouts.spread.layout if task.layouts.spread else None
             shard = workers.index(worker)
-            return {"replica": number, "shard": shard, "stage": layout and shard // layout.tensor, "spare": False}
+            stage = None if layout is None or layout.sharded else shard // layout.tensor
+            return {"replica": number, "shard": shard, "stage": stage, "spare": False}
     return {"replica": None, "shard": None, "stage": None, "spare": True}
 
 

@@ -1,28 +1,31 @@
-"""Reads checkpoints of megatron-core without running anything that is in their files.
+"""Folders in the format of `torch.distributed.checkpoint`: hashed while written, read without running their contents.
 
 The format's index, ``.metadata``, is a pickle, and so are objects beside the tensors. torch loads both without
-restriction, so a changed file could run code. `restricted` has them loaded by an unpickler that knows only the classes
-of the index, and by ``weights_only``. For megatron-core 0.16, whose module holds both names.
+restriction, so a changed file could run code. Here an unpickler that knows only the classes of the index loads it, and
+objects are loaded with ``weights_only``.
 """
 
 from __future__ import annotations
 
 import io
+import os
 import pickle
 from contextlib import contextmanager
-from typing import IO, TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, Final, cast
 
 import torch
-from megatron.core.dist_checkpointing.strategies import torch as torch_format
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
 from typing_extensions import override
 
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.worker.checkpoint_files import HashingFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 INDEX: Final = ".metadata"
 _METADATA: Final = "torch.distributed.checkpoint.metadata"
@@ -74,7 +77,7 @@ def load_index(file: IO[bytes] | io.IOBase, path: str) -> Metadata:
     return found
 
 
-class _Reader(FileSystemReader):
+class FolderReader(FileSystemReader):
     """Reads files of a checkpoint, and its index by `load_index`."""
 
     @override
@@ -87,11 +90,11 @@ class _Reader(FileSystemReader):
         return metadata
 
 
-class _Planner(torch_format.MCoreLoadPlanner):
-    """Loads objects beside the tensors with ``weights_only``."""
+class PlainObjects(DefaultLoadPlanner):
+    """Loads objects beside the tensors with ``weights_only``; a base class of torch's planners."""
 
     @override
-    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         # torch's own then loads what was just found to be plain.
         try:
             with torch.serialization.safe_globals([io.BytesIO]):
@@ -103,16 +106,25 @@ class _Planner(torch_format.MCoreLoadPlanner):
         super().load_bytes(read_item, value)
 
 
-@contextmanager
-def restricted() -> Iterator[None]:
-    """Have megatron-core load checkpoints in this process with `_Reader` and `_Planner`."""
-    reader, planner = torch_format._get_filesystem_reader, torch_format.MCoreLoadPlanner
+class HashingFiles(FileSystem):
+    """Computes the digests of the files that torch's writer writes.
 
-    def safe(checkpoint_dir: str | Path, **_: Any) -> _Reader:
-        return _Reader(checkpoint_dir)
+    Attributes:
+        digests: of each file, by its name.
+    """
 
-    torch_format._get_filesystem_reader, torch_format.MCoreLoadPlanner = safe, _Planner
-    try:
-        yield
-    finally:
-        torch_format._get_filesystem_reader, torch_format.MCoreLoadPlanner = reader, planner
+    def __init__(self) -> None:
+        self.digests: dict[str, str] = {}
+
+    @override
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            hashing = HashingFile(cast("IO[bytes]", stream))
+            yield hashing
+        self.digests[Path(path).name] = hashing.digest
+
+    @override
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.digests[Path(new_path).name] = self.digests.pop(Path(path).name)

@@ -1,0 +1,149 @@
+"""Scenarios: folders with a file for each shard, written by some number of shards, and read by others."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from unicron_lightning.fsdp import folder
+from unicron_lightning.fsdp.mesh import ShardGroup, local_shard, shard_mesh
+from unicron_lightning.fsdp.whole import like, shard_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CPU = torch.device("cpu")
+SIZES = (1, 2, 3)
+REST = {"global_step": 1, "lr_schedulers": [], "loops": {"a": 1}}
+
+
+class Net(nn.Module):
+    """Rows that two and three shards divide unequally, or not at all; tied, frozen, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.tokens, self.inner, self.one = nn.Embedding(7, 4), nn.Linear(4, 5), nn.Linear(5, 1)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.tokens.weight
+        self.inner.bias.requires_grad_(False)
+        self.register_buffer("seen", torch.arange(3))
+
+
+def groups_of(net: nn.Module) -> list[list[nn.Parameter]]:
+    trained = [each for each in net.parameters() if each.requires_grad]
+    return [[each for each in trained if each.dim() > 1], [each for each in trained if each.dim() == 1]]
+
+
+def whole_run(net: nn.Module) -> torch.optim.AdamW:
+    """A step of AdamW by known gradients, on whole parameters or this worker's shards."""
+    matrices, vectors = groups_of(net)
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0, "lr": 0.5}]
+    optimizer = torch.optim.AdamW(groups, lr=0.1, betas=(0.8, 0.9))
+    for number, parameter in enumerate([*matrices, *vectors]):
+        gradient = torch.sin(torch.arange(float(parameter.numel())) + number).view(parameter.shape)
+        parameter.grad = like(shard_of(gradient, parameter), parameter)
+    optimizer.step()
+    return optimizer
+
+
+def mesh_of(shard: int, shards: int) -> DeviceMesh:
+    return shard_mesh(ShardGroup(shard, shards), CPU)
+
+
+def sharded(mesh: DeviceMesh) -> Net:
+    net = Net()
+    fully_shard(net.inner, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    return net
+
+
+def fresh(mesh: DeviceMesh) -> tuple[Net, torch.optim.AdamW]:
+    """A sharded module of zeros, and its optimizer."""
+    net = sharded(mesh)
+    with torch.no_grad():
+        for tensor in [*net.parameters(), *net.buffers()]:
+            local_shard(tensor).zero_()
+    return net, torch.optim.AdamW([{"params": group} for group in groups_of(net)], lr=9.0)
+
+
+def alone(path: Path, net: nn.Module | None = None) -> None:
+    """Write a folder as the only shard."""
+    net = net or sharded(mesh_of(0, 1))
+    optimizer, unfinished = whole_run(net), path.with_name("unfinished")
+    folder.begin_folder(unfinished)
+    part = folder.write_part(unfinished, net, optimizer, 0)
+    folder.finish_folder(unfinished, path, [part], folder.places_of(net, optimizer), REST)
+
+
+def check_shard(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Compare this worker's shards with those of a step on whole parameters."""
+    expected = Net()
+    wanted, found = whole_run(expected).state_dict(), optimizer.state_dict()
+    for (name, own), whole in zip(net.state_dict().items(), expected.state_dict().values(), strict=True):
+        assert torch.equal(local_shard(own), shard_of(whole, own)), name
+    assert found["param_groups"] == wanted["param_groups"]
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    for number, values in wanted["state"].items():
+        own = {key: local_shard(value) for key, value in found["state"][number].items()}
+        whole = {key: shard_of(value, parameters[number]) if value.dim() else value for key, value in values.items()}
+        assert same(own, whole)
+
+
+def same(values: dict[str, Any], expected: dict[str, Any]) -> bool:
+    assert values.keys() == expected.keys()
+    return all(
+        torch.equal(value, expected[name]) if isinstance(value, Tensor) else value == expected[name]
+        for name, value in values.items()
+    )
+
+
+def exchange(rank: int, world: int, root: Path) -> Any:
+    """Each number of shards writes a folder, each reads all of them, and plain FSDP2 reads and writes one."""
+    store = dist.FileStore(str(root / "plain"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    meshes = {size: mesh_of(rank, size) for size in SIZES if rank < size}
+    for size in SIZES:
+        if rank == 0:
+            folder.begin_folder(root / "unfinished")
+        dist.barrier()
+        part = b""
+        if rank < size:
+            net = sharded(meshes[size])
+            optimizer = whole_run(net)
+            part = folder.write_part(root / "unfinished", net, optimizer, rank)
+        parts: list[Any] = [None] * world
+        dist.all_gather_object(parts, part)
+        if rank == 0:
+            places, path = folder.places_of(net, optimizer), root / f"by{size}"
+            digests = folder.finish_folder(root / "unfinished", path, parts[:size], places, REST)
+            assert set(digests) == {file.name for file in path.iterdir()}
+            assert len(list(path.glob("*.distcp"))) == size
+        dist.barrier()
+    plain, trained = fresh(init_device_mesh("cpu", (world,)))
+    state = {"state_dict": get_model_state_dict(plain), "optimizer_0": get_optimizer_state_dict(plain, trained)}
+    dcp.load(state, checkpoint_id=root / "by2")
+    set_model_state_dict(plain, state["state_dict"])
+    set_optimizer_state_dict(plain, trained, state["optimizer_0"])
+    check_shard(plain, trained)
+    dcp.save(state, checkpoint_id=root / "plainly")
+    for writer, size in product((*(f"by{size}" for size in SIZES), "plainly"), SIZES):
+        if rank < size:
+            net, optimizer = fresh(meshes[size])
+            folder.load_module(root / writer, net)
+            folder.load_optimizer_part(root / writer, net, optimizer)
+            check_shard(net, optimizer)
+    dist.destroy_process_group()

@@ -1,0 +1,117 @@
+"""Folders with a file for each shard: read by any number of shards, by plain FSDP2, by torch, and as a whole."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from fsdp.folders import REST, Net, alone, fresh, groups_of, mesh_of, same, whole_run
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.fsdp import fully_shard
+
+from unicron_lightning.errors import ConfigError
+from unicron_lightning.fsdp import folder
+from unicron_lightning.fsdp.export import export_checkpoint
+
+if TYPE_CHECKING:
+    from worlds.client import Worlds
+
+
+@pytest.mark.filterwarnings("ignore:.*to load in a single process")
+def test_any_number_of_shards_plain_fsdp_and_one_process_read_a_folder(worlds: Worlds, tmp_path: Path) -> None:
+    path, expected = tmp_path / "by2", Net()
+    worlds.run("folders:exchange", 3, tmp_path)
+    optimizer = whole_run(expected)
+    net = Net()
+    dcp.load({"state_dict": net.state_dict()}, checkpoint_id=path, no_dist=True)
+    assert same(net.state_dict(), expected.state_dict())
+    assert export_checkpoint(path, tmp_path / "one.ckpt") == len(expected.state_dict())
+    content = torch.load(tmp_path / "one.ckpt", weights_only=True)
+    assert same(content["state_dict"], expected.state_dict())
+    assert {name: content[name] for name in REST} == REST
+    [state] = content["optimizer_states"]
+    assert state["param_groups"] == optimizer.state_dict()["param_groups"]
+    assert all(same(state["state"][number], values) for number, values in optimizer.state_dict()["state"].items())
+    torch.optim.AdamW([{"params": group} for group in groups_of(Net())]).load_state_dict(state)
+    export_checkpoint(tmp_path / "by3", tmp_path / "three.safetensors")
+    assert same(load_file(tmp_path / "three.safetensors"), expected.state_dict())
+
+
+def test_a_folder_replaces_another_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    path.write_text("old")
+    for _ in range(2):
+        alone(path)
+    assert folder.is_folder(path)
+    assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def test_safetensors_of_a_file(tmp_path: Path) -> None:
+    expected = Net()
+    torch.save({"state_dict": expected.state_dict(), **REST}, tmp_path / "one.ckpt")
+    export_checkpoint(tmp_path / "one.ckpt", tmp_path / "one.safetensors")
+    assert same(load_file(tmp_path / "one.safetensors"), expected.state_dict())
+
+
+def test_a_folder_of_another_model_is_refused(tmp_path: Path) -> None:
+    alone(tmp_path / "a")
+    net, optimizer = fresh(mesh_of(0, 1))
+    net.more = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match=r"no tensor more\.weight; expected one of shape \(2, 2\)"):
+        folder.load_module(tmp_path / "a", net)
+    other = nn.Module()
+    other.inner = fully_shard(nn.Linear(4, 6), mesh=mesh_of(0, 1))
+    with pytest.raises(ConfigError, match=r"a tensor of shape \(5, 4\) inner\.weight; expected one of shape \(6, 4\)"):
+        folder.load_module(tmp_path / "a", other)
+    optimizer = torch.optim.AdamW(net.inner.parameters())
+    with pytest.raises(ConfigError, match="other groups of the optimizer's parameters"):
+        folder.load_optimizer_part(tmp_path / "a", net, optimizer)
+
+
+@pytest.mark.parametrize(("output", "reason"), [("x.bin", "expected a name that ends with"), ("a.ckpt", "exists")])
+def test_an_export_to_another_name_is_refused(tmp_path: Path, output: str, reason: str) -> None:
+    (tmp_path / "a.ckpt").touch()
+    with pytest.raises(ConfigError, match=reason):
+        export_checkpoint(tmp_path / "a.ckpt", tmp_path / output)
+
+
+class Trap:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def test_nothing_in_a_changed_checkpoint_is_run(tmp_path: Path) -> None:
+    path, trap = tmp_path / "checkpoint", Trap(tmp_path / "run")
+    alone(path)
+    net, optimizer = fresh(mesh_of(0, 1))
+    rest, index = (path / folder.REST).read_bytes(), (path / ".metadata").read_bytes()
+    torch.save(trap, path / folder.REST)
+    with pytest.raises(ConfigError, match=r"meta\.pt' cannot be read as plain data"):
+        export_checkpoint(path, tmp_path / "x.ckpt")
+    with pytest.raises(pickle.UnpicklingError):
+        folder.read_rest(path)
+    (path / folder.REST).write_bytes(rest)
+    (path / ".metadata").write_bytes(pickle.dumps(trap))
+    for read in (
+        lambda: folder.load_module(path, net),
+        lambda: folder.load_optimizer_part(path, net, optimizer),
+        lambda: export_checkpoint(path, tmp_path / "x.safetensors"),
+    ):
+        with pytest.raises(ConfigError, match="is no index of a checkpoint"):
+            read()
+    (path / ".metadata").write_bytes(index)
+    torch.save(trap, tmp_path / "one.ckpt")
+    with pytest.raises(ConfigError, match=r"one\.ckpt' cannot be read as plain data"):
+        export_checkpoint(tmp_path / "one.ckpt", tmp_path / "x.safetensors")
+    assert not trap.path.exists()

@@ -1,0 +1,54 @@
+"""An operator's order divides a running model into another number of shards, although a worker dies meanwhile."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fsdp.judge import SCRIPT, alone, differences, notes
+from system.cluster import Cluster
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
+
+SETTINGS: dict[str, Any] = {
+    "steps": 6,
+    "full": 4,
+    "finish": True,
+    "pace": 0.05,
+    "options": {"save_distributed_checkpoint": True},
+}
+DIES: dict[str, Any] = {"point": "collect", "replica": 0, "shard": 1}
+"""A death while the workers write the checkpoint for the new layout: no other checkpoint is written."""
+TOLERANCE = 1e-10
+
+
+def test_two_replicas_of_two_shards_become_one_of_four(tmp_path: Path) -> None:
+    with Cluster(tmp_path, script=SCRIPT, agents=5, nodes="2:4", schedule=[DIES], settings=SETTINGS) as cluster:
+        cluster.wait_world(4, after=time.time())
+        for words, reason in (
+            (("--shards", "3"), "a replica of 3 workers; expected a divisor of the 4 declared"),
+            (("--tp", "4", "--pp", "1"), "tp=4, pp=1: the task has shards=2; expected shards"),
+        ):
+            with pytest.raises(AssertionError, match=reason):
+                cluster.order("relayout", "task", *words)
+        cluster.order("relayout", "task", "--shards", "4")
+        cluster.watch((tmp_path / "struck-0").exists, "the death", 100)
+        (changed,) = cluster.watch(lambda: cluster.events("layout_changes"), "the order's end", 200, 100)
+        cluster.wait_world(4, after=changed["at"])
+        (tmp_path / "finish").touch()
+        cluster.wait_end(200)
+        events = cluster.events()
+    assert changed["before"] == {"shards": 2} and changed["shards"] == 4
+    [restart] = [event for event in events if event["name"] == "task_restarts"]
+    assert restart["path"] == str(tmp_path / "checkpoints" / f"relayout-step={changed['step']}.ckpt")
+    steps = notes(tmp_path, "step")
+    done = {size: {note["step"] for note in steps if note["replicas"] == size} for size in (1, 2)}
+    assert max(done[2]) == changed["step"], "the checkpoint is of the last step in the old layout"
+    assert min(note["step"] for note in steps if note["shard"] == 3) == changed["step"] + 1
+    [last] = {note["step"] for note in notes(tmp_path, "end")}
+    found = differences(tmp_path, alone(tmp_path / "alone", {**SETTINGS, "steps": last}), 4)
+    assert len(found) == 4 and max(found.values()) < TOLERANCE, found
+    assert all(torch.load(path, weights_only=True)["step"] == last for path in tmp_path.glob("final-*.pt"))

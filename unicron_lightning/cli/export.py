@@ -1,0 +1,22 @@
+"""``unicron export``: one file from a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to those of ``unicron``."""
+    export = commands.add_parser("export", help="write a checkpoint of unicron_fsdp to one file")
+    export.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a file or folder of ModelCheckpoint's")
+    export.add_argument("output", type=Path, metavar="OUTPUT", help="new file: *.safetensors (the model), or *.ckpt")
+    export.set_defaults(run=_export)
+
+
+def _export(options: argparse.Namespace) -> int:
+    from unicron_lightning.fsdp.export import export_checkpoint  # imports torch
+
+    count = export_checkpoint(options.checkpoint, options.output)
+    print(f"{options.output}: {count} tensors of the model")
+    return 0

@@ -1,0 +1,115 @@
+"""One file with whole tensors from a checkpoint of ``unicron_fsdp``, for programs without FSDP2 or Lightning."""
+
+from __future__ import annotations
+
+import pickle
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from unicron_lightning.errors import ConfigError
+from unicron_lightning.fsdp import folder
+
+SAFETENSORS: Final = ".safetensors"
+FILES: Final = (".ckpt", ".pt", ".pth")
+
+
+def export_checkpoint(checkpoint: Path, output: Path) -> int:
+    """Write a checkpoint's content to one file; in one process, which holds it in memory.
+
+    Args:
+        checkpoint: a file of Lightning's, or a folder of `torch.distributed.checkpoint` with ``meta.pt``.
+        output: ``*.safetensors``: the module's parameters and buffers. ``*.ckpt``, ``*.pt``, ``*.pth``: everything, as
+            Lightning's file for one process.
+
+    Returns:
+        Number of the module's tensors.
+
+    Raises:
+        ConfigError: the checkpoint cannot be read, ``output`` exists or has another suffix, or safetensors is missing.
+    """
+    if output.suffix not in (SAFETENSORS, *FILES):
+        raise ConfigError(f"{str(output)!r}: expected a name that ends with {SAFETENSORS}, {', '.join(FILES)}")
+    if output.exists():
+        raise ConfigError(f"{str(output)!r} exists; expected a new file")
+    is_model = output.suffix == SAFETENSORS
+    write = _safetensors_writer() if is_model else torch.save
+    content = _folder(checkpoint, model_only=is_model) if checkpoint.is_dir() else _file(checkpoint)
+    state: dict[str, Any] = content["state_dict"]
+    unfinished = output.with_name(f"{output.name}.{uuid.uuid4().hex[:8]}.unfinished")
+    try:
+        write(_apart(state) if is_model else content, unfinished)
+        unfinished.replace(output)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return sum(isinstance(each, Tensor) for each in state.values())
+
+
+def _folder(path: Path, *, model_only: bool) -> dict[str, Any]:
+    if not folder.is_folder(path):
+        raise ConfigError(f"{str(path)!r} is no checkpoint: expected a file, or a folder with .metadata and meta.pt")
+    content = _plain(path / folder.REST, folder.read_rest, path)
+    state = folder.read_whole(path, {folder.MODEL} if model_only else None)
+    content["state_dict"] = state[folder.MODEL]
+    if folder.OPTIMIZER in state:
+        content["optimizer_states"] = [_numbered(state[folder.OPTIMIZER])]
+    return content
+
+
+def _file(path: Path) -> dict[str, Any]:
+    def read(path: Path) -> dict[str, Any]:
+        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        return content
+
+    content = _plain(path, read, path)
+    if "state_dict" not in content:
+        raise ConfigError(f"{str(path)!r} is no checkpoint of Lightning's: it has no state_dict")
+    return content
+
+
+def _plain(name: Path, read: Callable[[Path], Any], path: Path) -> dict[str, Any]:
+    """Read a file without running anything in it."""
+    try:
+        content = read(path)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise ConfigError(f"{str(name)!r} cannot be read as plain data: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{str(name)!r} holds {type(content).__name__}; expected Lightning's dict")
+    return content
+
+
+def _numbered(state: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state by parameters' numbers, as `torch.optim` has it, from one by names."""
+    groups = state["param_groups"]
+    names = [name for group in groups for name in group["params"]]
+    numbers = {name: number for number, name in enumerate(names)}
+    return {
+        "state": {numbers[name]: values for name, values in state.get("state", {}).items()},
+        "param_groups": [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups],
+    }
+
+
+def _safetensors_writer() -> Callable[[dict[str, Tensor], Path], None]:
+    try:
+        from safetensors.torch import save_file
+    except ImportError:
+        raise ConfigError(
+            "a .safetensors file needs the package safetensors: pip install unicron-lightning[safetensors]"
+        ) from None
+    return save_file
+
+
+def _apart(state: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a state, tied ones copied, as the format allows no shared memory."""
+    seen: set[int] = set()
+    found: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        if isinstance(tensor, Tensor):
+            memory = tensor.untyped_storage().data_ptr()
+            found[name] = tensor.clone() if memory in seen else tensor.contiguous()
+            seen.add(memory)
+    return found
