@@ -239,3 +239,21 @@ def test_wrong_configuration_is_refused_in_words(override, words, tmp_path):
     assert done.returncode in (1, 2)
     assert words in done.stderr
     assert "Traceback" not in done.stderr
+
+
+async def test_a_report_a_credential_and_the_page_of_a_coordinator(coordinator, tmp_path):
+    endpoint = f"127.0.0.1:{coordinator.port}"
+
+    async def say(*words: str) -> str:
+        done = await asyncio.to_thread(unicron, *words, "--endpoint", endpoint)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    async with connected(coordinator.url, "a", "b", nodes=(2, 2)) as agents:
+        await train(agents)
+        out = tmp_path / "t.md"
+        assert (await say("report", "t", "--out", str(out))).startswith(f"{out}: 0 incidents, goodput ")
+        assert out.read_text().startswith("# Task t\n")
+        assert len((await say("metrics", "--credential")).strip()) == 64
+        address = (await say("dashboard")).splitlines()[0]
+        assert address.startswith(f"http://{endpoint}/dashboard#code=")

@@ -50,6 +50,7 @@ from unicron_lightning.cli import (
 )
 from unicron_lightning.cli.output import visible
 from unicron_lightning.cli.plan.command import add_parser as add_plan_parser
+from unicron_lightning.cli.report import command as report
 from unicron_lightning.errors import UnicronError
 
 
@@ -95,7 +96,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     commands.add_parser("coordinator", help="run a coordinator, configured by key=value (see --help behind it)")
-    for group in (run, inspection, incidents, dashboard, metrics, top, orders, inject, jobs, node, certs, export):
+    groups = (run, inspection, incidents, report, dashboard, metrics, top, orders, inject, jobs, node, certs, export)
+    for group in groups:
         group.add_parsers(commands)
     add_plan_parser(commands)
     return parser

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from typing import Any
+from typing import Any, Final
 
 from unicron_lightning.cli.client import access_of, connecting, fetch
 from unicron_lightning.cli.output import all_visible, console, visible
+from unicron_lightning.coordinator.incidents.record import PHASES
 from unicron_lightning.errors import ConfigError, CoordinatorUnavailable
 
 
@@ -28,12 +29,18 @@ def _top(options: argparse.Namespace) -> int:
         raise ConfigError(f"--interval {options.interval}: expected seconds > 0")
     access = access_of(options)
     speeds = Speeds()
-    status = all_visible(fetch(options.endpoint, "/v1/status", access))
+
+    def look() -> dict[str, Any]:
+        found = fetch(options.endpoint, "/v1/status", access)
+        found["newest_incidents"] = fetch(options.endpoint, "/v1/incidents", access, limit=str(_SHOWN))["incidents"]
+        return dict(found)
+
+    status = all_visible(look())
     speeds.update(status, time.monotonic())
     screen = console()
     if options.once or options.json:
         time.sleep(options.interval)  # two looks make a speed
-        answer = fetch(options.endpoint, "/v1/status", access)
+        answer = look()
         status = all_visible(answer)
         speeds.update(status, time.monotonic())
         if options.json:
@@ -48,13 +55,17 @@ def _top(options: argparse.Namespace) -> int:
                 time.sleep(options.interval)
                 away = None
                 try:
-                    status = all_visible(fetch(options.endpoint, "/v1/status", access))
+                    status = all_visible(look())
                     speeds.update(status, time.monotonic())
                 except CoordinatorUnavailable as error:
                     away = str(error)
                 live.update(picture(status, speeds, away), refresh=True)
     except KeyboardInterrupt:
         return 0
+
+
+_SHOWN: Final = 5
+"""Newest closed incidents that are shown, beside the open ones."""
 
 
 class Speeds:
@@ -106,6 +117,8 @@ def picture(status: dict[str, Any], speeds: Speeds, away: str | None) -> Any:
     parts.append(_tasks(status, speeds) if status["tasks"] else "no tasks")
     if status["nodes"]:
         parts.append(_nodes(status))
+    if status["newest_incidents"]:
+        parts.append(_incidents(status["newest_incidents"]))
     if status["drained"]:
         parts.append(f"drained: {', '.join(status['drained'])}")
     parts += [f"{task}: {why}" for task, why in status["waiting"].items()]
@@ -119,12 +132,14 @@ def _tasks(status: dict[str, Any], speeds: Speeds) -> Any:
     from rich.table import Table
 
     table = Table()
-    for column in ("task", "state", "slots", "workers", "step", "steps/s", "incidents", "places"):
-        table.add_column(column, justify="right" if column in ("workers", "step", "steps/s", "incidents") else "left")
+    texts = ("task", "state", "slots", "places")
+    for column in ("task", "state", "slots", "workers", "step", "steps/s", "loss", "goodput", "incidents", "places"):
+        table.add_column(column, justify="left" if column in texts else "right")
     for name, task in status["tasks"].items():
         has = sum(1 for agent in task["agents"] if agent["slot"] == "granted")
         alive = sum(1 for member in task["members"] if member["alive"])
         speed = speeds.of(name)
+        loss = task["progress"]["metrics"].get("loss") if task["progress"] else None
         places = [place for place, owner in status["assigned"].items() if owner == name]
         table.add_row(
             name,
@@ -133,9 +148,24 @@ def _tasks(status: dict[str, Any], speeds: Speeds) -> Any:
             str(alive),
             str(task["progress"]["step"]) if task["progress"] else "",
             "" if speed is None else f"{speed:.2f}",
+            "" if loss is None else f"{loss:.4g}",
+            "" if task["goodput"] is None else f"{100 * task['goodput']:.1f} %",
             str(task["incidents"]),
             " ".join(places),
         )
+    return table
+
+
+def _incidents(bills: list[dict[str, Any]]) -> Any:
+    from rich.table import Table
+
+    table = Table()
+    for column in ("incident", "task", "at", "cause", "detection", "transition", "sub-healthy", "end"):
+        table.add_column(column)
+    for bill in bills:
+        at = time.strftime("%H:%M:%S", time.localtime(bill["fault_at"]))
+        seconds = [f"{bill['phases'][phase]['seconds']:.2f} s" for phase in PHASES]
+        table.add_row(bill["incident"], bill["task"], at, bill["cause"], *seconds, bill["outcome"] or "open")
     return table
 
 

@@ -48,6 +48,9 @@ class FakeShell:
     def about(self) -> dict[str, Any]:
         return {"host": "127.0.0.1", "port": 1, "pid": 1}
 
+    def goodput(self, task: str) -> float | None:
+        return None
+
     def code(self) -> str:
         return self.visitors.issue_code(time.monotonic())
 

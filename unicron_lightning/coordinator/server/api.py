@@ -86,6 +86,10 @@ class Shell(Protocol):
         """Describe the process: pid, version, address."""
         ...
 
+    def goodput(self, task: str) -> float | None:
+        """Return the productive share of a task's time; None if unknown."""
+        ...
+
 
 def _drains(machine: Machine) -> dict[str, Any]:
     return {"drained": machine.drained, "staying": staying(machine.cluster)}
@@ -133,7 +137,7 @@ class Api:
 
     async def _get_status(self, _request: web.Request) -> web.Response:
         shell, machine = self._shell, self._shell.machine
-        tasks = {task.id: task_status(task) for task in machine.tasks.values()}
+        tasks = {task.id: {**task_status(task), "goodput": shell.goodput(task.id)} for task in machine.tasks.values()}
         coordinator = {**shell.about(), "started_at": shell.started_at, "store_error": shell.store_error}
         answer = {"coordinator": coordinator, "tasks": tasks, "drained": machine.drained}
         answer["cordoned"] = machine.lasting.cordoned

@@ -65,6 +65,11 @@ class Scrape:
         """Count a write to the store."""
         self.meters.store_seconds.observe(seconds)
 
+    def goodput(self, task: str) -> float | None:
+        """Return the productive share of a task's time; None if unknown."""
+        counts = self.meters.tasks.get(task)
+        return None if counts is None else counts.time.goodput
+
     async def get(self, request: web.Request) -> web.Response:
         """Answer a scrape; texts are encoded in another thread, since those of a thousand nodes take 0.1 s."""
         if self._broken:

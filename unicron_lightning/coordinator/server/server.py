@@ -427,6 +427,10 @@ class Server:
         process = {"pid": os.getpid(), "version": __version__, "host": own.host, "port": self.port}
         return {**process, "started_by_agent": own.started_by_agent, "encrypted": self._encryption is not None}
 
+    def goodput(self, task: str) -> float | None:
+        """Return the productive share of a task's time; None if unknown."""
+        return self._scrape.goodput(task)
+
     def _process(self) -> Process:
         return Process(version=str(__version__), started_at=self.started_at, store_failing=self.store_error is not None)
 
