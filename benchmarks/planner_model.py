@@ -21,12 +21,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "planner"))
 from performance.published import (
     LAYER_TIMES,
     LLAMA_405B,
+    MEGASCALE,
     OTHER_SOFTWARE,
     RUNS,
     PublishedRun,
     gpt,
     predict,
     predict_layer,
+    searched,
 )
 
 from unicron_lightning.planner.performance.cluster import A800, H100
@@ -50,7 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=5, help="searches per figure")
     arguments = parser.parse_args()
-    for part in (fitted(), predicted(), summary(), searches(arguments.runs)):
+    for part in (fitted(), predicted(), summary(), free_search(), searches(arguments.runs)):
         print("\n".join(part), end="\n\n")
 
 
@@ -108,6 +110,21 @@ def _summary(name: str, runs: Sequence[PublishedRun]) -> str:
         percent(max(errors, key=abs)),
     )
     return f"| {' | '.join(cells)} |"
+
+
+def free_search() -> Iterator[str]:
+    """Yield the table of errors where the search chooses the configuration, by the default recipe."""
+    yield "| Megatron-LM by MegaScale's authors (A100), free search | workers | published | predicted | error |"
+    yield "|---|---:|---:|---:|---:|"
+    for run in MEGASCALE:
+        seconds = searched(run)
+        cells = (run.name, f"{run.num_workers:,}", f"{run.seconds:.2f} s", f"{seconds:.2f} s")
+        yield f"| {' | '.join(cells)} | {percent(seconds / run.seconds - 1)} |"
+    yield ""
+    for name, runs in {"these": MEGASCALE, "all of the first tables": RUNS}.items():
+        errors = [searched(run) / run.seconds - 1 for run in runs]
+        rms = math.sqrt(statistics.fmean(value**2 for value in errors))
+        yield f"Free search on {name}: root mean square {100 * rms:.1f} %, mean {percent(statistics.fmean(errors))}."
 
 
 def searches(runs: int) -> Iterator[str]:

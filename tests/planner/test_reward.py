@@ -8,8 +8,12 @@ import math
 import pytest
 from planner.situations import Given, cluster, task
 
+from unicron_lightning.planner.performance.sublinear import SublinearModel
 from unicron_lightning.planner.plan import Plan
 from unicron_lightning.planner.reward import Curve, reward
+from unicron_lightning.planner.solver import solve
+from unicron_lightning.planner.state import ClusterState
+from unicron_lightning.planner.task import PlanTask
 
 
 def test_the_reward_is_the_papers() -> None:
@@ -81,3 +85,49 @@ def test_a_model_that_answers_nonsense_is_named(value: float) -> None:
         Curve.of(task("a", [0.0, 1.0, value, 1.0]), 1, 3)
     with pytest.raises(ValueError, match=r"task 'a': throughput\(3\) is"):
         Curve.of(task("a", [0.0, 1.0, 1.0, value], max_workers=2), 1, 2).waf_at(3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Guessed:
+    """Proportional to x; the larger x, the less certain."""
+
+    def throughput(self, num_workers: int) -> float:
+        return 1e12 * num_workers
+
+    def configuration(self, num_workers: int) -> None:
+        return None
+
+    def uncertainty(self, num_workers: int) -> float:
+        return math.inf if num_workers > 8 else 0.1 * num_workers
+
+
+def test_a_cautious_plan_takes_uncertain_speeds_to_be_lower() -> None:
+    bold = PlanTask(name="a", performance=Guessed(), transition_seconds=0.0)
+    wary = dataclasses.replace(bold, caution=1.0)
+    curve = Curve.of(wary, 1, 10)
+    assert [curve.waf_at(x) for x in (1, 4)] == pytest.approx([1e12 * math.exp(-0.1), 4e12 * math.exp(-0.4)])
+    assert curve.waf_at(10) == pytest.approx(10e12 * math.exp(-1.0)), "unknown errors count as 1"
+    assert Curve.of(bold, 1, 10).waf_at(10) == 10e12
+    assert curve.digest != Curve.of(bold, 1, 10).digest
+
+
+def test_caution_prefers_the_task_whose_speed_is_known() -> None:
+    known = PlanTask(
+        name="known", performance=SublinearModel(rate=0.9e12, exponent=1.0, relative_error=0.0), transition_seconds=0.0
+    )
+    guess = PlanTask(
+        name="guess", performance=SublinearModel(rate=1e12, exponent=1.0, relative_error=0.3), transition_seconds=0.0
+    )
+    chosen = {}
+    for caution in (0.0, 1.0):
+        tasks = [dataclasses.replace(task, caution=caution) for task in (known, guess)]
+        plan = solve(
+            ClusterState(tasks=tuple(Curve.of(task, 1, 4) for task in tasks), num_workers=4, running_seconds=1.0)
+        )
+        chosen[caution] = {name for name, workers in plan.allocation.items() if workers}
+    assert chosen == {0.0: {"guess"}, 1.0: {"known"}}
+
+
+def test_a_caution_below_zero_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"caution=-1.0: expected standard errors, 0 or more"):
+        PlanTask(name="a", performance=Guessed(), transition_seconds=0.0, caution=-1.0)

@@ -67,7 +67,7 @@ class Curve:
             ValueError: a throughput is negative or not finite.
         """
         sizes = np.array(task.sizes(unit, num_workers), dtype=np.int64)
-        flops = np.array([task.performance.throughput(int(x)) for x in sizes], dtype=np.float64)
+        flops = np.array([task.cautious(int(x)) for x in sizes], dtype=np.float64)
         wrong = np.flatnonzero(~np.isfinite(flops) | (flops < 0))
         if wrong.size:
             x, value = sizes[wrong[0]], float(flops[wrong[0]])
@@ -82,7 +82,7 @@ class Curve:
         index = int(np.searchsorted(self.workers, num_workers))
         if index < len(self.workers) and self.workers[index] == num_workers:
             return float(self.waf[index])
-        flops = self.task.performance.throughput(num_workers)
+        flops = self.task.cautious(num_workers)
         if not (math.isfinite(flops) and flops >= 0):
             given = f"throughput({num_workers}) is {flops!r}"
             raise ValueError(f"task {self.task.name!r}: {given}: expected FLOP/s, finite, 0 or more")
@@ -102,7 +102,15 @@ class Curve:
     def digest(self) -> bytes:
         """Digest of the contents: equal for curves that lead to the same plans."""
         task = self.task
-        terms = (task.name, task.weight, task.transition_seconds, task.min_workers, task.may_pause, self.unit)
+        terms = (
+            task.name,
+            task.weight,
+            task.transition_seconds,
+            task.min_workers,
+            task.may_pause,
+            task.caution,
+            self.unit,
+        )
         content = hashlib.blake2b(repr((*terms, self.num_workers)).encode(), digest_size=16)
         content.update(self.workers.tobytes())
         content.update(self.waf.tobytes())

@@ -24,6 +24,7 @@ class PlanTask:
         granularity: its number of workers is a multiple of this, e.g. TP x PP, or the workers of a node.
         may_pause: whether the planner may give it no workers in favour of others. Otherwise the task is paused only if
             the minimums of all such tasks do not fit together.
+        caution: standard errors by which the plan takes T(t,x) to be less than predicted; see `cautious`.
 
     Raises:
         ValueError: a value is out of range.
@@ -37,6 +38,7 @@ class PlanTask:
     max_workers: int | None = None
     granularity: int = 1
     may_pause: bool = True
+    caution: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -46,12 +48,25 @@ class PlanTask:
         if not (math.isfinite(self.transition_seconds) and self.transition_seconds >= 0):
             given = f"transition_seconds={self.transition_seconds!r}"
             raise ValueError(f"task {self.name!r}: {given}: expected seconds, 0 or more")
+        if not (math.isfinite(self.caution) and self.caution >= 0):
+            raise ValueError(f"task {self.name!r}: caution={self.caution!r}: expected standard errors, 0 or more")
         if self.min_workers < 1 or self.granularity < 1:
             given = f"min_workers={self.min_workers!r}, granularity={self.granularity!r}"
             raise ValueError(f"task {self.name!r}: {given}: expected whole numbers of at least 1")
         if self.max_workers is not None and self.max_workers < self.min_workers:
             given = f"max_workers={self.max_workers!r}"
             raise ValueError(f"task {self.name!r}: {given}: expected at least min_workers={self.min_workers}")
+
+    def cautious(self, num_workers: int) -> float:
+        """Return T(t,x) exp(-z e(x)), with the model's relative standard error e(x) and `caution` z [FLOP/s].
+
+        This is a lower quantile of T if its error is log-normal: z = 1 is exceeded with 84 %. An error above 1, or an
+        unknown one, counts as 1, so that a task is never refused a size for want of measurements alone.
+        """
+        flops = self.performance.throughput(num_workers)
+        if not self.caution or not flops > 0:
+            return flops
+        return flops * math.exp(-self.caution * min(self.performance.uncertainty(num_workers), 1.0))
 
     def sizes(self, unit: int, num_workers: int) -> range:
         """The numbers of workers, other than 0, that a plan in units may give the task.

@@ -113,6 +113,16 @@ def test_a_transformer_is_modelled_on_the_clusters_accelerators() -> None:
     model = situation_of(config, HERE).state.tasks[0].task.performance
     assert model.shape == ModelShape(**shape)
     assert 0.3 * 16 * 312e12 < model.throughput(16) < 0.9 * 16 * 312e12
+    half = model.throughput(16) / 2
+    measured = PerformanceConfig(
+        transformer=TransformerConfig(**shape, global_batch_size=512, uneven_shares=True),
+        measured=[{"workers": 16, "flops_per_second": half}],
+    )
+    told = dataclasses.replace(tasks["a"], performance=measured)
+    corrected = situation_of(dataclasses.replace(config, tasks={"a": told}, caution=0.5), HERE).state.tasks[0].task
+    assert corrected.performance.throughput(16) == pytest.approx(half, rel=0.05), "a measured step outweighs the model"
+    assert corrected.performance.throughput(8) < 0.8 * model.throughput(8)
+    assert corrected.performance.prior.space.uneven_shares and corrected.caution == 0.5
     nameless = dataclasses.replace(config, cluster=PlanClusterConfig(num_nodes=2))
     with pytest.raises(
         ConfigError, match=r"tasks\.a: cluster\.accelerator=None: expected one of A100, A800, H100, H200"

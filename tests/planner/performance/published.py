@@ -27,6 +27,7 @@ from unicron_lightning.planner.performance.model import ParallelConfiguration
 from unicron_lightning.planner.performance.recipe import MEGATRON_2021, MEGATRON_2022, MEGATRON_CORE, Recipe
 from unicron_lightning.planner.performance.shape import ModelShape, Recompute
 from unicron_lightning.planner.performance.timing import layer_seconds, step_seconds
+from unicron_lightning.planner.performance.transformer import TransformerModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,6 +295,62 @@ def _fully_sharded() -> Iterator[PublishedRun]:
 
 # scripts/train/benchmarking/README.md there, "H100 80GB BF16".
 OTHER_SOFTWARE: tuple[PublishedRun, ...] = tuple(_fully_sharded())
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingRun:
+    """A published run of which the configuration is left to the search.
+
+    Attributes:
+        name: the model.
+        shape, cluster, global_batch_size, num_workers: the model, the machines, and the size.
+        seconds: duration of an optimizer step.
+    """
+
+    name: str
+    shape: ModelShape
+    cluster: Hardware
+    global_batch_size: int
+    num_workers: int
+    seconds: float
+
+
+def _megascale() -> Iterator[ScalingRun]:
+    """Megatron-LM as MegaScale's authors ran it: arXiv 2402.15627, tables 1 and 2 (175B) and figure 9 (530B, MFU)."""
+    gpt_175b = replace(gpt(96, 12288, 128), vocabulary_size=64000)
+    gpt_530b = replace(gpt(105, 20480, 160), vocabulary_size=64000)
+    strong = {256: 40.0, 512: 21.2, 768: 15.2, 1024: 11.9, 3072: 29.02, 6144: 14.78, 8192: 12.24, 12288: 8.57}
+    for workers, seconds in strong.items():
+        batch = 768 if workers <= 1024 else 6144
+        yield ScalingRun(
+            name="GPT 175B",
+            shape=gpt_175b,
+            cluster=A100,
+            global_batch_size=batch,
+            num_workers=workers,
+            seconds=seconds,
+        )
+    for workers, utilization in {2240: 0.492, 4480: 0.488, 11200: 0.482}.items():
+        flops = gpt_530b.step_flops(workers)
+        yield ScalingRun(
+            name="GPT 530B",
+            shape=gpt_530b,
+            cluster=A100,
+            global_batch_size=workers,
+            num_workers=workers,
+            seconds=flops / workers / A100.peak("bf16") / utilization,
+        )
+
+
+MEGASCALE: tuple[ScalingRun, ...] = tuple(_megascale())
+"""Used for nothing but the error of the search."""
+
+
+def searched(run: ScalingRun | PublishedRun) -> float:
+    """Return the seconds of a step with the configuration that the search finds best, by the default recipe."""
+    model = TransformerModel(shape=run.shape, cluster=run.cluster, global_batch_size=run.global_batch_size)
+    return model.step_seconds(run.num_workers)
+
 
 # Korthikanti et al. 2022, table 4: milliseconds of one layer of the 22B model, b = 4, t = 8: (recipe, recomputation,
 # pass, milliseconds). Sequence parallelism is MEGATRON_2022.

@@ -84,6 +84,10 @@ class TransformerConfig:
     """Training method: megatron-core, megatron-2022 or megatron-2021."""
     may_idle: bool = True
     """Whether the task may leave some of its workers idle."""
+    uneven_shares: bool = False
+    """Whether DP need not divide the global batch: replicas then get shares that differ by a micro-batch, as the
+    strategies give them. More sizes are useful, and a lost replica does not change TP x PP.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +101,8 @@ class PerformanceConfig:
     csv: str | None = None
     """A file with such rows; its path is relative to the folder of the YAML file."""
     transformer: TransformerConfig | None = None
+    measured: list[dict[str, Any]] | None = None
+    """A few measured rows that correct the ``transformer``: `unicron_lightning.planner.performance.calibrated`."""
     flops_per_step: float | None = None
     """FLOPs of one optimizer step, for rows that give step_seconds."""
     between: Literal["stair", "linear"] = "stair"
@@ -107,6 +113,8 @@ class PerformanceConfig:
         given = [way for way in ways if getattr(self, way) is not None]
         if len(given) != 1:
             raise ConfigError(f"given by {', '.join(given) or 'nothing'}: expected exactly one of {', '.join(ways)}")
+        if self.measured is not None and self.transformer is None:
+            raise ConfigError(f"measured with {given[0]}: expected it with transformer, which it corrects")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +154,8 @@ class PlanConfig:
     tasks: dict[str, PlanTaskConfig]
     queued: dict[str, PlanTaskConfig] = field(default_factory=dict)
     """Tasks that are not to run yet, for --what-if launch."""
+    caution: float = 0.0
+    """Standard errors by which the plan takes every T(t,x) to be less than predicted; 0: as predicted."""
 
 
 def read(path: Path, overrides: list[str]) -> PlanConfig:

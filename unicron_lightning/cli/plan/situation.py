@@ -20,10 +20,13 @@ from unicron_lightning.errors import ConfigError
 from unicron_lightning.planner.failures.model import SECONDS_PER_HOUR, ConstantHazard, FailureModel, Hazard
 from unicron_lightning.planner.failures.rate import RateBelief
 from unicron_lightning.planner.failures.weibull import WeibullHazard
+from unicron_lightning.planner.performance.calibrated import CalibratedModel
 from unicron_lightning.planner.performance.cluster import PRESETS, Hardware
 from unicron_lightning.planner.performance.model import PerformanceModel
+from unicron_lightning.planner.performance.online import OnlineModel, OnlinePoint
 from unicron_lightning.planner.performance.parsing import table_from_csv, table_from_mapping, table_from_rows
 from unicron_lightning.planner.performance.recipe import RECIPES
+from unicron_lightning.planner.performance.search import SearchSpace
 from unicron_lightning.planner.performance.shape import ModelShape
 from unicron_lightning.planner.performance.transformer import TransformerModel
 from unicron_lightning.planner.placement.placer import Accelerators, Demand, NodeCapacity, NodeState, Placement, place
@@ -90,7 +93,7 @@ def situation_of(config: PlanConfig, folder: Path) -> Situation:
             raise ConfigError(f"tasks.{name}.accelerators.{unknown[0]}: no such node, expected one of the cluster's")
 
     def curves(tasks: Mapping[str, PlanTaskConfig], where: str) -> tuple[Curve, ...]:
-        made = (task_of(name, task, where, config.cluster, folder) for name, task in tasks.items())
+        made = (task_of(name, task, where, config.cluster, folder, config.caution) for name, task in tasks.items())
         return tuple(Curve.of(task, config.cluster.unit, num_workers + node_workers) for task in made)
 
     lost = {name: _lost(task, usable) for name, task in config.tasks.items()}
@@ -170,7 +173,9 @@ def _with_shape(hazard: ConstantHazard, shape: float) -> Hazard:
     return WeibullHazard(shape=shape, scale_seconds=scale_seconds)
 
 
-def task_of(name: str, config: PlanTaskConfig, where: str, cluster: PlanClusterConfig, folder: Path) -> PlanTask:
+def task_of(
+    name: str, config: PlanTaskConfig, where: str, cluster: PlanClusterConfig, folder: Path, caution: float = 0.0
+) -> PlanTask:
     """A task with its performance model."""
     try:
         return PlanTask(
@@ -182,6 +187,7 @@ def task_of(name: str, config: PlanTaskConfig, where: str, cluster: PlanClusterC
             max_workers=config.max_workers,
             granularity=config.granularity,
             may_pause=config.may_pause,
+            caution=caution,
         )
     except ValueError as error:
         raise ConfigError(f"{where}.{name}: {error}") from error
@@ -194,7 +200,8 @@ def performance_of(config: PerformanceConfig, cluster: PlanClusterConfig, folder
         ValueError: the table or the model is invalid.
     """
     if config.transformer is not None:
-        return _transformer(config.transformer, cluster)
+        prior = _transformer(config.transformer, cluster)
+        return prior if config.measured is None else _calibrated(prior, config)
     if config.flops is not None:
         return table_from_mapping(dict(config.flops.items()), between=config.between, beyond=config.beyond)
     if config.points is not None:
@@ -225,7 +232,23 @@ def _transformer(config: TransformerConfig, cluster: PlanClusterConfig) -> Trans
         global_batch_size=config.global_batch_size,
         recipe=RECIPES[config.recipe],
         may_idle=config.may_idle,
+        space=SearchSpace(uneven_shares=config.uneven_shares),
     )
+
+
+def _calibrated(prior: TransformerModel, config: PerformanceConfig) -> CalibratedModel:
+    """Correct the analytic model by a file's measured rows."""
+    table = table_from_rows(config.measured or [], flops_per_step=config.flops_per_step or float(prior.step_flops))
+    online = OnlineModel()
+    for row in table.points:
+        point = OnlinePoint(
+            num_workers=row.num_workers,
+            flops_per_second=row.flops_per_second,
+            at_seconds=0.0,
+            configuration=row.configuration,
+        )
+        online = online.with_point(point)
+    return CalibratedModel(prior=prior, online=online)
 
 
 def _workers(task: PlanTaskConfig) -> int:

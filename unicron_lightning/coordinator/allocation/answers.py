@@ -37,11 +37,13 @@ class Knowledge:
         performances: T(t,x) by task and number of places.
         running_seconds: D_running by number of places.
         transition_seconds: D_transition by task.
+        caution: `PlanTask.caution` of all tasks.
     """
 
     performances: Mapping[str, PerformanceModel]
     running_seconds: Callable[[int], float]
     transition_seconds: Callable[[str], float]
+    caution: float = 0.0
 
     @classmethod
     def of(cls, cluster: Cluster, planner: PlannerConfig) -> Knowledge:
@@ -64,6 +66,7 @@ class Knowledge:
             performances=estimates.performances(tasks, lasting.jobs),
             running_seconds=failures.running_seconds,
             transition_seconds=transitions.expected_seconds,
+            caution=planner.caution,
         )
 
 
@@ -194,6 +197,7 @@ def state_of(question: Question, known: Knowledge) -> ClusterState:
                 max_workers=max(task.max_places, task.min_places),
                 granularity=task.granularity,
                 may_pause=not task.runs,
+                caution=known.caution,
             ),
             unit=1,
             num_workers=reach,

@@ -6,6 +6,7 @@ Not frozen: Hydra cannot override values of a frozen schema.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -109,11 +110,15 @@ class PlannerConfig:
     """Seconds that a task is interrupted when all its workers restart."""
     cold_seconds: float = 30.0
     """Seconds that a task is interrupted when it starts on other slots from a checkpoint, or for the first time."""
+    caution: float = 0.0
+    """Standard errors by which plans take each task's throughput to be less than measured or assumed; 0: as it is."""
 
     def __post_init__(self) -> None:
         check_positive("planner", node_mtbf_hours=self.node_mtbf_hours, worker_mtbf_hours=self.worker_mtbf_hours)
         check_positive("planner", shrink_seconds=self.shrink_seconds, grow_seconds=self.grow_seconds)
         check_positive("planner", restart_seconds=self.restart_seconds, cold_seconds=self.cold_seconds)
+        if not (math.isfinite(self.caution) and self.caution >= 0):
+            raise ConfigError(f"planner.caution={self.caution}: expected standard errors, 0 or more")
 
 
 @dataclass(kw_only=True)

@@ -15,8 +15,10 @@ from unicron_lightning.planner.performance.recipe import MEGATRON_CORE, Recipe
 from unicron_lightning.planner.performance.search import BestConfigurations, SearchSpace, search
 from unicron_lightning.planner.performance.shape import ModelShape
 
-# Root mean square of the relative errors against published runs, rounded up (benchmarks/planner_model.py prints them).
-RELATIVE_ERROR = 0.1
+# Root mean square of the relative errors of free search against published runs, rounded up (benchmarks/planner_model.py
+# prints them). With the published configurations it is 0.07: most of the error is the choice of a better configuration
+# than was run, and software that is older than the recipe.
+RELATIVE_ERROR = 0.21
 
 
 @dataclass(frozen=True, kw_only=True)
