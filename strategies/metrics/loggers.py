@@ -1,8 +1,8 @@
 """Loggers when another process becomes rank 0, the only rank that logs.
 
-Loggers that number their runs (Lightning's `CSVLogger` and `TensorBoardLogger`) get rank 0's version on all ranks, so
-that whichever rank logs next continues in the same folder. The other ranks keep the newest rows: rank 0 may die
-before it has written a row of a step that the survivors have finished.
+Loggers that number or name their runs (Lightning's `CSVLogger`, `TensorBoardLogger`, `WandbLogger`, `MLFlowLogger`)
+get rank 0's version on all ranks, so that whichever rank logs next continues the same run. The other ranks keep the
+newest rows: rank 0 may die before it has written a row of a step that the survivors have finished.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import lightning.pytorch as pl
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 logger = logging.getLogger(__name__)
@@ -52,21 +52,28 @@ class _Following:
 
 
 def follow(loggers: Sequence[Logger]) -> None:
-    """Have each numbered logger keep the rows that rank 0 might not write."""
-    for each in _numbered(loggers):
+    """Have each logger that continues keep the rows that rank 0 might not write."""
+    for each in _continued(loggers):
         if not isinstance(each.log_metrics, _Following):
             each.log_metrics = _Following(each)  # type: ignore[method-assign]
 
 
 def versions(loggers: Sequence[Logger]) -> list[int | str | None]:
-    """Return the versions of the numbered loggers, in order."""
-    return [each.version for each in _numbered(loggers)]
+    """Return the versions of the loggers that continue, in order: numbers, or names of their runs."""
+    return [each.version for each in _continued(loggers)]
 
 
 def adopt_versions(loggers: Sequence[Logger], known: Sequence[int | str | None]) -> None:
     """Set what `versions` gave on rank 0."""
-    for each, version in zip(_numbered(loggers), known, strict=False):
-        each._version = version
+    for each, version in zip(_continued(loggers), known, strict=False):
+        if isinstance(each, WandbLogger):
+            if each._experiment is None and version is not None:  # Lightning sets resume="allow"
+                each._id = each._wandb_init["id"] = str(version)
+        elif isinstance(each, MLFlowLogger):
+            if not each._initialized and version is not None:
+                each._run_id = str(version)
+        else:
+            each._version = version
 
 
 def is_log_dir(trainer: pl.Trainer, value: object) -> bool:
@@ -81,17 +88,17 @@ def take_over(loggers: Sequence[Logger]) -> None:
     """Continue the loggers of the rank 0 that died: write the rows that it has not written, and none twice.
 
     Lightning's `CSVLogger` starts by deleting the file that it finds; here it is kept and appended to. A
-    `TensorBoardLogger` adds a file to the run's folder; its newest row may be there twice, with the same values. Other
-    loggers start a run of their own.
+    `TensorBoardLogger` adds a file to the run's folder, and a `WandbLogger` or an `MLFlowLogger` opens the run again;
+    their newest rows may be there twice, with the same values. Other loggers start a run of their own.
     """
-    for each in _numbered(loggers):
+    for each in _continued(loggers):
         following = each.log_metrics
         rows = list(following.rows) if isinstance(following, _Following) else []
         if isinstance(each, CSVLogger):
             rows, ahead = lacking_and_ahead(rows, _continue_csv(each))
             if isinstance(following, _Following):
                 following.ahead.extend(ahead)
-        else:
+        elif not isinstance(each, WandbLogger):  # of which the process that writes may have died with unwritten rows
             rows = [row for row in rows if row[1] == rows[-1][1]]
         for metrics, step in rows:
             each.log_metrics(metrics, step)
@@ -154,8 +161,9 @@ def cut_rows(loggers: Sequence[Logger], step: int) -> None:
         partial.replace(path)
 
 
-def _numbered(loggers: Sequence[Logger]) -> list[CSVLogger | TensorBoardLogger]:
-    return [each for each in loggers if isinstance(each, CSVLogger | TensorBoardLogger)]
+def _continued(loggers: Sequence[Logger]) -> list[CSVLogger | TensorBoardLogger | WandbLogger | MLFlowLogger]:
+    kinds = (CSVLogger, TensorBoardLogger, WandbLogger, MLFlowLogger)
+    return [each for each in loggers if isinstance(each, kinds)]
 
 
 def _is_written(row: Row, written: Mapping[str, str]) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.loggers import tensorboard as fabric
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -35,6 +35,8 @@ LOGGERS = {
     "csv": CSVLogger,
     "csv_version": lambda folder: CSVLogger(folder, version=0),
     "tensorboard": tensorboardx,
+    "wandb": lambda folder: WandbLogger(save_dir=folder, project="p", offline=True),
+    "mlflow": lambda folder: MLFlowLogger(tracking_uri=f"file:{folder}/mlruns"),
 }
 
 

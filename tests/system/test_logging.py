@@ -5,6 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import os
+import struct
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -36,6 +39,8 @@ def run(folder: Path, logger: str, **variables: str) -> int:
         cluster.wait_end(240)
     steps = {int((folder / f"end-{rank}").read_text()) for rank in range(2)}
     assert len(steps) == 1 and (folder / "killed-1").exists()
+    if logger in ("wandb", "mlflow"):
+        return steps.pop()
     assert [path.name for path in (folder / "logs/lightning_logs").iterdir()] == ["version_0"]
     return steps.pop()
 
@@ -91,3 +96,52 @@ def test_a_resumed_task_keeps_the_rows_of_a_chosen_version(tmp_path: Path) -> No
     with (tmp_path / "logs/version_0/metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [int(row["step"]) for row in rows if row["loss"]] == list(range(24))
+
+
+def records(path: Path) -> Iterator[bytes]:
+    """Records of a file of W&B: LevelDB's format of logs, after a header of 7 bytes; a torn end is left out."""
+    data, place, parts = path.read_bytes(), 7, b""
+    while place + 7 <= len(data):
+        if (left := 32768 - place % 32768) < 7:
+            place += left
+            continue
+        size, kind = struct.unpack_from("<HB", data, place + 4)
+        parts += data[place + 7 : place + 7 + size]
+        place += 7 + size
+        if kind in (1, 4) and place <= len(data):
+            yield parts
+            parts = b""
+
+
+@pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed: pip install wandb")
+def test_wandb_goes_on_in_the_same_run(tmp_path: Path) -> None:
+    """Offline: each rank 0 writes a file of the same run; together they have all steps."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    often = {"WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL": "0.2"}  # 15 s by default, and more than the kept rows
+    steps = run(tmp_path, "wandb", WANDB_SILENT="true", WANDB_MODE="offline", **often)
+    files = sorted((tmp_path / "logs").glob("wandb/offline-run-*/run-*.wandb"))
+    assert len(files) == 3, "two first ranks have died"
+    assert len({path.stem for path in files}) == 1, "one run"
+    losses: dict[int, set[float]] = {}
+    for path in files:
+        for data in records(path):
+            record = Record()
+            record.ParseFromString(data)
+            row = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+            if "loss_step" in row:
+                losses.setdefault(int(row["trainer/global_step"]), set()).add(round(float(row["loss_step"]), 6))
+    assert sorted(losses) == list(range(steps))
+    assert all(len(values) == 1 for values in losses.values()), "a row that is there twice has the same value"
+
+
+@pytest.mark.skipif(find_spec("mlflow") is None, reason="MLflow is not installed: pip install mlflow-skinny")
+def test_mlflow_goes_on_in_the_same_run(tmp_path: Path) -> None:
+    steps = run(tmp_path, "mlflow", MLFLOW_ALLOW_FILE_STORE="true")
+    (path,) = (tmp_path / "logs/mlruns").glob("*/*/metrics/loss_step")
+    rows = [line.split() for line in path.read_text().splitlines()]
+    losses: dict[int, set[float]] = {}
+    for _, value, step, *_ in rows:
+        losses.setdefault(int(step), set()).add(round(float(value), 6))
+    assert sorted(losses) == list(range(steps))
+    assert all(len(values) == 1 for values in losses.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from unicron_lightning.cli.client import access_of, connecting, fetch
 from unicron_lightning.cli.output import all_visible, console, visible
@@ -129,18 +129,20 @@ def picture(status: dict[str, Any], speeds: Speeds, away: str | None) -> Any:
 
 
 def _tasks(status: dict[str, Any], speeds: Speeds) -> Any:
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table()
-    texts = ("task", "state", "slots", "places")
-    for column in ("task", "state", "slots", "workers", "step", "steps/s", "loss", "goodput", "incidents", "places"):
-        table.add_column(column, justify="left" if column in texts else "right")
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)  # fits into 80 columns
+    texts = ("task", "state", "slots")
+    for column in ("task", "state", "slots", "workers", "step", "steps/s", "loss", "goodput", "inc."):
+        side: Literal["left", "right"] = "left" if column in texts else "right"
+        least = 8 if column == "task" else None
+        table.add_column(column, justify=side, no_wrap=column != "task", overflow="fold", min_width=least)
     for name, task in status["tasks"].items():
         has = sum(1 for agent in task["agents"] if agent["slot"] == "granted")
         alive = sum(1 for member in task["members"] if member["alive"])
         speed = speeds.of(name)
         loss = task["progress"]["metrics"].get("loss") if task["progress"] else None
-        places = [place for place, owner in status["assigned"].items() if owner == name]
         table.add_row(
             name,
             task["state"],
@@ -149,17 +151,17 @@ def _tasks(status: dict[str, Any], speeds: Speeds) -> Any:
             str(task["progress"]["step"]) if task["progress"] else "",
             "" if speed is None else f"{speed:.2f}",
             "" if loss is None else f"{loss:.4g}",
-            "" if task["goodput"] is None else f"{100 * task['goodput']:.1f} %",
+            "" if task["goodput"] is None else f"{100 * task['goodput']:.1f}%",
             str(task["incidents"]),
-            " ".join(places),
         )
     return table
 
 
 def _incidents(bills: list[dict[str, Any]]) -> Any:
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table()
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for column in ("incident", "task", "at", "cause", "detection", "transition", "sub-healthy", "end"):
         table.add_column(column)
     for bill in bills:

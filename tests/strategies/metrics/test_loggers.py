@@ -7,10 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, WandbLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from unicron_lightning.strategies.metrics.loggers import Row, follow, lacking_and_ahead, take_over
+from unicron_lightning.strategies.metrics.loggers import (
+    Row,
+    adopt_versions,
+    follow,
+    lacking_and_ahead,
+    take_over,
+    versions,
+)
 
 STEPS: list[Row] = [({"loss": step / 10, "epoch": 0.0}, step) for step in range(6)]
 VALIDATION: list[Row] = [({"val": 0.5}, 0), ({"val": 0.6}, 1), ({"val_loss": 0.55, "epoch": 0.0}, 5)]
@@ -83,3 +90,23 @@ def log(logger: Any, rows: list[Row]) -> None:
     for metrics, step in rows:
         logger.log_metrics(metrics=metrics, step=step)
         logger.save()
+
+
+def test_loggers_of_services_open_the_run_of_the_rank_before(tmp_path: Path) -> None:
+    """Without their packages, which the constructors of these loggers need."""
+
+    def loggers(experiment: object) -> list[Any]:
+        wandb, mlflow = WandbLogger.__new__(WandbLogger), MLFlowLogger.__new__(MLFlowLogger)
+        wandb.__dict__.update(_experiment=experiment, _wandb_init={"resume": "allow"}, _id=None)
+        mlflow.__dict__.update(_initialized=experiment is not None, _run_id=None)
+        return [CSVLogger(tmp_path, version=3), wandb, mlflow]
+
+    others = loggers(None)
+    adopt_versions(others, [3, "w1", "m1"])
+    assert versions(others[:2]) == [3, "w1"]
+    assert others[1]._wandb_init == {"resume": "allow", "id": "w1"} and others[2]._run_id == "m1"
+    opened = loggers(object())
+    adopt_versions(opened, [3, "w1", "m1"])
+    assert opened[1]._id is None and opened[2]._run_id is None, "a run that is open stays"
+    adopt_versions(unknown := loggers(None), [3, None, None])
+    assert unknown[1]._wandb_init == {"resume": "allow"} and unknown[2]._run_id is None
