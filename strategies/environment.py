@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
@@ -94,6 +95,23 @@ class UnicronEnvironment(ClusterEnvironment):
     def place(self) -> tuple[int, int]:
         """This worker's global rank, and the size of the world."""
         return self._global_rank, self._world_size
+
+    @contextmanager
+    def seen_as(self, rank: int, size: int) -> Iterator[None]:
+        """Inside, this worker has another place for the script, and for worker processes of loaders that it starts."""
+        own = self._global_rank, self._world_size
+        variables = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
+        self._global_rank, self._world_size = rank, size
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
+        try:
+            yield
+        finally:
+            self._global_rank, self._world_size = own
+            for name, value in variables.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
     @override
     def local_rank(self) -> int:

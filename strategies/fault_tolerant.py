@@ -10,6 +10,7 @@ step.
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -237,6 +238,10 @@ class FaultTolerantStrategy(CollectingStrategy):
         """Return this rank's micro-batches of a step in the present world."""
         return self.parallelism.share(micro_batches)
 
+    def seen_as(self, rank: int, size: int) -> AbstractContextManager[None]:
+        """Return a context in which the script sees this worker as a rank of the declared world."""
+        return self._environment.seen_as(rank, size)
+
     def boundary(self, trainer: pl.Trainer) -> None:
         """Enter or leave worlds between steps."""
         self.collectives.starting = False
@@ -250,6 +255,7 @@ class FaultTolerantStrategy(CollectingStrategy):
         self._check_batch(batch)
         with self.collectives.refused("training_step"), preserved():
             step = self.parallelism.steps.run(batch, *where)
+        self.loaders.committed(self.trainer, batch)
         self._reports.finished(self.engine, step.operation, step.loss)
         for call in step.calls:
             self.results.replay(call, self.module, self.root_device)

@@ -136,6 +136,7 @@ class MicroBatches:
         if counts:
             self._sums.add(loss, calls)
         self._effects.finish_micro_batch(micro_batch)
+        self._batch.finished(micro_batch)
         self._last_output = apply_to_collection(output, Tensor, Tensor.detach)
 
     def output(self, loss: float) -> Any:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from unicron_lightning.data.streams import StreamEnds
 from unicron_lightning.strategies.metrics.recording import LogCall, Options, merge_calls
 from unicron_lightning.strategies.metrics.step_metrics import StepMetrics
 from unicron_lightning.strategies.state.module_buffers import ModuleBuffers
@@ -46,23 +47,27 @@ class AllUsed:
 
 
 class SumsLayout:
-    """Agreement of the members from step to step: logged values of the vector, unused parameters, and changing
-    buffers.
+    """Agreement of the members from step to step: logged values of the vector, unused parameters, changing buffers,
+    and the lengths of streams.
     """
 
     def __init__(self) -> None:
         self.options: list[Options] = []
         self.unused: list[int] = []
         self.buffers: list[int] = []
+        self.streams = StreamEnds()
 
     def state(self) -> dict[str, Any]:
         options = [list(options) for options in self.options]
-        return {"options": options, "unused": self.unused, "buffers": self.buffers}
+        streams = self.streams.state()
+        return {"options": options, "unused": self.unused, "buffers": self.buffers, "streams": streams}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.options = [tuple(options) for options in state["options"]]
         self.unused = list(state["unused"])
         self.buffers = list(state["buffers"])
+        if "streams" in state:  # not in checkpoints of earlier versions
+            self.streams.load_state(state["streams"])
 
 
 class NormStatistics:
@@ -125,6 +130,7 @@ class _Agreed:
     unused: list[int]
     buffers: list[int]
     values: dict[int, Tensor]
+    ends: dict[int, int]
 
 
 class StepSums:
@@ -181,6 +187,7 @@ class StepSums:
         changed = any(options not in known for options in merged)
         changed = changed or self._unused() != self._layout.unused or bool(self._new_buffers())
         changed = changed or bool(self._metrics is not None and self._metrics.recorded)
+        changed = changed or bool(self._layout.streams.new)
         totals[_CHANGED] = float(bool(self._losses) and changed)
         return totals
 
@@ -195,6 +202,7 @@ class StepSums:
             "unused": self._unused() if self._losses else None,
             "metrics": {} if self._metrics is None else self._metrics.recorded,
             "buffers": new,
+            "ends": self._layout.streams.new,
             "values": {str(index): self._buffers.values[index].cpu() for index in new if index in self._buffers.values},
         }
         gathered = gather_bytes(engine.communicator, codec.encode(mine), engine.tag("sums"))
@@ -207,6 +215,7 @@ class StepSums:
             unused=sorted(set.intersection(*sets)) if sets else [],
             buffers=sorted({index for part in parts for index in part["buffers"]}),
             values={int(index): value for part in parts for index, value in part["values"].items()},
+            ends={stream: end for part in parts for stream, end in part["ends"].items()},
         )
 
     def finish(self) -> tuple[float, list[LogCall], list[bool]]:
@@ -225,6 +234,7 @@ class StepSums:
         self._buffers.commit({} if self._agreed is None else self._agreed.values)
         if self._agreed is not None:
             self._layout.buffers = sorted({*self._layout.buffers, *self._agreed.buffers})
+            self._layout.streams.agree(self._agreed.ends)
         unused = set(self._layout.unused)
         used = [index not in unused for index in range(len(self._gradients.parameters))]
         return self._totals[_LOSS] / self._totals[_COUNT], calls, used

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.combined_loader import _shutdown_workers_and_reset_iterator
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
-from unicron_lightning.data.loader import EvaluationLoader, PassLoader, TrainingLoader
+from unicron_lightning.data.loader import EvaluationLoader, GlobalBatch, PassLoader, TrainingLoader
 from unicron_lightning.data.order import DataOrder, StepShape, check_loader
+from unicron_lightning.data.stream_loader import StreamLoader
+from unicron_lightning.data.streams import Streams
 from unicron_lightning.strategies.passes.prediction import PredictionLoader, Predictions, unwrapped
 from unicron_lightning.strategies.passes.script_loaders import ordinary, show_ordinary
+from unicron_lightning.worker import codec
+from unicron_lightning.worker.operations import Agreement, unpack_parts
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
@@ -51,7 +56,7 @@ class Loaders:
         Raises:
             ConfigError: for loaders that can't be distributed.
         """
-        check_loader(loader)
+        check_loader(loader, streams=bool(trainer.training and self._strategy.parallelism.whole))
         assert isinstance(loader, DataLoader)
         made: TrainingLoader | EvaluationLoader | PassLoader
         if trainer.training:
@@ -64,7 +69,7 @@ class Loaders:
             made = PredictionLoader(loader, shape.devices, seed, self._predictions)
         else:
             made = self._strategy.parallelism.evaluation.loader(trainer, loader, shape)
-        if self._samples and not isinstance(made, PassLoader):
+        if self._samples and not isinstance(made, PassLoader | StreamLoader):
             made.ordinary = ordinary(trainer, loader, shape.devices, self._strategy.global_rank)
         made.taken = partial(show_ordinary, trainer)
         self._made.append(made)
@@ -74,6 +79,12 @@ class Loaders:
     def training(self) -> TrainingLoader | None:
         """The present run's loader of training data."""
         return next((made for made in reversed(self._made) if isinstance(made, TrainingLoader)), None)
+
+    def committed(self, trainer: pl.Trainer, batch: GlobalBatch) -> None:
+        """Mark the last step of an epoch of streams, which is known after its commit, for Lightning."""
+        loader = self.training
+        if isinstance(loader, StreamLoader) and loader.is_last(batch):
+            trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = True
 
     def end_passes(self) -> None:
         """Finish a validation: end worker processes that are not persistent."""
@@ -93,8 +104,6 @@ class Loaders:
         limit = None
         if isinstance(trainer.limit_train_batches, int):
             limit = -(-trainer.limit_train_batches // shape.accumulation)
-        shuffle = self._strategy.parallelism.shuffles and self._samples and not trainer.overfit_batches  # type: ignore[attr-defined]
-        order = DataOrder(loader, shape, order_seed(), shuffle)
         loop = trainer.fit_loop
 
         def position() -> tuple[int, int]:
@@ -105,7 +114,30 @@ class Loaders:
             self._strategy.engine.activity.enter("epoch_end")
 
         boundary = partial(self._strategy.boundary, trainer)
+        if isinstance(loader.dataset, IterableDataset):
+            return self._stream(trainer, loader, shape, limit=limit, position=position, boundary=boundary)
+        shuffle = self._strategy.parallelism.shuffles and self._samples and not trainer.overfit_batches  # type: ignore[attr-defined]
+        order = DataOrder(loader, shape, order_seed(), shuffle)
         return TrainingLoader(loader, order, seed, limit, position, self._strategy.share, boundary, ended)
+
+    def _stream(self, trainer: pl.Trainer, loader: DataLoader[Any], shape: StepShape, **options: Any) -> StreamLoader:
+        strategy = self._strategy
+        ends = strategy.agreed.streams
+
+        def agree(look: Callable[[], dict[int, int]]) -> dict[int, int]:
+            parts = strategy.engine.run(Agreement("ends of streams", lambda rank: codec.encode(look())))
+            return {stream: end for part in unpack_parts(parts) for stream, end in codec.decode(part).items()}
+
+        def begins() -> None:
+            # Reading ahead is done by the streams; Lightning's own would begin a step before the last one ends.
+            fetcher: Any = trainer.fit_loop._data_fetcher
+            fetcher.prefetch_batches = 0
+
+        seen_as = partial(strategy.seen_as, size=shape.devices)
+        streams = Streams(loader, shape, order_seed(), ends, seen_as)
+        options |= {"share": strategy.share, "agree": agree, "begins": begins}
+        reading = partial(strategy.engine.activity.during, "data")
+        return StreamLoader(loader, shape, streams, ends, reading=reading, **options)
 
 
 def order_seed() -> int:

@@ -14,6 +14,7 @@ import torch
 
 from unicron_lightning import __version__
 from unicron_lightning.data.loader import TrainingLoader
+from unicron_lightning.data.stream_loader import StreamLoader
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.agreement import check_agreement, digest
 from unicron_lightning.worker.operations import Agreement, unpack_parts
@@ -94,8 +95,10 @@ def describe_model(trainer: pl.Trainer) -> dict[str, str]:
 
 def describe_data(loader: TrainingLoader) -> dict[str, str]:
     """Describe length and order of the training data, by the first step and a later one that is equal on all
-    workers.
+    workers; of a stream, by its first batch.
     """
+    if isinstance(loader, StreamLoader):
+        return {"data order": f"digest of the first batch {digest([_content(loader.first())])}"}
     steps = len(loader)
     later = random.Random(steps).randrange(steps) if steps else 0
     places = [loader.at(0, step) for step in dict.fromkeys((0, later)) if step < steps]
@@ -104,6 +107,13 @@ def describe_data(loader: TrainingLoader) -> dict[str, str]:
         "data length": f"{_length(loader.dataset)} samples, {steps} steps an epoch",
         "data order": f"digest of the samples of steps {[step for step, _ in orders]} {digest(orders)}",
     }
+
+
+def _content(batch: Any) -> object:
+    try:
+        return codec.encode(batch)
+    except codec.NotPlainData:
+        return batch
 
 
 def _length(data: object) -> str:

@@ -163,7 +163,6 @@ class Batches:
 @pytest.mark.parametrize(
     ("loader", "message"),
     [
-        (lambda: DataLoader(Stream(), batch_size=2), "Stream is an iterable data set.*map-style"),
         (Batches, "found Batches"),
         (lambda: {"a": data(), "b": Batches()}, "found Batches"),
     ],
@@ -171,6 +170,21 @@ class Batches:
 def test_data(loader: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         fit(Small(), loader())
+
+
+def test_iterable_data_of_validations() -> None:
+    class Validating(Small):
+        def validation_step(self, batch: Any) -> None:
+            """Use nothing."""
+
+    class Both(pl.LightningDataModule):
+        train_dataloader = staticmethod(data)
+
+        def val_dataloader(self) -> Any:
+            return DataLoader(Stream())
+
+    with pytest.raises(ConfigError, match=r"Stream is an iterable data set.*for training.*map-style"):
+        fit(Validating(), Both())
 
 
 @pytest.mark.parametrize(

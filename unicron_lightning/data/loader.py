@@ -32,9 +32,10 @@ class GlobalBatch:
         micro_batches: numbers of its micro-batches.
         fetch: returns the collated samples of a micro-batch, by number, on the CPU.
         count: returns the number of data set items in a micro-batch, by number.
+        finished: called with the number of a micro-batch that this worker has computed.
     """
 
-    __slots__ = ("_own", "_share", "count", "epoch", "fetch", "micro_batches", "step")
+    __slots__ = ("_own", "_share", "count", "epoch", "fetch", "finished", "micro_batches", "step")
 
     def __init__(
         self,
@@ -44,12 +45,14 @@ class GlobalBatch:
         fetch: Callable[[int], Any],
         count: Callable[[int], int],
         share: Callable[[range], list[int]] = lambda numbers: list(numbers[:1]),
+        finished: Callable[[int], None] = lambda number: None,
     ) -> None:
         self.epoch = epoch
         self.step = step
         self.micro_batches = micro_batches
         self.fetch = fetch
         self.count = count
+        self.finished = finished
         self._share = share
         self._own: Any = None
 

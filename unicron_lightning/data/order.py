@@ -183,8 +183,12 @@ def _whole(sampler: DistributedSampler[Any]) -> DistributedSampler[Any]:
     )
 
 
-def check_loader(loader: object) -> None:
+def check_loader(loader: object, *, streams: bool = False) -> None:
     """Reject loaders whose micro-batches cannot be distributed exactly.
+
+    Args:
+        loader: the user's.
+        streams: whether the data set may be iterable.
 
     Raises:
         ConfigError: the loader is not supported; the message states the reason and a remedy.
@@ -200,10 +204,12 @@ def check_loader(loader: object) -> None:
             "would bypass: it fetches batches by number. Move its work into the data set or into collate_fn"
         )
     if isinstance(loader.dataset, IterableDataset):
+        if streams:
+            return
         raise ConfigError(
-            f"{type(loader.dataset).__qualname__} is an iterable data set; the unicron strategy needs random access to "
-            "give a lost rank's samples to others. Implement __len__ and __getitem__ (a map-style data set), e.g. over "
-            "an index of the stream"
+            f"{type(loader.dataset).__qualname__} is an iterable data set, which is supported for training with "
+            'strategy="unicron" only; here a lost rank\'s samples can be read by others only by index. Implement '
+            "__len__ and __getitem__ (a map-style data set), e.g. over an index of the stream"
         )
     source: Sampler[Any] | Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     try:

@@ -55,14 +55,14 @@ def seeded(seed: int, *place: int) -> Iterator[None]:
         yield
 
 
-def random_states() -> dict[str, object]:
-    """The present random state, as plain data and tensors."""
+def random_states(*, cuda: bool = True) -> dict[str, object]:
+    """The present random state, as plain data and tensors; of CUDA only if it is in use and wanted."""
     states: dict[str, object] = {
         "python": random.getstate(),
         "numpy": numpy.random.get_state(),
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if cuda and torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
     return states
 

@@ -1,0 +1,91 @@
+"""A training on an iterable data set that counts how often each sample is used.
+
+Under torchrun agents: ``stream_worker.py FOLDER``, with ``$STREAM_WORKERS`` worker processes for the data.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+DEVICES, ROUNDS, BATCH, EPOCHS = 3, 2, 4, 2
+SAMPLES = 290
+"""Streams of 97, 97 and 96 samples: 25, 25 and 24 batches, 13 steps."""
+PACE_SECONDS = 0.05
+
+
+class Numbers(IterableDataset[torch.Tensor]):
+    """Every sample's number, in an order that depends on the epoch; divided among ranks and worker processes."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        worker = get_worker_info()
+        part, parts = (rank, world) if worker is None else (rank + world * worker.id, world * worker.num_workers)
+        order = torch.randperm(self.size, generator=torch.Generator().manual_seed(self.epoch))
+        yield from order[part::parts]
+
+
+class Counting(pl.LightningModule):
+    """``counts.weight[i]`` is minus the number of times that sample i was used."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.counts = nn.Embedding(SAMPLES, 1, _weight=torch.zeros(SAMPLES, 1))
+        self.folder = folder
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        time.sleep(PACE_SECONDS)
+        return self.counts(batch).sum()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.note("step", step=self.global_step, last=self.trainer.is_last_batch)
+
+    def note(self, what: str, **fields: Any) -> None:
+        place = {"pid": os.getpid(), "rank": self.global_rank, "world": self.trainer.world_size}
+        with (self.folder / "events.jsonl").open("a") as file:
+            file.write(json.dumps({"what": what, **place, **fields}) + "\n")
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=float(DEVICES * ROUNDS))
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    module = Counting(folder)
+    loader = DataLoader(Numbers(SAMPLES), batch_size=BATCH, num_workers=int(os.environ["STREAM_WORKERS"]))
+    trainer = pl.Trainer(
+        strategy="unicron",
+        accelerator="cpu",
+        devices=1,
+        num_nodes=DEVICES,
+        accumulate_grad_batches=ROUNDS,
+        max_epochs=EPOCHS,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, loader)
+    module.note("result", counts=[round(-value, 4) for value in module.counts.weight.flatten().tolist()])
+
+
+if __name__ == "__main__":
+    main()

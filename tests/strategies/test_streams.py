@@ -1,0 +1,44 @@
+"""Iterable data sets: every sample is used once an epoch, through deaths and joins."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from agent.torchrun import Cluster
+from programs import stream_worker
+from programs.launching import PROGRAMS
+
+from unicron_lightning.local_cluster.processes import until
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(240)]
+
+START = 90.0
+"""Seconds that a worker may take to start, on a busy machine."""
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_every_sample_is_used_once_an_epoch_through_deaths(
+    workers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STREAM_WORKERS", workers)
+    killed: set[int] = set()
+    with Cluster(tmp_path, str(PROGRAMS / "stream_worker.py"), f"1:{stream_worker.DEVICES}") as cluster:
+        for _ in range(stream_worker.DEVICES):
+            cluster.add_node()
+        for step in (4, 17):  # in the first and in the second epoch
+
+            def reached(step: int = step) -> list[int]:
+                return [line["pid"] for line in cluster.notes("step", rank=0) if line["step"] >= step]
+
+            victim = until(f"step {step}", reached, START)[-1]
+            os.kill(victim, signal.SIGKILL)
+            killed.add(victim)
+        assert cluster.finish() == [0] * stream_worker.DEVICES
+        results, steps = cluster.notes("result"), cluster.notes("step")
+    assert results and all(set(line["counts"]) == {float(stream_worker.EPOCHS)} for line in results)
+    assert {line["step"] for line in steps if line["last"]} == {13, 26}, "Lightning knows the end of an epoch"
+    assert len({line["pid"] for line in steps}) > stream_worker.DEVICES, "a worker has joined"
+    assert len(killed) == 2

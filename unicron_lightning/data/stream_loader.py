@@ -1,0 +1,129 @@
+"""The training loader of an iterable data set: steps whose number is unknown until the streams end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from unicron_lightning.data.loader import GlobalBatch, TrainingLoader
+from unicron_lightning.data.order import StepShape
+from unicron_lightning.data.streams import StreamEnds, Streams
+
+
+class StreamLoader(TrainingLoader):
+    """Yields the `GlobalBatch` es of an epoch of streams.
+
+    Args:
+        loader: the user's, over an iterable data set.
+        shape: of the steps.
+        streams: reads it.
+        ends: the streams' lengths, as far as they are known.
+        limit: largest number of steps per epoch.
+        position: returns the present (epoch, step within it), from Lightning's counters.
+        share: returns this rank's part of a sequence in the present world, in order.
+        boundary: called before each step, where worlds change.
+        agree: given a function of a rank's streams, calls it for this rank and returns the ends that any rank has found
+            in it.
+        begins: called when an iteration begins.
+        reading: context in which streams are read ahead, for the detection of hangs.
+    """
+
+    _fetcher: Streams  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        shape: StepShape,
+        streams: Streams,
+        ends: StreamEnds,
+        *,
+        limit: int | None,
+        position: Callable[[], tuple[int, int]],
+        share: Callable[[range], list[int]],
+        boundary: Callable[[], None],
+        agree: Callable[[Callable[[], dict[int, int]]], dict[int, int]],
+        begins: Callable[[], None],
+        reading: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        super(TrainingLoader, self).__init__(loader)
+        self._shape = shape
+        self._fetcher = streams
+        self._ends = ends
+        self._limit = limit
+        self._position = position
+        self._share = share
+        self._boundary = boundary
+        self._agree = agree
+        self._begins = begins
+        self._reading = reading
+
+    def __len__(self) -> int:
+        self.taken()
+        if self._limit is None:
+            raise TypeError(f"{type(self.dataset).__qualname__} is a stream, which has no length")
+        return self._limit
+
+    def __iter__(self) -> Iterator[GlobalBatch]:
+        self._begins()
+        return super().__iter__()
+
+    def _epoch(self) -> Iterator[GlobalBatch]:
+        while True:
+            self._boundary()
+            epoch, step = self._position()
+            if self._limit is not None and step >= self._limit:
+                break
+            self._fetcher.begin_step(epoch, step)
+            if epoch != self._ends.epoch:
+                self._begin(epoch, step)
+            if not self._ends.places(step, self._shape):
+                break
+            yield self.at(epoch, step)
+        self._fetcher.end_epoch()
+
+    def at(self, epoch: int, step: int) -> GlobalBatch:
+        places = self._ends.places(step, self._shape)
+        size = self._loader.batch_size or 1
+        return GlobalBatch(
+            epoch,
+            step,
+            range(len(places)),
+            lambda m: self._fetcher.get(epoch, *places[m]),
+            lambda m: size,
+            self._share,
+            finished=lambda m: self._look(epoch, step + 1, places[m][:1]),
+        )
+
+    def is_last(self, batch: GlobalBatch) -> bool:
+        """Whether no step follows in the epoch; known when the step is committed."""
+        return not self._ends.places(batch.step + 1, self._shape)
+
+    def samples(self, batch: GlobalBatch, micro_batch: int) -> list[Any]:
+        raise NotImplementedError("the samples of a stream have no numbers")
+
+    def first(self) -> Any:
+        """Return the first batch of the first stream, which is read to check that it repeats itself.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        return self._fetcher.check()
+
+    def _begin(self, epoch: int, step: int) -> None:
+        """Begin an epoch, or a part of it that is resumed: find streams that end within the step."""
+        ends = self._ends
+        ends.begin(epoch, {})
+
+        def look() -> dict[int, int]:
+            streams: Sequence[int] = self._share(range(self._shape.devices))
+            self._look(epoch, step, streams)
+            return ends.new
+
+        ends.begin(epoch, self._agree(look))
+
+    def _look(self, epoch: int, step: int, streams: Sequence[int]) -> None:
+        with self._reading():
+            self._fetcher.look(epoch, step, streams)
