@@ -376,6 +376,27 @@ Sub-healthy includes all work that nodes under repair would have done. *To detec
 incidents. Brackets show the minimum and maximum over seeds.
 """
 
+TAIL: Final = """\
+## What has changed
+
+Since the page of 2026-11-22:
+
+| subject | before | now |
+|---|---|---|
+| WAF over Megatron with restart | 1.12 (a), 2.22 (b), 1.25 (`b_quick`), against tasks that wait for repairs | 1.00 \
+to 1.12, 1.09 to 2.22, 1.05 to 1.25, by what operators do |
+| the others' figures at their best, over Megatron | 1.09, 2.75, 1.19 | 1.01, 1.09, 1.06: torchrun's own times, and \
+scaled down after an hour |
+| Bamboo's redundancy, worst case | 0.3 of the throughput | 0.8, as Oobleck's simulator has it; the value stays 0.2 |
+| a node that fails while it is down | ignored | is away for longer |
+| slow nodes, NaN, silent corruption, bugs that strike all, coordinator failures, sizes of checkpoints | ignored | \
+simulated, [below](#slow-nodes-corrupted-state-bugs-and-the-rest) |
+| published failures and results | Llama 3's causes | five more traces, and a \
+[table](#validation-against-published-results) of predictions |
+| declared error of T(t,x) from formulas | 10 % | 21 %, that of free search \
+([planner.md](planner.md#accuracy-of-the-analytic-model-of-ttx)) |
+"""
+
 
 def sections(found: Iterable[tuple[Experiment, Sequence[WafCurve]]], folder: Path) -> Iterator[str]:
     """Render each experiment as Markdown."""
@@ -404,7 +425,7 @@ def main(arguments: list[str] | None = None) -> None:
         shown = track(results, "simulating", len(cases), console=Console(stderr=True))
         for (experiment, _), curve in zip(cases, shown, strict=True):
             found[experiment.name].append(curve)
-    text = "\n".join([HEAD, *sections(((each, found[each.name]) for each in chosen), images)])
+    text = "\n".join([HEAD, *sections(((each, found[each.name]) for each in chosen), images), TAIL])
     (options.docs / "simulator-results.md").write_text(text, encoding="utf-8")
 
 
