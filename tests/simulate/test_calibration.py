@@ -95,7 +95,7 @@ def test_what_is_wrong_is_quoted(data: dict[str, Any], path: str, value: object,
 
 
 def test_what_is_not_there_is_named(shipped: Calibration) -> None:
-    with pytest.raises(ConfigError, match=r"no costs of 'slurm': expected one of unicron, "):
+    with pytest.raises(ConfigError, match=r"no costs of 'slurm': expected costs.slurm, or one of unicron, "):
         shipped.of("slurm")
     with pytest.raises(ConfigError, match=r"costs.unicron.nothing: no such figure"):
         moved(shipped, "unicron.nothing", 3)
