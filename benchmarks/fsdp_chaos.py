@@ -31,7 +31,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from fsdp.judge import SCRIPT, alone, between_replicas, differences, notes
-from fsdp.strikes import CHECKPOINT, PASS, STEP
+from fsdp.strikes import CHECKPOINT, FOLDER, PASS, STEP
 from system.cluster import Cluster
 
 TASK = {"slow": 0.3, "validate": 4, "save_every": 3, "dropout": 0.1, "samples": 65536, "reference": "unicron"}
@@ -61,11 +61,11 @@ OF_THREE = ("donor", "worker")
 Fault = dict[str, Any]
 
 
-def schedule(faults: int, shards: int, replicas: int, chance: random.Random) -> list[Fault]:
+def schedule(faults: int, shards: int, replicas: int, chance: random.Random, *, folders: bool) -> list[Fault]:
     """Draw at least ``faults`` faults: all kinds in random order, again and again."""
     drawn: list[Fault] = []
     while len(drawn) < faults:
-        groups = list(kinds(shards, replicas, chance))
+        groups = list(kinds(shards, replicas, chance, folders=folders))
         chance.shuffle(groups)
         for group in groups:
             if len(drawn) < faults:
@@ -73,16 +73,17 @@ def schedule(faults: int, shards: int, replicas: int, chance: random.Random) -> 
     return drawn
 
 
-def kinds(shards: int, replicas: int, chance: random.Random) -> Iterator[list[Fault]]:
+def kinds(shards: int, replicas: int, chance: random.Random, *, folders: bool) -> Iterator[list[Fault]]:
     """One group of faults of each kind, at random places."""
 
     def first(point: str, shard: int) -> Fault:
         nth = chance.randrange(3) if point in ("all-gather", "reduce-scatter", "forward", "backward") else 0
         return {"point": point, "replica": chance.randrange(replicas), "shard": shard, "nth": nth}
 
-    for point in (*STEP, *PASS, *CHECKPOINT):
+    for point in (*STEP, *PASS, *CHECKPOINT, *(FOLDER if folders else ())):
         fault = first(point, chance.choice((0, shards - 1)))
-        yield [{**fault, "replica": 0, "shard": 0} if point == "checkpoint" else fault]
+        place = {"checkpoint": {"replica": 0, "shard": 0}, "part": {"replica": 0}}.get(point, {})
+        yield [{**fault, **place}]
     yield [{**first("forward", chance.choice((0, shards - 1))), "stops": True}]
     for role, points in SECOND.items():
         if role not in OF_THREE or replicas > 2:
@@ -139,6 +140,7 @@ def main() -> None:
     parser.add_argument("--float32", action="store_true", help="train in float32, and compare with a failure-free run")
     parser.add_argument("--precision", choices=("bf16-mixed", "bf16-true"), help="of the trainer")
     parser.add_argument("--eps", type=float, default=1e-8, help="of AdamW (default: %(default)s)")
+    parser.add_argument("--folders", action="store_true", help="write checkpoints as folders, a file for each shard")
     parser.add_argument("--compile", metavar="BACKEND", help="compile the blocks with torch.compile")
     parser.add_argument("--keep", type=Path, help="folder for logs and notes (default: a temporary one)")
     arguments = parser.parse_args()
@@ -157,7 +159,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
         AssertionError: a guarantee does not hold.
     """
     shards, replicas = arguments.shards, arguments.replicas
-    planned = schedule(arguments.faults, shards, replicas, random.Random(arguments.seed))
+    planned = schedule(arguments.faults, shards, replicas, random.Random(arguments.seed), folders=arguments.folders)
     for number, fault in enumerate(planned):  # spread over the steps
         fault["from_step"] = 2 + number * arguments.steps // (len(planned) + 1)
     low = arguments.float32 or arguments.precision
@@ -172,6 +174,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
         "eps": arguments.eps,
         "compile": arguments.compile,
         "precision": arguments.precision,
+        "options": {"save_distributed_checkpoint": arguments.folders},
         "configures": arguments.precision is None,  # otherwise sharded with FSDP2's policy
     }
     step, seconds = train(folder / "run", settings, planned)

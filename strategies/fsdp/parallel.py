@@ -30,6 +30,7 @@ from unicron_lightning.strategies.fsdp.steps import ShardedSteps, clip_by_agreed
 from unicron_lightning.strategies.fsdp.validation import ShardedEvaluation
 from unicron_lightning.strategies.fsdp.wrapping import Sharding, shard_module
 from unicron_lightning.strategies.parallelism import Parallelism
+from unicron_lightning.strategies.reporting import balance_of
 from unicron_lightning.strategies.session import Session
 from unicron_lightning.strategies.state.module_buffers import unsaved
 from unicron_lightning.strategies.state.parting import part
@@ -47,6 +48,7 @@ class FsdpParallel(Parallelism):
         size: workers of a replica; None: the devices of a node.
         sharding: options for a module that does not shard itself.
         folders: whether checkpoints are folders with a file for each shard.
+        rebalance: a replica that is slower than the others gets fewer rows of a step.
 
     Attributes:
         size: workers of a replica.
@@ -58,7 +60,13 @@ class FsdpParallel(Parallelism):
     steps: ShardedSteps
 
     def __init__(
-        self, strategy: FaultTolerantStrategy, size: int | None, sharding: Sharding, *, folders: bool = False
+        self,
+        strategy: FaultTolerantStrategy,
+        size: int | None,
+        sharding: Sharding,
+        *,
+        folders: bool,
+        rebalance: bool,
     ) -> None:
         self.strategy = strategy
         self.size = size or 0
@@ -66,6 +74,7 @@ class FsdpParallel(Parallelism):
         self.evaluation = ShardedEvaluation(self)
         self.checkpoints = ShardedCheckpoints(self, folders=folders)
         self._sharding = sharding
+        self._rebalance = rebalance
         self._member: ReplicaMember[ShardedShape, FsdpShard] | None = None
         self._group: ShardGroup | None = None
         self._mesh: ReplicaMesh | None = None
@@ -158,7 +167,8 @@ class FsdpParallel(Parallelism):
             self.member.fabric.stepped()
 
     def built(self) -> None:
-        self.steps.begin_fit()
+        engine, rows = self.strategy.engine, self.rows(range(self.strategy.shape.micro_batches))
+        self.steps.begin_fit(balance_of(engine, rows) if self._rebalance else None)
 
     def found(self, *, resumes: bool) -> None:
         self._build()
@@ -179,7 +189,8 @@ class FsdpParallel(Parallelism):
         """Keep a spare's model, which takes part in nothing."""
 
     def share(self, micro_batches: range) -> list[int]:
-        rows = self.member.share(range(self.rows(micro_batches)))
+        number, balance = self.rows(micro_batches), self.steps.balance
+        rows = self.member.share(range(number), None if balance is None else balance.counts(number))
         return [self.micro_batch(row, micro_batches)[0] for row in rows]
 
     def rows(self, micro_batches: Sequence[int]) -> int:

@@ -20,6 +20,7 @@ from unicron_lightning.strategies.metrics.recording import LogCall
 from unicron_lightning.strategies.metrics.sums import AllUsed, StepSums
 from unicron_lightning.strategies.micro_batch import Effects, MicroBatches
 from unicron_lightning.strategies.parallelism import FinishedStep
+from unicron_lightning.worker.balance import Balance
 from unicron_lightning.worker.buckets import FlatBucket
 
 if TYPE_CHECKING:
@@ -34,16 +35,19 @@ class ShardedSteps:
 
     Attributes:
         grad_norm: norm of the last finished step's gradients over the whole model, before clipping.
+        balance: rows of the replicas by speed; None: equally many.
     """
 
     def __init__(self, parallel: FsdpParallel) -> None:
         self.grad_norm = 0.0
         self._parallel = parallel
+        self.balance: Balance | None = None
         self._gradients: list[Tensor | None] = []
         self._effects: Effects | None = None
 
-    def begin_fit(self) -> None:
+    def begin_fit(self, balance: Balance | None) -> None:
         """Begin with a complete model."""
+        self.balance = balance
         self._effects = Effects(self._parallel.strategy.module)
 
     def check_data(self, loader: DataLoader[Any]) -> None:
@@ -53,7 +57,7 @@ class ShardedSteps:
         strategy, member, effects = self._parallel.strategy, self._parallel.member, self._effects
         assert effects is not None
         rows = StepRows(self._parallel, batch, effects, takes_index=bool(where))
-        operation = ReplicaStep(rows.numbers, member.model, member.fabric, rows.call, rows.sums)
+        operation = ReplicaStep(rows.numbers, member.model, member.fabric, rows.call, rows.sums, self.balance)
         strategy.engine.run(operation)
         assert operation.sums is not None
         self.grad_norm = operation.grad_norm
@@ -109,6 +113,7 @@ class StepRows:
             except BaseException:
                 self._effects.restore()
                 raise
+            self._parallel.strategy.engine.activity.computed()
             if bucket is not None and counts:
                 self._row.norms = bucket.local.clone()
 

@@ -34,6 +34,7 @@ class UnicronFSDPStrategy(FaultTolerantStrategy):
         save_distributed_checkpoint: write checkpoints as folders in the format of `torch.distributed.checkpoint`, to
             which each worker of a replica writes its shard, instead of a file with whole tensors. Both are resumed.
 
+        rebalance: a replica that is slower than the others gets fewer of a step's rows of micro-batches.
         cpu_offload: refused: ``accelerator="cpu"`` has nothing to offload.
 
     Raises:
@@ -52,6 +53,7 @@ class UnicronFSDPStrategy(FaultTolerantStrategy):
         reshard_after_forward: bool = True,
         save_distributed_checkpoint: bool = False,
         cpu_offload: bool = False,
+        rebalance: bool = False,
     ) -> None:
         super().__init__(num_micro_batches=num_micro_batches, compare=False)
         if shard_size is not None and shard_size < 1:
@@ -59,6 +61,7 @@ class UnicronFSDPStrategy(FaultTolerantStrategy):
         for name, value in (
             ("reshard_after_forward", reshard_after_forward),
             ("save_distributed_checkpoint", save_distributed_checkpoint),
+            ("rebalance", rebalance),
         ):
             if not isinstance(value, bool):
                 raise ConfigError(f"{name}={value!r}: expected True or False")
@@ -75,7 +78,9 @@ class UnicronFSDPStrategy(FaultTolerantStrategy):
             activation_checkpointing=tuple(activation_checkpointing),
             reshard_after_forward=reshard_after_forward,
         )
-        self._sharded = FsdpParallel(self, shard_size, sharding, folders=save_distributed_checkpoint)
+        self._sharded = FsdpParallel(
+            self, shard_size, sharding, folders=save_distributed_checkpoint, rebalance=rebalance
+        )
         self.parallelism = self._sharded
 
     @classmethod

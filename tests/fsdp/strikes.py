@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from unicron_lightning.fsdp import folder
 from unicron_lightning.fsdp.gradients import ShardedGradients
 from unicron_lightning.fsdp.mesh import ShardGroup
 from unicron_lightning.fsdp.model import FsdpShard
@@ -37,6 +38,8 @@ PASS = ("validation", "evaluated")
 """Points of a validation."""
 CHECKPOINT = ("collect", "checkpoint")
 """Points of a checkpoint; the second one is on rank 0 only."""
+FOLDER = ("part",)
+"""Points of a checkpoint that is a folder: a worker's shard is written, the index is not."""
 ENTRY = ("exchange", "connect", "transfer", "join")
 """Points of the entry into an epoch."""
 
@@ -69,6 +72,7 @@ class Faults:
         _before(ShardedGradients, "_sum", lambda: self.point("reduction"))
         _before(FsdpShard, "finalize", lambda: self.point("norm"))
         _before(FsdpShard, "state", lambda: self.point("transfer"))
+        _after(folder, "write_part", lambda: self.point("part"))
         _before(FsdpShard, "load_state", lambda: self.point("transfer"))
         for name in (*COLLECTIVES, *REDUCE_SCATTERS, *COALESCED_REDUCE_SCATTERS):
             if "reduce_scatter" in name and hasattr(ShardGroup, name):
@@ -143,7 +147,7 @@ def _before(owner: type, name: str, point: Callable[[], None]) -> None:
     setattr(owner, name, wrapped)
 
 
-def _after(owner: type, name: str, point: Callable[[], None]) -> None:
+def _after(owner: Any, name: str, point: Callable[[], None]) -> None:
     method = getattr(owner, name)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:

@@ -91,6 +91,21 @@ class Trap:
         return os.mkdir, (str(self.path),)
 
 
+def test_counts_of_steps_become_counts_of_batches(tmp_path: Path) -> None:
+    current, total = ({"ready": n, "started": n, "processed": n, "completed": n - 1} for n in (5, 9))
+    progress = {"current": current, "total": total}
+    loops = {"fit_loop": {"epoch_loop.batch_progress": progress}}
+    torch.save({"state_dict": {}, "loops": loops, "unicron_logged": b"x"}, tmp_path / "steps.ckpt")
+    export_checkpoint(tmp_path / "steps.ckpt", tmp_path / "batches.ckpt", batches=3)
+    content = torch.load(tmp_path / "batches.ckpt", weights_only=True)
+    counts = content["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    current, total = ({"ready": n, "started": n, "processed": n, "completed": n - 1} for n in (15, 27))
+    assert counts == {"current": current, "total": total}
+    assert "unicron_logged" not in content
+    with pytest.raises(ConfigError, match="accumulate_grad_batches=0: expected 1 or more"):
+        export_checkpoint(tmp_path / "steps.ckpt", tmp_path / "more.ckpt", batches=0)
+
+
 def test_nothing_in_a_changed_checkpoint_is_run(tmp_path: Path) -> None:
     path, trap = tmp_path / "checkpoint", Trap(tmp_path / "run")
     alone(path)

@@ -78,6 +78,19 @@ def test_compiled_blocks_and_gradients_clipped_by_value(tmp_path: Path) -> None:
     check(tmp_path, settings, 4)
 
 
+@pytest.mark.chaos
+def test_a_slow_replica_gets_fewer_rows_until_a_death(tmp_path: Path) -> None:
+    """Shares by speed change the order of additions only; each epoch begins with equal ones."""
+    options = {"rebalance": True}
+    settings = {"steps": 24, "full": 4, "accumulation": 4, "drag": [1, 0.05], "options": options}
+    schedule = [die("backward", 0, 1, from_step=16, nth=3)]
+    with Cluster(tmp_path, script=SCRIPT, agents=5, nodes="2:4", schedule=schedule, settings=settings) as cluster:
+        cluster.wait_end(300)
+        shares = [event["shares"] for event in cluster.events("worker.rebalanced")]
+    assert shares and all(sum(share) == 8 and share[0] > share[1] > 0 for share in shares), shares
+    check(tmp_path, settings, 4)
+
+
 class Compare(pl.Callback):
     """Compares the parameters at the start of a run with a checkpoint's."""
 
@@ -100,15 +113,25 @@ def equal(values: dict[str, Any], expected: dict[str, Any], tolerance: float = 0
 
 
 def in_one_process(path: Path, saved: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Load a checkpoint, and resume it for a step."""
+    """Load a checkpoint, and resume it for a step of as many batches as one of both workers."""
+    batches = 2 * settings["accumulation"]
+    counted = path.with_name("counted.ckpt")
+    export_checkpoint(path, counted, batches=batches)
     loaded = Model.load_from_checkpoint(path, settings=settings, weights_only=True)
     equal(loaded.state_dict(), saved["state_dict"])
     check = Compare(saved)
     options: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
-    trainer = pl.Trainer(accelerator="cpu", max_steps=5, enable_model_summary=False, callbacks=[check], **options)
-    data = DataLoader(Text(64), batch_size=2)
-    trainer.fit(Model(settings), data, ckpt_path=path, weights_only=True)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_steps=5,
+        accumulate_grad_batches=batches,
+        enable_model_summary=False,
+        callbacks=[check],
+        **options,
+    )
+    trainer.fit(Model(settings), DataLoader(Text(64), batch_size=2), ckpt_path=counted, weights_only=True)
     assert (check.steps, trainer.global_step) == (4, 5)
+    assert trainer.fit_loop.epoch_loop.batch_progress.current.ready == 5 * batches
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of Lightning, in one process

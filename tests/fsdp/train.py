@@ -45,6 +45,7 @@ SETTINGS: dict[str, Any] = {
     "samples": 4096,
     "dropout": 0.0,
     "reference": "auto",  # strategy of the run without an agent; "unicron" has the same dropout
+    "drag": [0, 0.0],  # a replica, and additional seconds of its micro-batches
     "precision": None,  # of the trainer
     "dtype": "float64",  # Adam amplifies the rounding of gradients that are nearly zero
 }
@@ -117,6 +118,10 @@ class Model(pl.LightningModule):
             fully_shard(self.net, mesh=mesh)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        strategy: Any = self.trainer.strategy
+        place, seconds = self.settings["drag"]
+        if hasattr(strategy, "fabric") and strategy.fabric.place.replica == place:
+            time.sleep(seconds)
         loss = self._loss(batch)
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
         self.log("samples", float(len(batch[0])), on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)

@@ -114,6 +114,9 @@ def test_each_micro_batch_is_run_once() -> None:
         assert sorted(m for plan in plans for call in plan.calls for m in call) == list(range(12))
         assert all(plan.calls[0] == tuple(range(place, 12, 3)) for place, plan in enumerate(plans))
     assert plan_calls(range(12), 3, [None] * 2, None).calls == ()
+    fast, slow = (plan_calls(range(6), 2, [None] * 2, place, (4, 2)).calls for place in (0, 1))
+    assert (fast, slow) == (((0, 2, 4, 5),), ((1, 3),)), "by speed"
+    assert plan_calls(range(6), 3, [None] * 2, 0, (4, 2)) == plan_calls(range(6), 3, [None] * 2, 0), "one is missing"
 
 
 def test_what_a_lost_replica_has_done_is_dealt_out_and_summed_apart() -> None:

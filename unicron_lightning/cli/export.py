@@ -11,12 +11,19 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     export = commands.add_parser("export", help="write a checkpoint of unicron_fsdp to one file")
     export.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a file or folder of ModelCheckpoint's")
     export.add_argument("output", type=Path, metavar="OUTPUT", help="new file: *.safetensors (the model), or *.ckpt")
+    export.add_argument(
+        "--accumulate-grad-batches",
+        type=int,
+        default=1,
+        metavar="N",
+        help="of the Trainer that is to resume OUTPUT under a strategy of Lightning's own (default: %(default)s)",
+    )
     export.set_defaults(run=_export)
 
 
 def _export(options: argparse.Namespace) -> int:
     from unicron_lightning.fsdp.export import export_checkpoint  # imports torch
 
-    count = export_checkpoint(options.checkpoint, options.output)
+    count = export_checkpoint(options.checkpoint, options.output, batches=options.accumulate_grad_batches)
     print(f"{options.output}: {count} tensors of the model")
     return 0

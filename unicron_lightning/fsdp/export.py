@@ -15,31 +15,39 @@ from unicron_lightning.errors import ConfigError
 from unicron_lightning.fsdp import folder
 
 SAFETENSORS: Final = ".safetensors"
+OWN: Final = ("unicron_logged", "unicron_state")
+"""Keys of a checkpoint that this package's strategies add; see `strategies.state.join_state`."""
 FILES: Final = (".ckpt", ".pt", ".pth")
 
 
-def export_checkpoint(checkpoint: Path, output: Path) -> int:
+def export_checkpoint(checkpoint: Path, output: Path, *, batches: int = 1) -> int:
     """Write a checkpoint's content to one file; in one process, which holds it in memory.
 
     Args:
         checkpoint: a file of Lightning's, or a folder of `torch.distributed.checkpoint` with ``meta.pt``.
         output: ``*.safetensors``: the module's parameters and buffers. ``*.ckpt``, ``*.pt``, ``*.pth``: everything, as
             Lightning's file for one process.
+        batches: of a device, in a step of the trainer that is to resume the file (its ``accumulate_grad_batches``).
 
     Returns:
         Number of the module's tensors.
 
     Raises:
-        ConfigError: the checkpoint cannot be read, ``output`` exists or has another suffix, or safetensors is missing.
+        ConfigError: the checkpoint cannot be read, ``output`` exists or has another suffix, safetensors is missing, or
+            ``batches`` is below 1.
     """
     if output.suffix not in (SAFETENSORS, *FILES):
         raise ConfigError(f"{str(output)!r}: expected a name that ends with {SAFETENSORS}, {', '.join(FILES)}")
+    if batches < 1:
+        raise ConfigError(f"accumulate_grad_batches={batches}: expected 1 or more")
     if output.exists():
         raise ConfigError(f"{str(output)!r} exists; expected a new file")
     is_model = output.suffix == SAFETENSORS
     write = _safetensors_writer() if is_model else torch.save
     content = _folder(checkpoint, model_only=is_model) if checkpoint.is_dir() else _file(checkpoint)
     state: dict[str, Any] = content["state_dict"]
+    if batches > 1:
+        _count_batches(content, batches)
     unfinished = output.with_name(f"{output.name}.{uuid.uuid4().hex[:8]}.unfinished")
     try:
         write(_apart(state) if is_model else content, unfinished)
@@ -91,6 +99,22 @@ def _numbered(state: dict[str, Any]) -> dict[str, Any]:
         "state": {numbers[name]: values for name, values in state.get("state", {}).items()},
         "param_groups": [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups],
     }
+
+
+def _count_batches(content: dict[str, Any], batches: int) -> None:
+    """Turn counts of steps into counts of a device's batches, as Lightning's own strategies have them.
+
+    Without this package's keys the file is one of another strategy, which this package's strategies resume, too.
+    """
+    for key in OWN:
+        content.pop(key, None)
+    progress = content.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress")
+    if progress is None:
+        return
+    for counts in (progress["current"], progress["total"]):
+        open_batches = counts["processed"] - counts["completed"]  # one, if its hooks wrote the checkpoint
+        counts |= {name: count * batches for name, count in counts.items()}
+        counts["completed"] = counts["processed"] - open_batches
 
 
 def _safetensors_writer() -> Callable[[dict[str, Tensor], Path], None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 import torch
@@ -11,6 +11,7 @@ from unicron_lightning.replica.channels import Channels
 from unicron_lightning.replica.fabric import FabricShape, ReplicaFabric
 from unicron_lightning.replica.model import ReplicaModel
 from unicron_lightning.replica.start import InitialState, transfer
+from unicron_lightning.worker.balance import deal
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.ledger import share
 
@@ -79,11 +80,13 @@ class ReplicaMember(Generic[_Shape, _Model]):
         if model.keeper is not None and place is not None and place.built and engine.world.epoch > 0:
             model.keeper.enter(engine, channels, place.layout.newest)
 
-    def share(self, micro_batches: range) -> list[int]:
-        """The micro-batches of this worker's replica."""
+    def share(self, micro_batches: range, counts: Sequence[int] | None = None) -> list[int]:
+        """The micro-batches of this worker's replica, of ``counts`` for each, if all declared ones are there."""
         place = self.fabric.place
         if place is None or place.replica is None:
             return []
+        if counts is not None and len(place.layout.replicas) == self.fabric.shape.replicas:
+            return deal(micro_batches, counts)[place.replica]
         return share(micro_batches, place.replica, len(place.layout.replicas))
 
     def update(self) -> None:

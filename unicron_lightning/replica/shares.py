@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from unicron_lightning.worker.balance import deal
 from unicron_lightning.worker.ledger import share
 
 
@@ -57,6 +58,7 @@ def plan_calls(
     declared: int,
     replicas: Sequence[Sequence[CallReport | None] | None],
     place: int | None,
+    counts: Sequence[int] | None = None,
 ) -> CallPlan:
     """Plan the rest of a step.
 
@@ -65,6 +67,8 @@ def plan_calls(
         declared: number of replicas without failures.
         replicas: for each replica its workers' reports, by shard; None for a replica without progress.
         place: the replica to plan for; None for a spare.
+        counts: micro-batches of each replica in a step that none has begun, if all declared ones are there; None:
+            distributed round-robin.
     """
     kept = [0 if reports is None else kept_calls(reports) for reports in replicas]
     finished: set[int] = set()
@@ -75,7 +79,9 @@ def plan_calls(
     if place is None:
         return CallPlan(kept=0, calls=(), lost=tuple(lost))
     world = len(replicas)
-    if not finished:
+    if not finished and counts is not None and world == declared:
+        calls = [deal(micro_batches, counts)[place]]
+    elif not finished:
         shares = [share(micro_batches, number, declared) for number in range(declared)]
         rest = sorted(m for missing in shares[world:] for m in missing)
         calls = [shares[place] if place < declared else [], share(rest, place, world)]

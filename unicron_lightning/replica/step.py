@@ -24,6 +24,7 @@ import torch
 from unicron_lightning.replica.fabric import ReplicaFabric, run_released
 from unicron_lightning.replica.model import ReplicaModel
 from unicron_lightning.replica.shares import CallPlan, CallReport, plan_calls
+from unicron_lightning.worker.balance import Balance
 from unicron_lightning.worker.commit import Sums, adopt_commit, commit
 from unicron_lightning.worker.engine import Engine, Report
 
@@ -51,6 +52,7 @@ class ReplicaStep(Generic[_Sums]):
         fabric: provides its place, and receives its progress.
         call: runs forward and backward of some micro-batches with the partners.
         sums: makes the other sums, from the micro-batches finished here.
+        balance: the replicas' shares by speed; None: equal ones.
     """
 
     name = "step"
@@ -62,6 +64,7 @@ class ReplicaStep(Generic[_Sums]):
         fabric: ReplicaFabric[Any],
         call: Call,
         sums: Callable[[Sequence[int]], _Sums],
+        balance: Balance | None = None,
     ) -> None:
         self.micro_batches = list(micro_batches)
         self.recomputed: list[int] = []
@@ -71,6 +74,7 @@ class ReplicaStep(Generic[_Sums]):
         self._fabric = fabric
         self._call = call
         self._make_sums = sums
+        self._balance = balance
         self._calls: list[tuple[int, ...]] = []
         self._began = 0
         self._device = model.device
@@ -86,7 +90,8 @@ class ReplicaStep(Generic[_Sums]):
             [_parse(reports[member]) for member in replica.members] if replica.continues else None
             for replica in place.layout.replicas
         ]
-        self._plan = plan_calls(self.micro_batches, self._fabric.shape.replicas, replicas, place.replica)
+        counts = None if self._balance is None else self._balance.counts(len(self.micro_batches))
+        self._plan = plan_calls(self.micro_batches, self._fabric.shape.replicas, replicas, place.replica, counts)
         self._attempts += 1
         if self._attempts > 1:
             self.recomputed = list(self._plan.lost)
@@ -113,8 +118,15 @@ class ReplicaStep(Generic[_Sums]):
             fabric.phase = "idle"  # it may have been ready in an attempt that was lost completely
         self.sums = self._make_sums([m for call in self._calls for m in call])
         speaks = fabric.place.rank == fabric.place.layout.replicas[0].members[0]
-        committed = commit(engine, self.sums, [self._model.grad_norm if speaks else 0.0])
-        self.grad_norm = float(committed.ballots.sum())
+        activity = engine.activity
+        activity.enter("commit")
+        busy = activity.busy() / activity.micro_batches if activity.micro_batches else 0.0
+        committed = commit(engine, self.sums, [self._model.grad_norm if speaks else 0.0, busy])
+        norms, times = committed.ballots.T.tolist()
+        self.grad_norm = sum(norms)
+        if self._balance is not None:  # partners wait for each other in every micro-batch
+            replicas = fabric.place.layout.replicas
+            self._balance.take([max(times[member] for member in replica.members) for replica in replicas])
         return committed.encode()
 
     def suspend(self) -> None:
@@ -127,7 +139,7 @@ class ReplicaStep(Generic[_Sums]):
     def adopt(self, result: bytes) -> None:
         # A peer has committed, so this worker was in the commit: only the result is missing.
         assert self._engine is not None and self.sums is not None
-        (self.grad_norm,) = adopt_commit(self._engine, self.sums, result)
+        self.grad_norm, _ = adopt_commit(self._engine, self.sums, result)
 
     def _compute(self, engine: Engine, plan: CallPlan) -> None:
         fabric, model = self._fabric, self._model
@@ -142,6 +154,7 @@ class ReplicaStep(Generic[_Sums]):
                 run_released(partial(self._call, call, last=len(plan.calls) == 1))
             fabric.arrive(self._device)
             self._calls.append(call)
+        engine.activity.enter("reduce")
         fabric.phase = "reducing"
         engine.check()
         engine.fault("reduce", engine.step)
