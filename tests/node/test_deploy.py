@@ -47,6 +47,25 @@ def test_manifests_refer_to_each_other() -> None:
     assert all("secretName: unicron\n" in texts[name] for name in ("agent.yaml", "coordinator.yaml"))
 
 
+def test_network_policies_select_pods_that_exist() -> None:
+    everything = [document for path in MANIFESTS for document in documents(path)]
+    pods = {
+        each["spec"]["template"]["metadata"]["labels"]["app"]
+        for each in everything
+        if "template" in each.get("spec", {})
+    }
+    policies = [document for document in everything if document["kind"] == "NetworkPolicy"]
+    selected = {each["spec"]["podSelector"]["matchLabels"]["app"] for each in policies}
+    assert selected == pods == {"unicron-agent", "unicron-coordinator"}
+    named = {
+        peer["podSelector"]["matchLabels"].get("app")
+        for each in policies
+        for rule in each["spec"]["ingress"]
+        for peer in rule["from"]
+    }
+    assert named - {None} <= pods
+
+
 @pytest.mark.parametrize("path", sorted(DEPLOY.rglob("*.sbatch")), ids=lambda path: path.name)
 def test_batch_scripts_are_well_formed(path: Path) -> None:
     subprocess.run(["bash", "-n", str(path)], check=True, timeout=20)
