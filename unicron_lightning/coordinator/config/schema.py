@@ -7,8 +7,9 @@ Not frozen: Hydra cannot override values of a frozen schema.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Final
 
 from unicron_lightning.coordinator.config.health import (
     HealthConfig,
@@ -23,6 +24,8 @@ from unicron_lightning.errors import ConfigError
 from unicron_lightning.jobs import Job, JobFields
 from unicron_lightning.tls import AUTO
 from unicron_lightning.wire import WatchLimits
+
+_EVENT: Final = re.compile(r"[a-z_]+(\.[a-z_]+)*")
 
 
 @dataclass(kw_only=True)
@@ -55,6 +58,14 @@ class ProcessConfig:
     """Idle seconds allowed before the first agent registers: starting torchrun takes seconds on a busy machine."""
     allow_injection: bool = False
     """Whether `unicron inject` may inject faults."""
+    hook: list[str] = field(default_factory=list)
+    """Command that is run for events, with the event as JSON on its standard input; empty: none."""
+    hook_events: list[str] = field(
+        default_factory=lambda: ["task_over", "incident_closed", "node_lost", "node_cordoned", "task_degraded"]
+    )
+    """Names of the events for which it is run."""
+    hook_seconds: float = 30.0
+    """Time after which the command is killed."""
     max_message_bytes: int = 16 * 1024 * 1024
     """Size limit of a message; a larger one ends its connection."""
 
@@ -65,7 +76,11 @@ class ProcessConfig:
             raise ConfigError("coordinator.host is empty: expected an address or a host name")
         if self.tls_key is not None and self.tls in (None, AUTO):
             raise ConfigError(f"coordinator.tls_key={self.tls_key}: expected the certificate in coordinator.tls too")
-        check_positive("coordinator", max_message_bytes=self.max_message_bytes)
+        if self.hook and not self.hook[0]:
+            raise ConfigError(f"coordinator.hook={self.hook}: expected a program and its arguments")
+        if not all(_EVENT.fullmatch(name) for name in self.hook_events):
+            raise ConfigError(f"coordinator.hook_events={self.hook_events}: expected names such as task_over")
+        check_positive("coordinator", max_message_bytes=self.max_message_bytes, hook_seconds=self.hook_seconds)
         check_not_negative("coordinator", idle_linger=self.idle_linger, startup_linger=self.startup_linger)
 
 

@@ -40,6 +40,7 @@ from unicron_lightning.coordinator.server.api import Api
 from unicron_lightning.coordinator.server.dashboard import Dashboard
 from unicron_lightning.coordinator.server.encryption import encryption_of
 from unicron_lightning.coordinator.server.guard import Guard
+from unicron_lightning.coordinator.server.hook import Hook
 from unicron_lightning.coordinator.server.hosts import misplaced
 from unicron_lightning.coordinator.server.listening import TlsDoor, bind, resolve
 from unicron_lightning.coordinator.server.liveness import ANSWER, Liveness
@@ -122,6 +123,8 @@ class Server:
         self._hosts: dict[int, str] = {}
         self._node_orders = NodeOrders()
         self.started_at = time.time()
+        own = config.coordinator
+        self._hook = Hook(own.hook, own.hook_events, own.hook_seconds)
         self._scrape = Scrape(lambda: self.machine, self.now, self._process)
         self._dashboard = Dashboard(
             lambda: self.machine, self._scrape.meters, self.about, self._guard.visitors, secure=certificate is not None
@@ -177,6 +180,7 @@ class Server:
             if self._door is not None:
                 await self._door.close()
             await runner.cleanup()
+            await self._hook.close()
             await self._presence.close()
             await loop.run_in_executor(None, self._planning.close)
             if not self._failed and all(task.over is not None for task in self.machine.tasks.values()):
@@ -289,6 +293,8 @@ class Server:
                 case ev.Close(conn=conn, reason=reason):
                     if conn in self._sessions:
                         self._sessions[conn].finish(reason)
+                case ev.Emit():
+                    self._hook.note(action)
                 case ev.RequestPlan(question=question):
                     self._ask(question)
                 case ev.Strike(signal=number):
