@@ -226,7 +226,7 @@ def test_the_configuration_can_be_shown():
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("coordinator.prot=1", "coordinator.prot: unknown key; known are allow_injection, exit_when_idle, host, "),
+        ("coordinator.prot=1", "coordinator.prot: unknown key; known are allow_injection, exit_when_idle, hook, "),
         ("coordinator.port=many", "could not be converted to Integer"),
         ("coordinator.port=70000", "coordinator.port=70000: expected 0..65535"),
         ("detection.join_grace=-1", "detection.join_grace=-1.0: expected a number >= 0"),

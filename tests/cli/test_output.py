@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from unicron_lightning.cli import main
-from unicron_lightning.cli.output import all_visible, visible
+from unicron_lightning.cli.incidents import PHASES, _print_table
+from unicron_lightning.cli.inspection import _task_table
+from unicron_lightning.cli.jobs import print_jobs
+from unicron_lightning.cli.output import all_visible, console, visible
+from unicron_lightning.cli.top import Speeds, picture
 
 EVIL = "[red]\x1b]0;owned\x07\u202e\n:smile:[/nothing]\x9b31m"
 SHOWN = "[red]\\x1b]0;owned\\x07\\u202e\\n:smile:[/nothing]\\x9b31m"
@@ -47,7 +53,7 @@ STATUS = {
 }  # fmt: skip
 JOB = {"name": EVIL, "state": "failed", "reason": EVIL, "managed": True, "submitted_at": 1.0, "ended_at": 1.0}
 COSTS = {"seconds": 1.0, "worker_seconds": 1.0, "waf_seconds": None}
-PHASES = {"detection": COSTS, "transition": COSTS, "sub_healthy": COSTS}
+COSTS_BY_PHASE = {"detection": COSTS, "transition": COSTS, "sub_healthy": COSTS}
 BILL = {
     "task": EVIL,
     "incident": EVIL,
@@ -62,12 +68,12 @@ BILL = {
     "workers_before": 1,
     "weight": 1.0,
     "flops_per_step": None,
-    "phases": PHASES,
+    "phases": COSTS_BY_PHASE,
 }
 ANSWERS: dict[str, Any] = {
     "/v1/status": STATUS,
     "/v1/jobs": [JOB],
-    "/v1/incidents": {"incidents": [BILL], "totals": {"incidents": 1, "unknown_waf": 0, "phases": PHASES}},
+    "/v1/incidents": {"incidents": [BILL], "totals": {"incidents": 1, "unknown_waf": 0, "phases": COSTS_BY_PHASE}},
     "/v1/events": [{"seq": 1, "at": 1.0, "name": EVIL, "task": EVIL, "incident": EVIL, "fields": {EVIL: EVIL}}],
 }
 
@@ -126,3 +132,50 @@ def test_visible_text_is_left_as_it_is() -> None:
     assert visible("a\nb", lines=True) == "a\nb"
     assert visible("\ud800") == "\\ud800"
     assert all_visible({"a\x1b": ["\r", 1, None]}) == {"a\\x1b": ["\\r", 1, None]}
+
+
+def test_tables_fit_80_columns_and_cut_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    node, name = "gpu-node-000.cluster.example", "sweep-of-a-long-name-1a2b3c-1234"
+    worker = f"{node}-1a2b3c4d/0#1"
+    job = {"name": name, "state": "cancelled", "reason": "needs 4 nodes, 3 slots are usable", "managed": False,
+           "submitted_at": 1.0, "ended_at": None}  # fmt: skip
+    cost = {"seconds": 12345.67, "worker_seconds": 76543.21, "waf_seconds": 1.23e15}
+    bill = {"task": name, "incident": "i12", "outcome": "recovered", "cause": "worker_died: signal 9", "fault_at": 1.0,
+            "phases": dict.fromkeys(PHASES, cost)}  # fmt: skip
+    task = {**TASK, "members": [{**MEMBER, "worker": worker, "node": node}], "candidates": [], "stragglers": {},
+            "agents": [], "last_failure": None, "checkpoint": None, "progress": {"step": 1234567}}  # fmt: skip
+    status = {**STATUS, "tasks": {name: task}, "drained": [], "waiting": {}, "staying": {}, "lost": {},
+              "nodes": {node: {"connected": True, "drained": False, "host": node,
+                               "slots": {"0-3": {"assigned": name, "agents": [name]}}}}}  # fmt: skip
+    print_jobs([job])
+    totals = {"incidents": 1, "unknown_waf": 0, "phases": dict.fromkeys(PHASES, cost)}
+    _print_table({"incidents": [bill], "totals": totals})
+    console().print(_task_table(name, task))
+    console().print(picture(all_visible(status), Speeds(), None))
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    for word in ("cancelled", "torchrun", "12345.67", "76543.21", "1.23e+15", "recovered", "member", "1234567", "0-3"):
+        assert word in text, f"in one piece: {word}"
+
+
+def test_bash_completes_commands_options_and_files(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    pytest.importorskip("shtab")
+    with pytest.raises(SystemExit):
+        main(["completion", "bash"])
+    script = tmp_path / "completion.sh"
+    script.write_text(capsys.readouterr().out)
+    (tmp_path / "job.yaml").touch()
+
+    def completed(*words: str) -> list[str]:
+        line = " ".join(f"'{word}'" for word in words)
+        code = f"source {script}; COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; "
+        code += "_shtab_unicron; echo ${COMPREPLY[@]}"
+        ended = subprocess.run(["bash", "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True)
+        return ended.stdout.split()
+
+    assert completed("unicron", "su") == ["submit"]
+    assert completed("unicron", "submit", "--arr") == ["--array"]
+    assert "job.yaml" in completed("unicron", "submit", "jo")
+    assert completed("unicron", "completion", "z") == ["zsh"]

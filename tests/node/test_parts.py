@@ -22,7 +22,7 @@ from unicron_lightning.jobs import Job, problem
 from unicron_lightning.node.command import activated, hand_token, torchrun_command, torchrun_environment
 from unicron_lightning.node.daemon import Daemon
 from unicron_lightning.node.logs import LogPipe, RotatingFile
-from unicron_lightning.node.options import NodeOptions, make_options
+from unicron_lightning.node.options import NodeOptions, known_logs, make_options, remember_logs
 from unicron_lightning.node.process import CANT_START
 from unicron_lightning.node.reconcile import GIVEN_UP_SECONDS, KILLED_SECONDS, AgentState, DueSteps, Key, steps
 from unicron_lightning.node.slots import Slot, slots_of, visible_devices
@@ -260,6 +260,17 @@ def test_a_job_file_is_read(tmp_path: Path) -> None:
     file.write_text("command: [x]\n")
     assert read_job(file, []).folder == str(Path.cwd()), "the submitter's"
     assert read_job(file, ["folder=null"]).folder is None, "the daemon's"
+
+
+def test_the_folders_of_logs_are_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    default = tmp_path / f"unicron-{os.getuid()}" / "logs"
+    assert known_logs() == [default]
+    for folder in ("/a/b", "/c", "/a/b"):
+        remember_logs(Path(folder))
+    assert known_logs() == [default, Path("/a/b"), Path("/c")]
+    (tmp_path / f"unicron-{os.getuid()}" / "log-folders").write_bytes(b"\xff")
+    assert known_logs() == [default]
 
 
 def test_an_array_is_a_job_for_each_index() -> None:

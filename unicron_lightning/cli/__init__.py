@@ -20,6 +20,7 @@
     unicron certs DIR [--host HOST]            make a CA, and certificates that it signs
     unicron export CHECKPOINT OUTPUT           write a checkpoint of unicron_fsdp to one file
     unicron plan FILE [--what-if EVENT NAME]   compute the best allocation of workers to tasks, without a coordinator
+    unicron completion SHELL                   print the completion of these commands for bash, zsh or tcsh
 
 The coordinator's address is --endpoint, else the environment variable UNICRON_ENDPOINT, else 127.0.0.1:29461.
 
@@ -52,6 +53,9 @@ from unicron_lightning.cli.output import visible
 from unicron_lightning.cli.plan.command import add_parser as add_plan_parser
 from unicron_lightning.cli.report import command as report
 from unicron_lightning.errors import UnicronError
+
+_PATHS = ("DIR", "FILE", "PATH", "SCRIPT")
+"""Placeholders of arguments that shells complete with names of files."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -100,4 +104,20 @@ def _parser() -> argparse.ArgumentParser:
     for group in groups:
         group.add_parsers(commands)
     add_plan_parser(commands)
+    shell = commands.add_parser("completion", help="print the completion of this command for a shell")
+    shell.add_argument("shell", choices=("bash", "zsh", "tcsh"), help='for bash: eval "$(unicron completion bash)"')
+    shell.set_defaults(run=_completion)
     return parser
+
+
+def _completion(options: argparse.Namespace) -> int:
+    import shtab
+
+    parser = _parser()
+    commands = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    for command in commands.choices.values():
+        for action in command._actions:
+            if action.metavar in _PATHS:
+                action.complete = shtab.DIRECTORY if action.metavar == "DIR" else shtab.FILE
+    print(shtab.complete(parser, shell=options.shell))
+    return 0

@@ -10,7 +10,7 @@ import time
 from typing import Any, Final
 
 from unicron_lightning.cli.client import connecting
-from unicron_lightning.cli.output import all_visible, console
+from unicron_lightning.cli.output import all_visible, console, table
 from unicron_lightning.cli.stored import ask
 from unicron_lightning.coordinator.incidents.record import PHASES, PhaseCost
 
@@ -52,23 +52,22 @@ def _print_csv(bills: list[dict[str, Any]]) -> None:
 
 
 def _print_table(answer: dict[str, Any]) -> None:
-    from rich.table import Table
-
-    table = Table(title="seconds / weighted worker-seconds lost / WAF-seconds (FLOP) lost", title_justify="left")
-    for column in ("task", "incident", "at", "cause", "detection", "transition", "sub-healthy", "end"):
-        table.add_column(column)
+    title = "seconds / weighted worker-seconds lost / WAF-seconds (FLOP) lost"
+    phases = ("detection", "transition", "sub-healthy")
+    shown = table("task", "at", "cause", *phases, "end", right=phases, title=title, title_justify="left")
+    shown.columns[-1].no_wrap = True
     for bill in answer["incidents"]:
         at = time.strftime("%m-%d %H:%M:%S", time.localtime(bill["fault_at"]))
         costs = [_cost(bill["phases"][phase]) for phase in PHASES]
-        table.add_row(*(bill["task"], bill["incident"], at, bill["cause"]), *costs, bill["outcome"] or "open")
+        shown.add_row(f"{bill['task']}\n{bill['incident']}", at, bill["cause"], *costs, bill["outcome"] or "open")
+        shown.add_section()
     sums = answer["totals"]
-    table.add_section()
-    table.add_row("all", str(sums["incidents"]), "", "", *(_cost(sums["phases"][phase]) for phase in PHASES), "")
+    shown.add_row(f"all {sums['incidents']}", "", "", *(_cost(sums["phases"][phase]) for phase in PHASES), "")
     if sums["unknown_waf"]:
-        table.caption = f"{sums['unknown_waf']} without WAF-seconds: their FLOPs per step, or their pace, is not known"
-    console().print(table)
+        shown.caption = f"{sums['unknown_waf']} without WAF-seconds: their FLOPs per step, or their pace, is not known"
+    console().print(shown)
 
 
 def _cost(phase: dict[str, float | None]) -> str:
     waf = phase["waf_seconds"]
-    return f"{phase['seconds']:.2f} / {phase['worker_seconds']:.2f} / {'?' if waf is None else f'{waf:.3g}'}"
+    return f"{phase['seconds']:.2f}\n{phase['worker_seconds']:.2f}\n{'?' if waf is None else f'{waf:.3g}'}"

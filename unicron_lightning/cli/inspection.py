@@ -9,7 +9,7 @@ from typing import Any
 
 from unicron_lightning.cli.client import access_of, connecting, fetch
 from unicron_lightning.cli.jobs import print_jobs
-from unicron_lightning.cli.output import all_visible, console
+from unicron_lightning.cli.output import all_visible, console, table
 from unicron_lightning.cli.stored import ask, stored
 from unicron_lightning.errors import CoordinatorUnavailable, UnicronError
 
@@ -74,10 +74,10 @@ def _layout(layout: dict[str, int]) -> str:
 
 
 def _task_table(task_id: str, task: dict[str, Any]) -> Any:
-    from rich.table import Table
-
     nodes = f"{task['min_nodes']}:{task['max_nodes']} nodes" + (f", {task['target']} wanted" if task["target"] else "")
     title = f"{task_id}  {task['state']}  epoch {task['epoch']}  life {task['life']}  {nodes}"
+    if task["progress"] is not None:
+        title += f"  step {task['progress']['step']}"
     caption = f"incidents {task['incidents']}, restarts {task['restarts']}"
     if (layout := task.get("layout")) is not None:
         caption += f", {_layout(layout)}"
@@ -89,23 +89,21 @@ def _task_table(task_id: str, task: dict[str, Any]) -> Any:
         caption += f", checkpoint of step {task['checkpoint']['step']}: {task['checkpoint']['path']}"
     if (failure := task.get("last_failure")) is not None:
         caption += f"\nlast failure: {failure['worker'] or failure['node']}: {failure['cause']}"
-    table = Table(title=title, caption=caption, min_width=len(title), title_justify="left", caption_justify="left")
-    for column in ("rank", "worker", "node", "state", "step"):
-        table.add_column(column, justify="right" if column in ("rank", "step") else "left")
+    columns, left = ("rank", "worker", "node", "state"), {"title_justify": "left", "caption_justify": "left"}
+    shown = table(*columns, right=("rank",), title=title, caption=caption, min_width=len(title), **left)
     for member in task["members"]:
         state = "member" if member["alive"] else "finished" if member["finished"] else "dead"
         if member["worker"] in task["stragglers"]:
             state += f", straggler ({task['stragglers'][member['worker']]}x)"
-        step = "" if member["step"] is None else str(member["step"])
-        table.add_row(str(member["rank"]), member["worker"], member["node"], state + _part(member), step)
+        shown.add_row(str(member["rank"]), member["worker"], member["node"], state + _part(member))
     for state in ("candidates", "starting"):
         for worker in task[state]:
-            table.add_row("", worker["worker"], "", state.rstrip("s"), "")
+            shown.add_row("", worker["worker"], "", state.rstrip("s"))
     for agent in task["agents"]:
         # An agent whose workers are shown needs no line of its own.
         if agent["slot"] != "granted" or not agent["connected"] or not task["members"]:
-            table.add_row("", agent["agent"], agent["node"], _agent_state(agent), "")
-    return table
+            shown.add_row("", agent["agent"], agent["node"], _agent_state(agent))
+    return shown
 
 
 def _part(member: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from unicron_lightning.cli.client import access_of, connecting, fetch, quoted
-from unicron_lightning.cli.output import all_visible, console, visible
+from unicron_lightning.cli.output import all_visible, console, table, visible
 from unicron_lightning.cli.stored import ask
 from unicron_lightning.errors import ConfigError, CoordinatorUnavailable
 
@@ -86,13 +86,9 @@ def _jobs(options: argparse.Namespace) -> int:
 
 def print_jobs(jobs: list[dict[str, Any]]) -> None:
     """Print a table of jobs, as answered for /v1/jobs."""
-    from rich.table import Table
-
-    table = Table()
-    for column in ("task", "state", "since", "started by", "reason"):
-        table.add_column(column)
+    shown = table("task", "state", "since", "by", "reason")
     for job in all_visible(jobs):
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(job["ended_at"] or job["submitted_at"]))
-        by = "unicron submit" if job["managed"] else "torchrun"
-        table.add_row(job["name"], job["state"], since, by, job["reason"] or "")
-    console().print(table if jobs else "no jobs")
+        since = time.strftime("%m-%d %H:%M:%S", time.localtime(job["ended_at"] or job["submitted_at"]))
+        by = "submit" if job["managed"] else "torchrun"
+        shown.add_row(job["name"], job["state"], since, by, job["reason"] or "")
+    console().print(shown if jobs else "no jobs")

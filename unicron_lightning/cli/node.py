@@ -67,15 +67,17 @@ def _agent(options: argparse.Namespace) -> int:
 
 
 def _logs(options: argparse.Namespace) -> int:
-    from unicron_lightning.node.options import default_logs
+    from unicron_lightning.node.options import known_logs
 
-    folder = (Path(options.logs).absolute() if options.logs else default_logs()) / options.task
+    folders = [Path(options.logs).absolute()] if options.logs else known_logs()
     pattern = f"{options.node or '*'}/{options.slot or '*'}/*.log"
     if options.rank is not None:
         place, local_rank = _where(options)
         pattern = f"{place}/rank{local_rank}.log"
-    if not any(folder.glob(pattern)):
-        raise ConfigError(f"no logs {folder}/{pattern} on this machine: expected --logs as given to its unicron agent")
+    folder = next((logs / options.task for logs in folders if any((logs / options.task).glob(pattern))), None)
+    if folder is None:
+        looked = ", ".join(f"{logs / options.task}/{pattern}" for logs in folders)
+        raise ConfigError(f"no logs {looked} on this machine: expected --logs as given to its unicron agent")
     tails: dict[Path, Tail] = {}
     try:
         last = None

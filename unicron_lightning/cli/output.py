@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 
 def visible(text: str, *, lines: bool = False) -> str:
@@ -35,6 +36,26 @@ def console() -> Console:
     from rich.console import Console
 
     return Console(markup=False, emoji=False)
+
+
+def table(*columns: str, right: tuple[str, ...] = (), **settings: Any) -> Table:
+    """Return a table with these columns, which fits 80 columns: a long word is continued on the next line.
+
+    Args:
+        columns: the headings.
+        right: those of columns of numbers.
+        settings: further arguments of rich's `Table`.
+    """
+    from rich import box
+    from rich.table import Table
+
+    made = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), **settings)
+    for column in columns:
+        if column in right:
+            made.add_column(column, justify="right", no_wrap=True)
+        else:
+            made.add_column(column, overflow="fold")
+    return made
 
 
 def _escaped(character: str) -> str:

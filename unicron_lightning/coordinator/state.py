@@ -189,6 +189,8 @@ class Task(msgspec.Struct, kw_only=True):
     watch: WatchRecord = msgspec.field(default_factory=WatchRecord)
     probing: ProbeState = msgspec.field(default_factory=ProbeState)
     """Probes between nodes, and nodes that were left out."""
+    committed: int = 0
+    """Step of the newest commit of this life that any worker has reported; its death does not lower the number."""
     incident: str | None = None
     incidents: int = 0
     restarts: int = 0

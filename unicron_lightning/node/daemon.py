@@ -18,7 +18,7 @@ from typing import Final
 from unicron_lightning import wire
 from unicron_lightning.errors import SessionRefused
 from unicron_lightning.node.link import NodeLink
-from unicron_lightning.node.options import NodeOptions
+from unicron_lightning.node.options import NodeOptions, remember_logs
 from unicron_lightning.node.process import AgentProcess
 from unicron_lightning.node.reconcile import Key, key_of, steps
 from unicron_lightning.wire.daemon import Launch, NodeHello, NodeReport, NodeRun, NodeTask
@@ -59,6 +59,7 @@ class Daemon:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._asked_to_end)
         slots = [slot.label for slot in self._options.slots]
+        remember_logs(self._options.logs)
         logger.info("daemon_started node=%s slots=%s logs=%s", self._options.node, slots, self._options.logs)
         link = asyncio.create_task(self._link.run())
         ending = asyncio.create_task(self._ending.wait())

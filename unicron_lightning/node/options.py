@@ -13,11 +13,13 @@ from unicron_lightning.agent.options import parse_endpoint
 from unicron_lightning.credentials import Token, is_loopback, token_for
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.node.slots import Slot, slots_of, visible_devices
-from unicron_lightning.private_files import user_path
+from unicron_lightning.private_files import make_private, open_private, user_path
 from unicron_lightning.tls import Trust, trust_for
 
 _NODE: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _MEGABYTE: Final = 1 << 20
+_LOG_FOLDERS: Final = "log-folders"
+"""File of the user's folder with a path a line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +126,23 @@ def _for_torchrun(trust: Trust, tls: str | None, *, plaintext: bool) -> dict[str
 def default_logs() -> Path:
     """Return the default folder of logs."""
     return user_path() / "logs"
+
+
+def remember_logs(logs: Path) -> None:
+    """Record that a daemon of this user writes its logs into this folder, for `known_logs`."""
+    if logs not in known_logs():
+        with open(make_private(user_path()) / _LOG_FOLDERS, "a", encoding="utf-8", opener=open_private) as file:
+            file.write(f"{logs}\n")
+
+
+def known_logs() -> list[Path]:
+    """Return the folders into which this user's daemons on this machine have written logs, the default one first."""
+    try:
+        with open(user_path() / _LOG_FOLDERS, encoding="utf-8", opener=open_private) as file:
+            recorded = [Path(line) for line in file.read().splitlines()]
+    except (OSError, UnicodeDecodeError):
+        recorded = []
+    return [default_logs(), *(path for path in dict.fromkeys(recorded) if path.is_absolute())]
 
 
 def log_folder(logs: Path, task: str, node: str, slot: str) -> Path:

@@ -7,6 +7,7 @@ from coordinator.driver import World, members, running, settle
 from coordinator.fake_agent import FakeAgent
 
 from unicron_lightning import wire
+from unicron_lightning.coordinator.server.status import task_status
 
 
 def test_joiners_of_an_unsettled_join_become_candidates_again_when_a_member_dies():
@@ -140,10 +141,17 @@ def test_when_no_member_survives_a_new_life_begins_from_the_newest_checkpoint():
     a.say(wire.Record(key="k", value="1"))
     a.saved("/ckpt/5", 5)
     b.saved("/ckpt/4", 4)
+    a.say(wire.Progress(worker=a.worker(), step=7, metrics={}))
+    b.say(wire.Progress(worker=b.worker(), step=6, metrics={}))
     a.drop()
+    world.advance(1)
+    assert task_status(world.task())["progress"]["step"] == 7, (
+        "the death of the worker that reported it changes nothing"
+    )
     b.drop()
     world.advance(1)
     assert world.event("task_restarts").fields == {"life": 2, "path": "/ckpt/5", "step": 5}
+    assert world.task().committed == 0
     assert candidate.last(wire.Fence).worker == "c/0#1"
     candidate.die()
     candidate.rendezvous().launch()

@@ -400,7 +400,7 @@ def _new_life(task: Task, turn: Turn) -> None:
     task.established = []
     task.replicas, task.replicas_of, task.layouts.spread = [], 0, None
     task.records = {}
-    task.comm_error_epoch = 0
+    task.comm_error_epoch = task.committed = 0
     saved = task.checkpoint
     path, step = (saved.path, saved.step) if saved else (None, None)
     turn.log(task, LifeBegun(life=task.life, path=path, step=step))

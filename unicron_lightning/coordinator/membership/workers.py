@@ -92,6 +92,7 @@ def receive(task: Task, turn: Turn, agent: Agent, message: Handled) -> None:
         case wire.Progress():
             # not saved: sent every second and only displayed
             worker.step = message.step
+            task.committed = max(task.committed, message.step)
             worker.metrics = message.metrics
             worker.pace = message.pace
             slowness.progressed(task, turn, worker.id)
@@ -147,6 +148,7 @@ def ready(task: Task, turn: Turn, worker: Worker, message: wire.WorkerReady) -> 
         worker.state = message.state
         step = message.state.get("step")
         worker.step = step if isinstance(step, int) else worker.step
+        task.committed = max(task.committed, worker.step)
 
 
 def worker_died(task: Task, turn: Turn, agent: Agent, message: wire.WorkerDied) -> None:

@@ -171,9 +171,8 @@ class Server:
             unproven.close()
             self._saving.close(last_try=not self._failed)
             self._timers.close()
-            for timer in (self._look, self._ahead):
-                if timer is not None:
-                    timer.cancel()
+            for timer in filter(None, (self._look, self._ahead)):
+                timer.cancel()
             for session in list(self._sessions.values()):
                 await session.close(WSCloseCode.GOING_AWAY, "the coordinator stops")
             await self._dashboard.close()

@@ -52,7 +52,7 @@ def task_status(task: Task) -> dict[str, Any]:
         "standby": [agent.id for agent in task.queue()],
         "agents": [_agent(task, agent) for agent in task.agents.values()],
         "checkpoint": msgspec.to_builtins(task.checkpoint),
-        "progress": {"step": stepped.step, "metrics": stepped.metrics} if stepped else None,
+        "progress": {"step": task.committed, "metrics": stepped.metrics} if stepped else None,
         "step_seconds": {slots: round(speed.seconds, 6) for slots, speed in sorted(task.measured.speeds.items())},
         "degraded": task.watch.degraded,
         "stragglers": task.watch.stragglers,
