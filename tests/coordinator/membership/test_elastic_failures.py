@@ -146,7 +146,7 @@ def test_when_no_member_survives_a_new_life_begins_from_the_newest_checkpoint():
     a.drop()
     world.advance(1)
     assert task_status(world.task())["progress"]["step"] == 7, (
-        "the death of the worker that reported it changes nothing"
+        "the death of its reporter changes nothing"
     )
     b.drop()
     world.advance(1)
