@@ -145,9 +145,7 @@ def test_when_no_member_survives_a_new_life_begins_from_the_newest_checkpoint():
     b.say(wire.Progress(worker=b.worker(), step=6, metrics={}))
     a.drop()
     world.advance(1)
-    assert task_status(world.task())["progress"]["step"] == 7, (
-        "the death of its reporter changes nothing"
-    )
+    assert task_status(world.task())["progress"]["step"] == 7, "the death of its reporter changes nothing"
     b.drop()
     world.advance(1)
     assert world.event("task_restarts").fields == {"life": 2, "path": "/ckpt/5", "step": 5}
