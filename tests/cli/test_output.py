@@ -38,6 +38,7 @@ TASK: dict[str, Any] = {
     "candidates": [{"worker": EVIL}],
     "starting": [],
     "progress": None,
+    "goodput": 0.5,
 }
 STATUS = {
     "coordinator": {"pid": 1, "version": EVIL, "host": EVIL, "port": 1, "store_error": EVIL},
@@ -48,6 +49,7 @@ STATUS = {
     "staying": {EVIL: EVIL},
     "lost": {EVIL: 1.0},
     "assigned": {EVIL: EVIL},
+    "newest_incidents": [],
     "nodes": {EVIL: {"connected": True, "drained": False, "host": EVIL,
                      "slots": {EVIL: {"assigned": EVIL, "agents": [EVIL]}}}},
 }  # fmt: skip
@@ -144,7 +146,8 @@ def test_tables_fit_80_columns_and_cut_nothing(monkeypatch: pytest.MonkeyPatch, 
     bill = {"task": name, "incident": "i12", "outcome": "recovered", "cause": "worker_died: signal 9", "fault_at": 1.0,
             "phases": dict.fromkeys(PHASES, cost)}  # fmt: skip
     task = {**TASK, "members": [{**MEMBER, "worker": worker, "node": node}], "candidates": [], "stragglers": {},
-            "agents": [], "last_failure": None, "checkpoint": None, "progress": {"step": 1234567}}  # fmt: skip
+            "agents": [], "last_failure": None, "checkpoint": None,
+            "progress": {"step": 1234567, "metrics": {"loss": 2.0}}}  # fmt: skip
     status = {**STATUS, "tasks": {name: task}, "drained": [], "waiting": {}, "staying": {}, "lost": {},
               "nodes": {node: {"connected": True, "drained": False, "host": node,
                                "slots": {"0-3": {"assigned": name, "agents": [name]}}}}}  # fmt: skip
