@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from torch.optim import Optimizer
 
@@ -63,6 +63,86 @@ class MegatronOptimizer(Optimizer):
         """Restore the values of `rates`."""
         for group, values in zip(self.param_groups, rates, strict=False):  # a stage may lack a group
             group.update(values)
+
+
+class SampleScheduler:
+    """Megatron's `OptimizerParamScheduler` with the interface that Lightning expects of a scheduler.
+
+    Megatron counts samples, so each optimizer step advances it by the samples of a global batch.
+
+    Args:
+        scheduler: Megatron's.
+        samples: returns those of a global batch.
+    """
+
+    def __init__(self, scheduler: Any, samples: Callable[[], int]) -> None:
+        self.scheduler, self.samples = scheduler, samples
+        self.optimizer = scheduler.optimizer
+
+    def step(self) -> None:
+        """Advance by an optimizer step."""
+        self.scheduler.step(increment=self.samples())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return Megatron's state, which is plain data."""
+        state: dict[str, Any] = self.scheduler.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the state; Megatron adds the stored number of samples to the present one."""
+        self.scheduler.num_steps = 0
+        self.scheduler.load_state_dict(state_dict)
+
+
+def make_scheduler(
+    factory: Callable[[Optimizer], Any] | None, optimizer: Optimizer, config: Any, samples: Callable[[], int]
+) -> Any:
+    """Return a module's scheduler in a form that Lightning takes; None without one.
+
+    Args:
+        factory: of `split_configuration`.
+        optimizer: its argument.
+        config: Megatron's `OptimizerConfig`, whose rates Megatron stores in the optimizer's groups.
+        samples: returns those of a global batch.
+
+    Raises:
+        ConfigError: the configuration and the scheduler contradict each other, or without Megatron's scheduler
+            nothing would use rates of the configuration.
+    """
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    without = [group for group in optimizer.param_groups if group.get("min_lr", 0.0) is None]
+    for group in without:
+        group["min_lr"] = 0.0  # until the scheduler exists: it reads the groups in its constructor
+    made = None if factory is None else factory(optimizer)
+    options = dict(made) if isinstance(made, dict) else {}
+    scheduler = options.get("scheduler", made)
+    if not isinstance(scheduler, OptimizerParamScheduler):
+        for name in _ONLY_MEGATRONS:
+            if (value := getattr(config, name, None)) is not None:
+                raise ConfigError(
+                    f"OptimizerConfig({name}={value!r}) is used by megatron-core's OptimizerParamScheduler only; "
+                    f"expected it as lr_scheduler, got {type(scheduler).__name__ if scheduler is not None else 'none'}"
+                )
+        for group in without:
+            group["min_lr"] = None
+        return made
+    pairs = [("lr", "max_lr"), *([] if config.min_lr is None else [("min_lr", "min_lr")])]
+    for field, name in pairs:
+        if getattr(config, field) != getattr(scheduler, name):
+            raise ConfigError(
+                f"OptimizerConfig({field}={getattr(config, field)!r}) and OptimizerParamScheduler({name}="
+                f"{getattr(scheduler, name)!r}): expected equal values"
+            )
+    config.min_lr = scheduler.min_lr
+    for group in without:
+        group["min_lr"] = scheduler.min_lr
+    scheduler.step(0)
+    return {"interval": "step", **options, "scheduler": SampleScheduler(scheduler, samples)}
+
+
+_ONLY_MEGATRONS: Final = ("min_lr", "decoupled_lr", "decoupled_min_lr")
+"""Rates that nothing but Megatron's scheduler reads."""
 
 
 def split_configuration(returned: Any) -> tuple[Any, Callable[[Optimizer], Any] | None]:

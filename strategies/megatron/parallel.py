@@ -29,7 +29,7 @@ from unicron_lightning.strategies.megatron.batches import StageSteps
 from unicron_lightning.strategies.megatron.building import build_shard
 from unicron_lightning.strategies.megatron.checkpoints import GridCheckpoints
 from unicron_lightning.strategies.megatron.checks import check_megatron_trainer
-from unicron_lightning.strategies.megatron.optimizer import MegatronOptimizer, split_configuration
+from unicron_lightning.strategies.megatron.optimizer import MegatronOptimizer, make_scheduler, split_configuration
 from unicron_lightning.strategies.megatron.validation import StageEvaluation
 from unicron_lightning.strategies.parallelism import Parallelism
 from unicron_lightning.strategies.session import Session
@@ -140,7 +140,9 @@ class MegatronParallel(Parallelism):
             redundancy=self._redundancy,
         )
         self._optimizer = MegatronOptimizer(lambda: self.member.model.optimizer, self.member.update)
-        made = [] if scheduler is None else [scheduler(self._optimizer)]
+        samples = lambda: strategy.shape.micro_batches * self.member.model.micro_batch_size  # noqa: E731
+        found = make_scheduler(scheduler, self._optimizer, config, samples)
+        made = [] if found is None else [found]
         strategy.optimizers = [self._optimizer]
         strategy.lr_scheduler_configs = _configure_schedulers_automatic_opt(made, None)
 

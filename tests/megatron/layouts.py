@@ -56,9 +56,9 @@ def load(
     return {"norms": norms, "rest": rest, "refused": refused}
 
 
-def load_refused(rank: int, world: int, folder: Path, *, path: str) -> str:
-    """Load a checkpoint that was changed; return the error."""
-    training = _training(rank, world, folder, 1, 1, False, 99, False)
+def load_refused(rank: int, world: int, folder: Path, *, path: str, zero1: bool = False) -> str:
+    """Load a checkpoint that was changed, or is of another optimizer; return the error."""
+    training = _training(rank, world, folder, 1, 1, zero1, 99, False)
     try:
         checkpoint.load(path, [training.ddp], training.optimizer)
     except ConfigError as error:

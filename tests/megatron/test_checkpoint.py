@@ -59,9 +59,11 @@ class Trap:
         return os.mkdir, (str(self.path),)
 
 
-def test_nothing_in_a_changed_index_is_run(worlds: Worlds, tmp_path: Path) -> None:
+def test_another_optimizers_state_and_a_changed_index_are_refused(worlds: Worlds, tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     worlds.run("layouts:save", 1, tmp_path / "save", path=str(path), tp=1, pp=1, zero1=False)
+    (refused,) = worlds.run("layouts:load_refused", 1, tmp_path / "zero1", path=str(path), zero1=True)
+    assert refused.startswith(f"{str(path)!r} was written with use_distributed_optimizer=False, and this run has")
     trap = Trap(tmp_path / "run")
     (path / ".metadata").write_bytes(pickle.dumps(trap))
     (refused,) = worlds.run("layouts:load_refused", 1, tmp_path / "load", path=str(path))

@@ -17,7 +17,8 @@ from hydra.core.utils import JobReturn, JobRuntime, JobStatus, configure_log, fi
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from unicron_lightning.agent.options import parse_endpoint
+from unicron_lightning import environ
+from unicron_lightning.agent.options import DEFAULT_HOST, parse_endpoint
 from unicron_lightning.cli.client import Access
 from unicron_lightning.credentials import is_loopback, token_for
 from unicron_lightning.errors import ConfigError, UnicronError
@@ -117,16 +118,10 @@ def _cluster(options: LauncherConfig, sweep_dir: Path) -> Iterator[tuple[str, Ac
             TemporaryDirectory(
                 prefix="unicron-sweep-"
             ) as state,  # not in the sweep's folder, which may be a shared one
-            # One node with a fixed name, because the name is in the paths of logs.
-            LocalCluster(
-                nodes=["local"],
-                workers_per_node=options.slots,
-                environment={},
-                folder=sweep_dir / ".unicron",
-                state_dir=Path(state),
-                stop_seconds=_STOP_SECONDS,
-            ) as cluster,
+            _own_cluster(options, sweep_dir, Path(state)) as cluster,
         ):
+            words = "the sweep's own cluster: unicron jobs --endpoint %s; outputs: unicron logs JOB --logs %s"
+            logger.info(words, cluster.endpoint, cluster.folder / "logs")
             yield cluster.endpoint, cluster.access
     else:
         host = options.endpoint.rpartition(":")[0] or options.endpoint
@@ -139,6 +134,23 @@ def _cluster(options: LauncherConfig, sweep_dir: Path) -> Iterator[tuple[str, Ac
             option="hydra.launcher.tls=",
         )
         yield options.endpoint, Access(token=token, forwarded=options.forwarded, trust=trust)
+
+
+def _own_cluster(options: LauncherConfig, sweep_dir: Path, state: Path) -> LocalCluster:
+    """Return the cluster of a sweep without one, not started; it has the user's token, so that commands reach it."""
+    # One node with a fixed name, because the name is in the paths of logs.
+    cluster = LocalCluster(
+        nodes=["local"],
+        workers_per_node=options.slots,
+        environment={},
+        folder=sweep_dir / ".unicron",
+        state_dir=state,
+        stop_seconds=_STOP_SECONDS,
+    )
+    token = token_for(DEFAULT_HOST, options.token_file, option="hydra.launcher.token_file=")
+    cluster.access = Access(token=token)
+    cluster.processes.environment[environ.TOKEN] = token.secret
+    return cluster
 
 
 def _nothing_listens(endpoint: str) -> bool:

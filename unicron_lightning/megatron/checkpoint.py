@@ -12,6 +12,7 @@ in a file is run (`worker.checkpoint_folders`). For megatron-core 0.16, whose mo
 
 from __future__ import annotations
 
+import re
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,10 +33,12 @@ from unicron_lightning.worker.checkpoint_files import folder_digests, names
 from unicron_lightning.worker.checkpoint_folders import INDEX, FolderReader, HashingFiles, PlainObjects, load_index
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 CONTENT: Final = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 """Division of optimizer state, which is stored with it."""
+_MAIN_PARAMETER: Final = re.compile(r"(.*\.)?state\.param\.")
+"""Names of the main parameters, which only a distributed optimizer stores with its state."""
 DATA_SUFFIX: Final = ".distcp"
 """Of files with tensors, which torch's writer writes on each rank."""
 
@@ -119,11 +122,12 @@ def load(path: str | Path, chunks: Sequence[Any], optimizer: Any) -> dict[str, A
         The argument ``rest`` of `save`.
 
     Raises:
-        ConfigError: no checkpoint exists at ``path``, or its index names something that no index needs.
+        ConfigError: no checkpoint exists at ``path``, its index names something that no index needs, or it was written
+            with a distributed optimizer and is to be loaded without, or the reverse.
     """
     _check(path)
     with (Path(path) / INDEX).open("rb") as file:  # in each rank: the library would report it as another error
-        load_index(file, file.name)
+        _check_kind(str(path), load_index(file, file.name).state_dict_metadata, optimizer)
     for part in _parts(optimizer):
         _prepare(part)
     with _restricted():
@@ -152,6 +156,17 @@ def rest(path: str | Path) -> dict[str, Any]:
 def _check(path: str | Path) -> None:
     if not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
         raise ConfigError(f"{str(path)!r} is no checkpoint of megatron-core: expected a folder with metadata.json")
+
+
+def _check_kind(path: str, stored: Iterable[str], optimizer: Any) -> None:
+    """Refuse the state of another kind of optimizer, whose tensors have other names."""
+    was = any(_MAIN_PARAMETER.match(name) for name in stored)
+    now = any(isinstance(part, DistributedOptimizer) for part in _parts(optimizer))
+    if was != now:
+        raise ConfigError(
+            f"{path!r} was written with use_distributed_optimizer={was}, and this run has "
+            f"use_distributed_optimizer={now}: expected the same value in OptimizerConfig and in Megatron's ddp"
+        )
 
 
 def _key(index: int, chunks: Sequence[Any]) -> str:

@@ -12,6 +12,7 @@ pytest.importorskip("megatron.core.package_info")
 
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.megatron.grid import Shape
@@ -22,7 +23,7 @@ from unicron_lightning.strategies.megatron.checks import (
     check_megatron_loader,
     check_validation_loader,
 )
-from unicron_lightning.strategies.megatron.optimizer import split_configuration
+from unicron_lightning.strategies.megatron.optimizer import make_scheduler, split_configuration
 from unicron_lightning.strategies.megatron.strategy import UnicronMegatronStrategy
 
 
@@ -38,6 +39,7 @@ class Config:
     [
         ({"virtual_pipeline_model_parallel_size": 2}, {}, {}, r"virtual_pipeline_model_parallel_size=2"),
         ({"context_parallel_size": 2}, {}, {}, r"context_parallel_size=2.* expected 1"),
+        ({"expert_model_parallel_size": 2}, {}, {}, r"expert_model_parallel_size=2.* expected 1"),
         ({"num_moe_experts": 8}, {}, {}, r"num_moe_experts=8"),
         ({"fp8": "hybrid"}, {}, {}, r"fp8='hybrid'"),
         ({}, {"average_in_collective": True}, {}, r"DistributedDataParallelConfig\(average_in_collective=True\)"),
@@ -105,3 +107,61 @@ def test_optimizers() -> None:
     for returned in (None, {"optimizer": config, "lr_scheduler": 3}, torch.optim.SGD([torch.zeros(1)], lr=0.1)):
         with pytest.raises(ConfigError, match="configure_optimizers"):
             split_configuration(returned)
+
+
+def groups(config: OptimizerConfig) -> Any:
+    """An optimizer with Megatron's groups: one with a decoupled rate, if there is one."""
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    plain = {"lr": config.lr, "max_lr": config.lr, "min_lr": config.min_lr, "wd_mult": 1.0}
+    other = {**plain, "max_lr": config.decoupled_lr or config.lr}
+    return torch.optim.SGD(
+        [{**each, "params": [p]} for each, p in zip((plain, other), parameters, strict=True)], lr=0.1
+    )
+
+
+def megatrons(optimizer: Any, **changes: Any) -> OptimizerParamScheduler:
+    given: dict[str, Any] = {"init_lr": 0.0, "max_lr": 0.1, "min_lr": 0.01, "lr_warmup_steps": 80,
+                             "lr_decay_steps": 400, "lr_decay_style": "cosine", "start_wd": 0.1, "end_wd": 0.1,
+                             "wd_incr_steps": 400,
+                             "wd_incr_style": "constant"}  # fmt: skip
+    return OptimizerParamScheduler(optimizer, **{**given, **changes})
+
+
+@pytest.mark.parametrize("minimum", [None, 0.01])
+@pytest.mark.parametrize("warmup", [0, 80])
+def test_megatrons_scheduler_counts_samples_and_resumes(minimum: float | None, warmup: int) -> None:
+    config = OptimizerConfig(lr=0.1, min_lr=minimum, decoupled_lr=0.2)
+    ours, theirs = groups(config), groups(OptimizerConfig(lr=0.1, min_lr=0.01, decoupled_lr=0.2))
+    made = make_scheduler(lambda optimizer: megatrons(optimizer, lr_warmup_steps=warmup), ours, config, lambda: 16)
+    assert (made["interval"], config.min_lr) == ("step", 0.01)
+    plain = megatrons(theirs, lr_warmup_steps=warmup)
+    rates = lambda optimizer: [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]  # noqa: E731
+    for _ in range(30):
+        assert rates(ours) == rates(theirs)
+        made["scheduler"].step()
+        plain.step(16)
+    assert made["scheduler"].state_dict()["num_steps"] == 480
+    made["scheduler"].load_state_dict({**made["scheduler"].state_dict(), "num_steps": 160})
+    again = megatrons(theirs, lr_warmup_steps=warmup)
+    again.step(160)
+    assert rates(ours) == rates(theirs)
+
+
+def test_rates_that_nothing_would_use_are_refused() -> None:
+    torchs = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1)  # noqa: E731
+    for field in ("min_lr", "decoupled_lr", "decoupled_min_lr"):
+        config = OptimizerConfig(lr=0.1, **{field: 0.05})
+        for factory, kind in ((None, "none"), (torchs, "StepLR")):
+            words = rf"OptimizerConfig\({field}=0.05\) is used by .*OptimizerParamScheduler only; .* got {kind}"
+            with pytest.raises(ConfigError, match=words):
+                make_scheduler(factory, groups(config), config, lambda: 1)
+    for field, changes in (("lr", {"max_lr": 0.3}), ("min_lr", {"min_lr": 0.02})):
+        config = OptimizerConfig(lr=0.1, min_lr=0.01)
+        with pytest.raises(ConfigError, match=rf"OptimizerConfig\({field}=.*expected equal values"):
+            make_scheduler(
+                lambda optimizer, changes=changes: megatrons(optimizer, **changes), groups(config), config, int
+            )
+    config = OptimizerConfig(lr=0.1)
+    assert make_scheduler(None, groups(config), config, int) is None
+    made = make_scheduler(lambda optimizer: {"scheduler": torchs(optimizer)}, groups(config), config, int)
+    assert isinstance(made["scheduler"], torch.optim.lr_scheduler.StepLR)
