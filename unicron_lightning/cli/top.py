@@ -8,7 +8,7 @@ import time
 from typing import Any, Final, Literal
 
 from unicron_lightning.cli.client import access_of, connecting, fetch
-from unicron_lightning.cli.output import all_visible, console, visible
+from unicron_lightning.cli.output import all_visible, console, table, visible
 from unicron_lightning.coordinator.incidents.record import PHASES
 from unicron_lightning.errors import ConfigError, CoordinatorUnavailable
 
@@ -132,18 +132,18 @@ def _tasks(status: dict[str, Any], speeds: Speeds) -> Any:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)  # fits into 80 columns
+    shown = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)  # fits into 80 columns
     texts = ("task", "state", "slots")
     for column in ("task", "state", "slots", "workers", "step", "steps/s", "loss", "goodput", "inc."):
         side: Literal["left", "right"] = "left" if column in texts else "right"
         least = 8 if column == "task" else None
-        table.add_column(column, justify=side, no_wrap=column != "task", overflow="fold", min_width=least)
+        shown.add_column(column, justify=side, no_wrap=column != "task", overflow="fold", min_width=least)
     for name, task in status["tasks"].items():
         has = sum(1 for agent in task["agents"] if agent["slot"] == "granted")
         alive = sum(1 for member in task["members"] if member["alive"])
         speed = speeds.of(name)
         loss = task["progress"]["metrics"].get("loss") if task["progress"] else None
-        table.add_row(
+        shown.add_row(
             name,
             task["state"],
             f"{has} of {task['min_nodes']}:{task['max_nodes']}",
@@ -154,32 +154,28 @@ def _tasks(status: dict[str, Any], speeds: Speeds) -> Any:
             "" if task["goodput"] is None else f"{100 * task['goodput']:.1f}%",
             str(task["incidents"]),
         )
-    return table
+    return shown
 
 
 def _incidents(bills: list[dict[str, Any]]) -> Any:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    shown = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for column in ("incident", "task", "at", "cause", "detection", "transition", "sub-healthy", "end"):
-        table.add_column(column)
+        shown.add_column(column)
     for bill in bills:
         at = time.strftime("%H:%M:%S", time.localtime(bill["fault_at"]))
         seconds = [f"{bill['phases'][phase]['seconds']:.2f} s" for phase in PHASES]
-        table.add_row(bill["incident"], bill["task"], at, bill["cause"], *seconds, bill["outcome"] or "open")
-    return table
+        shown.add_row(bill["incident"], bill["task"], at, bill["cause"], *seconds, bill["outcome"] or "open")
+    return shown
 
 
 def _nodes(status: dict[str, Any]) -> Any:
-    from rich.table import Table
-
-    table = Table()
-    for column in ("node", "host", "state", "slot", "has", "agents"):
-        table.add_column(column)
+    shown = table("node", "host", "state", "slot", "has", "agents")
     for label, node in status["nodes"].items():
         state = "away" if not node["connected"] else "drained" if node["drained"] else "ready"
         for place, (slot, about) in enumerate(node["slots"].items()):
             first = (label, node["host"], state) if place == 0 else ("", "", "")
-            table.add_row(*first, slot, about["assigned"] or "", " ".join(about["agents"]))
-    return table
+            shown.add_row(*first, slot, about["assigned"] or "", " ".join(about["agents"]))
+    return shown
