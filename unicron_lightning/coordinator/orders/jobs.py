@@ -2,7 +2,7 @@
 
 A job is a `Task` from its submission on. While no agent runs it, it waits (`Task.absent`): at the beginning, and
 after all its nodes are lost. It fails when torchrun exhausts its restarts on the last node, when its time limit is
-reached, or when a task that it comes after does not succeed. Before all of these have succeeded it is held
+reached, or when a task that it comes after does not succeed. Before all of these have succeeded it is a held job
 (`Lasting.held`) and competes for no place.
 """
 
