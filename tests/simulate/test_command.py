@@ -87,7 +87,7 @@ def test_a_policy_of_ones_own_and_what_is_finished_when_a_later_run_is_wrong(tmp
 
 
 def test_ctrl_c_keeps_results_and_shows_no_traceback(tmp_path: Path) -> None:
-    quiet = ("trace=b", "trace.days=1", "output.pictures=false", "hydra.sweep.dir=x")
+    quiet = ("trace=b", "trace.days=300", "output.pictures=false", "hydra.sweep.dir=x")
     command = [sys.executable, "-m", "unicron_lightning.simulate", "-m", "policy=megatron", "seed=range(30)", *quiet]
     with subprocess.Popen(
         command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True

@@ -30,8 +30,6 @@ CANCELLED: Final = "cancelled"
 _RESULTS_KEPT: Final = 500
 _SUBMISSIONS_APART: Final = 1e-6
 """[s] between the times of jobs that are submitted together, which order the queue."""
-_LIMIT: Final = "time_limit"
-"""Kind of the timer."""
 
 
 def refusal(cluster: Cluster, jobs: Sequence[Job]) -> str | None:
@@ -186,7 +184,7 @@ def _limit(task: Task, turn: Turn) -> float | None:
 
 def _restore_limit(task: Task, turn: Turn) -> None:
     if (left := _limit(task, turn)) is not None:
-        turn.timer(_LIMIT, left, task=task.id)
+        turn.timer("time_limit", left, task=task.id)
 
 
 def _review_limit(task: Task, turn: Turn) -> None:
@@ -203,4 +201,4 @@ def _limit_reached(task: Task, turn: Turn) -> None:
         finish(task, turn, succeeded=False, reason=f"its time limit of {job.time_limit_seconds:g} s is reached")
 
 
-PART: Final = Part(restore=_restore_limit, timers={_LIMIT: _limit_reached}, review=_review_limit)
+PART: Final = Part(restore=_restore_limit, timers={"time_limit": _limit_reached}, review=_review_limit)
