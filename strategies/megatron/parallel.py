@@ -140,7 +140,10 @@ class MegatronParallel(Parallelism):
             redundancy=self._redundancy,
         )
         self._optimizer = MegatronOptimizer(lambda: self.member.model.optimizer, self.member.update)
-        samples = lambda: strategy.shape.micro_batches * self.member.model.micro_batch_size  # noqa: E731
+
+        def samples() -> int:
+            return strategy.shape.micro_batches * self.member.model.micro_batch_size
+
         found = make_scheduler(scheduler, self._optimizer, config, samples)
         made = [] if found is None else [found]
         strategy.optimizers = [self._optimizer]

@@ -187,7 +187,7 @@ class StepSums:
         changed = any(options not in known for options in merged)
         changed = changed or self._unused() != self._layout.unused or bool(self._new_buffers())
         changed = changed or bool(self._metrics is not None and self._metrics.recorded)
-        changed = changed or bool(self._layout.streams.new)
+        changed = changed or bool(self._layout.streams.found)
         totals[_CHANGED] = float(bool(self._losses) and changed)
         return totals
 
@@ -202,7 +202,7 @@ class StepSums:
             "unused": self._unused() if self._losses else None,
             "metrics": {} if self._metrics is None else self._metrics.recorded,
             "buffers": new,
-            "ends": self._layout.streams.new,
+            "ends": self._layout.streams.found,
             "values": {str(index): self._buffers.values[index].cpu() for index in new if index in self._buffers.values},
         }
         gathered = gather_bytes(engine.communicator, codec.encode(mine), engine.tag("sums"))

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.combined_loader import _shutdown_workers_and_reset_iterator
 from torch.utils.data import DataLoader, IterableDataset
 
-from unicron_lightning.data.loader import EvaluationLoader, GlobalBatch, PassLoader, TrainingLoader
+from unicron_lightning.data.loader import EvaluationLoader, GlobalBatch, PassLoader, StepLoader, TrainingLoader
 from unicron_lightning.data.order import DataOrder, StepShape, check_loader
 from unicron_lightning.data.stream_loader import StreamLoader
 from unicron_lightning.data.streams import Streams
@@ -37,7 +37,7 @@ class Loaders:
         self._samples = True
         """Whether Lightning would make samplers, which the user can switch off."""
         self._predictions: Predictions | None = None
-        self._made: list[TrainingLoader | EvaluationLoader | PassLoader] = []
+        self._made: list[StepLoader | EvaluationLoader | PassLoader] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has made no loaders yet."""
@@ -58,7 +58,7 @@ class Loaders:
         """
         check_loader(loader, streams=bool(trainer.training and self._strategy.parallelism.whole))
         assert isinstance(loader, DataLoader)
-        made: TrainingLoader | EvaluationLoader | PassLoader
+        made: StepLoader | EvaluationLoader | PassLoader
         if trainer.training:
             self._strategy.parallelism.steps.check_data(loader)
             made = self._training(trainer, loader, shape, seed)
@@ -76,9 +76,9 @@ class Loaders:
         return made
 
     @property
-    def training(self) -> TrainingLoader | None:
+    def training(self) -> StepLoader | None:
         """The present run's loader of training data."""
-        return next((made for made in reversed(self._made) if isinstance(made, TrainingLoader)), None)
+        return next((made for made in reversed(self._made) if isinstance(made, StepLoader)), None)
 
     def committed(self, trainer: pl.Trainer, batch: GlobalBatch) -> None:
         """Mark the last step of an epoch of streams, which is known after its commit, for Lightning."""
@@ -100,7 +100,7 @@ class Loaders:
         self._made = []
         self._predictions = None
 
-    def _training(self, trainer: pl.Trainer, loader: DataLoader[Any], shape: StepShape, seed: int) -> TrainingLoader:
+    def _training(self, trainer: pl.Trainer, loader: DataLoader[Any], shape: StepShape, seed: int) -> StepLoader:
         limit = None
         if isinstance(trainer.limit_train_batches, int):
             limit = -(-trainer.limit_train_batches // shape.accumulation)

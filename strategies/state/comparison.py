@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import torch
 
 from unicron_lightning import __version__
-from unicron_lightning.data.loader import TrainingLoader
+from unicron_lightning.data.loader import StepLoader, TrainingLoader
 from unicron_lightning.data.stream_loader import StreamLoader
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.agreement import check_agreement, digest
@@ -45,7 +45,7 @@ class Comparison:
         """Describe the model of a ``fit``."""
         self.described = describe_model(trainer) if self._active else {}
 
-    def add_data(self, loader: TrainingLoader | None) -> None:
+    def add_data(self, loader: StepLoader | None) -> None:
         """Add the training data to the description."""
         if self._active and loader is not None:
             self.described = {**self.described, **describe_data(loader)}
@@ -93,12 +93,13 @@ def describe_model(trainer: pl.Trainer) -> dict[str, str]:
     }
 
 
-def describe_data(loader: TrainingLoader) -> dict[str, str]:
+def describe_data(loader: StepLoader) -> dict[str, str]:
     """Describe length and order of the training data, by the first step and a later one that is equal on all
     workers; of a stream, by its first batch.
     """
     if isinstance(loader, StreamLoader):
         return {"data order": f"digest of the first batch {digest([_content(loader.first())])}"}
+    assert isinstance(loader, TrainingLoader)
     steps = len(loader)
     later = random.Random(steps).randrange(steps) if steps else 0
     places = [loader.at(0, step) for step in dict.fromkeys((0, later)) if step < steps]

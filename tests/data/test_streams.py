@@ -91,11 +91,11 @@ def test_ends_are_found_one_step_ahead() -> None:
     ends.begin(0, {})
     streams = streams_of(Shards(size=22), ends)  # 8, 7 and 7 numbers: four batches each, the last of 7 with one
     streams.look(0, 1, [0, 1, 2])
-    assert ends.new == {}
+    assert ends.found == {}
     streams.look(0, 2, [0, 1])
-    assert ends.new == {0: 4, 1: 4}
+    assert ends.found == {0: 4, 1: 4}
     ends.agree({0: 4, 1: 4, 2: 4})
-    assert ends.new == {}
+    assert ends.found == {}
     assert ends.places(1, SHAPE) == [(0, 2), (1, 2), (2, 2), (0, 3), (1, 3), (2, 3)]
     assert ends.places(2, SHAPE) == []
     joined = StreamEnds()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, SupportsIndex
+from typing import Any, Protocol, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -111,6 +111,13 @@ def joined(batches: Sequence[Any]) -> Any:
     return list(batches)
 
 
+class Closes(Protocol):
+    """Reads batches, possibly with worker processes."""
+
+    def close(self) -> None:
+        """Stop the worker processes."""
+
+
 class InPlace:
     """A loader that replaces the user's in Lightning's loops.
 
@@ -122,7 +129,7 @@ class InPlace:
         taken: called when a loop has taken this loader (Lightning asks for its length), and when an iteration begins.
     """
 
-    _fetcher: Fetcher
+    _fetcher: Closes
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._loader = loader
@@ -170,19 +177,58 @@ def _same(value: Any) -> Any:
     return value
 
 
-class TrainingLoader(InPlace):
-    """Yields the `GlobalBatch` es of an epoch.
+class StepLoader(InPlace):
+    """Base of the loaders that yield the `GlobalBatch` es of an epoch in training.
+
+    Args:
+        loader: the user's.
+        position: returns the present (epoch, step within it), from Lightning's counters.
+        share: returns this rank's part of a range in the present world, in order.
+        boundary: called before each step, where worlds change.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        position: Callable[[], tuple[int, int]],
+        share: Callable[[range], list[int]],
+        boundary: Callable[[], None],
+    ) -> None:
+        super().__init__(loader)
+        self._position = position
+        self._share = share
+        self._boundary = boundary
+
+    def __iter__(self) -> Iterator[GlobalBatch]:
+        self.taken()
+        return _Items(self._epoch())
+
+    def _epoch(self) -> Iterator[GlobalBatch]:
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """Empty, since the position is in Lightning's counters. The method's existence makes Lightning resume
+        exactly.
+        """
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `state_dict`."""
+
+
+class TrainingLoader(StepLoader):
+    """Yields the global batches of a data set with an index.
 
     Args:
         loader: the user's.
         order: of its samples.
         seed: of augmentation.
         limit: largest number of steps per epoch.
-        position: returns the present (epoch, step within it), from Lightning's counters.
-        share: returns this rank's micro-batches of a step in the present world, in order.
-        boundary: called before each step, where worlds change.
+        position, share, boundary: as for `StepLoader`.
         ended: called at the end of an epoch.
     """
+
+    _fetcher: Fetcher
 
     def __init__(
         self,
@@ -195,22 +241,15 @@ class TrainingLoader(InPlace):
         boundary: Callable[[], None],
         ended: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(loader)
+        super().__init__(loader, position, share, boundary)
         self._order = order
         self._steps = order.num_steps if limit is None else min(order.num_steps, limit)
-        self._position = position
-        self._share = share
-        self._boundary = boundary
         self._ended = ended
         self._fetcher = Fetcher(loader, order, seed, self._ahead)
 
     def __len__(self) -> int:
         self.taken()
         return self._steps
-
-    def __iter__(self) -> Iterator[GlobalBatch]:
-        self.taken()
-        return _Items(self._epoch())
 
     def _epoch(self) -> Iterator[GlobalBatch]:
         self._fetcher.end_epoch()
@@ -240,15 +279,6 @@ class TrainingLoader(InPlace):
         """The data set indices of a micro-batch in a global batch."""
         return self._order.indices(batch.epoch, batch.step, micro_batch)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Empty, since the position is in Lightning's counters. The method's existence makes Lightning resume
-        exactly.
-        """
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `state_dict`."""
-
     def _ahead(self, start: Place) -> Iterator[Place]:
         epoch, first, _ = start
         for step in range(first, self._steps):
@@ -268,6 +298,8 @@ class EvaluationLoader(InPlace):
         begin: called with this loader when iteration starts; returns the batches to run.
         start: called with each batch's number before it is yielded.
     """
+
+    _fetcher: Fetcher
 
     def __init__(
         self,
@@ -340,6 +372,8 @@ class PassLoader(InPlace):
         epoch: returns the present epoch, for shuffled data.
         share: returns this worker's batches of a global batch in the present world, in order.
     """
+
+    _fetcher: Fetcher
 
     def __init__(
         self,

@@ -8,12 +8,12 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from unicron_lightning.data.loader import GlobalBatch, TrainingLoader
+from unicron_lightning.data.loader import GlobalBatch, StepLoader
 from unicron_lightning.data.order import StepShape
 from unicron_lightning.data.streams import StreamEnds, Streams
 
 
-class StreamLoader(TrainingLoader):
+class StreamLoader(StepLoader):
     """Yields the `GlobalBatch` es of an epoch of streams.
 
     Args:
@@ -22,16 +22,14 @@ class StreamLoader(TrainingLoader):
         streams: reads it.
         ends: the streams' lengths, as far as they are known.
         limit: largest number of steps per epoch.
-        position: returns the present (epoch, step within it), from Lightning's counters.
-        share: returns this rank's part of a sequence in the present world, in order.
-        boundary: called before each step, where worlds change.
+        position, share, boundary: as for `StepLoader`.
         agree: given a function of a rank's streams, calls it for this rank and returns the ends that any rank has found
             in it.
         begins: called when an iteration begins.
         reading: context in which streams are read ahead, for the detection of hangs.
     """
 
-    _fetcher: Streams  # type: ignore[assignment]
+    _fetcher: Streams
 
     def __init__(
         self,
@@ -48,14 +46,11 @@ class StreamLoader(TrainingLoader):
         begins: Callable[[], None],
         reading: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        super(TrainingLoader, self).__init__(loader)
+        super().__init__(loader, position, share, boundary)
         self._shape = shape
         self._fetcher = streams
         self._ends = ends
         self._limit = limit
-        self._position = position
-        self._share = share
-        self._boundary = boundary
         self._agree = agree
         self._begins = begins
         self._reading = reading
@@ -79,12 +74,13 @@ class StreamLoader(TrainingLoader):
             self._fetcher.begin_step(epoch, step)
             if epoch != self._ends.epoch:
                 self._begin(epoch, step)
-            if not self._ends.places(step, self._shape):
+            batch = self._at(epoch, step)
+            if not batch.micro_batches:
                 break
-            yield self.at(epoch, step)
+            yield batch
         self._fetcher.end_epoch()
 
-    def at(self, epoch: int, step: int) -> GlobalBatch:
+    def _at(self, epoch: int, step: int) -> GlobalBatch:
         places = self._ends.places(step, self._shape)
         size = self._loader.batch_size or 1
         return GlobalBatch(
@@ -100,9 +96,6 @@ class StreamLoader(TrainingLoader):
     def is_last(self, batch: GlobalBatch) -> bool:
         """Whether no step follows in the epoch; known when the step is committed."""
         return not self._ends.places(batch.step + 1, self._shape)
-
-    def samples(self, batch: GlobalBatch, micro_batch: int) -> list[Any]:
-        raise NotImplementedError("the samples of a stream have no numbers")
 
     def first(self) -> Any:
         """Return the first batch of the first stream, which is read to check that it repeats itself.
@@ -120,7 +113,7 @@ class StreamLoader(TrainingLoader):
         def look() -> dict[int, int]:
             streams: Sequence[int] = self._share(range(self._shape.devices))
             self._look(epoch, step, streams)
-            return ends.new
+            return ends.found
 
         ends.begin(epoch, self._agree(look))
 

@@ -42,18 +42,13 @@ class StreamEnds:
     Attributes:
         epoch: the epoch; -1 before the first.
         known: number of batches by stream, agreed.
-        found: the same, seen by this worker and not agreed yet.
+        found: the same, seen by this worker, while the other ranks may not know it.
     """
 
     def __init__(self) -> None:
         self.epoch = -1
         self.known: dict[int, int] = {}
         self.found: dict[int, int] = {}
-
-    @property
-    def new(self) -> dict[int, int]:
-        """Ends that the other ranks may not know."""
-        return {stream: end for stream, end in self.found.items() if stream not in self.known}
 
     def begin(self, epoch: int, ends: Mapping[int, int]) -> None:
         """Begin an epoch with the ends that all ranks have found in its first step."""
@@ -172,7 +167,6 @@ class Streams:
         self._ends = ends
         self._seen_as = seen_as
         self._epoch: int | None = None
-        self._first = 0
         self._step = 0
         self._open: dict[int, _Reader] = {}
         self._held: dict[tuple[int, int], Any] = {}
@@ -199,7 +193,7 @@ class Streams:
     def begin_step(self, epoch: int, step: int) -> None:
         """Drop batches of earlier steps, and streams that the last step did not need."""
         self._begin_epoch(epoch)
-        self._first, self._step = step * self._shape.accumulation, step
+        self._step = step
         self._held = {place: batch for place, batch in self._held.items() if place[1] >= self._first}
         for stream in [stream for stream, reader in self._open.items() if reader.used < step - 1]:
             self._open.pop(stream).close()
@@ -229,11 +223,16 @@ class Streams:
             )
         return batches[0][0]
 
+    @property
+    def _first(self) -> int:
+        """Number of the step's first batch in each stream."""
+        return self._step * self._shape.accumulation
+
     def _begin_epoch(self, epoch: int) -> None:
         if epoch == self._epoch:
             return
         self.end_epoch()
-        self._epoch, self._first = epoch, 0
+        self._epoch, self._step = epoch, 0
         set_epoch = getattr(self._loader.dataset, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)

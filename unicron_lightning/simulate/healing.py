@@ -140,21 +140,21 @@ class Healing:
 
     def _fault(self, fault: TraceFault) -> None:
         if fault.node in self.books.down:
-            self._repair_later(fault)
+            self.books.takes_down(fault, self._repaired)
             return
         place = fault.node // self._cell
         was_up = self.books.place_is_up(place)
         job = self.jobs.get(self._owner.get(place, ""))
         self.books.counts["faults"] += 1
         if fault.kind in SLOWING:
-            self._degrades(fault)
+            self.books.slows(fault, self._repace)
             return
         if fault.kind in CORRUPTING:
             if job is not None and place in job.alive and job.doing != "over":
                 self._corrupts(job, fault)
             return
         if not was_up:
-            self._repair_later(fault)
+            self.books.takes_down(fault, self._repaired)
             return
         stops = job is not None and place in job.alive and job.doing in ("running", "detecting", "transition")
         if job is not None and stops:
@@ -163,7 +163,7 @@ class Healing:
             meter.bills.strikes(self.clock.now, fault.kind, meter.waf(meter.places))
         if fault.takes_node:
             self._leaves(place, job)
-            self._repair_later(fault)
+            self.books.takes_down(fault, self._repaired)
         elif job is not None and fault.severity != "SEV3" and place in job.alive:
             died = set(job.alive) if fault.strikes == "task" else {place}
             job.alive -= died
@@ -173,21 +173,6 @@ class Healing:
             self._stops(job, fault)
         elif job is not None and job.doing not in ("over", "queued"):
             self._tell(job)
-
-    def _repair_later(self, fault: TraceFault) -> None:
-        moment = micros(fault.at + fault.repair)
-        if fault.takes_node and self.books.node_down(fault.node, moment):
-            self.clock.at(moment, partial(self._repaired, fault.node), order.REPAIR)
-
-    def _degrades(self, fault: TraceFault) -> None:
-        self.books.degrades(fault.node, fault.slowdown)
-        self._repace(fault.node)
-        if fault.repair:
-            self.clock.at(micros(fault.at + fault.repair), partial(self._recovers, fault), order.REPAIR)
-
-    def _recovers(self, fault: TraceFault) -> None:
-        self.books.recovers(fault.node, fault.slowdown)
-        self._repace(fault.node)
 
     def _repace(self, node: int) -> None:
         """Let a running task make steps at its new pace, if a node of its own has changed."""

@@ -23,6 +23,14 @@ def tell(world: World, agent: FakeAgent, name: str) -> None:
 def training(count: int, **limits: float) -> tuple[World, list[FakeAgent]]:
     """Create a task of this many nodes with a minimum of one; all of them have finished a step."""
     world = World(join_grace=0.0, **limits)
+    agents = form_task(world, count)
+    assert world.task().accounts.level.slots == count
+    world.advance(100)
+    return world, agents
+
+
+def form_task(world: World, count: int) -> list[FakeAgent]:
+    """Have agents of this many nodes form the task and finish a step."""
     world.nodes = (1, 8)
     agents = [world.agent(name).start().launch() for name in "abcdef"[:count]]
     for agent in agents:
@@ -32,9 +40,7 @@ def training(count: int, **limits: float) -> tuple[World, list[FakeAgent]]:
     while world.task().go is None:
         settle(world)
     tell(world, agents[0], "grown")
-    assert world.task().accounts.level.slots == count
-    world.advance(100)
-    return world, agents
+    return agents
 
 
 def recover(world: World, agent: FakeAgent, seconds: float) -> None:

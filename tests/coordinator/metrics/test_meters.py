@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from coordinator.driver import FakeAgent, World, settle
-from coordinator.incidents.test_accounting import come_back, die, recover, tell
+from coordinator.incidents.test_accounting import come_back, die, form_task, recover, tell
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
@@ -55,16 +55,7 @@ def steps(world: World, agents: list[FakeAgent], numbers: range, seconds: float 
 
 def training(count: int) -> tuple[Observed, list[FakeAgent]]:
     world = Observed(join_grace=0.0)
-    world.nodes = (1, 8)
-    agents = [world.agent(name).start().launch() for name in "abcdef"[:count]]
-    for agent in agents:
-        agent.hello()
-    for agent in agents:
-        agent.ready(0)
-    while world.task().go is None:
-        settle(world)
-    tell(world, agents[0], "grown")
-    return world, agents
+    return world, form_task(world, count)
 
 
 def kinds(found: dict[tuple[str, ...], float]) -> dict[str, float]:

@@ -7,7 +7,7 @@ not attributed yet; steps are reported once a second.
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 from unicron_lightning.coordinator.state import Task
 
@@ -23,18 +23,7 @@ TimeKind = Literal[
     "idle",
     "unknown",
 ]
-TIME_KINDS: Final[tuple[TimeKind, ...]] = (
-    "productive",
-    "start_up",
-    "detection",
-    "transition",
-    "sub_healthy",
-    "recomputed",
-    "checkpoint",
-    "other",
-    "idle",
-    "unknown",
-)
+TIME_KINDS: Final[tuple[TimeKind, ...]] = get_args(TimeKind)
 Occupation = Literal["training", "start_up", "transition", "sub_healthy", "idle", "unknown"]
 
 _HANG: Final = 3.0

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 import numpy as np
 
 from unicron_lightning.simulate.accounts.ideal import Ideal
 from unicron_lightning.simulate.accounts.meter import TaskMeter
-from unicron_lightning.simulate.clock import Clock, micros
+from unicron_lightning.simulate.clock import REPAIR, Clock, micros
 from unicron_lightning.simulate.costs import Costs
 from unicron_lightning.simulate.result import LOSSES, MICRO, STATES, Loss, SimulationResult, State, TaskResult
-from unicron_lightning.simulate.trace import SimCluster, Trace
+from unicron_lightning.simulate.trace import SimCluster, Trace, TraceFault
 from unicron_lightning.simulate.workload import SimTask
 
 
@@ -49,15 +50,21 @@ class Books:
         for meter in self.meters.values():
             meter.begin(micros(meter.task.arrival))
 
-    def node_down(self, node: int, until: int) -> bool:
-        """Record that a node's repair begins, or lasts longer; return whether it ends at the given time."""
+    def takes_down(self, fault: TraceFault, repaired: Callable[[int], None]) -> None:
+        """Record that a node's repair begins, or lasts longer; ``repaired`` is called with the node at its end.
+
+        A fault that takes no node changes nothing.
+        """
+        if not fault.takes_node:
+            return
         self._settle_down()
-        longer = until > self.down.get(node, -1)
-        if longer:
-            if node in self.down:
-                self.counts["repairs_prolonged"] += 1
-            self.down[node] = until
-        return longer
+        node, until = fault.node, micros(fault.at + fault.repair)
+        if until <= self.down.get(node, -1):
+            return
+        if node in self.down:
+            self.counts["repairs_prolonged"] += 1
+        self.down[node] = until
+        self.clock.at(until, partial(repaired, node), REPAIR)
 
     def node_up(self, node: int) -> bool:
         """Record that a node can be used again, unless its repair was prolonged; return whether it can."""
@@ -67,16 +74,19 @@ class Books:
         self.down.pop(node, None)
         return True
 
-    def degrades(self, node: int, slowdown: float) -> None:
-        """Record that a node has become slower than others."""
-        self.degraded.setdefault(node, []).append(slowdown)
+    def slows(self, fault: TraceFault, changed: Callable[[int], None]) -> None:
+        """Record that a node has become slower than others; ``changed`` is called with it now and when that ends."""
+        self.degraded.setdefault(fault.node, []).append(fault.slowdown)
+        changed(fault.node)
+        if fault.repair:
+            self.clock.at(micros(fault.at + fault.repair), partial(self._recovers, fault, changed), REPAIR)
 
-    def recovers(self, node: int, slowdown: float) -> None:
-        """Record the end of a slowdown."""
-        left = self.degraded[node]
-        left.remove(slowdown)
+    def _recovers(self, fault: TraceFault, changed: Callable[[int], None]) -> None:
+        left = self.degraded[fault.node]
+        left.remove(fault.slowdown)
         if not left:
-            del self.degraded[node]
+            del self.degraded[fault.node]
+        changed(fault.node)
 
     def slowdown(self, places: Collection[int]) -> float:
         """Return the fraction by which a task's steps take longer with these places: all wait for the slowest."""

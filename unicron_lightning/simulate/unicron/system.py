@@ -161,12 +161,12 @@ class System:
         place = fault.node // self.cluster.cell
         daemon = self.daemons[place]
         if fault.node in self.books.down:
-            self._stays_down(fault)
+            self.books.takes_down(fault, self._repaired)
             return
         self.books.counts["faults"] += 1
         member = self._member(place)
         if fault.kind in SLOWING:
-            self._degrades(fault)
+            self.books.slows(fault, self._repace)
             return
         if fault.kind in CORRUPTING:
             if member is not None:
@@ -188,14 +188,9 @@ class System:
     def _out_of_order(self, fault: TraceFault, daemon: SimDaemon) -> None:
         """Keep the node down until it is repaired, at least until its failure is detected."""
         if fault.takes_node:
-            self._stays_down(fault)
+            self.books.takes_down(fault, self._repaired)
         else:
             self.clock.after(self.costs.detects(fault.kind), partial(self._comes_back, daemon))
-
-    def _stays_down(self, fault: TraceFault) -> None:
-        moment = micros(fault.at + fault.repair)
-        if fault.takes_node and self.books.node_down(fault.node, moment):
-            self.clock.at(moment, partial(self._repaired, fault.node), order.REPAIR)
 
     def _repaired(self, node: int) -> None:
         if self.books.node_up(node):
@@ -204,16 +199,6 @@ class System:
     def _member(self, place: int) -> SimTraining | None:
         """Return the task that a place trains."""
         return next((t for t in self.trainings.values() if not t.over and place in t.members), None)
-
-    def _degrades(self, fault: TraceFault) -> None:
-        self.books.degrades(fault.node, fault.slowdown)
-        self._repace(fault.node)
-        if fault.repair:
-            self.clock.at(micros(fault.at + fault.repair), partial(self._recovers, fault), order.REPAIR)
-
-    def _recovers(self, fault: TraceFault) -> None:
-        self.books.recovers(fault.node, fault.slowdown)
-        self._repace(fault.node)
 
     def _repace(self, node: int) -> None:
         member = self._member(node // self.cluster.cell)
