@@ -38,6 +38,8 @@ ENDPOINT: Final = "UNICRON_ENDPOINT"
 """The coordinator's ``HOST:PORT`` for the command ``unicron``, set by the user."""
 ARRAY_INDEX: Final = "UNICRON_ARRAY_INDEX"
 """Index of a job of an array, for its script; set by ``unicron submit --array``."""
+LOGS: Final = "UNICRON_LOGS"
+"""Folder of the files ``rank<local rank>.log`` into which a daemon writes the output of torchrun's workers."""
 STATE_DIR: Final = "UNICRON_STATE_DIR"
 """State folder of an embedded coordinator, set by the user."""
 
@@ -50,8 +52,8 @@ step fetch it again.
 MALLOC_THRESHOLD: Final = "2000000000"
 """[bytes] Value of both; the user's own values have priority."""
 
-FROM_AGENT: Final = (AGENT_SOCKET, AGENT, AGENT_PID, ROUND, TASK, NODE, MAX_NODES, HOST, BASE_RANK)
-"""Variables set by an agent, which a process that is no worker can be started without."""
+FROM_AGENT: Final = (AGENT_SOCKET, AGENT, AGENT_PID, ROUND, TASK, NODE, MAX_NODES, HOST, BASE_RANK, LOGS)
+"""Variables set by an agent or its daemon, which a process that is no worker can be started without."""
 
 
 def worker_id(agent: str, local_rank: int, round_number: int) -> str:

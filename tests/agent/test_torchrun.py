@@ -137,7 +137,8 @@ def test_a_script_that_does_not_start_ends_after_a_few_tries(tmp_path: Path) -> 
         assert list(cluster.wait_exit(90).values()) == [1, 1]
         reason = cluster.events("task_over")[0]["fields"]["reason"]
         assert reason.startswith("the script does not start: failed 3 times") and "exit 1" in reason
-        assert len(cluster.events("worker_died")) <= 6
+        assert reason.endswith("  ModuleNotFoundError: No module named 'this_module_does_not_exist'")
+        assert len(cluster.events("worker_died")) <= 6 and len(cluster.events("slot_granted")) <= 7
         assert any("the script does not start" in cluster.log(node) for node in ("node0", "node1"))
 
 

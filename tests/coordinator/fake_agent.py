@@ -204,10 +204,10 @@ class FakeAgent:
             self.ready(0, local_rank)
         return self
 
-    def die(self, local_rank: int = 0, *, cause: Any = "signal", code: int = 9) -> None:
+    def die(self, local_rank: int = 0, *, cause: Any = "signal", code: int = 9, **about: Any) -> None:
         name = self.worker(local_rank)
         self.workers.pop(name, None)
-        self.say(wire.WorkerDied(worker=name, cause=cause, code=code, at=self.world.now))
+        self.say(wire.WorkerDied(worker=name, cause=cause, code=code, at=self.world.now, **about))
 
     def exit(self, local_rank: int = 0) -> None:
         self.die(local_rank, cause="exit", code=0)

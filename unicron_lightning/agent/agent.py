@@ -35,6 +35,7 @@ from unicron_lightning.agent.scratch_folder import ScratchFolder
 from unicron_lightning.agent.workers.gate import SlotGate
 from unicron_lightning.agent.workers.inspection import Inspector
 from unicron_lightning.agent.workers.kernel_evidence import Deaths
+from unicron_lightning.agent.workers.last_output import LastOutput, folder_of_logs
 from unicron_lightning.agent.workers.local_socket import LocalHooks, LocalServer
 from unicron_lightning.agent.workers.roster import ENDING_SECONDS, Roster
 from unicron_lightning.agent.workers.slot_lock import SlotLock
@@ -74,6 +75,7 @@ class AgentThread:
         self._shared = SharedView()
         self._roster = Roster()
         self._deaths = Deaths()
+        self._output = LastOutput(folder_of_logs())
         self._health = HealthWatch(self._told_reading)
         self._reading: wire.NodeReading | None = None
         self._embedded = EmbeddedCoordinator(options)
@@ -293,9 +295,13 @@ class AgentThread:
 
     def _begin_round(self, number: int, store: wire.Address) -> None:
         assumed = self._assumed_exit()
-        self._supervisor.end_round(assumed)
+        unseen = self._supervisor.end_round(assumed)
         for worker in self._roster.names:  # ended before it was found
             self._on_exit(worker, assumed)
+        for rank, how in unseen.items():  # and before it could send anything
+            worker = environ.worker_id(self._options.agent, rank, self._shared.now.number)
+            self._roster.add(worker, rank)
+            self._on_exit(worker, how)
         self._shared.update(number=number, store=store, local_world=None, grant=None, ranks=None, stop=None)
         self._failed = False
         self._gate.begin_round()
@@ -312,6 +318,7 @@ class AgentThread:
     def _announce_local_world(self, size: int) -> None:
         self._shared.update(local_world=size)
         self._send(wire.LocalWorld(round=self._shared.now.number, size=size))
+        self._output.begin(size)
         self._supervisor.expect(self._shared.now.number, size)
 
     def _look_for_store_use(self) -> None:
@@ -451,7 +458,8 @@ class AgentThread:
             how = replace(how, code=LEFT_EARLY)  # a success for torchelastic, but not for the task
         logger.info("worker_ended worker=%s cause=%s code=%d", worker, how.cause, how.code)
         self._failed = self._failed or early or not (how.is_clean or self._leaving)
-        self._send(self._deaths.tell(worker, how))
+        output = self._output.lines(known.local_rank) if known.hello is None and not how.is_clean else ()
+        self._send(self._deaths.tell(worker, how, output))
         if not how.is_clean:
             self._give_up_siblings()
 

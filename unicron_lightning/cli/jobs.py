@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from unicron_lightning.cli.client import access_of, connecting, fetch, quoted
-from unicron_lightning.cli.output import all_visible, console, table, visible
+from unicron_lightning.cli.output import console, table, visible
 from unicron_lightning.cli.stored import ask
 from unicron_lightning.errors import ConfigError, CoordinatorUnavailable
 
@@ -64,7 +64,7 @@ def _wait(options: argparse.Namespace, name: str) -> int:
         time.sleep(_POLL_SECONDS)
         with contextlib.suppress(CoordinatorUnavailable):
             job = fetch(options.endpoint, f"/v1/jobs/{quoted(name)}", access_of(options))
-    print(visible(f"{name}: {job['state']} ({job['reason']})"))
+    print(f"{visible(name)}: {job['state']} ({_lines_of(job['reason'] or '')})")
     return 0 if job["state"] == "succeeded" else 1
 
 
@@ -87,8 +87,13 @@ def _jobs(options: argparse.Namespace) -> int:
 def print_jobs(jobs: list[dict[str, Any]]) -> None:
     """Print a table of jobs, as answered for /v1/jobs."""
     shown = table("task", "state", "since", "by", "reason")
-    for job in all_visible(jobs):
+    for job in jobs:
         since = time.strftime("%m-%d %H:%M:%S", time.localtime(job["ended_at"] or job["submitted_at"]))
         by = "submit" if job["managed"] else "torchrun"
-        shown.add_row(job["name"], job["state"], since, by, job["reason"] or "")
+        shown.add_row(visible(job["name"]), visible(job["state"]), since, by, _lines_of(job["reason"] or ""))
     console().print(shown if jobs else "no jobs")
+
+
+def _lines_of(reason: str) -> str:
+    """Return a reason, of which the lines after the first are indented: none of them looks like one of this command."""
+    return "\n  ".join(visible(line) for line in reason.splitlines())

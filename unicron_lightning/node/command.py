@@ -14,7 +14,7 @@ from typing import Final
 from unicron_lightning import environ
 from unicron_lightning.jobs import FROM_FILE, FROM_VARIABLE, Job
 from unicron_lightning.node.launch import DAEMON_PID, PIPES
-from unicron_lightning.node.options import NodeOptions
+from unicron_lightning.node.options import NodeOptions, log_folder
 from unicron_lightning.wire.daemon import Launch
 
 _CONNECT_SECONDS: Final = 900
@@ -104,6 +104,7 @@ def torchrun_environment(
         environment["CUDA_VISIBLE_DEVICES"] = devices
     environment.pop(environ.TOKEN, None)
     environment[DAEMON_PID], environment[PIPES] = str(os.getpid()), str(pipes)
+    environment[environ.LOGS] = str(log_folder(options.logs, job.name, options.node, launch.slot).absolute())
     return environment
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
+from msgspec import Meta
 
 from unicron_lightning.wire.fields import (
     Code,
@@ -13,6 +14,7 @@ from unicron_lightning.wire.fields import (
     Host,
     Id,
     Index,
+    Line,
     Message,
     Name,
     Pid,
@@ -133,6 +135,8 @@ class WorkerDied(Message, frozen=True, kw_only=True, tag="worker_died"):
     """Kind of the error if it is more than an abnormal exit: ``out_of_memory``."""
     meaning: str = ""
     """Readable text: ``signal 11 (SIGSEGV): it touched memory that is not its own, core dumped``."""
+    output: Annotated[tuple[Line, ...], Meta(max_length=20)] = ()
+    """Last lines of output of a worker that ended before its hello."""
 
 
 class Beat(Message, frozen=True, kw_only=True, tag="beat"):

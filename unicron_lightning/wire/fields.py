@@ -25,6 +25,8 @@ Secret = Annotated[str, Meta(max_length=64, pattern=r"^[0-9a-f]*\Z")]
 """Hexadecimal digits of a secret or of its digest; "" for none."""
 Word = Annotated[str, Meta(max_length=100, pattern=_NAME)]
 """A kind, a phase, or the name of an event; "" if unknown."""
+Line = Annotated[str, Meta(max_length=300, pattern=rf"^[^{_UNSEEN}]*\Z")]
+"""A line of a program's output."""
 Host = Annotated[str, Meta(max_length=255, pattern=rf"^[^\s{_UNSEEN}]*\Z")]
 Key = Annotated[str, Meta(max_length=1000)]
 Path = Annotated[str, Meta(min_length=1, max_length=4096, pattern=r"^[^\x00]*\Z")]

@@ -343,9 +343,11 @@ def test_a_script_that_does_not_start_is_stopped_after_growing_delays():
         assert not any(agent.granted for agent in agents)
         world.advance(0.2 * delay)
         assert all(agent.granted for agent in agents)
-    agents[0].launch().die(cause="exit", code=1)
+    agents[0].launch().die(cause="exit", code=1, output=("Traceback:", "ImportError: no x"))
     stopped = world.event("task_stopped").fields
     assert stopped["rule"] == "the script does not start" and "exit 1" in stopped["reason"]
+    assert stopped["reason"].splitlines()[1:] == ["  Traceback:", "  ImportError: no x"]
+    assert stopped["reason"].count("exit 1") == 1, "equal causes are named once"
     assert world.event("task_over").fields["succeeded"] is False
 
 

@@ -74,14 +74,20 @@ class Deaths:
             shared_percent=percent,
         )
 
-    def tell(self, worker: str, how: Exit) -> wire.WorkerDied:
-        """Build the report of a worker's death."""
+    def tell(self, worker: str, how: Exit, output: tuple[str, ...] = ()) -> wire.WorkerDied:
+        """Build the report of a worker's death, with the last lines of its output."""
         before, self._before = self._before, self.now()
         named = how.pid is not None and named_in(self._new_lines(), how.pid)
         what = meaning(how.cause, how.code, dumped=how.dumped, before=before, after=self._before, named=named)
         text = "" if how.is_clean else what.text
         return wire.WorkerDied(
-            worker=worker, cause=how.cause, code=how.code, at=time.time(), kind=what.kind, meaning=text
+            worker=worker,
+            cause=how.cause,
+            code=how.code,
+            at=time.time(),
+            kind=what.kind,
+            meaning=text,
+            output=output,
         )
 
     def explain(self, report: wire.ErrorReport) -> wire.ErrorReport:

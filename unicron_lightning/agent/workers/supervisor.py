@@ -87,12 +87,15 @@ class Supervisor:
         self._search: asyncio.TimerHandle | None = None
         self._round = 0
         self._missing: set[int] = set()
+        self._unnamed: dict[int, Exit] = {}
+        """Ends of children that could not be identified any more, by process id."""
         self._searches = 0
 
     def expect(self, round_number: int, local_world: int) -> None:
         """Start searching for the workers of a round."""
         self._round = round_number
         self._missing = set(range(local_world))
+        self._unnamed.clear()
         self._searches = 0
         self._find()
 
@@ -115,15 +118,23 @@ class Supervisor:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(process.pidfd, number)
 
-    def end_round(self, assumed: Exit) -> None:
+    def end_round(self, assumed: Exit) -> dict[int, Exit]:
         """Report every worker that torchelastic has reaped before its end was seen here.
 
         Args:
             assumed: the exit to report for such a worker.
+
+        Returns:
+            The ends of workers that were started but never found, by local rank: they ended too soon.
         """
+        never = sorted(self._missing)
         self._stop_search()
         for process in list(self._live.values()):
             self._ended(process, assumed)
+        ends = [how for _, how in sorted(self._unnamed.items())]
+        self._unnamed.clear()
+        ends = ends if len(ends) == len(never) else [assumed] * len(never)
+        return dict(zip(never, ends, strict=True))
 
     def close(self) -> None:
         """Stop watching; the processes are left alone."""
@@ -156,6 +167,8 @@ class Supervisor:
             return
         worker = _identify(pid)
         if worker is None or worker.agent != self._agent or worker.round != self._round:
+            if worker is None and (how := _peek_exit(pidfd)) is not None:  # the environment of a dead process is empty
+                self._unnamed[pid] = replace(how, pid=pid)
             os.close(pidfd)
             return
         self._missing.discard(worker.local_rank)

@@ -49,7 +49,7 @@ def worker_died(task: Task, turn: Turn, agent: Agent, message: wire.WorkerDied) 
         return
     kind = known(message.kind or ("silent" if message.cause == "silent" else "exited_abnormally"))
     told = task.severity.unattributed.get(message.worker) or UnattributedError(
-        kind=kind, cause=message.meaning or _cause(message)
+        kind=kind, cause=message.meaning or _cause(message), output=message.output
     )
     failure = failure_of(task, turn, agent, told, message.worker)
     sent = message.cause == "signal" and message.code in _SENT and message.kind is None
@@ -211,6 +211,7 @@ def failure_of(task: Task, turn: Turn, agent: Agent, told: UnattributedError, wo
         at=turn.now,
         fault=told.fault,
         frames=told.frames,
+        output=told.output,
     )
 
 

@@ -30,6 +30,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """Identifies an exception of the program, see `reports.fault_of`; "" for all other failures."""
     frames: tuple[str, ...] = ()
     """The last frames of an exception, the innermost last."""
+    output: tuple[str, ...] = ()
+    """Last lines of output of a worker that ended before its hello."""
 
 
 class UnattributedError(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +41,7 @@ class UnattributedError(msgspec.Struct, frozen=True, kw_only=True):
     cause: str
     fault: str = ""
     frames: tuple[str, ...] = ()
+    output: tuple[str, ...] = ()
 
 
 class Joined(msgspec.Struct, frozen=True, kw_only=True):

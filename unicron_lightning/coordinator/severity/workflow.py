@@ -289,7 +289,10 @@ def _give_up(record: SeverityRecord, limits: Limits, view: FailureContext, now: 
         "no way past a checkpoint": record.lives,
         "no way to start": record.most_starts,
     }[rule.name]
-    reason = f"{rule.name}: failed {number} times at step {record.mark}; the last: {'; '.join(last)}"
+    last_of_each = {failure.cause or failure.kind: each for failure, each in zip(record.failed[-5:], last, strict=True)}
+    reason = f"{rule.name}: failed {number} times at step {record.mark}; the last: {'; '.join(last_of_each.values())}"
+    printed = next((failure.output for failure in reversed(record.failed) if failure.output), ())
+    reason = "\n".join([reason, *(f"  {line}" for line in printed)])
     if rule.action == "revert":
         record.begin_afresh()
     return [Decision(rule=rule.name, action=rule.action, error=None, reason=reason, facts=facts)]
