@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import logging
+import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -178,7 +179,9 @@ def _continue_csv(own: CSVLogger) -> list[dict[str, str]]:
     if not path.is_file():
         return []
     path.rename(kept)
-    experiment = own.experiment  # created here, as this is rank 0 now
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Experiment logs directory .* will be deleted")  # they are kept
+        experiment = own.experiment  # created here, as this is rank 0 now
     with kept.open(newline="") as file:
         reader = csv.DictReader(file)
         header, rows = list(reader.fieldnames or []), list(reader)

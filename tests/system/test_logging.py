@@ -37,6 +37,8 @@ def run(folder: Path, logger: str, **variables: str) -> int:
     (folder / "logger").write_text(logger)
     with Cluster(folder, agents=2, nodes="1:2", script=SCRIPT, variables=lambda node: variables) as cluster:
         cluster.wait_end(240)
+        if logger.startswith("csv"):
+            assert "will be deleted" not in "".join(cluster.log(node) for node in cluster.agents)
     steps = {int((folder / f"end-{rank}").read_text()) for rank in range(2)}
     assert len(steps) == 1 and (folder / "killed-1").exists()
     if logger in ("wandb", "mlflow"):

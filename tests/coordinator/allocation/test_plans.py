@@ -7,6 +7,7 @@ from coordinator.driver import FakeAgent, World
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
+from unicron_lightning.coordinator.server.reasons import staying
 
 GATHERED = 0.6
 """Seconds after which registered agents count."""
@@ -225,6 +226,23 @@ def test_a_running_task_that_no_longer_fits_is_paused_and_goes_on_later() -> Non
     settle(world, agents)
     exclusive(world)
     assert (len(members(world, "a")), len(members(world, "b"))) == (2, 2)
+
+
+def test_a_drain_pauses_no_task_and_is_done_once_another_place_is_there() -> None:
+    world = World()
+    agents = crowd(world, 3, a=(3, 3), b=(4, 4))
+    settle(world, agents)
+    before = members(world, "a")
+    agents["a"][0].drain()
+    settle(world, agents)
+    assert members(world, "a") == before and len(before) == 3
+    assert world.task("a").life == 1 and "task_paused" not in world.names()
+    assert [*staying(world.machine.cluster)] == ["n0"], "not its agent, which was not drained by its id"
+    agents["a"][3] = world.agent("a3", task="a", nodes=(3, 3), place="n3/0").start()
+    world.advance(1)
+    settle(world, agents)
+    assert members(world, "a") == ["n1", "n2", "n3"]
+    assert world.task("a").life == 1 and not staying(world.machine.cluster)
 
 
 def test_an_overtaken_answer_changes_nothing() -> None:

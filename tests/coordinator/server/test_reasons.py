@@ -9,7 +9,7 @@ from coordinator.fake_daemon import FakeDaemon, job
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.server.reasons import lost_nodes, staying, why_waiting
-from unicron_lightning.coordinator.server.status import cluster_status, task_status
+from unicron_lightning.coordinator.server.status import cluster_status, state_of_task, task_status
 
 
 def why(world: World, task: str = "t") -> str | None:
@@ -33,6 +33,21 @@ def test_a_queued_job_states_what_it_needs_and_what_there_is():
     assert list(lost_nodes(world.machine.cluster)) == ["m"]
     FakeDaemon(world, "m", "0", pid=2, started_at=2.0).connect()
     assert not lost_nodes(world.machine.cluster), "it is back"
+
+
+def test_a_job_with_slots_is_starting_before_its_agents_register_and_a_goodbye_hides_no_lost_daemon():
+    world = World()
+    daemon = FakeDaemon(world, "n", "0").connect()
+    FakeDaemon(world, "m", "0").connect()
+    world.do(ev.Submit(jobs=(job("j", nodes=(2, 2)), job("k", nodes=(3, 3)))))
+    world.advance(1.0)
+    assigned = world.machine.cluster.lasting.assigned.values()
+    assert [state_of_task(world.task(each), assigned) for each in "jk"] == ["starting", "queued"]
+    agent = world.agent("a", task="j", nodes=(2, 2), place="n/0").start()
+    daemon.drop()
+    world.advance(100.0)
+    agent.bye(succeeded=False)
+    assert list(lost_nodes(world.machine.cluster)) == ["n"]
 
 
 def test_a_queued_job_states_whose_the_slots_are():

@@ -64,7 +64,8 @@ def usable_places(cluster: Cluster, daemons: DaemonPlaces | None = None) -> Plac
     """Return places that tasks may use now, by name: those of undrained agents that are present or may return.
 
     An agent that has left takes its task's claim with it, and the place if no other task has an agent there. Every job
-    can use the slots of nodes that have a daemon, which starts agents where needed.
+    can use the slots of nodes that have a daemon, which starts agents where needed. A task that trains keeps its places
+    on drained nodes, which no other task can use, while the others are fewer than its minimum: a drain pauses no task.
 
     Args:
         cluster: the whole state.
@@ -86,6 +87,8 @@ def usable_places(cluster: Cluster, daemons: DaemonPlaces | None = None) -> Plac
             if place is not None and not (is_job and place in daemons.nodes) and _counts(cluster, task, agent):
                 able = others[place][1] if place in others else jobs if place in daemons.nodes else frozenset()
                 others[place] = agent.node, able | {task.id}
+    if out:
+        others |= _held_below_minimum(cluster, [*daemons.places], others)
     if not others:
         return daemons.places
     in_order = {able: tuple(sorted(able)) for able in {able for _, able in others.values()}}
@@ -133,6 +136,24 @@ def is_elsewhere(cluster: Cluster, agent: Agent) -> bool:
 def is_assigned(cluster: Cluster, agent: Agent) -> bool:
     """Whether the agent's accelerators are its own, or the plan in force assigns its place to its task."""
     return agent.place is None or cluster.lasting.assigned.get(agent.place) == agent.task
+
+
+def _held_below_minimum(
+    cluster: Cluster, of_daemons: list[Place], others: dict[str, tuple[str, frozenset[str]]]
+) -> dict[str, tuple[str, frozenset[str]]]:
+    """Return node and task of the places on drained nodes that a task has to keep until it can use others."""
+    held: dict[str, tuple[str, frozenset[str]]] = {}
+    for task in cluster.tasks.values():
+        out = [agent for agent in map(task.agents.__getitem__, task.slots) if is_drained(cluster, agent)]
+        if not out or task.over is not None or not task.established or task.finishing:
+            continue
+        able = {place.name for place in of_daemons if task.id in place.tasks}
+        able = {name for name in able if name not in others} | {
+            n for n, (_, tasks) in others.items() if task.id in tasks
+        }
+        if len(able) < task.min_nodes:
+            held |= {agent.place: (agent.node, frozenset({task.id})) for agent in out if agent.place is not None}
+    return held
 
 
 def _counts(cluster: Cluster, task: Task, agent: Agent) -> bool:

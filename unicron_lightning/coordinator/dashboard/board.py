@@ -50,7 +50,7 @@ def _task(cluster: Cluster, task: Task, counts: TaskCounts | None) -> dict[str, 
     failed = max([*task.severity.failed, *task.severity.unjudged], key=lambda each: each.at, default=None)
     lost = [rank for rank, member in enumerate(task.members()) if member.worker not in task.workers]
     return {
-        "state": state_of_task(task),
+        "state": state_of_task(task, cluster.lasting.assigned.values()),
         "over": task.over,
         "why": why_waiting(cluster, task),
         "life": task.life,

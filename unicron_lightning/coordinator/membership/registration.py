@@ -253,7 +253,8 @@ def restore(task: Task, turn: Turn) -> None:
 def bye(task: Task, turn: Turn, agent: Agent, message: wire.Bye) -> None:
     """Handle the exit of an agent that has stopped its workers."""
     turn.hang_up(agent, "bye")
-    turn.lasting.lost.pop(agent.node, None)
+    if task.id not in turn.lasting.jobs:  # else its daemon decides: it may be lost, which ends its agents
+        turn.lasting.lost.pop(agent.node, None)
     if message.succeeded and not agent.warm:
         task.agents_succeeded += 1
         for worker in task.workers_of(agent.id):

@@ -146,7 +146,7 @@ def _counts(made: _Families, name: str, meter: TaskCounts) -> None:
 
 
 def _task(made: _Families, cluster: Cluster, task: Task) -> None:
-    state = state_of_task(task)
+    state = state_of_task(task, cluster.lasting.assigned.values())
     for each in TASK_STATES:
         made.add("unicron_task_state", each == state, task.id, each)
     made.add("unicron_task_step", max([worker.step for worker in task.workers.values()], default=None), task.id)

@@ -137,7 +137,11 @@ class Api:
 
     async def _get_status(self, _request: web.Request) -> web.Response:
         shell, machine = self._shell, self._shell.machine
-        tasks = {task.id: {**task_status(task), "goodput": shell.goodput(task.id)} for task in machine.tasks.values()}
+        assigned = set(machine.cluster.lasting.assigned.values())
+        tasks = {
+            task.id: {**task_status(task, assigned), "goodput": shell.goodput(task.id)}
+            for task in machine.tasks.values()
+        }
         coordinator = {**shell.about(), "started_at": shell.started_at, "store_error": shell.store_error}
         answer = {"coordinator": coordinator, "tasks": tasks, "drained": machine.drained}
         answer["cordoned"] = machine.lasting.cordoned

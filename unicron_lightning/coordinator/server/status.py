@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -20,8 +21,8 @@ _PENDING: dict[wire.EpochKind, str] = {
 }
 
 
-def task_status(task: Task) -> dict[str, Any]:
-    """Describe one task.
+def task_status(task: Task, assigned: Collection[str] = ()) -> dict[str, Any]:
+    """Describe one task; ``assigned``: tasks to which the plan in force gives places.
 
     ``state`` is one of: queued, forming, starting, running, recovering, joining, leaving, holding, restarting, plain,
     over.
@@ -30,7 +31,7 @@ def task_status(task: Task) -> dict[str, Any]:
     others = sorted((worker for worker in task.workers.values() if worker.id not in members), key=task.place)
     stepped = max(task.workers.values(), key=lambda worker: worker.step, default=None)
     return {
-        "state": state_of_task(task),
+        "state": state_of_task(task, assigned),
         "life": task.life,
         "epoch": task.number,
         "kind": task.epoch.kind if task.epoch else None,
@@ -118,12 +119,12 @@ def _node(cluster: Cluster, node: Node) -> dict[str, Any]:
     }
 
 
-def state_of_task(task: Task) -> str:
-    """Return the state of a task, one of those of `task_status`."""
+def state_of_task(task: Task, assigned: Collection[str] = ()) -> str:
+    """Return the state of a task, one of those of `task_status`, whose argument ``assigned`` this one has, too."""
     if task.over is not None:
         return "over"
     if not task.formed:
-        return "forming" if task.agents else "queued"
+        return "forming" if task.agents else "starting" if task.id in assigned else "queued"
     if not task.elastic:
         return "restarting" if task.regrouping else "plain" if task.plain else "starting"
     if task.epoch is None:
