@@ -32,10 +32,12 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # n
 from megatron.core.parallel_state import is_pipeline_first_stage, is_pipeline_last_stage  # noqa: E402
 from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
 from unicron_lightning import UnicronMegatronStrategy  # noqa: E402
+from unicron_lightning.megatron.toy import SequenceParallelNorm  # noqa: E402
 
 
 class Pretraining(pl.LightningModule):
@@ -64,12 +66,21 @@ class Pretraining(pl.LightningModule):
         )
         self.model = GPTModel(
             config,
-            get_gpt_layer_local_spec(),
+            self.layers(config),
             vocab_size=self.options.vocabulary,
             max_sequence_length=self.options.length,
             pre_process=is_pipeline_first_stage(),
             post_process=is_pipeline_last_stage(),
         )
+
+    def layers(self, config: TransformerConfig) -> Any:
+        """The layers of megatron-core's own modules. With Apex or Transformer Engine, sequence parallelism needs no more."""
+        layer = get_gpt_layer_local_spec()
+        if not config.sequence_parallel:
+            return layer
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = SequenceParallelNorm
+        stages = config.pipeline_model_parallel_size
+        return TransformerBlockSubmodules([layer] * (config.num_layers // stages), layer_norm=SequenceParallelNorm)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         output: Tensor = self.model(
@@ -126,12 +137,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tensor", type=int, default=1, help="tensor-parallel size")
     parser.add_argument("--pipeline", type=int, default=1, help="pipeline stages")
-    parser.add_argument("--sequence-parallel", action="store_true", help="needs Apex or Transformer Engine")
+    parser.add_argument("--sequence-parallel", action="store_true", help="with --tensor 2 or more")
     parser.add_argument("--devices", type=int, default=1, help="declared workers")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--vocabulary", type=int, default=128)
+    parser.add_argument("--seed", type=int, default=1234)
     options = parser.parse_args()
+    pl.seed_everything(options.seed)
     micro_batch, accumulation = 2, 4
     global_batch = micro_batch * accumulation * options.devices // (options.tensor * options.pipeline)
     strategy = UnicronMegatronStrategy(

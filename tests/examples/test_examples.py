@@ -53,6 +53,17 @@ def test_the_sweep_runs_its_jobs_on_a_cluster_of_its_own(tmp_path: Path) -> None
     assert len(losses) == 2 and losses[0] != losses[1]
 
 
+@pytest.mark.chaos  # two workers import megatron-core: 20 s of CPU; run it with -m chaos
+def test_the_ported_pretraining_learns_with_sequence_parallelism(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core.package_info")
+    script = ROOT / "examples/porting/pretrain_gpt.py"
+    command = [script, "--devices", "2", "--tensor", "2", "--sequence-parallel", "--steps", "12"]
+    with LocalCluster(command, nodes=2, nnodes="2:2", folder=tmp_path) as cluster:
+        assert cluster.wait_exit() == {"node0": 0, "node1": 0}
+        (loss,) = re.findall(r"lm loss ([\d.]+) after 12 steps", cluster.log("node0") + cluster.log("node1"))
+    assert float(loss) < 4.7, "a uniform guess has 4.85"
+
+
 @pytest.mark.parametrize("place", [0, 1])
 def test_the_documented_clusters_run(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (ROOT / "docs/local-cluster.md").read_text()

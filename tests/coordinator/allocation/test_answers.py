@@ -76,6 +76,18 @@ def test_what_may_happen_next_is_planned_before(ask: Asked) -> None:
     assert (answer.allocation, answer.foreseen) == ({"b": 4}, True)
 
 
+def test_of_equal_jobs_that_wait_the_first_submitted_one_is_next(ask: Asked) -> None:
+    jobs = [replace(task(name, 0, high=1), since=float(number)) for number, name in enumerate("cab")]
+    order = []
+    while jobs:
+        (started,) = (name for name, places in ask(situation(1, *jobs)).allocation.items() if places)
+        order.append(started)
+        running = [replace(job, runs=True, before=1, left=1) for job in jobs if job.name == started]
+        ask(situation(1, *running, *(job for job in jobs if job.name != started)))
+        jobs = [job for job in jobs if job.name != started]
+    assert order == ["c", "a", "b"]
+
+
 def test_what_was_not_foreseen_is_planned_at_once(ask: Asked) -> None:
     ask(situation(6, task("a", 0, weight=2.0), task("b", 0)))
     answer = ask(situation(4, task("a", 4, lost=1, weight=2.0), task("b", 2, lost=1)))

@@ -152,9 +152,17 @@ class Ahead:
     table: PlanTable
 
     def plan(self, question: Question) -> Plan | None:
-        """Return the plan for a situation that differs by one foreseen event; None for any other."""
+        """Return the plan for a situation that differs by one foreseen event; None for any other.
+
+        The end of a task while several wait is none: among equals the table prefers the newest of the tasks that are
+        newer than the ended one (`unicron_lightning.planner.solver`), and a queue has to advance in its order.
+        """
+        from unicron_lightning.planner.events import TaskFinished
+
         event = event_between(self.standing, question)
-        return None if event is None else self.table.look_up(self.state, event)
+        if event is None or (isinstance(event, TaskFinished) and sum(not task.left for task in question.tasks) > 1):
+            return None
+        return self.table.look_up(self.state, event)
 
 
 def event_between(standing: Question, question: Question) -> Event | None:
