@@ -74,7 +74,7 @@ class Pretraining(pl.LightningModule):
         )
 
     def layers(self, config: TransformerConfig) -> Any:
-        """The layers of megatron-core's own modules. With Apex or Transformer Engine, sequence parallelism needs no more."""
+        """Layers of megatron-core's own modules; with Apex or Transformer Engine the first specification is enough."""
         layer = get_gpt_layer_local_spec()
         if not config.sequence_parallel:
             return layer
