@@ -256,7 +256,7 @@ class FaultTolerantStrategy(CollectingStrategy):
         with self.collectives.refused("training_step"), preserved():
             step = self.parallelism.steps.run(batch, *where)
         self.loaders.committed(self.trainer, batch)
-        self._reports.finished(self.engine, step.operation, step.loss)
+        self._reports.finished(self.engine, step.operation, step.loss, batch.num_samples())
         for call in step.calls:
             self.results.replay(call, self.module, self.root_device)
         return step.output

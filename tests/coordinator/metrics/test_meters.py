@@ -43,7 +43,7 @@ class Observed(World):
 
 
 def progress(world: World, agent: FakeAgent, step: int) -> None:
-    agent.say(wire.Progress(worker=agent.worker(), step=step, metrics={}, at=world.now))
+    agent.say(wire.Progress(worker=agent.worker(), step=step, metrics={}, at=world.now, samples_per_step=24))
 
 
 def steps(world: World, agents: list[FakeAgent], numbers: range, seconds: float = 1.0) -> None:
@@ -77,6 +77,7 @@ def test_a_failure_costs_time_by_kind():
     assert spent == pytest.approx({"productive": 0.5 + 3, "detection": 0.25, "transition": 0.5, "sub_healthy": 1})
     assert found["unicron_steps_total", "t"] - before["unicron_steps_total", "t"] == 4
     assert found["unicron_micro_batches_total", "t"] == found["unicron_steps_total", "t"] * world.task().capacity()
+    assert found["unicron_samples_total", "t"] == found["unicron_steps_total", "t"] * 24
     assert found["unicron_step_seconds_sum", "t"] == pytest.approx(9 + 3)
     assert found["unicron_incidents_total", "t", "SEV2"] == 1
     assert found["unicron_failures_total", "t", "signal"] == 1
@@ -87,6 +88,18 @@ def test_a_failure_costs_time_by_kind():
     assert found["unicron_incidents_open", "t", "sub_healthy"] == 0
     assert found["unicron_incident_phase_seconds_sum", "detection"] == pytest.approx(0.25)
     assert found["unicron_incident_lost_worker_seconds_total", "t", "transition"] == pytest.approx(4 * 0.5)
+
+
+def test_a_spread_models_micro_batches_are_those_that_it_reports():
+    world, agents = training(2)
+    first = world.task().measured.pace.step
+    layout = wire.Layout(tensor=2, pipeline=1)
+    world.task().layouts.spread = wire.Spread(
+        layout=layout, ordered=False, workers=2, micro_batches=6, tensor_divides={}, pipeline_divides={}
+    )
+    steps(world, agents, range(first + 1, first + 5))
+    found = world.samples()
+    assert found["unicron_micro_batches_total", "t"] == 6 * found["unicron_steps_total", "t"] > 0
 
 
 def test_steps_after_a_checkpoint_are_repeated_ones():

@@ -68,9 +68,8 @@ METRICS: Final = (
     # tasks
     _counter("unicron_steps_total", "task", "Finished optimizer steps, repeated ones included."),
     _counter("unicron_steps_repeated_total", "task", "Steps finished before and repeated since, from a checkpoint."),
-    _counter(
-        "unicron_micro_batches_total", "task", "Micro-batches of the finished steps, if workers hold the whole model."
-    ),
+    _counter("unicron_micro_batches_total", "task", "Micro-batches of the finished steps."),
+    _counter("unicron_samples_total", "task", "Data set items in the global batches of the finished steps."),
     _counter("unicron_micro_batches_recomputed_total", "task", "Micro-batches computed again for lost workers."),
     _counter("unicron_checkpoints_total", "task", "Complete checkpoints that workers have reported."),
     _histogram("unicron_step_seconds", "task", "Duration of a step; steps between two reports count with their mean."),

@@ -129,6 +129,7 @@ def _counts(made: _Families, name: str, meter: TaskCounts) -> None:
     made.add("unicron_steps_total", meter.steps, name)
     made.add("unicron_steps_repeated_total", meter.repeated, name)
     made.add("unicron_micro_batches_total", meter.micro_batches, name)
+    made.add("unicron_samples_total", meter.samples, name)
     made.add("unicron_micro_batches_recomputed_total", meter.recomputed, name)
     made.add("unicron_checkpoints_total", meter.checkpoints, name)
     made.histogram("unicron_step_seconds", meter.step_seconds, name)

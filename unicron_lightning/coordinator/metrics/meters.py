@@ -67,7 +67,9 @@ class TaskCounts:
         self.step_seconds = Histogram(LONG)
         self.steps = self.repeated = self.recomputed = self.checkpoints = 0
         self.micro_batches: int | None = None
-        """None for models that are spread over workers, whose number is unknown here."""
+        """None as long as the number of a step is unknown, as for a model of replicas that has not reported it."""
+        self.samples: int | None = None
+        """None for workers that do not report samples, e.g. those of a script without a data loader."""
         self.incidents: Counter[Severity] = Counter()
         self.failures: Counter[str] = Counter()
         self.lost_worker_seconds: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
@@ -135,6 +137,8 @@ class TaskCounts:
         self.repeated += repeated
         if (number := micro_batches_of(task)) is not None:
             self.micro_batches = (self.micro_batches or 0) + steps * number
+        if message.samples_per_step is not None:
+            self.samples = (self.samples or 0) + steps * message.samples_per_step
         self._step, self._furthest = message.step, max(message.step, self._furthest)
         self._stepped_life = task.life
         due = max([incident.started_with.workers for incident in task.accounts.open], default=0)
@@ -255,5 +259,10 @@ def usual_seconds(task: Task) -> float | None:
 
 
 def micro_batches_of(task: Task) -> int | None:
-    """Return the micro-batches of one step: the capacity of a worker that holds the whole model; else None."""
-    return None if task.replicas or task.layouts.spread else task.capacity()
+    """Return the micro-batches of one step; None if the model is spread over workers that have not reported it.
+
+    It is the capacity of a worker that holds the whole model.
+    """
+    if (spread := task.layouts.spread) is not None:
+        return spread.micro_batches
+    return None if task.replicas else task.capacity()

@@ -227,10 +227,15 @@ class Control:
             )
         )
 
-    def progress(self, step: int, metrics: Mapping[str, float]) -> None:
+    def progress(self, step: int, metrics: Mapping[str, float], num_samples: int | None = None) -> None:
         """Set the progress after the last finished step; the control thread sends it within a second."""
         self._progress = wire.Progress(
-            worker=self.worker, step=step, metrics=dict(metrics), at=time.time(), flops_per_step=self.flops_per_step
+            worker=self.worker,
+            step=step,
+            metrics=dict(metrics),
+            at=time.time(),
+            flops_per_step=self.flops_per_step,
+            samples_per_step=num_samples,
         )
 
     def send(self, message: wire.Message) -> None:
