@@ -2,11 +2,14 @@
 
 The model of tests/fsdp/train.py runs on S x R workers, each with an agent of its own; one further agent has a warm
 worker that replaces a lost one. Faults strike in sequence, in seeded order: a death at each point of a step, of a
-validation and of a checkpoint, on the first or the last shard; a worker that stops; and pairs, of which the second one
-strikes during the recovery from the first: the joiner, its partner, the donor of their state, a spare or a worker of
-another replica. The last and the donor need three replicas, as otherwise no worker has the state any more.
+validation and of a checkpoint, on the first or the last shard; a worker that is stopped, waits for ever, or keeps the
+interpreter's lock; and pairs, of which the second one strikes during the recovery from the first: the joiner, its
+partner, the donor of their state, a spare or a worker of another replica. The last and the donor need three replicas,
+as otherwise no worker has the state any more. With --relayout an operator orders another number of shards, and back, in
+some cases with a death in a checkpoint meanwhile.
 
     python benchmarks/fsdp_chaos.py --faults 50 --seed 1                       # S=2, R=3
+    python benchmarks/fsdp_chaos.py --faults 50 --seed 1 --relayout 3          # from S=2 to S=3, R=2, and back
     python benchmarks/fsdp_chaos.py --faults 10 --steps 200 --replicas 2 --float32
     python benchmarks/fsdp_chaos.py --faults 10 --steps 60 --replicas 2 --precision bf16-mixed
 
@@ -25,6 +28,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,43 +59,74 @@ SECOND = {
 """Points at which a worker of each role dies after another one."""
 TRIGGERS = ("forward", "backward", "reduce-scatter")
 """Points of the first death."""
+FROZEN = ("stop", "hang", "lock")
+"""Ways to fail without a death; see `strikes.WAYS`."""
+SETTLED = 12
+"""Steps of a world before a worker freezes: how long a step takes has to be known."""
 OF_THREE = ("donor", "worker")
 """Roles that need three replicas."""
 
 Fault = dict[str, Any]
 
 
-def schedule(faults: int, shards: int, replicas: int, chance: random.Random, *, folders: bool) -> list[Fault]:
-    """Draw at least ``faults`` faults: all kinds in random order, again and again."""
-    drawn: list[Fault] = []
-    while len(drawn) < faults:
-        groups = list(kinds(shards, replicas, chance, folders=folders))
-        chance.shuffle(groups)
-        for group in groups:
-            if len(drawn) < faults:
-                drawn += group
-    return drawn
+@dataclass
+class Drawing:
+    """Draws faults for the layout that the workers have when they strike.
 
+    Args:
+        shards, workers: the first layout.
+        other: number of shards of the other layout, between which an operator's orders alternate; 0: no orders.
+        folders: whether checkpoints are folders.
+        chance: of kinds, places and moments.
+    """
 
-def kinds(shards: int, replicas: int, chance: random.Random, *, folders: bool) -> Iterator[list[Fault]]:
-    """One group of faults of each kind, at random places."""
+    shards: int
+    workers: int
+    other: int
+    folders: bool
+    chance: random.Random
 
-    def first(point: str, shard: int) -> Fault:
-        nth = chance.randrange(3) if point in ("all-gather", "reduce-scatter", "forward", "backward") else 0
-        return {"point": point, "replica": chance.randrange(replicas), "shard": shard, "nth": nth}
+    def schedule(self, faults: int) -> list[Fault]:
+        """Draw at least ``faults`` faults: all kinds in random order, again and again."""
+        drawn: list[Fault] = []
+        while len(drawn) < faults:
+            kinds = list(self._kinds())
+            self.chance.shuffle(kinds)
+            for kind in kinds:
+                if len(drawn) < faults:
+                    drawn += self._group(*kind)
+        return drawn
 
-    for point in (*STEP, *PASS, *CHECKPOINT, *(FOLDER if folders else ())):
-        fault = first(point, chance.choice((0, shards - 1)))
-        place = {"checkpoint": {"replica": 0, "shard": 0}, "part": {"replica": 0}}.get(point, {})
-        yield [{**fault, **place}]
-    yield [{**first("forward", chance.choice((0, shards - 1))), "stops": True}]
-    for role, points in SECOND.items():
-        if role not in OF_THREE or replicas > 2:
-            for point in points:
-                trigger = first(
-                    chance.choice(("forward", "backward", "reduce-scatter")), chance.choice((0, shards - 1))
-                )
-                yield [trigger, {"point": point, "role": role}]
+    def _kinds(self) -> Iterator[tuple[str, str]]:
+        for point in (*STEP, *PASS, *CHECKPOINT, *(FOLDER if self.folders else ())):
+            yield "kill", point
+        for point in TRIGGERS:
+            yield from ((way, point) for way in FROZEN)
+        for role, points in SECOND.items():
+            yield from ((role, point) for point in points)
+        if self.other:
+            yield from (("relayout", ""), ("relayout", "collect"))
+
+    def _group(self, kind: str, point: str) -> list[Fault]:
+        """The faults of a kind, at random places."""
+        if kind == "relayout":
+            order = {"relayout": self.other, "dies": bool(point)}
+            self.shards, self.other = self.other, self.shards
+            return [order, {**self._at("collect"), "replica": 0}] if point else [order]
+        if kind == "kill":
+            place = {"checkpoint": {"replica": 0, "shard": 0}, "part": {"replica": 0}}.get(point, {})
+            return [{**self._at(point), **place}]
+        if kind in FROZEN:
+            return [{**self._at(point), "way": kind, "settled": SETTLED}]
+        if kind in OF_THREE and self.workers // self.shards < 3:
+            return []
+        return [self._at(self.chance.choice(TRIGGERS)), {"point": point, "role": kind}]
+
+    def _at(self, point: str) -> Fault:
+        chance = self.chance
+        nth = chance.randrange(3) if point in ("all-gather", *TRIGGERS) else 0
+        shard = chance.choice((0, self.shards - 1))
+        return {"point": point, "replica": chance.randrange(self.workers // self.shards), "shard": shard, "nth": nth}
 
 
 def train(folder: Path, settings: dict[str, Any], planned: list[Fault]) -> tuple[int, float]:
@@ -104,20 +139,44 @@ def train(folder: Path, settings: dict[str, Any], planned: list[Fault]) -> tuple
     with Cluster(
         folder, script=SCRIPT, agents=agents, nodes=nodes, schedule=planned, settings=settings, conf=CONF
     ) as cluster:
+        orders = 0
         for number, fault in enumerate(planned):
+            if "point" not in fault:
+                orders += 1
+                relayout(cluster, fault, folder / f"struck-{number}", orders)
             mark = folder / f"struck-{number}"
             cluster.watch(mark.exists, f"fault {number}, {fault}", 200, STALLED_SECONDS)
             print(f"{time.monotonic() - started:6.1f} s  {number + 1:3d}  {_name(fault)}", flush=True)
         cluster.wait_end(200)
-        assert not cluster.events("task_restarts"), "no worker had some shard's state any more"
+        restarts = cluster.events("task_restarts")
+        assert len(restarts) == orders, f"{len(restarts)} restarts, {orders} orders; no worker had some shard's state"
     [step] = {note["step"] for note in notes(folder, "end")}
     return step, time.monotonic() - started
 
 
+def relayout(cluster: Cluster, order: Fault, mark: Path, orders: int) -> None:
+    """Order the other layout in a complete world, and mark the order as struck: at once if the next fault is a death
+    meanwhile, or else when the layout has changed.
+    """
+
+    def changed() -> bool:
+        return len(cluster.events("layout_changes")) == orders
+
+    cluster.watch(lambda: len(cluster.events("layout_changes")) == orders - 1, "the order before", 200, STALLED_SECONDS)
+    cluster.wait_world(cluster.settings["full"], after=time.time())
+    cluster.order("relayout", "task", "--shards", str(order["relayout"]))
+    if not order["dies"]:
+        cluster.watch(changed, f"{order}", 200, STALLED_SECONDS)
+    mark.with_suffix(".tmp").write_text("0")
+    mark.with_suffix(".tmp").rename(mark)
+
+
 def _name(fault: Fault) -> str:
+    if "relayout" in fault:
+        return f"relayout {'with' if fault['dies'] else 'without'} a death"
     if "role" in fault:
         return f"{fault['role']} in {fault['point']}"
-    return f"stopped in {fault['point']}" if fault.get("stops") else str(fault["point"])
+    return f"{fault['way']} in {fault['point']}" if "way" in fault else str(fault["point"])
 
 
 def recoveries(folder: Path) -> dict[str, list[float]]:
@@ -141,6 +200,8 @@ def main() -> None:
     parser.add_argument("--precision", choices=("bf16-mixed", "bf16-true"), help="of the trainer")
     parser.add_argument("--eps", type=float, default=1e-8, help="of AdamW (default: %(default)s)")
     parser.add_argument("--folders", action="store_true", help="write checkpoints as folders, a file for each shard")
+    parser.add_argument("--relayout", type=int, default=0, metavar="S", help="another number of shards, by order")
+    parser.add_argument("--only", default="", help="part of the names of the faults to inject, such as 'lock in'")
     parser.add_argument("--compile", metavar="BACKEND", help="compile the blocks with torch.compile")
     parser.add_argument("--keep", type=Path, help="folder for logs and notes (default: a temporary one)")
     arguments = parser.parse_args()
@@ -159,7 +220,9 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
         AssertionError: a guarantee does not hold.
     """
     shards, replicas = arguments.shards, arguments.replicas
-    planned = schedule(arguments.faults, shards, replicas, random.Random(arguments.seed), folders=arguments.folders)
+    chance, other = random.Random(arguments.seed), arguments.relayout
+    drawing = Drawing(shards, shards * replicas, other, arguments.folders, chance)
+    planned = [fault for fault in drawing.schedule(arguments.faults) if arguments.only in _name(fault)]
     for number, fault in enumerate(planned):  # spread over the steps
         fault["from_step"] = 2 + number * arguments.steps // (len(planned) + 1)
     low = arguments.float32 or arguments.precision
@@ -180,12 +243,13 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
     step, seconds = train(folder / "run", settings, planned)
     assert len(list((folder / "run").glob("final-*.pt"))) == workers and not between_replicas(folder / "run"), "differ"
     world = f"S={shards}, R={replicas}, {arguments.precision or dtype}, seed {arguments.seed}"
-    print(f"{len(planned)} deaths in {step} steps, {world}: {seconds:.0f} s")
-    print("no hang, no orphan, no restart; replicas are equal bit by bit")
+    last = drawing.shards if other else shards
+    print(f"{len(planned)} faults in {step} steps, {world}: {seconds:.0f} s")
+    print("no hang, no orphan, no restart but by order; replicas are equal bit by bit")
     limit = LIMITS[dtype]
     if arguments.precision is None:
         reference = alone(folder / "alone", {**settings, "steps": step})
-        worst = max(differences(folder / "run", reference, shards).values())
+        worst = max(differences(folder / "run", reference, last).values())
         print(f"largest difference of a parameter from a run in one process: {worst:.1e}")
     if low:
         train(folder / "calm", {**settings, "steps": step}, [])

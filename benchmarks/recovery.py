@@ -172,11 +172,10 @@ class Run:
 def kill_worker(run: Run, fault: str) -> Figures:
     """Kill the worker, and its agent too if the fault is the loss of a node."""
     found = run.wait_kill_point()
-    agent = run.processes.started[f"agent{VICTIM}"]
     kill = Kill(at=time.time(), slot=VICTIM, pid=found["pid"], step=found["step"])
     os.kill(kill.pid, signal.SIGKILL)
     if fault == "node":
-        os.kill(agent.pid, signal.SIGKILL)
+        os.kill(run.processes.started[f"agent{VICTIM}"].pid, signal.SIGKILL)
     deadline = time.monotonic() + (RECOVER_SECONDS if fault == "worker" else 20.0)
     wanted = {"progress_s", "rejoin_s"} if fault == "worker" else {"progress_s"}
     figures: Figures = {}

@@ -1,18 +1,21 @@
 """Faults that the workers of tests/fsdp/train.py inject into themselves, at exact points of the program.
 
 A fault is {"point", "nth", "from_step", ...}: the worker dies when it is at the point for the ``nth`` time as the fault
-describes; with "stops" it is stopped and sends no more heartbeats. Faults strike in sequence, one worker each. One with
-a "replica" and a "shard" strikes the worker at that place of a complete world, in a later step than the fault before.
+describes, or fails in another "way" of `WAYS`. Faults strike in sequence, one worker each. One with a "replica" and a
+"shard" strikes the worker at that place of a complete world, in a later step than the fault before, and after
+"settled" further steps of that world.
 One with a "role" strikes a worker that has it in an incomplete world, or during the entry into a complete one: a
 "spare" without a complete replica, a "joiner", a "partner" of a joiner in its new replica, a "donor" of their state, or
-another "worker" while two replicas continue.
+another "worker" while two replicas continue. One without a "point" is an operator's order, which the harness gives.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -44,6 +47,23 @@ ENTRY = ("exchange", "connect", "transfer", "join")
 """Points of the entry into an epoch."""
 
 
+def _wait_for_ever() -> None:
+    lock = threading.Lock()
+    with lock:
+        lock.acquire()
+
+
+WAYS: dict[str, Callable[[], object]] = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "hang": _wait_for_ever,
+    "lock": lambda: ctypes.PyDLL(None).sleep(1_000_000),
+}
+"""Ways to fail: death; a stop without further heartbeats; the training thread waits for ever, and the control thread
+lives; a C call keeps the interpreter's lock for ever.
+"""
+
+
 class Faults:
     """Kills this worker as planned.
 
@@ -57,6 +77,7 @@ class Faults:
         path = folder / "schedule.json"
         self._schedule: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
         self._seen: Counter[int] = Counter()
+        self._steps: Counter[int] = Counter()
         self._trainer: Any = None
         self._strategy: Any = None
 
@@ -82,11 +103,13 @@ class Faults:
 
     def point(self, point: str, *_: Any) -> None:
         """Die if the present fault is meant for this worker here."""
+        if point == "hooks":
+            self._steps[self._strategy.engine.world.epoch] += 1
         number = next((n for n in range(len(self._schedule)) if not self._struck(n).exists()), None)
         if number is None or self._strategy.fabric.place is None:
             return
         fault, step = self._schedule[number], self._trainer.global_step
-        if fault["point"] != point or not self._meant(fault, number, step):
+        if fault.get("point") != point or not self._meant(fault, number, step):
             return
         self._seen[number] += 1
         if self._seen[number] <= fault.get("nth", 0):
@@ -99,7 +122,7 @@ class Faults:
         mark = self._folder / f"striking-{number}"
         mark.write_text(str(step))
         mark.rename(self._struck(number))
-        os.kill(os.getpid(), signal.SIGSTOP if fault.get("stops") else signal.SIGKILL)
+        WAYS[fault.get("way", "kill")]()
 
     def over(self) -> bool:
         """Whether all faults have struck."""
@@ -127,7 +150,8 @@ class Faults:
             return there and (entering or not whole)
         later = number == 0 or step > int(self._struck(number - 1).read_text() or 1 << 30)
         here = fault["replica"] == place.replica and fault["shard"] == fabric.shard
-        return whole and here and later and step >= fault.get("from_step", 2)
+        settled = self._steps[self._strategy.engine.world.epoch] >= fault.get("settled", 0)
+        return whole and here and later and settled and step >= fault.get("from_step", 2)
 
     def _in_backward(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
         if output.requires_grad:

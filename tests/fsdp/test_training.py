@@ -91,6 +91,35 @@ def test_a_slow_replica_gets_fewer_rows_until_a_death(tmp_path: Path) -> None:
     check(tmp_path, settings, 4)
 
 
+@pytest.mark.chaos
+def test_a_slow_worker_and_its_partner_are_stragglers(tmp_path: Path) -> None:
+    settings = {"full": 4, "accumulation": 4, "drag": [1, 0.1, 0], "finish": True}
+    with Cluster(tmp_path, script=SCRIPT, agents=4, nodes="4:4", settings=settings) as cluster:
+        cluster.watch(lambda: len({event["worker"] for event in cluster.events("straggler")}) == 2, "stragglers", 60)
+        (tmp_path / "finish").touch()
+        cluster.wait_end(100)
+        nodes = {event["node"] for event in cluster.events("straggler")}
+        assert not cluster.events("error_reported"), "slow is no hang"
+    assert nodes == {note["node"] for note in notes(tmp_path, "step") if note["replica"] == 1}
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("way", ["stop", "hang", "lock"])
+def test_a_frozen_worker_is_replaced(tmp_path: Path, way: str) -> None:
+    """In forward, backward and reduce-scatter, each in a world whose steps have been timed."""
+    points = ("forward", "backward", "reduce-scatter")
+    schedule = [die(point, n % 2, n % 2, way=way, settled=12, nth=1) for n, point in enumerate(points)]
+    settings = {"steps": 12, "full": 4}
+    run(tmp_path, settings, schedule, 5, "2:4")
+    faults, steps = notes(tmp_path, "fault"), notes(tmp_path, "step")
+    assert [fault["point"] for fault in faults] == list(points)
+    for fault in faults:
+        later = min(step["at"] for step in steps if step["epoch"] > fault["epoch"])
+        print(f"{way} in {fault['point']}: the next step {later - fault['at']:.2f} s later")
+        assert later - fault["at"] < 20.0, "a third of the time-out, on any machine"
+    check(tmp_path, settings, 4)
+
+
 class Compare(pl.Callback):
     """Compares the parameters at the start of a run with a checkpoint's."""
 

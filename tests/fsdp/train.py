@@ -45,7 +45,7 @@ SETTINGS: dict[str, Any] = {
     "samples": 4096,
     "dropout": 0.0,
     "reference": "auto",  # strategy of the run without an agent; "unicron" has the same dropout
-    "drag": [0, 0.0],  # a replica, and additional seconds of its micro-batches
+    "drag": [0, 0.0],  # a replica, additional seconds of its micro-batches, and perhaps only one of its shards
     "precision": None,  # of the trainer
     "dtype": "float64",  # Adam amplifies the rounding of gradients that are nearly zero
 }
@@ -119,9 +119,9 @@ class Model(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         strategy: Any = self.trainer.strategy
-        place, seconds = self.settings["drag"]
+        place, seconds, *shards = self.settings["drag"]
         if hasattr(strategy, "fabric") and strategy.fabric.place.replica == place:
-            time.sleep(seconds)
+            time.sleep(seconds if strategy.fabric.shard in shards or not shards else 0.0)
         loss = self._loss(batch)
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
         self.log("samples", float(len(batch[0])), on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)

@@ -14,6 +14,7 @@ from unicron_lightning.replica.peers import PeerGroup
 from unicron_lightning.worker.communication.communicator import SoloCommunicator
 from unicron_lightning.worker.communication.gloo import GlooCommunicator
 from unicron_lightning.worker.communication.lazy_groups import LazyGroups
+from unicron_lightning.worker.control.activity import Activity
 
 
 class Topology(Protocol):
@@ -129,6 +130,11 @@ class Channels:
         grid = self.grid
         own = {grid.number(grid.place, shard): shard for shard in range(grid.shards)}
         return tuple(own[rank] for rank in ranks) if own.keys() >= set(ranks) else None
+
+    def record_waits(self, activity: Activity) -> None:
+        """Record the training thread's waits for peers."""
+        for group in (*self.inner.values(), *self.outer.values()):
+            group.activity = activity
 
     def cut(self) -> None:
         """Release all waits for other replicas."""

@@ -68,6 +68,8 @@ class ReplicaMember(Generic[_Shape, _Model]):
         """
         fabric, model = self.fabric, self._model
         channels, place = fabric.enter(), fabric.place
+        if channels is not None:
+            channels.record_waits(engine.activity)
         if model is None:
             return
         if channels is None:

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Final
 
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unicron_lightning.worker.communication.gloo import Ending, GlooGroup
+from unicron_lightning.worker.control.activity import Activity
 
 LOOK_UP: Final = timedelta(seconds=0.1)
 """Interval at which a wait checks whether the group has been cut; a wait that gloo ends itself ends at once."""
@@ -40,10 +42,15 @@ COALESCED_REDUCE_SCATTERS: Final = ("reduce_scatter_tensor_coalesced", "reduce_s
 
 
 class PeerGroup(GlooGroup):
-    """A gloo group that releases its waiters; arguments as for `GlooGroup`."""
+    """A gloo group that releases its waiters; arguments as for `GlooGroup`.
+
+    Attributes:
+        activity: records the training thread's waits, which tell a rank that waits for a hung one from that one.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.activity: Activity | None = None
         self._works: list[dist.Work] = []
         self._messages: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -78,6 +85,19 @@ class PeerGroup(GlooGroup):
 
         self._messages.put(wait)
         return future
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Record a wait if the training thread is the caller."""
+        activity = self.activity
+        if activity is None or activity.thread != threading.get_native_id():
+            yield
+            return
+        activity.waits(True)
+        try:
+            yield
+        finally:
+            activity.waits(False)
 
     def look_up(self, gone: bool) -> bool:
         """Whether gloo has closed all connections.
@@ -133,13 +153,14 @@ class Collective:
         if timeout is not None:
             return self._work.wait(timeout)
         gone = False
-        while True:
-            try:
-                return self._work.wait(LOOK_UP)
-            except RuntimeError:
-                if self._work.is_completed():
-                    return self._work.wait()  # returns the result or raises the error
-                gone = self._group.look_up(gone)
+        with self._group.recorded():
+            while True:
+                try:
+                    return self._work.wait(LOOK_UP)
+                except RuntimeError:
+                    if self._work.is_completed():
+                        return self._work.wait()  # returns the result or raises the error
+                    gone = self._group.look_up(gone)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
@@ -190,11 +211,12 @@ class PeerMessage:
         if self._ended is None:
             self._ended = self._group.wait_aside(self._work)
         gone = False
-        while True:
-            try:
-                return self._ended.result(LOOK_UP.total_seconds())
-            except FutureTimeoutError:
-                gone = self._group.look_up(gone)
+        with self._group.recorded():
+            while True:
+                try:
+                    return self._ended.result(LOOK_UP.total_seconds())
+                except FutureTimeoutError:
+                    gone = self._group.look_up(gone)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
