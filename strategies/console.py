@@ -55,6 +55,8 @@ class Announcements:
         before, self._world = self._world, world
         if before.epoch in (0, world.epoch) or not world.workers:
             return None
+        if world.kind == "pause":
+            return f"the plan pauses this task: step {step} is saved" if _is_first_of_agent(world) else None
         gone = [rank for rank, worker in enumerate(before.workers) if worker not in world.workers]
         new = [rank for rank, worker in enumerate(world.workers) if worker not in before.workers]
         absent = self._absent

@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from unicron_lightning.strategies.console import take_over_bar
 from unicron_lightning.strategies.metrics.loggers import take_over
 from unicron_lightning.strategies.state import callbacks, join_state
+from unicron_lightning.strategies.state.parting import part
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.operations import Join
 
@@ -109,7 +110,7 @@ class Membership:
         join = Join(lambda: codec.encode(self.state(trainer)))
         engine.switch(join)
         if join.parts or self._parts:
-            strategy.parallelism.part(trainer, self.state(trainer))
+            part(strategy, trainer, self.state(trainer))
 
     def _begin_late(self, trainer: pl.Trainer) -> None:
         """Begin with a state that others have trained: what they have searched at the start is known."""

@@ -203,10 +203,6 @@ class Parallelism(ABC):
     def admitted(self, state: dict[str, Any]) -> None:  # noqa: B027
         """Take another worker's, or a checkpoint's, `state`; Lightning's part is restored."""
 
-    def part(self, trainer: pl.Trainer, state: dict[str, Any]) -> None:
-        """Write the checkpoint for another layout, and wait for the end of the process."""
-        raise AssertionError("a layout can be ordered only for a model that reports one")
-
     @abstractmethod
     def close(self) -> None:
         """End a run."""

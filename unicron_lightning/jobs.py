@@ -48,6 +48,8 @@ class JobShare:
     """Workers in a slot."""
     max_restarts: int = 1000
     """Restarts of its workers that each of its agents allows."""
+    may_pause: bool = False
+    """Whether the plan may pause it while it trains."""
 
 
 @dataclass(kw_only=True)
@@ -112,6 +114,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Workers in a slot: torchrun's ``--nproc-per-node``."""
     max_restarts: int = 1000
     """Restarts that torchrun allows each of its agents."""
+    may_pause: bool = False
+    """Whether the plan may pause the task while it trains, after its workers have written a checkpoint."""
     flops_per_step: float | None = None
     """FLOPs of the model in one optimizer step, used to compute FLOP/s from step times."""
     profile: dict[int, float] = {}

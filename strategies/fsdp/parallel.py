@@ -33,7 +33,6 @@ from unicron_lightning.strategies.parallelism import Parallelism
 from unicron_lightning.strategies.reporting import balance_of
 from unicron_lightning.strategies.session import Session
 from unicron_lightning.strategies.state.module_buffers import unsaved
-from unicron_lightning.strategies.state.parting import part
 from unicron_lightning.worker.engine import Engine, World
 
 if TYPE_CHECKING:
@@ -207,9 +206,6 @@ class FsdpParallel(Parallelism):
 
     def state(self, trainer: pl.Trainer) -> dict[str, Any]:
         return {"buffers": unsaved(trainer.lightning_module)}
-
-    def part(self, trainer: pl.Trainer, state: dict[str, Any]) -> None:
-        part(self.strategy, trainer, state)
 
     def close(self) -> None:
         """Keep the shard for the script's next run."""

@@ -33,7 +33,6 @@ from unicron_lightning.strategies.megatron.optimizer import MegatronOptimizer, m
 from unicron_lightning.strategies.megatron.validation import StageEvaluation
 from unicron_lightning.strategies.parallelism import Parallelism
 from unicron_lightning.strategies.session import Session
-from unicron_lightning.strategies.state.parting import part
 from unicron_lightning.worker.engine import World
 
 if TYPE_CHECKING:
@@ -174,9 +173,6 @@ class MegatronParallel(Parallelism):
     def admitted(self, state: dict[str, Any]) -> None:
         self.member.founded()
         self._optimizer.set_rates(state["rates"])
-
-    def part(self, trainer: pl.Trainer, state: dict[str, Any]) -> None:
-        part(self.strategy, trainer, state)
 
     def close(self) -> None:
         if self._member is not None:

@@ -1,4 +1,4 @@
-"""The end of a life whose task continues in another layout: a checkpoint between two steps, and a wait."""
+"""The end of a life whose task pauses, or continues in another layout: a checkpoint between two steps, and a wait."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def part(strategy: FaultTolerantStrategy, trainer: pl.Trainer, state: dict[str, 
     """
     engine, control = strategy.engine, strategy.engine.control
     assert control is not None
-    path = _folder(trainer) / f"relayout-step={trainer.global_step}.ckpt"
+    path = _folder(trainer) / f"{engine.world.kind}-step={trainer.global_step}.ckpt"
     rest = {key: value for key, value in state.items() if key != "checkpoint"}
     with terminable(), engine.activity.during("checkpoint"):
         strategy.save_checkpoint({**state["checkpoint"], WHOLE: codec.encode(rest)}, path)

@@ -46,7 +46,7 @@ class Oracle:
             before = {m.worker for m in previous.members}
             finished_only = previous.kind == epoch.kind and set(names) < before
             assert previous.number in self.settled or finished_only, "a change before the previous epoch was settled"
-            assert epoch.kind == "join" or set(names) < before or (epoch.kind == "relayout" and set(names) == before)
+            assert epoch.kind == "join" or set(names) < before or (epoch.kind in wire.PARTING and set(names) == before)
         self.epochs[epoch.number] = epoch
 
     def check_go(self, go: wire.Go) -> None:

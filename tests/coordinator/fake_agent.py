@@ -181,7 +181,7 @@ class FakeAgent:
             self.ready(0, local_rank)
         elif epochs and info.worker in {member.worker for member in epochs[-1].members}:
             went = any(go.epoch == epochs[-1].number for go in self.all(wire.Go))
-            if epochs[-1].kind == "relayout" and went:
+            if epochs[-1].kind in wire.PARTING and went:
                 self.saved("/ckpt", epochs[-1].number, worker=info.worker, parting=True)
             self.ready(epochs[-1].number, local_rank)
 

@@ -12,11 +12,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-@pytest.fixture(autouse=True)
-def compiler_from_the_start(with_compiler: None) -> None:
-    """Import torch's compiler when a worker starts: DTensor needs it in the first steps."""
-
-
 @pytest.fixture(scope="session")
 def worlds() -> Iterator[Worlds]:
     """The process that forks worlds."""

@@ -8,12 +8,14 @@ they are hidden. Nearly all objects of a process are those of imported modules, 
 again and again during the imports, and once more at the end. Whatever is created later is collected as usual.
 
 Lightning imports torch's compiler for a check of types, and torch does before an optimizer's first step. It is imported
-when something is compiled: `Deferred` answers what code asks that compiles nothing. With the environment variable
-``UNICRON_TEST_COMPILER`` it is imported as usual.
+when something is compiled: `Deferred` answers what code asks that compiles nothing. Megatron decorates some thirty
+functions with ``torch.compile`` while it is imported: each is compiled when it is first called. With the environment
+variable ``UNICRON_TEST_COMPILER`` all this is as usual.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sys
@@ -26,6 +28,9 @@ IMPORTED = frozenset({"unicron_lightning.agent.handler", "unicron_lightning.work
 """Modules of agents and workers that import Lightning or torch before them."""
 USUAL = gc.get_threshold()
 COMPILER = "torch._dynamo"
+OPTIONS = f"{COMPILER}.config"
+"""The compiler's module that DTensor imports in the first steps: it needs no other of the compiler's."""
+FUSER = "megatron.core.jit"
 DEFERRED = "UNICRON_TEST_COMPILER" not in os.environ
 
 
@@ -89,11 +94,50 @@ class Imported:
         """Do nothing: the module's code has run."""
 
 
+def compiled_when_called(function: Any) -> Any:
+    """Stand for ``torch.compile(function)``."""
+
+    @functools.cache
+    def compiled() -> Any:
+        import torch
+
+        return torch.compile(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return compiled()(*args, **kwargs)
+
+    return call
+
+
+class Fusing:
+    """Loader of Megatron's module whose ``jit_fuser`` decorates its functions."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)  # type: ignore[no-any-return]
+
+    def exec_module(self, module: Any) -> None:
+        self._loader.exec_module(module)
+        module.jit_fuser = compiled_when_called
+
+
+def find_fuser(path: Any) -> ModuleSpec | None:
+    """Let Megatron's functions be compiled when they are called."""
+    if (spec := PathFinder.find_spec(FUSER, path)) is not None:
+        spec.loader = Fusing(spec.loader)  # type: ignore[assignment]
+    return spec
+
+
 def find_compiler(name: str, path: Any) -> ModuleSpec | None:
     """Defer the compiler, or load it when one of its modules is imported."""
     if name == COMPILER and (spec := PathFinder.find_spec(name, path)) is not None:
         spec.loader = Deferring(spec.loader)  # type: ignore[assignment]
         return spec
+    if name == OPTIONS:
+        return None
     if name.startswith(f"{COMPILER}.") and isinstance(compiler := sys.modules[COMPILER], Deferred):
         compiler.load()
         if name in sys.modules:
@@ -111,7 +155,9 @@ class Hiding:
         if fullname in IMPORTED:
             gc.freeze()
             gc.set_threshold(*USUAL)
-        return find_compiler(fullname, path) if DEFERRED else None
+        if not DEFERRED:
+            return None
+        return find_fuser(path) if fullname == FUSER else find_compiler(fullname, path)
 
     @staticmethod
     def find_distributions(context: Any) -> list[Any]:

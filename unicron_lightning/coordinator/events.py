@@ -45,6 +45,7 @@ class Limits:
     restart_grace: float = 10.0
     comm_error_grace: float = 0.5
     join_grace: float = 0.5
+    pause_grace: float = 300.0
     worker_timeout: float = 10.0
     silence: SilenceLimits = _SILENCE
     health: HealthLimits = _HEALTH

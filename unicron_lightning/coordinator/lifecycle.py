@@ -1,12 +1,12 @@
 """The lifecycle of a task: its states, and the transitions between them, by name.
 
-A task's lifecycle has six parts. Each moves on its own, along these transitions only:
+A task's lifecycle has seven parts. Each moves on its own, along these transitions only:
 
     script    unknown -> changed;  unknown, changed -> plain;  any -> elastic
     slots     none -> granted <-> regrouping;  granted, regrouping -> none
     agents    present -> absent -> present;  any -> restoring;  restoring -> present, absent
     join      none -> waiting -> due;  waiting, due -> none
-    rebuilding, over
+    rebuilding, pausing, over
 
 These combinations do not occur: regrouping of a script that is unknown or changed; a join, or a member, of a script
 that is not elastic; agents of a task that is absent; slots granted to agents before any slot was. Every other
@@ -42,6 +42,8 @@ class Lifecycle(msgspec.Struct, frozen=True, kw_only=True):
     """``waiting``: candidates wait for their siblings, and a timer runs. ``due``: they have waited long enough."""
     rebuilding: bool = False
     """Whether the task was running before this coordinator knew of it: its agents are given time to register."""
+    pausing: bool = False
+    """Whether its members write a checkpoint, after which all its slots are taken back."""
     over: bool | None = None
     """Whether the task succeeded; None until it has ended."""
 
@@ -114,6 +116,17 @@ def regroup(task: Task) -> None:
 def lose_slots(task: Task) -> None:
     """The task is paused: all its slots are taken back, and are granted together later."""
     _move(task, "slots", "none")
+
+
+def begin_pausing(task: Task) -> None:
+    """The plan gives the task no place: its members write a checkpoint first."""
+    assert task.formed, f"task {task.id!r}: {task.lifecycle} has nothing to pause"
+    _set(task, pausing=True)
+
+
+def end_pausing(task: Task) -> None:
+    """The members' slots are taken back, or the plan gives the task places again."""
+    _set(task, pausing=False)
 
 
 # ---- agents ----------------------------------------------------------------------------------------------------------

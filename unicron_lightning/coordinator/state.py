@@ -240,6 +240,11 @@ class Task(msgspec.Struct, kw_only=True):
         return self.lifecycle.rebuilding
 
     @property
+    def pausing(self) -> bool:
+        """Whether its members write a checkpoint, after which the task pauses."""
+        return self.lifecycle.pausing
+
+    @property
     def over(self) -> bool | None:
         """Whether the task succeeded; None until it has ended."""
         return self.lifecycle.over

@@ -55,6 +55,7 @@ ABLATIONS: Final = (
     "unicron_no_inband",
     "unicron_no_partial_reuse",
     "unicron_no_memory_checkpoint",
+    "unicron_may_pause",
 )
 REFERENCE: Final = "megatron"
 RESTARTING: Final = ("megatron", "varuna", "inprocess")

@@ -38,6 +38,7 @@ from unicron_lightning.wire.agent import (
 )
 from unicron_lightning.wire.checkpoints import Checkpoint, CheckpointSaved
 from unicron_lightning.wire.coordinator import (
+    PARTING,
     PLANNED,
     Epoch,
     EpochKind,
@@ -82,6 +83,7 @@ from unicron_lightning.wire.worker import (
 )
 
 __all__ = [
+    "PARTING",
     "PLANNED",
     "PROTOCOL_VERSION",
     "ActivityQuery",

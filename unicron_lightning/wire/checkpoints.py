@@ -30,7 +30,7 @@ class CheckpointSaved(Message, frozen=True, kw_only=True, tag="checkpoint_saved"
     """A persistent checkpoint is complete at ``path`` and holds the state after ``step`` optimizer steps.
 
     The other fields are those of `Checkpoint`. ``parting``: all members wait to be restarted from it; see `wire.Epoch`
-    of kind ``relayout``.
+    of the kinds in `PARTING`.
     """
 
     worker: Id

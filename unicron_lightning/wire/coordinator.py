@@ -12,9 +12,11 @@ from unicron_lightning.wire.checkpoints import Checkpoint
 from unicron_lightning.wire.fields import Message
 from unicron_lightning.wire.replicas import Layout
 
-EpochKind = Literal["init", "fail", "join", "leave", "relayout", "restart"]
-PLANNED: Final = ("join", "leave", "relayout")
+EpochKind = Literal["init", "fail", "join", "leave", "pause", "relayout", "restart"]
+PLANNED: Final = ("join", "leave", "pause", "relayout")
 """Kinds of epochs that are entered at a step boundary; until then the members of the previous epoch continue."""
+PARTING: Final = ("pause", "relayout")
+"""Kinds of epochs whose members write a checkpoint and wait to be stopped."""
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,8 +123,9 @@ class Epoch(Message, frozen=True, kw_only=True, tag="epoch"):
 
     ``init``/``restart``: no worker has state, all members start. ``fail``: stop *now*, abort collectives. ``join``,
     ``leave``: switch at the next step boundary. ``relayout``: do so, write a checkpoint there, and wait to be stopped:
-    the task restarts from it in another layout. In each case answer with `WorkerReady` of this epoch and wait for `Go`.
-    A former member that is not in ``members`` has been expelled. In a ``leave`` it first takes part in the step, then
+    the task restarts from it in another layout. ``pause``: the same, and the task gets no node for a while. In each
+    case answer with `WorkerReady` of this epoch and wait for `Go`. A former member that is not in ``members`` has been
+    expelled. In a ``leave`` it first takes part in the step, then
     answers too, and waits to be stopped, or for a newer epoch if the change is cancelled.
     """
 

@@ -8,6 +8,7 @@ from typing import Final, NoReturn
 
 import msgspec
 
+from unicron_lightning.wire import PARTING
 from unicron_lightning.worker.communication.communicator import broadcast_bytes, gather_bytes
 from unicron_lightning.worker.engine import JOIN, NEEDS_STATE, Engine, EpochChanged, Report
 
@@ -100,7 +101,7 @@ class Join(Indivisible):
 
     Attributes:
         received: the received state, None on workers that had it.
-        parts: whether all members are to be restarted (an epoch of kind ``relayout``): the same on all.
+        parts: whether all members are to be restarted (an epoch of a kind in `wire.PARTING`): the same on all.
     """
 
     name = JOIN
@@ -140,7 +141,7 @@ class Join(Indivisible):
             engine.activity.enter("hold")
             engine.control.wait_newer(engine.world.epoch)
             raise EpochChanged("the hold may be over")
-        self.parts = engine.world.kind == "relayout"
+        self.parts = engine.world.kind in PARTING
         return _PARTS if self.parts else b""
 
     def adopt(self, result: bytes) -> None:

@@ -151,3 +151,9 @@ def test_of_equal_tasks_the_one_that_was_submitted_first_gets_the_place() -> Non
         assert answers.get(timeout=60).allocation == {"a": 0, "b": 1, "c": 1}
     finally:
         planning.close()
+
+
+def test_a_running_task_that_may_be_paused_makes_room_for_a_more_valuable_one(ask: Asked) -> None:
+    low, high = task("a", 4), task("b", 0, weight=100.0, low=4)
+    assert ask(situation(4, low, high)).allocation == {"a": 4, "b": 0}
+    assert ask(situation(4, replace(low, may_pause=True), high, key="k2")).allocation == {"a": 0, "b": 4}

@@ -11,6 +11,8 @@ from unicron_lightning.coordinator.server.reasons import staying
 
 GATHERED = 0.6
 """Seconds after which registered agents count."""
+SAVED = 40
+"""Step of the checkpoints that are written before a pause."""
 
 
 def crowd(world: World, places: int, **tasks: tuple[int, int]) -> dict[str, dict[int, FakeAgent]]:
@@ -27,8 +29,8 @@ def crowd(world: World, places: int, **tasks: tuple[int, int]) -> dict[str, dict
     return agents
 
 
-def settle(world: World, agents: dict[str, dict[int, FakeAgent]]) -> None:
-    """Complete everything that is due: workers start, enter epochs, and stop on order."""
+def settle(world: World, agents: dict[str, dict[int, FakeAgent]], *, saves: bool = True) -> None:
+    """Complete everything that is due: workers start, enter epochs, save before a pause, and stop on order."""
     for _ in range(40):
         busy = False
         for agent in [agent for each in agents.values() for agent in each.values() if agent.conn is not None]:
@@ -44,6 +46,9 @@ def settle(world: World, agents: dict[str, dict[int, FakeAgent]]) -> None:
                     if worker.id in agent.workers and worker.ready < task.number:
                         agent.ready(task.number)
                         busy = True
+            elif saves and task is not None and task.pausing and task.settled and agent.workers:
+                agent.saved(f"/{agent.task}/paused", SAVED, parting=True)
+                busy = True
         if not busy and not world.timers:
             return
         if not busy:
@@ -205,10 +210,12 @@ def test_a_task_whose_minimum_does_not_fit_waits_and_starts_when_it_does() -> No
     assert (len(members(world, "a")), len(members(world, "b"))) in ((3, 2), (2, 3))
 
 
-def test_a_running_task_that_no_longer_fits_is_paused_and_goes_on_later() -> None:
+def unfit(saves: bool = True) -> tuple[World, dict[str, dict[int, FakeAgent]], str, str]:
+    """Let two tasks with a minimum of two nodes lose one of four; return the paused one's name and the lost node."""
     world = World()
     agents = crowd(world, 4, a=(2, 2), b=(2, 2))
-    next(a for a in agents["b"].values() if a.workers).saved("/c", 7)
+    for task in agents.values():
+        next(agent for agent in task.values() if agent.workers).saved(f"/{agent_task(task)}/7", 7)
     node = members(world, "a")[0]
     number = int(node[1:])
     for task in agents.values():
@@ -216,13 +223,26 @@ def test_a_running_task_that_no_longer_fits_is_paused_and_goes_on_later() -> Non
         world.do(ev.Disconnected(conn=agent.conn or 0))
         agent.conn = None
     world.advance(1.0)
-    settle(world, agents)
+    settle(world, agents, saves=saves)
+    if not saves:
+        assert not {"task_paused"} & {*world.names("a"), *world.names("b")}, (
+            "its members may still be writing the checkpoint"
+        )
+        world.advance(world.limits.pause_grace)
+        settle(world, agents)
     exclusive(world)
-    paused = [task for task in "ab" if not world.task(task).formed]
-    assert len(paused) == 1, "of two tasks with a minimum of two, three places can run one"
+    (paused,) = [task for task in "ab" if not world.task(task).formed]
+    return world, agents, paused, node
+
+
+def agent_task(agents: dict[int, FakeAgent]) -> str:
+    return agents[0].task
+
+
+def comes_back(world: World, agents: dict[str, dict[int, FakeAgent]], node: str) -> None:
     for task_id, task in agents.items():
-        again = world.agent(f"{task_id}{number}x", task=task_id, nodes=(2, 2), place=f"{node}/0")
-        task[number] = again.start()
+        again = world.agent(f"{task_id}{node[1:]}x", task=task_id, nodes=(2, 2), place=f"{node}/0")
+        task[int(node[1:])] = again.start()
     settle(world, agents)
     exclusive(world)
     assert (len(members(world, "a")), len(members(world, "b"))) == (2, 2)
@@ -243,6 +263,22 @@ def test_a_drain_pauses_no_task_and_is_done_once_another_place_is_there() -> Non
     settle(world, agents)
     assert members(world, "a") == ["n1", "n2", "n3"]
     assert world.task("a").life == 1 and not staying(world.machine.cluster)
+
+
+def test_a_running_task_that_no_longer_fits_saves_and_goes_on_later() -> None:
+    world, agents, paused, node = unfit()
+    assert world.event("task_paused").fields == {"step": SAVED}
+    assert [n for n in world.names(paused) if n.startswith("task_pause")] == ["task_pauses", "task_paused"]
+    assert world.task(paused).checkpoint.step == SAVED and not world.task(paused).pausing
+    comes_back(world, agents, node)
+    assert next(agent for agent in agents[paused].values() if agent.workers).resumes()[0] == f"/{paused}/paused"
+
+
+def test_a_task_that_does_not_save_in_time_is_paused_all_the_same() -> None:
+    world, agents, paused, node = unfit(saves=False)
+    assert world.event("task_paused").fields == {"step": 7}
+    comes_back(world, agents, node)
+    assert next(agent for agent in agents[paused].values() if agent.workers).resumes() == [f"/{paused}/7"]
 
 
 def test_an_overtaken_answer_changes_nothing() -> None:

@@ -184,7 +184,7 @@ def event_between(standing: Question, question: Question) -> Event | None:
 
 
 def _terms(task: Competitor) -> tuple[object, ...]:
-    return task.weight, task.min_places, task.max_places, task.runs, task.before, task.granularity
+    return task.weight, task.min_places, task.max_places, task.runs, task.before, task.granularity, task.may_pause
 
 
 def state_of(question: Question, known: Knowledge) -> ClusterState:
@@ -204,7 +204,7 @@ def state_of(question: Question, known: Knowledge) -> ClusterState:
                 min_workers=task.min_places,
                 max_workers=max(task.max_places, task.min_places),
                 granularity=task.granularity,
-                may_pause=not task.runs,
+                may_pause=task.may_pause or not task.runs,
                 caution=known.caution,
             ),
             unit=1,

@@ -28,7 +28,7 @@ from unicron_lightning.coordinator.allocation.places import (
     usable_places,
 )
 from unicron_lightning.coordinator.allocation.request import Competitor, Question
-from unicron_lightning.coordinator.membership.epochs import pause
+from unicron_lightning.coordinator.membership.epochs import keep_running, pause
 from unicron_lightning.coordinator.membership.replicas import keep_together, worth
 from unicron_lightning.coordinator.state import Agent, Cluster, Task, has_multiple
 from unicron_lightning.planner.placement.assignment import assign, users
@@ -37,7 +37,7 @@ from unicron_lightning.planner.placement.assignment import assign, users
 def review_allocation(cluster: Cluster, turn: Turn) -> None:
     """Ask for a plan if its inputs have changed; for a single task, make the plan directly."""
     places, tasks = usable_places(cluster, turn.daemons), competing_tasks(cluster)
-    key = _key(places, tasks)
+    key = _key(cluster, places, tasks)
     lasting = cluster.lasting
     if any(task.rebuilding for task in tasks):
         return  # only agents know the plan in force, and not all have registered yet
@@ -57,7 +57,7 @@ def review_allocation(cluster: Cluster, turn: Turn) -> None:
 def standing(cluster: Cluster) -> Question | None:
     """Return the present situation, for planning ahead; None if no plan is in force or no alternative exists."""
     places, tasks = usable_places(cluster), competing_tasks(cluster)
-    if len(tasks) < 2 or cluster.lasting.planned != _key(places, tasks):
+    if len(tasks) < 2 or cluster.lasting.planned != _key(cluster, places, tasks):
         return None
     question = _question(cluster, cluster.lasting.planned, places, tasks)
     return question if all(task.before == task.left for task in question.tasks) else None
@@ -89,7 +89,7 @@ def gathered(cluster: Cluster, turn: Turn) -> None:
 def take_plan(cluster: Cluster, turn: Turn, event: ev.Planned) -> None:
     """Put the answer to the newest question in force; drop an answer to an older one."""
     places, tasks = usable_places(cluster, turn.daemons), competing_tasks(cluster)
-    if event.key == cluster.asked == _key(places, tasks):
+    if event.key == cluster.asked == _key(cluster, places, tasks):
         about = {"waf": event.waf, "milliseconds": event.milliseconds, "foreseen": event.foreseen}
         _put_in_force(cluster, turn, event.key, places, event.allocation, about)
         turn.places_changed = True
@@ -113,7 +113,9 @@ def _put_in_force(
     if was != lasting.allocation or before != lasting.assigned:
         turn.actions.append(ev.Emit(name="plan_made", task=None, incident=None, fields=fields))
     for task in competing_tasks(cluster):
-        if not counts[task.id] and task.formed and not task.finishing:
+        if counts[task.id]:
+            keep_running(task, turn)
+        elif task.formed and not task.finishing:
             pause(task, turn)
 
 
@@ -148,13 +150,26 @@ def _question(cluster: Cluster, key: str, places: Places, tasks: list[Task]) -> 
                 min_places=task.min_nodes,
                 max_places=_most(task, places),
                 granularity=_step(task, min(len(places), _most(task, places))),
-                runs=bool(task.slots) and (bool(task.established) or (task.formed and not task.elastic)),
+                runs=_runs(task),
+                may_pause=_may_pause(cluster, task),
                 before=max(lasting.allocation.get(task.id, 0), standing[task.id]),
                 left=standing[task.id],
             )
             for task in tasks
         ),
     )
+
+
+def _runs(task: Task) -> bool:
+    """Whether a pause would interrupt training; one that has begun is not taken back for another task's sake."""
+    training = bool(task.established) or (task.formed and not task.elastic)
+    return bool(task.slots) and training and not task.pausing
+
+
+def _may_pause(cluster: Cluster, task: Task) -> bool:
+    """Whether the plan may pause the task while it trains: its job allows it, and its workers can save first."""
+    job = cluster.lasting.jobs.get(task.id)
+    return job is not None and job.may_pause and task.elastic
 
 
 def _alone(task: Task, num_places: int) -> int:
@@ -174,8 +189,10 @@ def _step(task: Task, most: int) -> int:
     return step if has_multiple(step, task.min_nodes, most) else 1
 
 
-def _key(places: Places, tasks: list[Task]) -> str:
+def _key(cluster: Cluster, places: Places, tasks: list[Task]) -> str:
     """Digest of everything that a plan depends on."""
-    told = [(task.id, task.weight, task.min_nodes, task.limit, task.granularity) for task in tasks]
-    terms = msgspec.json.encode(told)
-    return hashlib.blake2b(places.digest + terms, digest_size=16).hexdigest()
+    terms = [
+        (task.id, task.weight, task.min_nodes, task.limit, task.granularity, _may_pause(cluster, task))
+        for task in tasks
+    ]
+    return hashlib.blake2b(places.digest + msgspec.json.encode(terms), digest_size=16).hexdigest()

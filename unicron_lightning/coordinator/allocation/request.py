@@ -20,6 +20,7 @@ class Competitor:
         before: places allocated by the last plan.
         left: the part of ``before`` that is still usable.
         granularity: it can use only multiples of this number.
+        may_pause: whether the plan may pause it while it runs: its workers write a checkpoint first.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Competitor:
     before: int
     left: int
     granularity: int = 1
+    may_pause: bool = False
 
     @property
     def plan_name(self) -> str:

@@ -156,6 +156,8 @@ class DetectionConfig:
     """Time within which a reported death explains a failed collective; else the epoch is renewed in place."""
     join_grace: float
     """Workers of one agent join together if they become ready within this time of each other."""
+    pause_grace: float
+    """Time for the members of a task that the plan pauses to finish the step and write a checkpoint."""
     worker_timeout: float
     """A worker without a heartbeat for this long is killed by its agent, unless the agent's user chose another time."""
     beat: float
@@ -202,6 +204,7 @@ class DetectionConfig:
             heartbeat=self.heartbeat,
             register_timeout=self.register_timeout,
             worker_timeout=self.worker_timeout,
+            pause_grace=self.pause_grace,
             beat=self.beat,
             least_silence=self.least_silence,
             most_silence=self.most_silence,
@@ -222,6 +225,7 @@ class DetectionConfig:
             restart_grace=self.restart_grace,
             comm_error_grace=self.comm_error_grace,
             join_grace=self.join_grace,
+            pause_grace=self.pause_grace,
             hang_slack=self.hang_slack,
             change_time=self.change_time,
             degraded_time=self.degraded_time,

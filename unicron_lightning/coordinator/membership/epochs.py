@@ -6,6 +6,8 @@
 * a member of the epoch is dead: publish a new one with the remaining members. A planned one that was not settled falls
   back to the established members; its joiners become candidates for the next one;
 * all members reported: settle the epoch with `wire.Go`; members that leave with it are stopped;
+* it is settled, and the plan gives the task no place: publish a ``pause`` with the same members, which write a
+  checkpoint, wait, and are stopped;
 * it is settled, and another layout is ordered: publish a ``relayout`` with the same members (see `relayout`);
 * it is settled, and members are on draining nodes: publish a ``leave`` without them, if enough remain;
 * it is settled and there are candidates: publish a ``join``;
@@ -239,10 +241,47 @@ def _dismiss(task: Task, turn: Turn, agent_id: str, reason: str | None = None) -
 
 
 def pause(task: Task, turn: Turn) -> None:
-    """Stop all workers because the plan gives the task no place; it later resumes from its checkpoint."""
+    """Pause the task because the plan gives it no place: now, or once its members have written a checkpoint."""
+    if task.pausing:
+        return
+    if task.epoch is None or task.rebuilding or not _core(task):
+        _stop(task, turn)  # no worker has a state to save
+        return
+    lifecycle.begin_pausing(task)
+    turn.emit(task, "task_pauses", epoch=task.number)
+    await_pause(task, turn)
+    turn.to_review[task.id] = task
+
+
+def await_pause(task: Task, turn: Turn) -> None:
+    """Limit the time until the members have written the checkpoint."""
+    if task.pausing:
+        turn.timer("pause", turn.limits.pause_grace, task=task.id)
+
+
+def keep_running(task: Task, turn: Turn) -> None:
+    """The plan gives a pausing task places again: it continues, unless its members have been told to save."""
+    if task.pausing and (task.epoch is None or task.epoch.kind != "pause"):
+        lifecycle.end_pausing(task)
+        turn.cancel("pause", task=task.id)
+        turn.to_review[task.id] = task
+
+
+def _pause_due(task: Task, turn: Turn) -> None:
+    """Pause without a new checkpoint, since the members have not written it in time."""
+    if task.pausing and task.over is None:
+        _stop(task, turn)
+
+
+def _stop(task: Task, turn: Turn) -> None:
+    """Stop all workers; the task later resumes from its newest checkpoint."""
+    if task.pausing:
+        lifecycle.end_pausing(task)
+        turn.cancel("pause", task=task.id)
     for agent_id in list(task.slots):
         _dismiss(task, turn, agent_id)
-    lifecycle.lose_slots(task)
+    if task.formed:
+        lifecycle.lose_slots(task)
     turn.emit(task, "task_paused", step=task.checkpoint.step if task.checkpoint else None)
     if task.epoch is not None:
         _new_life(task, turn)
@@ -250,6 +289,9 @@ def pause(task: Task, turn: Turn) -> None:
 
 def start_new_life(task: Task, turn: Turn) -> None:
     """Begin the next life from the checkpoint that all waiting members have written, maybe in another layout."""
+    if task.pausing:
+        _stop(task, turn)
+        return
     relayout.put_in_force(task, turn)
     _begin_in_another_layout(task, turn)
 
@@ -269,9 +311,14 @@ def _begin_in_another_layout(task: Task, turn: Turn) -> None:
 
 
 def _resize(task: Task, turn: Turn) -> None:
-    """Plan the change for the next step boundary, if one is due: another layout, a leave or a join."""
+    """Plan the change for the next step boundary, if one is due: a pause, another layout, a leave or a join."""
     if task.finishing:
         return
+    if task.pausing:
+        if task.epoch is not None and task.epoch.kind != "pause":
+            task.incident = None
+            _publish(task, turn, "pause", task.members())
+        return  # or they are writing the checkpoint
     if relayout.due(task):
         if task.epoch is not None and task.epoch.kind != "relayout":
             task.incident = None
@@ -359,7 +406,7 @@ def _publish(task: Task, turn: Turn, kind: wire.EpochKind, members: list[wire.Me
         members=members,
         store=store,
         # A world below the minimum, because the task can't use more workers, does not wait.
-        hold=nodes < task.min_nodes and len(members) < task.capacity(),
+        hold=nodes < task.min_nodes and len(members) < task.capacity() and kind != "pause",
         incident=task.incident,
         published_at=turn.now,
         key=_key(turn.limits.secret, f"{task.id}/{task.number}/{turn.now}"),
@@ -387,7 +434,10 @@ def _nobody_left(task: Task, turn: Turn) -> None:
         finish(task, turn, succeeded=True, reason="all members finished")
         return
     relayout.abandon(task, turn)
-    _new_life(task, turn)
+    if task.pausing:
+        _stop(task, turn)
+    else:
+        _new_life(task, turn)
 
 
 def _new_life(task: Task, turn: Turn) -> None:
@@ -406,4 +456,8 @@ def _new_life(task: Task, turn: Turn) -> None:
     turn.log(task, LifeBegun(life=task.life, path=path, step=step))
 
 
-PART: Final = Part(timers={"rebuild": rebuild_due, "join": _join_due}, review=review_members)
+PART: Final = Part(
+    restore=await_pause,
+    timers={"rebuild": rebuild_due, "join": _join_due, "pause": _pause_due},
+    review=review_members,
+)

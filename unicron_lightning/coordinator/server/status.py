@@ -17,6 +17,7 @@ _PENDING: dict[wire.EpochKind, str] = {
     "fail": "recovering",
     "join": "joining",
     "leave": "leaving",
+    "pause": "pausing",
     "relayout": "leaving",
 }
 

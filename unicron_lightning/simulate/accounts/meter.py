@@ -43,6 +43,10 @@ class Position:
                     self._saved[kind] = self.steps - since * rate
                 self._since[kind] = since
 
+    def save(self) -> None:
+        """Write a persistent checkpoint between two steps."""
+        self._saved["disk"], self._since["disk"] = self.steps, 0.0
+
     def corrupt(self) -> None:
         """Mark the state as corrupted from now on, and all checkpoints written after this."""
         if self._sound is None:

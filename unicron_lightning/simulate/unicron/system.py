@@ -45,6 +45,7 @@ class Ablation:
     planner: bool = True
     in_band: bool = True
     memory_checkpoint: bool = True
+    may_pause: bool = False
 
 
 ABLATIONS: Final = (
@@ -53,6 +54,7 @@ ABLATIONS: Final = (
     Ablation(name="unicron_no_planner", planner=False),
     Ablation(name="unicron_no_inband", in_band=False),
     Ablation(name="unicron_no_memory_checkpoint", memory_checkpoint=False),
+    Ablation(name="unicron_may_pause", may_pause=True),
 )
 
 
@@ -127,6 +129,7 @@ class System:
             weight=task.weight,
             min_nodes=training.least,
             max_nodes=training.most,
+            may_pause=self.ablation.may_pause,
             flops_per_step=task.flops_per_step,
         )
         self.shell.do(ev.Submit(jobs=(job,)))

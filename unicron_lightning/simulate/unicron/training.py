@@ -27,6 +27,8 @@ _TELLS: Final[dict[str, str]] = {
     "restart": "started",
 }
 """Event of the first finished step in an epoch, by kind."""
+_DIGEST: Final = "0" * 64
+"""Digest of simulated checkpoints."""
 
 
 class SimTraining:
@@ -200,7 +202,22 @@ class SimTraining:
         self.members = {agent.place: agent for agent in there}
         self._tell_books()
         self.system.books.counts[f"epochs_{self._epoch.kind}"] += 1
-        self.system.clock.after(seconds, partial(self._connected, self._epoch, self._version))
+        then = self._saved if self._epoch.kind == "pause" else self._connected
+        self.system.clock.after(seconds, partial(then, self._epoch, self._version))
+
+    def _saved(self, epoch: wire.Epoch, version: int) -> None:
+        """Report the checkpoint that a task writes before it pauses."""
+        if self._version != version or self.over:
+            return
+        self.meter.settle(self.system.clock.now)
+        self.meter.position.save()
+        step = int(self.meter.position.steps + 1e-9)
+        for agent in self.members.values():
+            if agent.alive:
+                path = f"/{self.task.name}"
+                saved = wire.CheckpointSaved(worker=agent.worker, path=path, step=step, digest=_DIGEST, parting=True)
+                agent.say(saved)
+                return
 
     def _stands_for(self, epoch: wire.Epoch) -> float:
         """Return the seconds from an epoch's `Go` until steps are made in it."""
@@ -209,6 +226,8 @@ class SimTraining:
             return costs.takes("continue" if self._died else "reattempt")
         if epoch.kind == "restart" and "restart" in costs.change:
             return max(0.0, costs.takes("restart") - costs.takes("start"))  # the start is behind them
+        if epoch.kind == "pause":
+            return costs.takes("leave") + costs.persistent_seconds
         return costs.takes("leave" if epoch.kind == "leave" else "join")
 
     def _connected(self, epoch: wire.Epoch, version: int) -> None:
