@@ -12,19 +12,21 @@ import socket
 import struct
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from unicron_lightning import wire
 from unicron_lightning.credentials import token_for
 from unicron_lightning.proof import Meeting, authorization, new_nonce
+from unicron_lightning.wire.epoch_changes import changed
 
 QUIET_SECONDS = 0.3
 """Time without a further arrival after which a client reports an epoch."""
 BACK_SECONDS = 2.0
 """Delay between the end of a worker, or agent, and the start of its replacement."""
 HANDSHAKE = (
-    "GET /v1/agent HTTP/1.1\r\nHost: coordinator\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    "GET /v1/agent HTTP/1.1\r\nHost: 127.0.0.1\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
     "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n"
     "Authorization: {authorization}\r\n\r\n"
 )
@@ -58,7 +60,7 @@ class Agent(asyncio.Protocol):
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        transport.write(f"GET /v1/challenge?nonce={self._nonce} HTTP/1.1\r\nHost: coordinator\r\n\r\n".encode())
+        transport.write(f"GET /v1/challenge?nonce={self._nonce} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self.closed:
@@ -144,18 +146,21 @@ class Agent(asyncio.Protocol):
         )
 
     def _store(self) -> wire.Address:
-        # never connected to, so a refused connection is no evidence of death
-        return wire.Address(host="0.0.0.0", port=20_000 + self.round)
+        # nothing listens there, and only a refusal after a successful connection is evidence of death
+        return wire.Address(host="127.0.0.1", port=20_000 + self.round)
 
     def _hear(self, payload: bytes) -> None:
         now = time.monotonic()
         name = payload[9 : payload.index(b'"', 9)]
-        if name == b"epoch":
-            head = payload[: payload.index(b'"members"')]
-            self.epoch = int(head[head.index(b'"number":') + 9 :].split(b",")[0])
-            self._kind = head[head.index(b'"kind":"') + 8 :].split(b'"')[0].decode()
+        self.client.received[name.decode()] += len(payload)
+        if name in (b"epoch", b"epoch_change"):
+            epoch = self.client.derive(self.task, payload, self.epoch)
+            if epoch is None:
+                self.say(wire.EpochWanted(epoch=self.epoch))
+                return
+            self.epoch, self._kind = epoch.number, epoch.kind
             self.client.arrived(self.task, self.epoch, self._kind, now)
-            if self.worker.encode() in payload:  # else this worker has left
+            if self.worker in self.client.members(self.task, epoch):  # else this worker has left
                 self._ready(self.epoch)
         elif name == b"grant":
             self.say(wire.LocalWorld(round=self.round, size=1))
@@ -213,10 +218,43 @@ class Client:
         self.agents: dict[str, Agent] = {}
         self._seen: dict[tuple[str, int], dict[str, Any]] = {}
         self._settled: dict[str, int] = {}
+        self._epochs: dict[tuple[str, int], wire.Epoch] = {}
+        self._payloads: dict[bytes, tuple[int, wire.Epoch]] = {}
+        self._names: dict[tuple[str, int], frozenset[str]] = {}
+        self.received: Counter[str] = Counter()
+        """Bytes of messages received, by kind."""
         self._pending: set[asyncio.Task[None]] = set()
 
     def later(self, seconds: float, what: Callable[[], None]) -> None:
         asyncio.get_running_loop().call_later(seconds, what)
+
+    def derive(self, task: str, payload: bytes, held: int) -> wire.Epoch | None:
+        """Return the epoch that a message describes to an agent whose newest one is ``held``.
+
+        The agents of this process share the result: on real machines each derives it on its own, at the same time.
+        """
+        if (known := self._payloads.get(payload)) is not None and known[0] in (0, held):
+            return known[1]
+        message = wire.decode_to_agent(payload)
+        base = 0
+        if isinstance(message, wire.EpochChange):
+            base = message.base
+            if base != held:
+                return None
+            message = changed(self._epochs[task, base], message)
+        assert isinstance(message, wire.Epoch)
+        self._epochs[task, message.number] = message
+        self._payloads[payload] = (base, message)
+        for old in (self._payloads, self._epochs, self._names):
+            while len(old) > 2 * len(self.agents):
+                old.pop(next(iter(old)))
+        return message
+
+    def members(self, task: str, epoch: wire.Epoch) -> frozenset[str]:
+        """Workers of an epoch."""
+        if (task, epoch.number) not in self._names:
+            self._names[task, epoch.number] = frozenset(member.worker for member in epoch.members)
+        return self._names[task, epoch.number]
 
     def step(self, task: str) -> int:
         """Step of all members of a task: steps take one second by the shared clock."""
@@ -282,7 +320,7 @@ class Client:
                     seen["told"] = seen["count"]
                     about = {"task": task, "epoch": epoch, "kind": seen["kind"]}
                     print(json.dumps({**about, "count": seen["count"], "last": seen["last"]}), flush=True)
-            print(json.dumps({"settled": self._settled}), flush=True)
+            print(json.dumps({"settled": self._settled, "received": self.received}), flush=True)
 
 
 if __name__ == "__main__":

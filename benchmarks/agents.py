@@ -13,7 +13,8 @@ from the fault in its client to the moment when the last other agent of the task
 epoch, by the clock that all processes share. An agent whose connection ends has ``reconnect_grace`` (0.25 s) to
 reconnect before it counts as lost; this time is subtracted, as the table states.
 
-Also measured: the coordinator's memory (largest resident set) and its share of a core while only heartbeats arrive.
+Also measured: bytes of the coordinator's messages from a failure until the task is whole again (two epochs), for all
+agents together; the coordinator's memory (largest resident set) and its share of a core while only heartbeats arrive.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,12 @@ class Clients:
         """By task and epoch: the latest report of each client."""
         self.struck: dict[str, float] = {}
         self.settled: dict[str, int] = {}
+        self.received: dict[int, dict[str, int]] = {}
+        """By client: bytes of the coordinator's messages, by kind."""
+
+    def bytes_received(self) -> Counter[str]:
+        """Bytes of the coordinator's messages to all agents, by kind."""
+        return sum((Counter(part) for part in self.received.values()), Counter())
 
     def order(self, number: int, **order: Any) -> None:
         stdin = self.processes[number].stdin
@@ -76,6 +83,7 @@ class Clients:
                 if "struck" in told:
                     self.struck[told["struck"]] = told["at"]
                 elif "settled" in told:
+                    self.received[number] = told["received"]
                     for task, epoch in told["settled"].items():
                         self.settled[task] = max(epoch, self.settled.get(task, 0))
                 else:
@@ -133,7 +141,9 @@ def measure(agents: int, tasks: int, events: int, number_of_clients: int, second
             start_seconds = time.monotonic() - began
             time.sleep(2)
             quiet = share(seen, seconds)
+            before = clients.bytes_received()
             times = [strike(clients, home, number, tasks, size) for number in range(events)]
+            sent = {kind: round(count / max(1, events)) for kind, count in (clients.bytes_received() - before).items()}
             memory = memory_mb(coordinator.pid)
         finally:
             if clients is not None:
@@ -142,7 +152,7 @@ def measure(agents: int, tasks: int, events: int, number_of_clients: int, second
     about = {"agents": size * tasks, "tasks": tasks, "events": events, "clients": number_of_clients}
     figures = {"start_s": round(start_seconds, 2), "quiet_cpu": round(quiet, 3), **memory}
     loads = {"load_before": round(load, 2), "load_after": round(os.getloadavg()[0], 2)}
-    return {**about, **figures, **loads, "died_ms": times[0::2], "closed_ms": times[1::2]}
+    return {**about, **figures, **loads, "bytes_per_event": sent, "died_ms": times[0::2], "closed_ms": times[1::2]}
 
 
 def strike(clients: Clients, home: dict[str, int], number: int, tasks: int, size: int) -> float:
@@ -210,15 +220,17 @@ def quantile(values: list[float], share_: float) -> float:
 def table(results: list[Figures]) -> str:
     """The results as a Markdown table."""
     lines = [
-        "| agents | tasks | failure | events | p50 ms | p99 ms | memory MB | CPU, quiet | start s | load |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| agents | tasks | failure | events | p50 ms | p99 ms | kB sent | memory MB | CPU, quiet | start s | load |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in results:
         for name, key in (("worker died", "died_ms"), ("connection closed, less 250 ms", "closed_ms")):
+            sent = sum(r["bytes_per_event"].values()) / 1e3
             if values := r[key]:
                 lines.append(
                     f"| {r['agents']} | {r['tasks']} | {name} | {len(values)} | {statistics.median(values):.1f} "
-                    f"| {quantile(values, 0.99):.1f} | {r['peak_mb']} | {100 * r['quiet_cpu']:.0f} % | {r['start_s']} "
+                    f"| {quantile(values, 0.99):.1f} | {sent:.0f} | {r['peak_mb']} "
+                    f"| {100 * r['quiet_cpu']:.0f} % | {r['start_s']} "
                     f"| {r['load_before']}-{r['load_after']} |"
                 )
     return "\n".join(lines)

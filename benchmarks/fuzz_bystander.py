@@ -80,7 +80,7 @@ class Bystander:
                     await _say(socket, hello)
                 case wire.Welcome():
                     await _say(socket, _ready(name, 0))
-                case wire.Epoch():
+                case wire.Epoch() | wire.EpochChange():
                     await _say(socket, _ready(name, message.number))
                 case wire.Go():
                     self._settled.set()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import random
 import socket
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -43,6 +44,11 @@ from unicron_lightning.tls import (
 )
 
 _ATTEMPT_SECONDS: Final = 5.0
+
+
+def retry_delay(most: float) -> float:
+    """Draw a delay before the next attempt: at least half of ``most`` seconds, so that peers spread out."""
+    return random.uniform(most / 2, most)
 
 
 async def open_socket(

@@ -13,6 +13,7 @@ from unicron_lightning.agent import embedded, options
 from unicron_lightning.agent.link.outbox import RESEND_SECONDS, Outbox
 from unicron_lightning.agent.workers.roster import Roster
 from unicron_lightning.errors import AgentUnavailable, ConfigError
+from unicron_lightning.link import retry_delay
 
 WORKER = "n-1/0#1"
 HELLO = wire.WorkerHello(worker=WORKER, local_rank=0, pid=1, capacity=4)
@@ -44,6 +45,11 @@ def died(worker: str = WORKER) -> wire.WorkerDied:
 
 def event(name: str) -> wire.WorkerEvent:
     return wire.WorkerEvent(worker=WORKER, name=name, at=0.0, fields={})
+
+
+def test_retries_spread_out() -> None:
+    drawn = sorted(retry_delay(2.0) for _ in range(1000))
+    assert 1.0 <= drawn[0] < 1.1 and 1.9 < drawn[-1] <= 2.0 and 1.4 < drawn[500] < 1.6
 
 
 # ---- options

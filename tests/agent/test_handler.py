@@ -25,6 +25,7 @@ from unicron_lightning.agent import embedded
 from unicron_lightning.agent.handler import RendezvousFailed, UnicronRendezvousHandler
 from unicron_lightning.credentials import token_for
 from unicron_lightning.local_cluster.processes import until
+from unicron_lightning.wire.epoch_changes import change_of
 
 SLEEPER = "import time; time.sleep(100)"
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(100)"
@@ -267,6 +268,12 @@ def test_silent_worker(bench: Bench, by_user: str | None, by_coordinator: float 
         assert bench.children[0].wait(30) == -9
 
 
+def epoch(number: int, *members: str) -> wire.Epoch:
+    listed = [wire.Member(worker=m, agent=m, node=m, host="h", local_rank=0) for m in members]
+    about: dict[str, Any] = {"hold": False, "incident": None, "published_at": 0.0}
+    return wire.Epoch(number=number, kind="fail", members=listed, store=wire.Address(host="h", port=1), **about)
+
+
 def test_messages_find_their_worker(bench: Bench) -> None:
     bench.rendezvous()
     with LocalWorker(bench.spawn(0)) as worker:
@@ -276,6 +283,14 @@ def test_messages_find_their_worker(bench: Bench) -> None:
         worker.say(wire.Heartbeat())
         worker.say(wire.Lookup(worker=worker.name, key="k"))
         assert worker.hear() == wire.LookupReply(worker=worker.name, key="k", value="kept")
+        first, second = epoch(1, worker.name, "b/0#1", "c/0#1"), epoch(2, worker.name, "c/0#1")
+        change = change_of(first, second)
+        assert change is not None
+        bench.fake.send(change)
+        assert bench.fake.wait_for(wire.EpochWanted).epoch == 0, "it has no base for the change"
+        bench.fake.send(first)
+        bench.fake.send(change)
+        assert [worker.hear(), worker.hear()] == [first, second], "workers get the whole"
 
 
 def test_strangers_and_garbage_are_refused(bench: Bench) -> None:

@@ -16,6 +16,7 @@ from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator import state
 from unicron_lightning.coordinator.allocation.request import Question
 from unicron_lightning.coordinator.machine import Machine
+from unicron_lightning.wire.epoch_changes import EpochMissed, changed
 
 
 @dataclass
@@ -82,6 +83,10 @@ class World:
         """Agents that do not answer probes."""
         self.probes: list[tuple[FakeAgent, wire.Probe]] = []
         """Not answered yet."""
+        self.changes = 0
+        """Number of epochs sent as differences."""
+        self.missed: list[FakeAgent] = []
+        """Agents that could not apply one and have not requested the whole yet."""
         self.start()
 
     def start(self) -> None:
@@ -178,6 +183,9 @@ class World:
             self.oracles[gone] = Oracle(dead=old.dead, capacity=old.capacity, blank=True)
         for action in actions:
             self._carry_out(action)
+        while self.missed:
+            agent = self.missed.pop()
+            agent.say(wire.EpochWanted(epoch=agent.epoch))
         if self.answers_at_once:
             self.answer()
         self.answer_probes()
@@ -237,8 +245,7 @@ class World:
             case ev.Send(conn=conn, message=message):
                 agent = self.agents.get(conn)
                 assert agent is not None, f"sent over a connection that is gone: {message}"
-                self._check(agent, message)
-                agent.receive(message)
+                self._deliver(agent, message)
             case ev.Close(conn=conn):
                 agent = self.agents.pop(conn, None)
                 if agent is not None and agent.conn == conn:
@@ -263,6 +270,18 @@ class World:
                 self.questions = [question]
             case ev.StopServer():
                 self.stopped = True
+
+    def _deliver(self, agent: FakeAgent, message: wire.ToAgent) -> None:
+        if isinstance(message, wire.EpochChange):
+            assert wire.decode_to_agent(wire.encode(message)) == message
+            self.changes += 1
+            try:
+                message = changed(agent.newest, message)
+            except EpochMissed:
+                self.missed.append(agent)
+                return
+        self._check(agent, message)
+        agent.receive(message)
 
     def _check(self, agent: FakeAgent, message: wire.ToAgent) -> None:
         wire.decode_to_agent(wire.encode(message))

@@ -38,6 +38,7 @@ class FakeAgent:
         self.granularity: int | None = None
         self.workers: dict[str, wire.WorkerInfo] = {}
         self.epoch = 0
+        self.newest: wire.Epoch | None = None
         self.inbox: list[wire.ToAgent] = []
         self.outbox: list[wire.FromAgent] = []
 
@@ -50,7 +51,7 @@ class FakeAgent:
             case wire.Ranks() if message.round == self.round:
                 self.without_ranks = False
             case wire.Epoch():
-                self.epoch = max(self.epoch, message.number)
+                self.epoch, self.newest = max(self.epoch, message.number), message
             case wire.Probe():
                 self.world.probes.append((self, message))
             case wire.Fence():

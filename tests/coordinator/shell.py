@@ -22,6 +22,7 @@ from unicron_lightning.cli.client import Access, request
 from unicron_lightning.credentials import Token, token_for
 from unicron_lightning.link import open_socket
 from unicron_lightning.local_cluster.processes import free_port
+from unicron_lightning.wire.epoch_changes import changed
 
 NO_STORE = wire.Address(host="127.0.0.1", port=1)
 """No server listens there, which is no evidence of death: the address has never been reached."""
@@ -92,6 +93,7 @@ class SocketAgent:
         self.nodes = nodes
         self.socket = socket_
         self.store: wire.Address | None = None
+        self.epoch: wire.Epoch | None = None
 
     @property
     def worker(self) -> str:
@@ -106,6 +108,10 @@ class SocketAgent:
             frame = await self.socket.receive(timeout=10)
             assert frame.type is aiohttp.WSMsgType.TEXT, frame
             message = wire.decode_to_agent(frame.data)
+            if isinstance(message, wire.EpochChange):
+                message = changed(self.epoch, message)
+            if isinstance(message, wire.Epoch):
+                self.epoch = message
             if isinstance(message, kind):
                 return message
 

@@ -83,8 +83,10 @@ def test_what_all_say_at_once_or_all_the_time_is_cheap(crowd: Crowd):
     crowd.settle()
     assert time.process_time() - began < 2.0, "it takes 0.1 s; with the square of the agents it was 20 s"
     told = [action.message for action in dead if isinstance(action, ev.Send)]
-    epochs = [message for message in told if isinstance(message, wire.Epoch) and message.number == number + 1]
-    assert len(epochs) == AGENTS - 1 and all(epoch is epochs[0] for epoch in epochs)
+    changes = [message for message in told if isinstance(message, wire.EpochChange) and message.number == number + 1]
+    assert len(changes) == AGENTS - 1 and all(change is changes[0] for change in changes)
+    assert len(changes[0].left) == 1 and not changes[0].came
+    assert len(wire.encode(changes[0])) < 500, "its size does not grow with the task"
 
 
 def test_a_message_for_many_is_encoded_once(crowd: Crowd):

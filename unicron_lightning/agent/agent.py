@@ -366,9 +366,8 @@ class AgentThread:
             case wire.LookupReply():
                 self._roster.saw_reply(message)
                 self._local.send(message.worker, message)
-            case wire.Epoch():
-                self._roster.saw_epoch(message)
-                self._local.broadcast(message)
+            case wire.Epoch() | wire.EpochChange():
+                self._take_epoch(message)
             case wire.Go() | wire.Notice():
                 self._local.broadcast(message)
             case wire.ActivityQuery():
@@ -382,6 +381,15 @@ class AgentThread:
                 self._exchanges.take(message)
             case wire.Probe():
                 self._prober.begin(message)
+
+    def _take_epoch(self, message: wire.Epoch | wire.EpochChange) -> None:
+        """Forward an epoch to the workers; request the whole if the change is not one of the newest epoch here."""
+        epoch = self._roster.whole(message)
+        if epoch is None:
+            self._send(wire.EpochWanted(epoch=self._roster.epoch))
+            return
+        self._roster.saw_epoch(epoch)
+        self._local.broadcast(epoch)
 
     def _fence(self, fence: wire.Fence) -> None:
         if not fence.worker.startswith(f"{self._options.agent}/"):

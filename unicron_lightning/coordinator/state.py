@@ -103,6 +103,8 @@ class Agent(msgspec.Struct, kw_only=True):
     ranked: bool = False
     gone: list[str] = []
     """Workers of the present round that are dead, fenced or finished."""
+    told: int = 0
+    """Newest epoch that it has: as sent over its present connection, or as it registered."""
     fresh: bool = False
     """Whether it has just registered, so that the plan waits briefly for other agents of its node."""
     stopping: bool = False

@@ -18,7 +18,7 @@ import msgspec
 from unicron_lightning import wire
 from unicron_lightning.credentials import Token
 from unicron_lightning.errors import CoordinatorUnproven, SessionRefused
-from unicron_lightning.link import open_socket
+from unicron_lightning.link import open_socket, retry_delay
 from unicron_lightning.tls import PLAIN, Trust
 from unicron_lightning.wire.daemon import NodeHello, NodeReport, NodeRun, decode_to_node
 
@@ -84,7 +84,7 @@ class NodeLink:
                         self._away_told = True
                         logger.warning("coordinator_not_reached url=%s error=%s; retrying", self._url, error)
                 self._stands = False
-                await asyncio.sleep(retry)
+                await asyncio.sleep(retry_delay(retry))
                 retry = min(2 * retry, _LAST_RETRY_SECONDS)
 
     async def _one_connection(self, http: aiohttp.ClientSession) -> None:

@@ -28,6 +28,7 @@ from unicron_lightning.wire.agent import (
     Beat,
     Bye,
     Departing,
+    EpochWanted,
     LocalWorld,
     Register,
     RendezvousBegin,
@@ -40,7 +41,9 @@ from unicron_lightning.wire.checkpoints import Checkpoint, CheckpointSaved
 from unicron_lightning.wire.coordinator import (
     PARTING,
     PLANNED,
+    Arrival,
     Epoch,
+    EpochChange,
     EpochKind,
     Fence,
     Go,
@@ -90,6 +93,7 @@ __all__ = [
     "ActivityReport",
     "Address",
     "Amount",
+    "Arrival",
     "Barred",
     "Beat",
     "Bye",
@@ -98,7 +102,9 @@ __all__ = [
     "CommError",
     "Departing",
     "Epoch",
+    "EpochChange",
     "EpochKind",
+    "EpochWanted",
     "ErrorReport",
     "FaultDue",
     "FaultRecorded",
@@ -185,6 +191,7 @@ FromAgent = Union[
     Register,
     RendezvousBegin,
     LocalWorld,
+    EpochWanted,
     StoreUsed,
     WorkerDied,
     Departing,
@@ -193,7 +200,9 @@ FromAgent = Union[
     Probed,
     Forwarded,
 ]
-ToAgent = Union[Beat, Barred, Registered, Refused, Grant, Ranks, Stop, Fence, Inspect, Probe, ToPair, ToWorker]
+ToAgent = Union[
+    Beat, Barred, Registered, Refused, Grant, Ranks, Stop, Fence, Inspect, Probe, EpochChange, ToPair, ToWorker
+]
 
 encode = msgspec.json.Encoder().encode
 decode_from_worker = msgspec.json.Decoder(FromWorker).decode

@@ -29,7 +29,7 @@ from unicron_lightning.wire.health import NodeReading
 from unicron_lightning.wire.replicas import Replicas
 from unicron_lightning.wire.worker import WorkerHello, WorkerReady
 
-PROTOCOL_VERSION: Final = 3
+PROTOCOL_VERSION: Final = 4
 
 
 class Address(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,6 +107,13 @@ class RendezvousBegin(Message, frozen=True, kw_only=True, tag="rendezvous"):
     round: Count
     store: Address
     """A new, empty TCPStore of this agent for this round."""
+
+
+class EpochWanted(Message, frozen=True, kw_only=True, tag="epoch_wanted"):
+    """The agent could not apply an `EpochChange`. Answered by the whole `Epoch`, and by its `Go` if it is settled."""
+
+    epoch: Count
+    """Newest epoch that the agent has; 0 if none."""
 
 
 class LocalWorld(Message, frozen=True, kw_only=True, tag="local_world"):

@@ -141,6 +141,36 @@ class Epoch(Message, frozen=True, kw_only=True, tag="epoch"):
     """Part of the names under which the members meet in the store; unpredictable for others."""
 
 
+class Arrival(msgspec.Struct, frozen=True, kw_only=True):
+    """A member that an epoch has and its base has not; ``rank`` is its place in the new epoch."""
+
+    rank: int
+    member: Member
+
+
+class EpochChange(Message, frozen=True, kw_only=True, tag="epoch_change"):
+    """[to the agent] The newest world as its difference from epoch ``base``, which the agent was sent before.
+
+    The agent derives the `Epoch` from it (`epoch_changes.changed`) and forwards that. If it does not have the base, or
+    the digest differs, it requests the whole (`EpochWanted`). Members that stay keep their order.
+    """
+
+    base: int
+    left: list[int]
+    """Ranks in the base of the members that are no longer in the epoch, ascending."""
+    came: list[Arrival]
+    """By rank, ascending."""
+    digest: str
+    """`epoch_changes.digest_of` the new list of members."""
+    number: int
+    kind: EpochKind
+    store: Address
+    hold: bool
+    incident: str | None
+    published_at: float
+    key: str
+
+
 class Go(Message, frozen=True, kw_only=True, tag="go"):
     """[to the workers] All members of the epoch are ready, with these states by worker: connect."""
 

@@ -22,6 +22,7 @@ _CARRIED_OTHERWISE: Final = (
     wire.Replicas,
     wire.LocalWorld,
     wire.Lookup,
+    wire.EpochWanted,
 )
 _STALE: Final = (wire.NodeReading, wire.Progress, wire.ActivityReport)
 _REPEATABLE: Final = (

@@ -1,6 +1,7 @@
 """The agent's persistent connection to the coordinator.
 
-It is opened at the first rendezvous and reopened whenever it breaks, with delays that double from 50 ms to 2 s. Each
+It is opened at the first rendezvous and reopened whenever it breaks, with delays that double from 50 ms to 2 s, each
+shortened at random so that the agents of a restarted coordinator do not return together (`link.retry_delay`). Each
 connection begins with a new `wire.Register`. Only these end a session: an answered goodbye, a refusal, and, before it
 was first open, the coordinator's absence for the time allowed or a coordinator that cannot be started. Once the session
 was open, the agent retries for as long as it lives: its workers train without a coordinator.
@@ -31,7 +32,7 @@ from unicron_lightning.agent.link.outbox import Outbox
 from unicron_lightning.credentials import Token
 from unicron_lightning.detection.silence import SilenceLimits
 from unicron_lightning.errors import CoordinatorUnavailable, CoordinatorUnproven
-from unicron_lightning.link import open_socket
+from unicron_lightning.link import open_socket, retry_delay
 from unicron_lightning.tls import PLAIN, Trust
 
 logger = logging.getLogger(__name__)
@@ -165,7 +166,7 @@ class CoordinatorSession:
             if answered:
                 return
             self._lost()
-            await asyncio.sleep(self._retry_seconds)
+            await asyncio.sleep(retry_delay(self._retry_seconds))
             self._retry_seconds = min(2 * self._retry_seconds, LAST_RETRY_SECONDS)
 
     async def _one_connection(self, http: aiohttp.ClientSession) -> bool:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from typing import Final
 
 from unicron_lightning import wire
+from unicron_lightning.wire.epoch_changes import EpochMissed, changed
+
+logger = logging.getLogger(__name__)
 
 ENDING_SECONDS: Final = 30.0
 """Seconds that a worker's process may take to exit after closing its connection, however short the time-out is."""
@@ -37,6 +41,7 @@ class Roster:
         self._lookups: dict[tuple[str, str], wire.Lookup] = {}
         self.epoch = 0
         """Newest epoch seen."""
+        self._newest: wire.Epoch | None = None
 
     def __contains__(self, worker: object) -> bool:
         return worker in self._workers
@@ -91,9 +96,20 @@ class Roster:
         """Whether the worker's connection has ended, so that all its messages have arrived."""
         return worker in self._workers and self._workers[worker].left
 
+    def whole(self, message: wire.Epoch | wire.EpochChange) -> wire.Epoch | None:
+        """Return the epoch that a message describes; None if it is a change of another epoch than the newest here."""
+        if isinstance(message, wire.Epoch):
+            return message
+        try:
+            return changed(self._newest, message)
+        except EpochMissed as error:
+            logger.warning("epoch_missed epoch=%d reason=%s", message.number, error)
+            return None
+
     def saw_epoch(self, epoch: wire.Epoch) -> None:
         """Discard reports of the epoch's members that it makes outdated; candidates keep theirs."""
-        self.epoch = max(self.epoch, epoch.number)
+        if epoch.number >= self.epoch:
+            self.epoch, self._newest = epoch.number, epoch
         members = {member.worker for member in epoch.members}
         for name, known in self._workers.items():
             ready = known.ready

@@ -31,6 +31,7 @@ from unicron_lightning.coordinator.orders import relayout
 from unicron_lightning.coordinator.orders.jobs import finish
 from unicron_lightning.coordinator.part import Part
 from unicron_lightning.coordinator.state import Agent, Task, Worker
+from unicron_lightning.wire.epoch_changes import change_of
 
 _JOIN = "join"
 """Name of the operation in which members hand over the state, as in `worker.engine`."""
@@ -400,6 +401,7 @@ def _publish(task: Task, turn: Turn, kind: wire.EpochKind, members: list[wire.Me
     task.comm_error_epoch = task.number if kind in wire.PLANNED and task.comm_error_epoch else 0
     if lifecycle.end_waiting_for_siblings(task):
         turn.cancel("join", task=task.id)
+    before = task.epoch
     task.epoch = wire.Epoch(
         number=task.number,
         kind=kind,
@@ -411,10 +413,24 @@ def _publish(task: Task, turn: Turn, kind: wire.EpochKind, members: list[wire.Me
         published_at=turn.now,
         key=_key(turn.limits.secret, f"{task.id}/{task.number}/{turn.now}"),
     )
+    change = None if before is None else change_of(before, task.epoch)
     for agent_id in agents_to_notify(task):
-        turn.send(task.agents[agent_id], task.epoch)
+        agent = task.agents[agent_id]
+        if change is None or agent.told != change.base:
+            send_epoch(task, turn, agent)
+        elif agent.conn is not None:
+            agent.told = change.number
+            turn.send(agent, change)
     names = [member.worker for member in members]
     turn.log(task, EpochPublished(number=task.number, kind=kind, hold=task.epoch.hold, members=names))
+
+
+def send_epoch(task: Task, turn: Turn, agent: Agent) -> None:
+    """Send an agent the whole newest epoch."""
+    assert task.epoch is not None
+    if agent.conn is not None:
+        agent.told = task.epoch.number
+        turn.send(agent, task.epoch)
 
 
 def _key(secret: bytes, epoch: str) -> str:

@@ -23,7 +23,13 @@ from unicron_lightning.coordinator import lifecycle
 from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.incidents.facts import AgentLoss
 from unicron_lightning.coordinator.membership import replicas, slots, standby, workers
-from unicron_lightning.coordinator.membership.epochs import agents_to_notify, open_incident, send_go, welcome
+from unicron_lightning.coordinator.membership.epochs import (
+    agents_to_notify,
+    open_incident,
+    send_epoch,
+    send_go,
+    welcome,
+)
 from unicron_lightning.coordinator.orders.jobs import finish, is_job
 from unicron_lightning.coordinator.part import Part, on
 from unicron_lightning.coordinator.severity import apply as severity
@@ -93,6 +99,7 @@ def register(task: Task, turn: Turn, conn: int, message: wire.Register, *, creat
             _was_cut(task, turn, agent)
         agent.conn = conn
         turn.cancel("lost", task=task.id, agent=agent.id)
+    agent.told = message.epoch
     turn.send(agent, _registered(turn))
     if message.reading is not None:
         reports.handle_reading(task, turn, agent, message.reading)
@@ -415,14 +422,23 @@ def _repeat_epoch(task: Task, turn: Turn, agent: Agent, seen: int) -> None:
     if task.earlier is not None:  # without it a worker would wait for the next epoch, which the others wait to leave
         turn.send(agent, task.earlier)
     if seen < task.number:
-        turn.send(agent, task.epoch)
+        send_epoch(task, turn, agent)
     if task.go is not None:
         send_go(task, turn, only=agent.id)
 
 
+def _epoch_wanted(task: Task, turn: Turn, agent: Agent, _message: wire.EpochWanted) -> None:
+    """Send the whole newest epoch to an agent that could not apply a change."""
+    _repeat_epoch(task, turn, agent, 0)
+
+
 PART: Final = Part(
     restore=restore,
-    receivers=(on(wire.Bye, bye), on(wire.RendezvousBegin, _begin_rendezvous)),
+    receivers=(
+        on(wire.Bye, bye),
+        on(wire.RendezvousBegin, _begin_rendezvous),
+        on(wire.EpochWanted, _epoch_wanted),
+    ),
     timers={"restore": restore_due, "empty": _empty_due},
     agent_timers={"lost": lost_due, "missing": missing_due},
     review=review_end,

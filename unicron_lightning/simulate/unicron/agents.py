@@ -132,6 +132,10 @@ class SimAgent:
         """Process a message of the coordinator."""
         if not self.alive:
             return
+        if type(message) is wire.EpochChange:
+            if not self.training.change_for(self, message):
+                self.say(wire.EpochWanted(epoch=0))
+            return
         if type(message) is wire.Epoch:
             self.training.epoch_for(self, message)
             return

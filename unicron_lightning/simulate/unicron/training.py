@@ -14,6 +14,7 @@ from unicron_lightning import wire
 from unicron_lightning.simulate.speeds import least_places, most_places
 from unicron_lightning.simulate.trace import TraceFault
 from unicron_lightning.simulate.workload import SimTask
+from unicron_lightning.wire.epoch_changes import EpochMissed, changed
 
 if TYPE_CHECKING:
     from unicron_lightning.simulate.unicron.agents import SimAgent
@@ -129,6 +130,17 @@ class SimTraining:
             self._new_epoch(epoch)
         if self._epoch is not None and epoch.number == self._epoch.number:
             self._heard.append(agent)
+
+    def change_for(self, agent: SimAgent, change: wire.EpochChange) -> bool:
+        """Deliver an epoch as a change to one of its agents, which share what they derive; False if it has no base."""
+        epoch = self._epoch
+        if epoch is None or epoch.number != change.number:
+            try:
+                epoch = changed(epoch, change)
+            except EpochMissed:
+                return False
+        self.epoch_for(agent, epoch)
+        return True
 
     def _new_epoch(self, epoch: wire.Epoch) -> None:
         self._epoch = epoch
