@@ -26,6 +26,7 @@
     ├── StateLost (megatron.layout)         no replica can be formed that has the newest state of every shard
     ├── StaleTable (planner.table)          plans made ahead are looked up in another state than theirs
     │   internal to the step protocol, never seen by users:
+    ├── EpochMissed (wire.epoch_changes)    an epoch's difference does not fit the epoch that the agent has
     ├── CommunicatorAborted (worker.communicator)
     │   └── UnprovenObject (megatron.object_codes)  an object of a rank does not carry the epoch's code
     └── EpochChanged (worker.engine)

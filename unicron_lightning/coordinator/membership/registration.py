@@ -76,16 +76,7 @@ def register(task: Task, turn: Turn, conn: int, message: wire.Register, *, creat
     agent = task.agents.get(message.agent)
     resumed = agent is not None
     if agent is None:
-        agent = Agent(
-            id=message.agent,
-            task=task.id,
-            node=message.node,
-            host=message.host,
-            pid=message.pid,
-            secret=message.secret,
-            slot=message.slot,
-            conn=conn,
-        )
+        agent = _new_agent(task, message)
         if not task.agents:
             task.min_nodes, task.max_nodes = message.min_nodes, message.max_nodes
             if task.target is not None and not task.min_nodes <= task.target <= task.max_nodes:
@@ -97,9 +88,8 @@ def register(task: Task, turn: Turn, conn: int, message: wire.Register, *, creat
     else:
         if not task.restoring:
             _was_cut(task, turn, agent)
-        agent.conn = conn
         turn.cancel("lost", task=task.id, agent=agent.id)
-    agent.told = message.epoch
+    agent.conn, agent.told = conn, message.epoch
     turn.send(agent, _registered(turn))
     if message.reading is not None:
         reports.handle_reading(task, turn, agent, message.reading)
@@ -124,6 +114,19 @@ def register(task: Task, turn: Turn, conn: int, message: wire.Register, *, creat
     else:
         _take_new(task, turn, agent, message)
     _review_restoring(task, turn)
+
+
+def _new_agent(task: Task, message: wire.Register) -> Agent:
+    return Agent(
+        id=message.agent,
+        task=task.id,
+        node=message.node,
+        host=message.host,
+        pid=message.pid,
+        secret=message.secret,
+        slot=message.slot,
+        conn=None,
+    )
 
 
 def _registered(turn: Turn) -> wire.Registered:
