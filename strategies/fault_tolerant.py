@@ -44,6 +44,7 @@ from unicron_lightning.strategies.session import Session
 from unicron_lightning.strategies.state import join_state
 from unicron_lightning.strategies.state.checkpointing import ReportedCheckpoints
 from unicron_lightning.strategies.state.comparison import Comparison
+from unicron_lightning.strategies.state.memory import StateMemory
 from unicron_lightning.worker.checkpoint_files import located
 from unicron_lightning.worker.control.statistics import Summary
 from unicron_lightning.worker.engine import Engine, World
@@ -67,6 +68,7 @@ class FaultTolerantStrategy(CollectingStrategy):
         agreed: what the members know of each step's sums.
         comparison: this worker's description of itself.
         reported: checkpoints that the coordinator knows.
+        memory: states in the agents' memory.
         loaders: the run's data loaders.
         seed: the task's.
     """
@@ -81,6 +83,7 @@ class FaultTolerantStrategy(CollectingStrategy):
         self.agreed = SumsLayout()
         self.comparison = Comparison(self, active=compare)
         self.reported = ReportedCheckpoints()
+        self.memory = StateMemory(self)
         self._num_micro_batches = num_micro_batches
         self._shape: StepShape | None = None
         self._session: Session | None = None
@@ -189,7 +192,7 @@ class FaultTolerantStrategy(CollectingStrategy):
         if begins:
             seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed() & 0xFFFFFFFF))
             self.seed = self.collectives.broadcast(seed, 0)
-            if self._session.resume:
+            if self._session.resume or self._session.memory:
                 keep_files(trainer.loggers)
         parallelism.begin(self._session)
 
@@ -217,8 +220,11 @@ class FaultTolerantStrategy(CollectingStrategy):
             if fitting:
                 self._membership.join(trainer)
             return
+        remembers = fitting and self._membership.remember(trainer)
         resumes = fitting and bool(session.resume)
-        parallelism.found(resumes=resumes)
+        parallelism.found(resumes=resumes or remembers)
+        if remembers:
+            return
         if resumes:
             self._membership.resume(trainer)
         elif self.engine.world.size > 1 and self.collectives.starting:
@@ -375,6 +381,7 @@ class FaultTolerantStrategy(CollectingStrategy):
                 self._session.control.listeners.remove(self._announcements.take)
             self._end_collectives(self._session)
         self.parallelism.close()
+        self.memory.close()
         self.loaders.close()
         self._last_batch = None
         super().teardown()

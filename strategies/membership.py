@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -76,6 +77,18 @@ class Membership:
             strategy.seed = whole["seed"]
             strategy.parallelism.admitted(whole)
 
+    def remember(self, trainer: pl.Trainer) -> bool:
+        """Resume from a state in the agents' memory, if the coordinator offers one; return whether it did."""
+        strategy = self._strategy
+        self._arrival = state = strategy.memory.restore(trainer)
+        if state is None:
+            return False
+        self._begin_late(trainer)
+        strategy.session.resume = ()
+        strategy.seed = state["seed"]
+        strategy.parallelism.admitted(state)
+        return True
+
     def boundary(self, trainer: pl.Trainer) -> None:
         """Enter or leave worlds between steps: the only place where a world grows, or is left on order."""
         strategy = self._strategy
@@ -96,6 +109,7 @@ class Membership:
         engine.step = trainer.global_step
         if not callbacks.searches(trainer):  # a joiner would get the state of the search
             self._change_world(trainer)
+            strategy.memory.boundary(partial(self.state, trainer))
         strategy.parallelism.at_boundary()
         engine.activity.enter("hooks")
 

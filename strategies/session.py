@@ -59,6 +59,7 @@ class Session(OfProcess):
         self.control: Control | None = None
         self.is_joiner = False
         self.resume: Sequence[wire.Checkpoint] = ()
+        self.memory: Sequence[wire.StateOffer] = ()
         self.fits = 0
         self._stacks: StackFile | None = None
         self._ready_to_abort = threading.Event()
@@ -73,7 +74,7 @@ class Session(OfProcess):
             welcome = self.control.wait_welcome()
             if welcome.founder:
                 welcome = self._wait_founded(self.control)
-            self.is_joiner, self.resume = not welcome.founder, welcome.resume
+            self.is_joiner, self.resume, self.memory = not welcome.founder, welcome.resume, welcome.memory
             connect = (connector if fabric is None else fabric.connector)(own.task, own.host, device)
         elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ConfigError(

@@ -155,6 +155,13 @@ def resume(trainer: pl.Trainer, path: str) -> dict[str, Any] | None:
     return None
 
 
+def resume_from(trainer: pl.Trainer, state: dict[str, Any]) -> None:
+    """Resume from a joiner's state that a member of an earlier life has left; `arrive` follows."""
+    cut_rows(trainer.loggers, int(state["checkpoint"]["global_step"]))
+    trainer.num_sanity_val_steps = 0
+    receive(trainer, state)
+
+
 def check(trainer: pl.Trainer) -> None:
     """Refuse, before training, state that could not be sent to a joiner later.
 

@@ -386,11 +386,13 @@ def fill(part: float) -> Any:
 
 
 def injection(settings: dict[str, Any]) -> list[pl.Callback]:
-    """Callbacks that inject the settings' faults; none for the reference."""
-    from unicron_lightning.callbacks import FaultInjection
+    """Callbacks that inject the settings' faults, and keep states in memory; none for the reference."""
+    from unicron_lightning.callbacks import FaultInjection, MemoryCheckpoint
 
-    texts = settings.get("faults", []) if "UNICRON_AGENT" in os.environ else []
-    return [FaultInjection(texts)] if texts else []
+    if "UNICRON_AGENT" not in os.environ:
+        return []
+    texts, memory = settings.get("faults", []), settings.get("memory")
+    return [*([FaultInjection(texts)] if texts else []), *([MemoryCheckpoint(*memory)] if memory else [])]
 
 
 def pl_strategy(rebalance: bool) -> Any:

@@ -37,6 +37,7 @@ from unicron_lightning.agent.workers.inspection import Inspector
 from unicron_lightning.agent.workers.kernel_evidence import Deaths
 from unicron_lightning.agent.workers.last_output import LastOutput, folder_of_logs
 from unicron_lightning.agent.workers.local_socket import LocalHooks, LocalServer
+from unicron_lightning.agent.workers.memory import AgentMemory
 from unicron_lightning.agent.workers.roster import ENDING_SECONDS, Roster
 from unicron_lightning.agent.workers.slot_lock import SlotLock
 from unicron_lightning.agent.workers.supervisor import Exit, Supervisor, WatchedProcess
@@ -80,6 +81,7 @@ class AgentThread:
         self._reading: wire.NodeReading | None = None
         self._embedded = EmbeddedCoordinator(options)
         self._supervisor = Supervisor(options.agent, self._on_found, self._on_exit)
+        self._memory = AgentMemory(self._send)
         self._inspector = Inspector(self._scratch.path, self._supervisor, self._send)
         self._prober = Prober(self._send)
         self._exchanges = Exchanges(options.host, options.token.secret, self._send)
@@ -216,6 +218,7 @@ class AgentThread:
             self._inspector.close()
             await self._exchanges.close()
             await self._prober.close()
+            self._memory.close()
             self._supervisor.close()
             self._deaths.close()
             self._health.close()  # not in an executor: at the end of the interpreter there is none
@@ -336,7 +339,7 @@ class AgentThread:
         options, view = self._options, self._shared.now
         for lookup in self._roster.unanswered():
             self._send(lookup)
-        return registration(options, view, self._roster, self._reading, self._secret)
+        return registration(options, view, self._roster, self._reading, self._secret, self._memory.copies)
 
     def _from_coordinator(self, message: wire.ToAgent) -> None:
         view = self._shared.now
@@ -381,6 +384,8 @@ class AgentThread:
                 self._exchanges.take(message)
             case wire.Probe():
                 self._prober.begin(message)
+            case wire.StateComplete():
+                self._memory.complete(message.version)
 
     def _take_epoch(self, message: wire.Epoch | wire.EpochChange) -> None:
         """Forward an epoch to the workers; request the whole if the change is not one of the newest epoch here."""
@@ -437,6 +442,12 @@ class AgentThread:
         self._roster.heard(worker, message, time.monotonic())
         self._inspector.heard(worker)
         if isinstance(message, wire.Heartbeat | wire.Training):
+            return
+        if isinstance(message, wire.StateStaged) and (pid := self._roster.pid(worker)) is not None:
+            self._memory.take(pid, message)
+            return
+        if isinstance(message, wire.StateWanted):
+            self._local.send(worker, self._memory.given())
             return
         if isinstance(message, wire.ErrorReport) and message.ends:  # the coordinator no longer waits for the worker
             self._loop.call_later(ENDING_SECONDS, self._supervisor.kill, worker)

@@ -108,7 +108,12 @@ def call(loop: asyncio.AbstractEventLoop, thread: threading.Thread, function: Ca
 
 
 def registration(
-    options: AgentOptions, view: RoundView, roster: Roster, reading: wire.NodeReading | None, secret: str
+    options: AgentOptions,
+    view: RoundView,
+    roster: Roster,
+    reading: wire.NodeReading | None,
+    secret: str,
+    copies: tuple[wire.StateCopy, ...],
 ) -> wire.Register:
     """Describe the agent and its workers as of now."""
     return wire.Register(
@@ -131,5 +136,6 @@ def registration(
         weight=options.weight,
         warm=view.grant is not None and view.grant.warm,
         reading=reading,
+        copies=copies,
         secret=secret,
     )

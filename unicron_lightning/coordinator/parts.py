@@ -18,7 +18,7 @@ from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.connectivity import pairing, partition
 from unicron_lightning.coordinator.incidents import accounting, measurements
-from unicron_lightning.coordinator.membership import epochs, registration, slots, standby, workers
+from unicron_lightning.coordinator.membership import epochs, memory, registration, slots, standby, workers
 from unicron_lightning.coordinator.orders import jobs
 from unicron_lightning.coordinator.part import Part
 from unicron_lightning.coordinator.severity import apply as severity
@@ -35,6 +35,7 @@ PARTS: Final[tuple[Part, ...]] = (
     standby.PART,
     registration.PART,
     severity.PART,
+    memory.PART,
     workers.PART,
     reports.PART,
     hangs.PART,

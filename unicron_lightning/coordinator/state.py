@@ -36,6 +36,20 @@ class LayoutRecord(msgspec.Struct, kw_only=True):
     """Layout in force before an untried one."""
 
 
+class MemoryRecord(msgspec.Struct, kw_only=True):
+    """States of one task in its agents' memory; the copies themselves are in `Agent.copies`."""
+
+    complete: wire.StateVersion | None = None
+    """Newest version of which all copies were held."""
+    doubted: int = 0
+    """Newest epoch in which workers were found to differ: versions up to it are not offered."""
+    offered: tuple[wire.StateOffer, ...] = ()
+    """Versions offered to the founders of life `offered_in`, newest first."""
+    offered_in: int = 0
+    wait: Literal["none", "begun", "over"] = "none"
+    """Whether founders wait for others whose nodes hold parts of an offered version."""
+
+
 class Worker(msgspec.Struct, kw_only=True):
     """A live worker that has sent its hello. Dead, fenced and finished workers are removed from `Task.workers`."""
 
@@ -113,6 +127,8 @@ class Agent(msgspec.Struct, kw_only=True):
     """Live workers that the agent did not list when it registered again; its report on them may still arrive."""
     warm: bool = False
     """Whether its workers of ``round`` were started without a slot, and none has been granted since."""
+    copies: tuple[wire.StateCopy, ...] = ()
+    """Copies of the task's state in its memory."""
     hellos: dict[str, wire.WorkerHello] = {}
     """Hellos of its warm workers that wait to be welcomed: these are not in `Task.workers` yet."""
 
@@ -120,6 +136,11 @@ class Agent(msgspec.Struct, kw_only=True):
     def all_warm(self) -> bool:
         """Whether all its workers are warm and can be welcomed now."""
         return self.warm and not self.gone and len(self.hellos) == self.local_world and self.conn is not None
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the copies in its memory."""
+        return sum(copy.size for copy in self.copies)
 
     @property
     def barred(self) -> str:
@@ -199,6 +220,7 @@ class Task(msgspec.Struct, kw_only=True):
     records: dict[str, str] = {}
     checkpoints: list[wire.Checkpoint] = []
     """Reported checkpoints, newest first."""
+    memory: MemoryRecord = msgspec.field(default_factory=MemoryRecord)
     struck: dict[str, tuple[int, str]] = {}
     """Strikes of each injected fault, by key: their number, and the claim of the last one."""
     arrivals: int = 0

@@ -60,6 +60,17 @@ from unicron_lightning.wire.coordinator import (
 from unicron_lightning.wire.faults import FaultDue, FaultRecorded, Inject
 from unicron_lightning.wire.fields import Message
 from unicron_lightning.wire.health import Barred, ErrorReport, GpuReading, NodeReading
+from unicron_lightning.wire.memory import (
+    OpenCopy,
+    StateComplete,
+    StateCopy,
+    StateGiven,
+    StateHeld,
+    StateOffer,
+    StateStaged,
+    StateVersion,
+    StateWanted,
+)
 from unicron_lightning.wire.peers import (
     Amount,
     PairConnect,
@@ -126,6 +137,7 @@ __all__ = [
     "Message",
     "NodeReading",
     "Notice",
+    "OpenCopy",
     "Pace",
     "PairConnect",
     "PairEnd",
@@ -144,6 +156,14 @@ __all__ = [
     "RendezvousBegin",
     "Replicas",
     "Spread",
+    "StateComplete",
+    "StateCopy",
+    "StateGiven",
+    "StateHeld",
+    "StateOffer",
+    "StateStaged",
+    "StateVersion",
+    "StateWanted",
     "Stop",
     "StoreUsed",
     "TaskOver",
@@ -181,8 +201,8 @@ Forwarded = Union[
     ActivityReport,
     Replicas,
 ]
-FromWorker = Union[Forwarded, Heartbeat, Training]
-ToWorker = Union[Welcome, Epoch, Go, LookupReply, TaskOver, Notice, FaultRecorded, Inject, ActivityQuery]
+FromWorker = Union[Forwarded, Heartbeat, Training, StateStaged, StateWanted]
+ToWorker = Union[Welcome, Epoch, Go, LookupReply, TaskOver, Notice, FaultRecorded, Inject, ActivityQuery, StateGiven]
 FromPair = Union[PairServing, PairResult]
 ToPair = Union[PairServe, PairConnect, PairEnd]
 FromAgent = Union[
@@ -198,10 +218,24 @@ FromAgent = Union[
     Bye,
     FromPair,
     Probed,
+    StateHeld,
     Forwarded,
 ]
 ToAgent = Union[
-    Beat, Barred, Registered, Refused, Grant, Ranks, Stop, Fence, Inspect, Probe, EpochChange, ToPair, ToWorker
+    Beat,
+    Barred,
+    Registered,
+    Refused,
+    Grant,
+    Ranks,
+    Stop,
+    Fence,
+    Inspect,
+    Probe,
+    EpochChange,
+    StateComplete,
+    ToPair,
+    ToWorker,
 ]
 
 encode = msgspec.json.Encoder().encode

@@ -26,6 +26,7 @@ from unicron_lightning.wire.fields import (
     Word,
 )
 from unicron_lightning.wire.health import NodeReading
+from unicron_lightning.wire.memory import StateCopy
 from unicron_lightning.wire.replicas import Replicas
 from unicron_lightning.wire.worker import WorkerHello, WorkerReady
 
@@ -89,6 +90,8 @@ class Register(Message, frozen=True, kw_only=True, tag="register"):
     """Whether only a warm grant of ``round`` has arrived, so that the workers do not belong to the task yet."""
     reading: NodeReading | None = None
     """Newest reading of its machine."""
+    copies: tuple[StateCopy, ...] = ()
+    """Copies of the task's state in its memory."""
     secret: Secret = ""
     """Random, known to this agent's process alone: a registration with another secret is not from this agent.
 

@@ -10,6 +10,7 @@ from unicron_lightning.wire.activity import WatchLimits
 from unicron_lightning.wire.agent import Address
 from unicron_lightning.wire.checkpoints import Checkpoint
 from unicron_lightning.wire.fields import Message
+from unicron_lightning.wire.memory import StateOffer
 from unicron_lightning.wire.replicas import Layout
 
 EpochKind = Literal["init", "fail", "join", "leave", "pause", "relayout", "restart"]
@@ -116,6 +117,8 @@ class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
     resume: tuple[Checkpoint, ...]
     watch: WatchLimits = WatchLimits()
     layout: Layout | None = None
+    memory: tuple[StateOffer, ...] = ()
+    """Versions in agents' memory that are at least as new as `resume`, newest first: they are tried before it."""
 
 
 class Epoch(Message, frozen=True, kw_only=True, tag="epoch"):

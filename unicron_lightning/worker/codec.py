@@ -10,6 +10,7 @@ import datetime
 import math
 import pathlib
 from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -32,9 +33,23 @@ def encode(value: Any) -> bytes:
     Raises:
         NotPlainData: the value contains anything else; the message contains the path to it.
     """
-    tensors: list[Tensor] = []
+    tree, tensors = split(value)
+    return joined(tree, [raw(tensor) for _, tensor in tensors])
+
+
+def split(value: Any) -> tuple[bytes, list[tuple[str, Tensor]]]:
+    """Return the tree of plain data, and its tensors with their paths: the parts of `joined`.
+
+    Raises:
+        NotPlainData: as `encode`.
+    """
+    tensors: list[tuple[str, Tensor]] = []
     tree = msgspec.json.encode(_pack(value, tensors, "value"))
-    blobs = [_raw(tensor) for tensor in tensors]
+    return tree, tensors
+
+
+def joined(tree: bytes, blobs: Sequence[bytes]) -> bytes:
+    """Return what `encode` returns, given the tree and the bytes of its tensors."""
     return b"".join([len(tree).to_bytes(8, "little"), tree, *blobs])
 
 
@@ -75,16 +90,17 @@ class _Reader:
         return tensor
 
 
-def _raw(tensor: Tensor) -> bytes:
+def raw(tensor: Tensor) -> bytes:
+    """Return the bytes of a tensor's elements, in order."""
     flat = tensor.detach().cpu().contiguous().view(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
-def _pack(value: Any, tensors: list[Tensor], path: str) -> Any:
+def _pack(value: Any, tensors: list[tuple[str, Tensor]], path: str) -> Any:
     if isinstance(value, Tensor):
         if value.layout != torch.strided or value.is_quantized:
             raise NotPlainData(f"{path} is a {value.layout} tensor; only dense tensors can be sent")
-        tensors.append(value)
+        tensors.append((path, value))
         return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape)]}
     if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
         return {"float": repr(float(value))}
@@ -95,7 +111,7 @@ def _pack(value: Any, tensors: list[Tensor], path: str) -> Any:
     return _pack_container(value, tensors, path)
 
 
-def _pack_container(value: Any, tensors: list[Tensor], path: str) -> Any:
+def _pack_container(value: Any, tensors: list[tuple[str, Tensor]], path: str) -> Any:
     def each(items: Any) -> list[Any]:
         return [_pack(item, tensors, f"{path}[{index}]") for index, item in enumerate(items)]
 
@@ -126,8 +142,8 @@ def _pack_container(value: Any, tensors: list[Tensor], path: str) -> Any:
         case numpy.generic():
             return _pack(value.item(), tensors, path)
         case numpy.ndarray() if value.dtype.kind in "biuf":
-            tensors.append(torch.from_numpy(value.copy()))
-            return {"array": [str(tensors[-1].dtype).removeprefix("torch."), list(value.shape)]}
+            tensors.append((path, torch.from_numpy(value.copy())))
+            return {"array": [str(tensors[-1][1].dtype).removeprefix("torch."), list(value.shape)]}
         case str() | int() | float():  # enums and other subclasses are sent as their plain value
             return _pack(value.value if hasattr(value, "value") else value.__class__.__mro__[-2](value), tensors, path)
     raise NotPlainData(

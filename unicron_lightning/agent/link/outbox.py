@@ -23,6 +23,7 @@ _CARRIED_OTHERWISE: Final = (
     wire.LocalWorld,
     wire.Lookup,
     wire.EpochWanted,
+    wire.StateHeld,
 )
 _STALE: Final = (wire.NodeReading, wire.Progress, wire.ActivityReport)
 _REPEATABLE: Final = (

@@ -25,6 +25,7 @@ from unicron_lightning import wire
 from unicron_lightning.coordinator import lifecycle
 from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.incidents.facts import EpochPublished, EpochSettled, LifeBegun
+from unicron_lightning.coordinator.membership import memory
 from unicron_lightning.coordinator.membership.replicas import awaited, bearable, fewest
 from unicron_lightning.coordinator.membership.slots import leaving, revoke
 from unicron_lightning.coordinator.orders import relayout
@@ -152,7 +153,7 @@ def holds_state(worker: Worker) -> bool:
 def _form(task: Task, turn: Turn) -> None:
     built = Counter(worker.agent for worker in task.workers.values() if worker.built)
     complete = [agent_id for agent_id in task.slots if built[agent_id] == task.agents[agent_id].local_world]
-    if len(complete) < fewest(task):
+    if len(complete) < fewest(task) or memory.waits(task, turn, complete):
         return
     founders = [worker for agent_id in complete for worker in task.workers_of(agent_id) if worker.built]
     members = [_member(task, worker) for worker in founders[: task.capacity()]]
@@ -169,6 +170,7 @@ def welcome(task: Task, turn: Turn, agent: Agent, worker: Worker) -> None:
         resume=tuple(task.checkpoints) if worker.founder and task.life > 1 else (),
         watch=turn.limits.watch,
         layout=task.layouts.in_force,
+        memory=memory.offers(task, turn) if worker.founder and task.life > 1 else (),
     )
     turn.send(agent, word)
     if not worker.built:

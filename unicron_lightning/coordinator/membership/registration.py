@@ -89,7 +89,7 @@ def register(task: Task, turn: Turn, conn: int, message: wire.Register, *, creat
         if not task.restoring:
             _was_cut(task, turn, agent)
         turn.cancel("lost", task=task.id, agent=agent.id)
-    agent.conn, agent.told = conn, message.epoch
+    agent.conn, agent.told, agent.copies = conn, message.epoch, message.copies
     turn.send(agent, _registered(turn))
     if message.reading is not None:
         reports.handle_reading(task, turn, agent, message.reading)

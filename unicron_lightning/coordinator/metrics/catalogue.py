@@ -85,6 +85,8 @@ METRICS: Final = (
     _gauge("unicron_task_waf_flops", "task", "Weighted achieved FLOP/s at the present size, where FLOPs are known."),
     _gauge("unicron_task_agents", "task state", f"Agents by state: {', '.join(AGENT_STATES)}."),
     _gauge("unicron_task_checkpoint_step", "task", "Step of the newest checkpoint."),
+    _gauge("unicron_task_memory_step", "task", "Step of the newest complete state in the memory of agents."),
+    _gauge("unicron_task_memory_bytes", "task", "Bytes of all states in the memory of agents."),
     # incidents
     _counter("unicron_incidents_total", "task severity", "Incidents opened, by severity of the first event."),
     _counter("unicron_failures_total", "task kind", "Failures by kind: of docs/severity.md, exit, signal, node_lost."),

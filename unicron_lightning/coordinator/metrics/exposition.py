@@ -158,6 +158,9 @@ def _task(made: _Families, cluster: Cluster, task: Task) -> None:
     made.add("unicron_task_stragglers", len(task.watch.stragglers), task.id)
     made.add("unicron_task_waf_flops", waf_of(cluster, task), task.id)
     made.add("unicron_task_checkpoint_step", task.checkpoint.step if task.checkpoint else None, task.id)
+    complete = task.memory.complete
+    made.add("unicron_task_memory_step", complete.step if complete else None, task.id)
+    made.add("unicron_task_memory_bytes", sum(agent.memory_bytes for agent in task.agents.values()), task.id)
     standing = Counter("away" if agent.conn is None else agent_standing(task, agent) for agent in task.agents.values())
     for each in AGENT_STATES:
         made.add("unicron_task_agents", standing[each], task.id, each)

@@ -54,6 +54,7 @@ def task_status(task: Task, assigned: Collection[str] = ()) -> dict[str, Any]:
         "standby": [agent.id for agent in task.queue()],
         "agents": [_agent(task, agent) for agent in task.agents.values()],
         "checkpoint": msgspec.to_builtins(task.checkpoint),
+        "memory": msgspec.to_builtins(task.memory.complete),
         "progress": {"step": task.committed, "metrics": stepped.metrics} if stepped else None,
         "step_seconds": {slots: round(speed.seconds, 6) for slots, speed in sorted(task.measured.speeds.items())},
         "degraded": task.watch.degraded,
@@ -153,6 +154,7 @@ def _agent(task: Task, agent: Agent) -> dict[str, Any]:
         "slot": agent_standing(task, agent),
         "place": agent.place,
         "unhealthy": agent.barred,
+        "memory": {"bytes": agent.memory_bytes, "steps": sorted({copy.version.step for copy in agent.copies})},
     }
 
 

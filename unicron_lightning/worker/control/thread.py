@@ -85,6 +85,7 @@ class Control:
         self._welcome: wire.Welcome | None = None
         self._replies: dict[str, wire.LookupReply] = {}
         self._noted: dict[str, wire.FaultRecorded] = {}
+        self._given: wire.StateGiven | None = None
         self.on_order: Callable[[wire.Inject], None] = lambda order: None
         """Called from the control thread with each fault ordered by an operator; must not block."""
         self._progress: wire.Progress | None = None
@@ -184,6 +185,14 @@ class Control:
         with self.condition:
             self.condition.wait_for(lambda: key in self._replies)
             return self._replies.pop(key).value
+
+    def held(self, seconds: float) -> wire.StateGiven | None:
+        """The copies in the agent's memory; None without an answer within ``seconds``."""
+        self.send(wire.StateWanted(worker=self.worker))
+        with self.condition:
+            self.condition.wait_for(lambda: self._given is not None, seconds)
+            given, self._given = self._given, None
+            return given
 
     def claim(self, fault: wire.FaultDue, seconds: float) -> wire.FaultRecorded | None:
         """Request permission for a fault on purpose; return None without an answer within ``seconds``."""
@@ -334,6 +343,8 @@ class Control:
                     self._replies[message.key] = message
                 case wire.FaultRecorded():
                     self._noted[message.claim] = message
+                case wire.StateGiven():
+                    self._given = message
                 case wire.TaskOver():
                     self._over = message.succeeded
             self.condition.notify_all()

@@ -1,0 +1,96 @@
+"""Which states in agents' memory are complete, and offered to a new life."""
+
+from __future__ import annotations
+
+import hashlib
+
+from coordinator.driver import World, members, running
+from coordinator.fake_agent import FakeAgent
+
+from unicron_lightning import wire
+
+
+def copy(step: int, part: int, *, epoch: int = 1, parts: int = 2, copies: int = 1) -> wire.StateCopy:
+    version = wire.StateVersion(life=1, epoch=epoch, step=step, parts=parts, copies=copies, layout="0" * 64)
+    digest = hashlib.sha256(f"{step} {part}".encode()).hexdigest()
+    return wire.StateCopy(version=version, part=part, size=10, digest=digest)
+
+
+def holds(agent: FakeAgent, *copies: wire.StateCopy) -> None:
+    agent.say(wire.StateHeld(copies=copies))
+
+
+def offered(*agents: FakeAgent) -> list[int]:
+    """All workers die and start again; the steps of the versions that they are offered."""
+    for agent in agents:
+        agent.die()
+    for agent in agents:
+        agent.rendezvous().boot()
+    found = [agent.last(wire.Welcome).memory for agent in agents]
+    assert all(each == found[0] for each in found), "all founders get the same"
+    return [offer.version.step for offer in found[0]]
+
+
+def test_a_version_is_complete_with_all_copies_and_offered_with_one_of_each_part() -> None:
+    world = World()
+    a, b = running(world, 2)
+    holds(a, copy(4, 0, copies=2), copy(4, 1, copies=2), copy(8, 0))
+    assert not a.all(wire.StateComplete)
+    holds(b, copy(4, 0, copies=2), copy(4, 1, copies=2))
+    assert a.last(wire.StateComplete) == b.last(wire.StateComplete)
+    assert a.last(wire.StateComplete).version.step == 4
+    a.saved("/3", 3)
+    assert offered(a, b) == [4], "of step 8 a part is missing"
+    (offer,) = a.last(wire.Welcome).memory
+    assert all(len(nodes) == 2 for nodes in offer.holders)
+
+
+def test_a_newer_checkpoint_is_preferred() -> None:
+    a, b = running(World(), 2)
+    holds(a, copy(4, 0), copy(4, 1), copy(8, 0), copy(8, 1))
+    a.saved("/6", 6)
+    assert offered(a, b) == [8]
+
+
+def test_agents_repeat_their_copies_to_a_restarted_coordinator() -> None:
+    world = World()
+    a, b = running(world, 2)
+    world.start()
+    a.register(copies=(copy(4, 0),))
+    b.register(copies=(copy(4, 1),))
+    assert offered(a, b) == [4]
+
+
+def test_founders_wait_for_a_node_with_a_part() -> None:
+    world = World()
+    a, b = running(world, 2, nodes=(1, 2))
+    holds(a, copy(4, 0))
+    holds(b, copy(4, 1))
+    a.die()
+    b.die()
+    a.rendezvous().boot()
+    b.rendezvous()
+    assert not members(world), "b may bring its part"
+    b.boot()
+    assert len(members(world)) == 2
+
+
+def test_founders_do_not_wait_for_ever() -> None:
+    world = World()
+    a, b = running(world, 2, nodes=(1, 2))
+    holds(a, copy(4, 0))
+    holds(b, copy(4, 1))
+    a.die()
+    b.die()
+    a.rendezvous().boot()
+    b.rendezvous()
+    world.advance(31)
+    assert len(members(world)) == 1
+
+
+def test_versions_staged_before_workers_differed_are_not_offered() -> None:
+    a, b = running(World(), 2)
+    holds(a, copy(4, 0), copy(4, 1))
+    about = {"kind": "parameters_differ", "cause": "x", "phase": "step", "step": 5, "at": 1.0, "details": {}}
+    a.say(wire.ErrorReport(worker=a.worker(), ends=True, **about))
+    assert offered(a, b) == []

@@ -1,0 +1,61 @@
+"""Nobody survives, but agents do: the next life resumes from the state in their memory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from system.cluster import Cluster
+from system.judge import Reference, check_exact
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(420)]
+
+SETTINGS = {"pace": 0.05, "epochs": 5, "keep": -1, "memory": [4, 1]}
+
+
+def all_die() -> list[dict[str, Any]]:
+    """All workers, in the same step."""
+    return [{"world": 3, "step": 27, "faults": [f"kill rank={rank} step=27 micro_batch=0" for rank in range(3)]}]
+
+
+def held(cluster: Cluster, node: str) -> list[Path]:
+    """The memory that an agent holds open, as files that this user may write."""
+    folder = Path(f"/proc/{cluster.agents[node].pid}/fd")
+    return [path for path in folder.iterdir() if path.is_symlink() and "unicron-state" in os.readlink(path)]
+
+
+def test_all_workers_die_and_one_agents_copies_are_corrupt(tmp_path: Path, reference: Reference) -> None:
+    with Cluster(tmp_path, schedule=all_die(), settings=SETTINGS) as cluster:
+        cluster.watch(lambda: cluster.events("task_restarts"), "the next life", 180)
+        assert held(cluster, "n1"), "the agent has outlived its worker"
+        for path in held(cluster, "n0"):
+            with path.open("r+b") as file:
+                file.write(b"not a state")
+        cluster.wait_end(linger=True)
+        assert len(cluster.notes("fault")) == 3
+        (restored,) = cluster.events("worker.state_restored")
+        assert (restored["tier"], restored["step"]) == ("memory", 24), "the newest checkpoint on disk is of step 20"
+        assert all(len(nodes) == 2 for nodes in restored["holders"])
+        rejected = cluster.events("worker.memory_rejected")
+        assert len(rejected) == 2, "both copies that n0 has of the version"
+        assert min(line["step"] for line in cluster.notes("step", life=2)) == 24
+        check_exact(tmp_path, reference, workers=3)
+
+
+def test_two_neighbours_die_with_all_workers(tmp_path: Path, reference: Reference) -> None:
+    """The remaining agent has a copy of each part. The new life begins without the other nodes."""
+    faults = ["kill agent rank=1 step=27 micro_batch=0", "kill agent rank=2 step=27 micro_batch=0"]
+    schedule = [{"world": 3, "step": 27, "faults": [*faults, "kill rank=0 step=27 micro_batch=0"]}]
+    settings = {**SETTINGS, "memory": [4, 2]}
+    with Cluster(tmp_path, schedule=schedule, settings=settings, leaves="agent-*/socket") as cluster:
+        cluster.watch(lambda: cluster.events("task_restarts"), "the next life", 180)
+        for node in [node for node, agent in cluster.agents.items() if agent.poll() is not None]:
+            cluster.replace(node)
+        cluster.wait_end(linger=True)
+        (restored,) = cluster.events("worker.state_restored")
+        assert (restored["tier"], restored["step"]) == ("memory", 24)
+        assert all(len(nodes) <= 3 for nodes in restored["holders"])
+        assert min(line["step"] for line in cluster.notes("step", life=2)) == 24
+        check_exact(tmp_path, reference, workers=3)

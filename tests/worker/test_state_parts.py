@@ -1,0 +1,132 @@
+"""States are divided into parts, staged in shared memory, kept by an agent, and joined again."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from unicron_lightning import wire
+from unicron_lightning.agent.workers.memory import AgentMemory
+from unicron_lightning.shared_memory import verified
+from unicron_lightning.worker.engine import World
+from unicron_lightning.worker.staging import Staging
+from unicron_lightning.worker.state_parts import DividedState, holders, joined
+
+
+def state(seed: int = 0, random: int = 0) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    weights = {"a": torch.randn(40, 50), "b": torch.randn(3), "c": torch.randn(1000).to(torch.bfloat16)}
+    moments = [{"state": {0: {"exp_avg": torch.randn(50, 40).T, "step": torch.tensor(3.0)}}}]
+    checkpoint = {"state_dict": weights, "optimizer_states": moments, "empty": torch.zeros(0, 4)}
+    return {"checkpoint": checkpoint, "random": torch.full((5000,), random, dtype=torch.uint8), "seed": 7}
+
+
+def parts_of(divided: DividedState, number: int) -> list[bytes]:
+    parts = []
+    for part in range(number):
+        target = torch.empty(divided.size(part, number), dtype=torch.uint8)
+        divided.write(part, number, target)
+        parts.append(target.numpy().tobytes())
+    return parts
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 7])
+def test_parts_of_different_members_join_to_the_state(number: int) -> None:
+    """Random state differs between members: that of part 0's is taken."""
+    members = [parts_of(DividedState.of(state(random=rank)), number) for rank in range(number)]
+    assert len({DividedState.of(state(random=rank)).layout for rank in range(number)}) == 1
+    found = joined([members[rank][rank] for rank in range(number)])
+    expected = state()
+    torch.testing.assert_close(found["checkpoint"], expected["checkpoint"], rtol=0, atol=0)
+    assert torch.equal(found["random"], expected["random"]) and found["seed"] == 7
+
+
+def test_parts_are_of_equal_size_and_others_do_not_fit() -> None:
+    divided = DividedState.of(state())
+    sizes = [divided.size(part, 4) for part in range(1, 4)]
+    assert max(sizes) - min(sizes) <= 1
+    with pytest.raises(ValueError, match="parts hold"):
+        joined(parts_of(divided, 4)[:3])
+    with pytest.raises(ValueError, match="no parts of a state"):
+        joined([b"x" * 100])
+    other = {**state(), "checkpoint": {"state_dict": {"d": torch.zeros(40, 50)}}}
+    assert DividedState.of(other).layout != divided.layout
+
+
+def test_no_part_has_two_copies_on_a_node() -> None:
+    nodes = ("a", "a", "b", "b", "c")
+    for partners in range(4):
+        for part in range(5):
+            ranks = holders(nodes, part, partners)
+            assert ranks[0] == part
+            assert len({nodes[rank] for rank in ranks}) == len(ranks) == min(partners + 1, 3)
+
+
+class _Link:
+    """A worker's link to an agent in this process."""
+
+    worker = "n0-1/0#1"
+    welcome = wire.Welcome(worker=worker, founder=True, life=1, resume=())
+
+    def __init__(self, memory: AgentMemory) -> None:
+        self._memory = memory
+
+    def send(self, message: wire.StateStaged) -> None:
+        self._memory.take(os.getpid(), message)
+
+
+def open_memory() -> int:
+    links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return sum("unicron-state" in link for link in links)
+
+
+def test_an_agent_keeps_the_complete_version_and_two_newer_ones() -> None:
+    said: list[Any] = []
+    memory = AgentMemory(said.append)
+    staging = Staging(_Link(memory), 1)  # type: ignore[arg-type]
+    world = World(epoch=3, kind="init", rank=0, size=2, hold=False, nodes=("n0", "n1"))
+    for step in (4, 8, 12, 16):
+        staging.stage(DividedState.of(state(step)), step, world)
+        staging.close()  # waits for the hand-over
+        if step == 4:
+            memory.complete(memory.copies[0].version)
+    assert [copy.version.step for copy in memory.copies] == [4, 4, 12, 12, 16, 16]
+    assert {copy.part for copy in memory.copies} == {0, 1}, "this node is the other one's partner"
+    assert said[-1] == wire.StateHeld(copies=memory.copies)
+    given = memory.given()
+    found = joined([verified(given.pid, each) for each in given.copies[-2:]])
+    torch.testing.assert_close(found["checkpoint"], state(16)["checkpoint"], rtol=0, atol=0)
+    memory.complete(memory.copies[-1].version)
+    assert [copy.version.step for copy in memory.copies] == [16, 16]
+    newest = memory.given().copies[0]
+    with Path(f"/proc/self/fd/{newest.descriptor}").open("r+b") as file:
+        file.write(b"corrupt")
+    with pytest.raises(OSError, match="expected"):
+        verified(given.pid, newest)
+    memory.close()
+    staging.close()
+    assert open_memory() == 0
+
+
+def test_only_memory_of_this_name_and_size_is_opened(tmp_path: Path) -> None:
+    memory = AgentMemory(lambda message: None)
+    version = wire.StateVersion(life=1, epoch=1, step=1, parts=1, copies=1, layout="0" * 64)
+    copy = wire.StateCopy(version=version, part=0, size=3, digest="0" * 64)
+    with (tmp_path / "file").open("w+") as file:
+        staged = wire.OpenCopy(copy=copy, descriptor=file.fileno())
+        memory.take(os.getpid(), wire.StateStaged(worker="w", staged=(staged,)))
+    assert memory.copies == ()
+
+
+def test_too_little_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = AgentMemory(lambda message: None)
+    staging = Staging(_Link(memory), 0)  # type: ignore[arg-type]
+    monkeypatch.setattr("psutil.virtual_memory", lambda: type("Memory", (), {"available": 1000})())
+    world = World(epoch=3, kind="init", rank=0, size=1, hold=False, nodes=("n0",))
+    with pytest.raises(MemoryError, match="more than half"):
+        staging.stage(DividedState.of(state()), 4, world)
+    staging.close()

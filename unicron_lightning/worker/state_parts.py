@@ -1,0 +1,135 @@
+"""Divides a state into equal parts, and joins them again. Pure; the form of the bytes is that of `codec`.
+
+The large tensors of the module and its optimizers are equal on all members. Their bytes follow each other and are cut
+into ranges of equal size, one for each part. The rest, the *root*, need not be equal (random state): part 0 begins with
+that of one member. Each part begins with the length of its root.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+import torch
+from torch import Tensor
+
+from unicron_lightning.worker import codec
+from unicron_lightning.worker.operations import pack_parts, unpack_parts
+
+LARGE: Final = 1 << 10
+"""Bytes from which a tensor is divided among the parts."""
+_EQUAL: Final = ("value['checkpoint']['state_dict']", "value['checkpoint']['optimizer_states']")
+"""Paths, in a joiner's state, of the tensors that are equal on all members."""
+_LENGTH: Final = 8
+
+
+@dataclass(frozen=True)
+class DividedState:
+    """A state whose large tensors are still the training's own: they are copied by `write`, before the next step.
+
+    Attributes:
+        root: tree and small tensors, as bytes.
+        large: the large tensors, on any device.
+        layout: SHA-256 of names, types and shapes of all tensors, in hexadecimal digits.
+    """
+
+    root: bytes
+    large: Sequence[Tensor]
+    layout: str
+
+    @classmethod
+    def of(cls, state: Any) -> DividedState:
+        """Divide plain data.
+
+        Raises:
+            NotPlainData: the state holds anything else; the message contains the path to it.
+        """
+        tree, tensors = codec.split(state)
+        divided = [tensor.nbytes >= LARGE and path.startswith(_EQUAL) for path, tensor in tensors]
+        small = [codec.raw(tensor) for (_, tensor), large in zip(tensors, divided, strict=True) if not large]
+        sizes = [(tensor.nbytes, large) for (_, tensor), large in zip(tensors, divided, strict=True)]
+        named = [(path, str(tensor.dtype), list(tensor.shape)) for path, tensor in tensors]
+        return cls(
+            root=pack_parts([msgspec.json.encode(sizes), tree, *small]),
+            large=[tensor.detach() for (_, tensor), large in zip(tensors, divided, strict=True) if large],
+            layout=hashlib.sha256(msgspec.json.encode(named)).hexdigest(),
+        )
+
+    def size(self, part: int, parts: int) -> int:
+        """Return the bytes of a part."""
+        first, end = _range(sum(tensor.nbytes for tensor in self.large), part, parts)
+        return _LENGTH + (len(self.root) if part == 0 else 0) + end - first
+
+    def write(self, part: int, parts: int, target: Tensor) -> None:
+        """Copy a part.
+
+        Args:
+            part: number of the part.
+            parts: number of parts.
+            target: uint8 of shape ``(size(part, parts),)``, on the CPU.
+        """
+        root = self.root if part == 0 else b""
+        head = len(root).to_bytes(_LENGTH, "little") + root
+        at = len(head)
+        target[:at] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        first, end = _range(sum(tensor.nbytes for tensor in self.large), part, parts)
+        begin = 0
+        for tensor in self.large:
+            low, high = max(first - begin, 0), min(end - begin, tensor.nbytes)
+            if low < high:
+                flat = tensor.contiguous().view(-1).view(torch.uint8)
+                target[at : at + high - low].copy_(flat[low:high])
+                at += high - low
+            begin += tensor.nbytes
+
+
+def joined(parts: Sequence[bytes]) -> Any:
+    """Return the state, given all its parts in order; tensors are on the CPU.
+
+    Raises:
+        ValueError: the bytes are not those of a state's parts.
+    """
+    try:
+        length = int.from_bytes(parts[0][:_LENGTH], "little")
+        encoded, tree, *small = unpack_parts(parts[0][_LENGTH : _LENGTH + length])
+        sizes = msgspec.json.decode(encoded, type=list[tuple[int, bool]])
+    except (msgspec.DecodeError, ValueError) as error:
+        raise ValueError(f"no parts of a state: {error}") from error
+    stream = b"".join([parts[0][_LENGTH + length :], *(part[_LENGTH:] for part in parts[1:])])
+    if len(stream) != sum(size for size, divided in sizes if divided):
+        raise ValueError(f"the parts hold {len(stream)} bytes of divided tensors, not those of {len(sizes)} tensors")
+    return codec.decode(codec.joined(tree, list(_blobs(sizes, small, stream))))
+
+
+def _blobs(sizes: Sequence[tuple[int, bool]], small: Sequence[bytes], stream: bytes) -> Iterator[bytes]:
+    rest, at = iter(small), 0
+    for size, divided in sizes:
+        if divided:
+            yield stream[at : at + size]
+            at += size
+        else:
+            yield next(rest, b"")
+
+
+def _range(total: int, part: int, parts: int) -> tuple[int, int]:
+    return total * part // parts, total * (part + 1) // parts
+
+
+def holders(nodes: Sequence[str], part: int, partners: int) -> list[int]:
+    """Return the ranks that stage a part: the rank of the same number, and a rank on each of the next other nodes.
+
+    Args:
+        nodes: node of each rank.
+        part: number of the part, from 0 to the number of ranks.
+        partners: number of further copies; there is at most one on each node.
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        ranks.setdefault(node, []).append(rank)
+    names = list(ranks)
+    own = names.index(nodes[part])
+    others = [names[(own + step) % len(names)] for step in range(1, min(partners, len(names) - 1) + 1)]
+    return [part, *(ranks[node][part % len(ranks[node])] for node in others)]
