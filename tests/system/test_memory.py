@@ -28,7 +28,8 @@ def held(cluster: Cluster, node: str) -> list[Path]:
 
 def test_all_workers_die_and_one_agents_copies_are_corrupt(tmp_path: Path, reference: Reference) -> None:
     with Cluster(tmp_path, schedule=all_die(), settings=SETTINGS) as cluster:
-        cluster.watch(lambda: cluster.events("task_restarts"), "the next life", 180)
+        cluster.watch(lambda: cluster.notes("fault"), "the deaths", 180)
+        cluster.watch(lambda: cluster.events("task_restarts"), "the next life", 60)
         assert held(cluster, "n1"), "the agent has outlived its worker"
         for path in held(cluster, "n0"):
             with path.open("r+b") as file:
@@ -50,7 +51,8 @@ def test_two_neighbours_die_with_all_workers(tmp_path: Path, reference: Referenc
     schedule = [{"world": 3, "step": 27, "faults": [*faults, "kill rank=0 step=27 micro_batch=0"]}]
     settings = {**SETTINGS, "memory": [4, 2]}
     with Cluster(tmp_path, schedule=schedule, settings=settings, leaves="agent-*/socket") as cluster:
-        cluster.watch(lambda: cluster.events("task_restarts"), "the next life", 180)
+        cluster.watch(lambda: cluster.notes("fault"), "the deaths", 180)
+        cluster.watch(lambda: cluster.events("task_restarts"), "the next life", 60)
         for node in [node for node, agent in cluster.agents.items() if agent.poll() is not None]:
             cluster.replace(node)
         cluster.wait_end(linger=True)
