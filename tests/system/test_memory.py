@@ -27,7 +27,7 @@ def held(cluster: Cluster, node: str) -> list[Path]:
 
 
 def test_all_workers_die_and_one_agents_copies_are_corrupt(tmp_path: Path, reference: Reference) -> None:
-    with Cluster(tmp_path, schedule=all_die(), settings=SETTINGS) as cluster:
+    with Cluster(tmp_path, nodes="3:3", schedule=all_die(), settings=SETTINGS) as cluster:  # all three are founders
         cluster.watch(lambda: cluster.notes("fault"), "the deaths", 180)
         cluster.watch(lambda: cluster.events("task_restarts"), "the next life", 60)
         assert held(cluster, "n1"), "the agent has outlived its worker"
