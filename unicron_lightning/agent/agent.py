@@ -336,10 +336,10 @@ class AgentThread:
     # ---- coordinator
 
     def _register(self) -> wire.Register:
-        options, view = self._options, self._shared.now
         for lookup in self._roster.unanswered():
             self._send(lookup)
-        return registration(options, view, self._roster, self._reading, self._secret, self._memory.copies)
+        own = (self._roster, self._reading, self._secret, self._memory.copies)
+        return registration(self._options, self._shared.now, *own)
 
     def _from_coordinator(self, message: wire.ToAgent) -> None:
         view = self._shared.now
@@ -443,11 +443,8 @@ class AgentThread:
         self._inspector.heard(worker)
         if isinstance(message, wire.Heartbeat | wire.Training):
             return
-        if isinstance(message, wire.StateStaged) and (pid := self._roster.pid(worker)) is not None:
-            self._memory.take(pid, message)
-            return
-        if isinstance(message, wire.StateWanted):
-            self._local.send(worker, self._memory.given())
+        if isinstance(message, wire.StateStaged | wire.StateWanted):
+            self._memory.hear(message, self._roster.pid(worker), self._local)
             return
         if isinstance(message, wire.ErrorReport) and message.ends:  # the coordinator no longer waits for the worker
             self._loop.call_later(ENDING_SECONDS, self._supervisor.kill, worker)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Final
 
 from unicron_lightning import wire
+from unicron_lightning.agent.workers.local_socket import LocalServer
 from unicron_lightning.shared_memory import opened
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,19 @@ class AgentMemory:
     def copies(self) -> tuple[wire.StateCopy, ...]:
         """All copies, oldest version first."""
         return tuple(each.copy for version in sorted(self._held) for each in self._held[version].values())
+
+    def hear(self, message: wire.StateStaged | wire.StateWanted, pid: int | None, workers: LocalServer) -> None:
+        """Handle a message of a worker; without its process id, nothing that it has staged can be opened.
+
+        Args:
+            message: from the worker.
+            pid: its process id.
+            workers: sends the answer.
+        """
+        if isinstance(message, wire.StateWanted):
+            workers.send(message.worker, self.given())
+        elif pid is not None:
+            self.take(pid, message)
 
     def take(self, pid: int, message: wire.StateStaged) -> None:
         """Keep what the worker with this process id has staged; a copy that cannot be opened is left out."""
