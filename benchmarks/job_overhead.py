@@ -2,8 +2,8 @@
 
     torchrun ... job_overhead.py STRATEGY SIZE BUCKET_MIB ACCUMULATE SEGMENT_STEPS
 
-Rank 0 writes ``segment_<k>.json``: a JSON list of [time, CPU time of this process so far] at the end of each optimizer
-step of segment k. It then waits for the file ``go_<k + 1>``.
+Rank 0 writes ``segment_<k>.json``: a JSON list of [time, CPU time of this process, time spent on states for the agent's
+memory], each so far, at the end of each optimizer step of segment k. It then waits for the file ``go_<k + 1>``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -44,8 +45,30 @@ def unwatch() -> None:
     Control._watch = lambda self, monitor: HEARTBEAT_SECONDS  # type: ignore[method-assign]
 
 
+STALL = [0.0]
+"""Seconds that this process has spent on states for the agent's memory."""
+
+
+def memory() -> pl.Callback:
+    """Return a callback that stages a state every ten steps; its time is added to `STALL`."""
+    from unicron_lightning.callbacks import MemoryCheckpoint
+    from unicron_lightning.strategies.state.memory import StateMemory
+
+    boundary = StateMemory.boundary
+
+    def timed(self: StateMemory, state: Any) -> None:
+        since = time.perf_counter()
+        boundary(self, state)
+        STALL[0] += time.perf_counter() - since
+
+    StateMemory.boundary = timed  # type: ignore[method-assign]
+    return MemoryCheckpoint(every_n_steps=10)
+
+
 def callbacks(name: str) -> list[pl.Callback]:
-    """Monitoring callbacks, for the job ``watched`` only."""
+    """Monitoring callbacks for the job ``watched``, and that of states in memory for ``memory``."""
+    if name == "memory":
+        return [memory()]
     if name != "watched":
         return []
     from unicron_lightning.callbacks import ThroughputMonitor, UnicronMonitor
@@ -60,7 +83,7 @@ class Segments(pl.Callback):
         self._steps = steps
         self._segment = 0
         self._done = 0
-        self._ends: list[tuple[float, float]] = []
+        self._ends: list[tuple[float, float, float]] = []
 
     def on_fit_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self._wait()
@@ -69,7 +92,7 @@ class Segments(pl.Callback):
         if trainer.global_step == self._done:
             return  # under gradient accumulation, ddp calls this hook for each micro-batch
         self._done = trainer.global_step
-        self._ends.append((time.perf_counter(), time.process_time()))
+        self._ends.append((time.perf_counter(), time.process_time(), STALL[0]))
         if len(self._ends) < self._steps:
             return
         if trainer.global_rank == 0:

@@ -2,10 +2,13 @@
 
     python benchmarks/overhead.py [--sizes 1M 10M] [--buckets 1 5 25] [--pairs 8] [--launches 5]
     python benchmarks/overhead.py --jobs watched unwatched --sizes 1M --buckets 25 --launches 8
+    python benchmarks/overhead.py --jobs memory unicron --sizes 10M --buckets 25 --steps 20
     python benchmarks/overhead.py --accelerator gpu --sizes 100M --buckets 25 --launches 3
 
 The second command measures the cost of all monitoring: ``watched`` adds the callbacks, ``unwatched`` has neither the
-callbacks nor the statistics of steps. The third one runs both ranks on one GPU with bf16 and a fused AdamW.
+callbacks nor the statistics of steps. The third one measures states in the agents' memory, staged every ten steps: its
+ratio is that of mean step times, and ``stall`` is the share of the time for which the training thread stages. The last
+one runs both ranks on one GPU with bf16 and a fused AdamW.
 
 Both jobs exist at the same time with two workers each, but only one computes. They alternate in short segments
 (unicron, ddp, ddp, unicron, ...), so that other load on the machine affects both alike. A launch's ratio is that of the
@@ -28,7 +31,7 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from measure import Figures
@@ -70,11 +73,11 @@ class Job:
             words = [*torchrun, HERE / "job_overhead.py", name, *arguments]
             self.processes.start("agent" if number == 0 else f"agent{number}", words, NCCL_HOSTID=f"{name}{number}")
 
-    def segment(self, seconds: float = 120.0) -> tuple[list[float], float]:
+    def segment(self, seconds: float = 120.0) -> tuple[list[float], float, float]:
         """Let the job compute one segment.
 
         Returns:
-            The times of its steps and rank 0's mean CPU time per step, in seconds.
+            The times of its steps, rank 0's mean CPU time per step, and its time for states in memory, in seconds.
 
         Raises:
             TimeoutError: the segment has not ended in time; the message names the folder of the logs.
@@ -90,7 +93,7 @@ class Job:
         self._segments += 1
         ends = json.loads(result.read_text())[WARM_UP - 1 :]
         times = [b[0] - a[0] for a, b in itertools.pairwise(ends)]
-        return times, (ends[-1][1] - ends[0][1]) / len(times)
+        return times, (ends[-1][1] - ends[0][1]) / len(times), ends[-1][2] - ends[0][2]
 
 
 def compare(
@@ -109,6 +112,7 @@ def compare(
     jobs: dict[str, Job] = {}
     times: dict[str, list[list[float]]] = {name: [] for name in names}
     cpu: dict[str, list[float]] = {name: [] for name in names}
+    stall = dict.fromkeys(names, 0.0)
     load = os.getloadavg()[0]
     try:
         for name in names:
@@ -117,7 +121,8 @@ def compare(
             job.segment()
         for pair in range(pairs):
             for name in names if pair % 2 == 0 else names[::-1]:
-                wall, used = jobs[name].segment()
+                wall, used, stalled = jobs[name].segment()
+                stall[name] += stalled
                 times[name].append(wall)
                 cpu[name].append(used)
     finally:
@@ -125,7 +130,8 @@ def compare(
             (job.processes.folder / "stop").touch()
         for job in jobs.values():
             job.processes.stop()
-    ratio, low, high = ratio_of_speeds(*(times[name] for name in names))
+    average = statistics.fmean if "memory" in names else statistics.median
+    ratio, low, high = ratio_of_speeds(*(times[name] for name in names), average)
     return {
         "size": size,
         "bucket_mib": bucket_mib,
@@ -136,6 +142,7 @@ def compare(
         "jobs": names,
         "steps_per_s": [round(1 / statistics.median(itertools.chain(*times[name])), 3) for name in names],
         "cpu_ms": [round(1e3 * statistics.median(cpu[name]), 2) for name in names],
+        "stall": [round(stall[name] / sum(itertools.chain(*times[name])), 4) for name in names],
         "ratio": round(ratio, 4),
         "low": round(low, 4),
         "high": round(high, 4),
@@ -143,16 +150,19 @@ def compare(
 
 
 def ratio_of_speeds(
-    ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]], draws: int = 2000
+    ours: Sequence[Sequence[float]],
+    theirs: Sequence[Sequence[float]],
+    average: Callable[[Iterable[float]], float] = statistics.median,
+    draws: int = 2000,
 ) -> tuple[float, float, float]:
-    """Ratio of the second job's median step time to the first's, with its 95 % interval over resampled pairs of
+    """Ratio of the second job's average step time to the first's, with its 95 % interval over resampled pairs of
     segments.
     """
     generator, pairs = random.Random(0), list(zip(ours, theirs, strict=True))
 
     def ratio(chosen: Sequence[tuple[Sequence[float], Sequence[float]]]) -> float:
-        mine = statistics.median(itertools.chain.from_iterable(pair[0] for pair in chosen))
-        return statistics.median(itertools.chain.from_iterable(pair[1] for pair in chosen)) / mine
+        mine = average(itertools.chain.from_iterable(pair[0] for pair in chosen))
+        return average(itertools.chain.from_iterable(pair[1] for pair in chosen)) / mine
 
     drawn = sorted(ratio(generator.choices(pairs, k=len(pairs))) for _ in range(draws))
     return ratio(pairs), drawn[int(0.025 * draws)], drawn[int(0.975 * draws)]
@@ -230,7 +240,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=8, help="pairs of segments per launch")
     parser.add_argument("--launches", type=int, default=1)
     parser.add_argument("--steps", type=int, default=10, help="counted steps per segment")
-    parser.add_argument("--jobs", nargs=2, default=JOBS, choices=("unicron", "ddp", "watched", "unwatched"))
+    parser.add_argument("--jobs", nargs=2, default=JOBS, choices=("unicron", "ddp", "watched", "unwatched", "memory"))
     parser.add_argument("--accelerator", choices=("cpu", "gpu"), default="cpu")
     parser.add_argument("--malloc", choices=("default", "keep"), default="default")
     parser.add_argument("--output", type=Path, default=Path("bench-output/overhead"))
