@@ -55,7 +55,7 @@ def test_a_loss_that_is_no_number_is_told_once_by_one_rank(rank: int, told: list
         activity=Activity(), control=control, step=0, world=World(epoch=1, kind="init", rank=rank, size=2, hold=False)
     )
     for loss in (1.0, float("nan"), float("nan"), 1.0, float("inf")):
-        reports.finished(engine, SimpleNamespace(recomputed=[]), loss)  # type: ignore[arg-type]
+        reports.finished(engine, SimpleNamespace(recomputed=[]), loss, 8)  # type: ignore[arg-type]
     assert control.kinds == told
 
 
