@@ -144,9 +144,12 @@ class SimAgent:
                 self._tell(message)
             case wire.Refused():
                 self.over = True
-            case wire.Epoch():
-                self.roster.saw_epoch(message)
-                self._tell(message)
+            case wire.Epoch() | wire.EpochChange():
+                if (epoch := self.roster.whole(message)) is None:
+                    self.outbox.put(wire.EpochWanted(epoch=self.roster.epoch))
+                    return
+                self.roster.saw_epoch(epoch)
+                self._tell(epoch)
             case wire.Welcome() | wire.Go() | wire.ActivityQuery():
                 self._tell(message)
             case wire.LookupReply():
