@@ -55,11 +55,6 @@ class StateMemory:
         self._staging: Staging | None = None
         self._failing = False
 
-    @property
-    def stall_seconds(self) -> float:
-        """Time that the training thread has spent in copying."""
-        return 0.0 if self._staging is None else self._staging.seconds
-
     def use(self, every_n_steps: int, partners: int) -> None:
         """Stage a version every so many steps.
 

@@ -11,7 +11,6 @@ import logging
 import mmap
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Final
@@ -37,13 +36,9 @@ class Staging:
     Args:
         control: link to the agent.
         partners: copies of each part on other nodes.
-
-    Attributes:
-        seconds: time that the training thread has spent in `stage`.
     """
 
     def __init__(self, control: Control, partners: int) -> None:
-        self.seconds = 0.0
         self._control = control
         self._partners = partners
         self._thread: threading.Thread | None = None
@@ -55,7 +50,6 @@ class Staging:
         Raises:
             OSError, MemoryError: there is not enough memory, or the digests of the version before are not computed yet.
         """
-        since = time.monotonic()
         if self._thread is not None and self._thread.is_alive():
             raise OSError("the version before is still being handed over")
         copies = len(holders(world.nodes, 0, self._partners))
@@ -83,7 +77,6 @@ class Staging:
             target=self._hand_over, args=(version, staged), name="unicron-staging", daemon=True
         )
         self._thread.start()
-        self.seconds += time.monotonic() - since
 
     def close(self) -> None:
         """Release the memory; the agent keeps what it has opened."""

@@ -61,7 +61,8 @@ def test_agents_repeat_their_copies_to_a_restarted_coordinator() -> None:
     assert offered(a, b) == [4]
 
 
-def test_founders_wait_for_a_node_with_a_part() -> None:
+def one_of_two_is_back() -> tuple[World, FakeAgent]:
+    """Let both workers die, whose agents hold one part each, and start one again; return the agent of the other."""
     world = World()
     a, b = running(world, 2, nodes=(1, 2))
     holds(a, copy(4, 0))
@@ -70,20 +71,18 @@ def test_founders_wait_for_a_node_with_a_part() -> None:
     b.die()
     a.rendezvous().boot()
     b.rendezvous()
+    return world, b
+
+
+def test_founders_wait_for_a_node_with_a_part() -> None:
+    world, b = one_of_two_is_back()
     assert not members(world), "b may bring its part"
     b.boot()
     assert len(members(world)) == 2
 
 
 def test_founders_do_not_wait_for_ever() -> None:
-    world = World()
-    a, b = running(world, 2, nodes=(1, 2))
-    holds(a, copy(4, 0))
-    holds(b, copy(4, 1))
-    a.die()
-    b.die()
-    a.rendezvous().boot()
-    b.rendezvous()
+    world, _ = one_of_two_is_back()
     world.advance(31)
     assert len(members(world)) == 1
 

@@ -161,7 +161,7 @@ def _question(cluster: Cluster, key: str, places: Places, tasks: list[Task]) -> 
 
 
 def _runs(task: Task) -> bool:
-    """Whether a pause would interrupt training; one that has begun is not taken back for another task's sake."""
+    """Whether a pause would interrupt training; a task that pauses no longer counts as running."""
     training = bool(task.established) or (task.formed and not task.elastic)
     return bool(task.slots) and training and not task.pausing
 
