@@ -112,6 +112,25 @@ def test_an_agent_keeps_the_complete_version_and_two_newer_ones() -> None:
     assert open_memory() == 0
 
 
+def test_memory_is_filled_again_after_its_agent_has_dropped_it() -> None:
+    memory = AgentMemory(lambda message: None)
+    staging = Staging(_Link(memory), 0)  # type: ignore[arg-type]
+    world = World(epoch=3, kind="init", rank=0, size=1, hold=False, nodes=("n0",))
+    files: list[set[int]] = []
+    for step in range(4, 40, 4):
+        staging.stage(DividedState.of(state(step)), step, world)
+        assert staging._thread is not None
+        staging._thread.join()
+        files.append({os.fstat(each.descriptor).st_ino for each in memory.given().copies})
+        memory.complete(memory.copies[-1].version)
+        (given,) = memory.given().copies
+        torch.testing.assert_close(joined([verified(os.getpid(), given)])["checkpoint"], state(step)["checkpoint"])
+    assert len(set.union(*files)) == 2, "two versions take turns"
+    staging.close()
+    memory.close()
+    assert open_memory() == 0
+
+
 def test_only_memory_of_this_name_and_size_is_opened(tmp_path: Path) -> None:
     memory = AgentMemory(lambda message: None)
     version = wire.StateVersion(life=1, epoch=1, step=1, parts=1, copies=1, layout="0" * 64)

@@ -34,7 +34,7 @@ class StateCopy(msgspec.Struct, frozen=True, kw_only=True):
     size: Count
     """Bytes."""
     digest: Digest
-    """SHA-256 of the bytes."""
+    """`shared_memory.digest_of` its bytes."""
 
 
 class OpenCopy(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,25 +1,25 @@
 """Copies this worker's parts of a state to shared memory, and hands them to its agent.
 
 The training thread only copies. A thread of its own computes the digests and notifies the agent, which opens the memory
-and keeps it when this process ends. The memory has no name in any file system, so none is left behind.
+and keeps it when this process ends. Memory that the agent has dropped is filled again: its pages are there already. The
+memory has no name in any file system, so none is left behind.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import mmap
 import os
 import threading
-from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import psutil  # type: ignore[import-untyped]
 import torch
 
 from unicron_lightning import wire
-from unicron_lightning.shared_memory import allocate
+from unicron_lightning.shared_memory import allocate, digest_of, in_use
 from unicron_lightning.worker.control.thread import Control
 from unicron_lightning.worker.engine import World
 from unicron_lightning.worker.state_parts import DividedState, holders
@@ -27,7 +27,24 @@ from unicron_lightning.worker.state_parts import DividedState, holders
 logger = logging.getLogger(__name__)
 
 _KEPT: Final = 2
-"""Versions that are held open, so that the agent has time to open them."""
+"""Versions for which memory that the agent has not been seen to keep is held open, so that it has time to open it."""
+_GRAIN: Final = 1 << 16
+"""Bytes: sizes of memory are multiples of it, because the root's length changes a little from version to version."""
+
+
+@dataclass
+class _Memory:
+    """Memory for one part.
+
+    Attributes:
+        number: number of the version in it, counted by this worker.
+        taken: whether the agent has been seen to keep that version.
+    """
+
+    descriptor: int
+    content: mmap.mmap
+    number: int = 0
+    taken: bool = False
 
 
 class Staging:
@@ -42,7 +59,8 @@ class Staging:
         self._control = control
         self._partners = partners
         self._thread: threading.Thread | None = None
-        self._open: deque[list[int]] = deque()
+        self._open: list[_Memory] = []
+        self._number = 0
 
     def stage(self, state: DividedState, step: int, world: World) -> None:
         """Copy this rank's parts of a state at a step boundary.
@@ -62,17 +80,11 @@ class Staging:
             layout=state.layout,
         )
         mine = [part for part in range(world.size) if world.rank in holders(world.nodes, part, self._partners)]
-        needed, free = sum(state.size(part, world.size) for part in mine), psutil.virtual_memory().available
-        if needed > free // 2:
-            raise MemoryError(f"the copy needs {needed} bytes, more than half of the {free} that are free")
         staged = []
-        self._open.append([])
-        for part in mine:
-            descriptor, memory = allocate(state.size(part, world.size))
-            self._open[-1].append(descriptor)
-            state.write(part, world.size, torch.frombuffer(memory, dtype=torch.uint8))
-            staged.append((part, descriptor, memory))
-        self._forget(_KEPT)
+        sizes = [state.size(part, world.size) for part in mine]
+        for part, size, memory in zip(mine, sizes, self._memory(sizes), strict=True):
+            state.write(part, world.size, torch.frombuffer(memory.content, dtype=torch.uint8, count=size))
+            staged.append((part, size, memory))
         self._thread = threading.Thread(
             target=self._hand_over, args=(version, staged), name="unicron-staging", daemon=True
         )
@@ -82,17 +94,51 @@ class Staging:
         """Release the memory; the agent keeps what it has opened."""
         if self._thread is not None:
             self._thread.join()
-        self._forget(0)
+        self._release(self._open)
 
-    def _forget(self, kept: int) -> None:
-        while len(self._open) > kept:
-            for descriptor in self._open.popleft():
-                os.close(descriptor)
+    def _memory(self, sizes: Sequence[int]) -> list[_Memory]:
+        """Return memory for parts of these sizes: what the agent has dropped, or new one."""
+        self._number += 1
+        free = self._dropped()
+        found: dict[int, _Memory] = {}
+        for place, size in enumerate(sizes):
+            fits = next((memory for memory in free if 0 <= len(memory.content) - size < 2 * _GRAIN), None)
+            if fits is not None:
+                free.remove(fits)
+                found[place] = fits
+        self._release(free)
+        needed = sum(size for place, size in enumerate(sizes) if place not in found)
+        available = psutil.virtual_memory().available
+        if needed > available // 2:
+            raise MemoryError(f"the copy needs {needed} bytes, more than half of the {available} that are free")
+        for place, size in enumerate(sizes):
+            if place not in found:
+                found[place] = _Memory(*allocate((size // _GRAIN + 1) * _GRAIN))
+                self._open.append(found[place])
+            found[place].number, found[place].taken = self._number, False
+        return [found[place] for place in range(len(sizes))]
 
-    def _hand_over(self, version: wire.StateVersion, staged: Sequence[tuple[int, int, mmap.mmap]]) -> None:
+    def _dropped(self) -> list[_Memory]:
+        """Return memory that the agent has kept and dropped; release what it has not kept in time."""
+        free = []
+        for memory in list(self._open):
+            if in_use(memory.descriptor):
+                memory.taken = True
+            elif memory.taken:
+                free.append(memory)
+            elif self._number - memory.number > _KEPT:
+                self._release([memory])
+        return free
+
+    def _release(self, memories: Sequence[_Memory]) -> None:
+        for memory in list(memories):
+            self._open.remove(memory)
+            os.close(memory.descriptor)
+
+    def _hand_over(self, version: wire.StateVersion, staged: Sequence[tuple[int, int, _Memory]]) -> None:
         copies = []
-        for part, descriptor, memory in staged:
-            digest = hashlib.sha256(memory).hexdigest()
-            copy = wire.StateCopy(version=version, part=part, size=len(memory), digest=digest)
-            copies.append(wire.OpenCopy(copy=copy, descriptor=descriptor))
+        for part, size, memory in staged:
+            digest = digest_of(memoryview(memory.content)[:size])
+            copy = wire.StateCopy(version=version, part=part, size=size, digest=digest)
+            copies.append(wire.OpenCopy(copy=copy, descriptor=memory.descriptor))
         self._control.send(wire.StateStaged(worker=self._control.worker, staged=tuple(copies)))
