@@ -22,8 +22,9 @@ from unicron_lightning.strategies.state.checkpointing import SingleFileCheckpoin
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.checkpoint_files import total
 from unicron_lightning.worker.communication.communicator import gather_bytes
-from unicron_lightning.worker.engine import Engine, Report
+from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.operations import Indivisible
+from unicron_lightning.worker.report_sum import Report, ReportSum
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fsdp.parallel import FsdpParallel
@@ -177,9 +178,9 @@ class ReplicaCheckpoint(Indivisible):
         self._write = write
         self._digest: str | None = None
 
-    def plan(self, reports: Sequence[Report | None], rank: int) -> None:
+    def plan(self, reports: ReportSum, rank: int) -> None:
         """Repeat everything unless a present worker has written the file."""
-        digests = (report["digest"] for report in reports if report is not None)
+        digests = (report["digest"] for report in reports.members if report is not None)
         self._digest = next((digest for digest in digests if digest is not None), None)
 
     def attempt(self, engine: Engine) -> bytes:

@@ -18,9 +18,9 @@ from typing_extensions import override
 
 from unicron_lightning.replica.evaluation import ReplicaEvaluation
 from unicron_lightning.strategies.passes.prediction import PredictionLoader, Predictions
-from unicron_lightning.worker.engine import Report
 from unicron_lightning.worker.evaluation import unfinished
 from unicron_lightning.worker.ledger import share
+from unicron_lightning.worker.report_sum import Report, ReportSum
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -142,7 +142,7 @@ class RowPrediction(ReplicaEvaluation):
         self._planned: list[RowBatch] = []
 
     @override
-    def plan(self, reports: Sequence[Report | None], rank: int) -> None:
+    def plan(self, reports: ReportSum, rank: int) -> None:
         place = self._fabric.place
         assert place is not None
         self._planned = []

@@ -13,8 +13,8 @@ from unicron_lightning.data.seeding import place_seed, seed_all
 from unicron_lightning.replica.evaluation import ReplicaEvaluation
 from unicron_lightning.strategies.passes.global_passes import GlobalPasses, PassBatch
 from unicron_lightning.strategies.state.module_buffers import EvaluationBuffers
-from unicron_lightning.worker.engine import Report
 from unicron_lightning.worker.ledger import share
+from unicron_lightning.worker.report_sum import Report, ReportSum
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fsdp.parallel import FsdpParallel
@@ -47,10 +47,10 @@ class ShardedEvaluation(GlobalPasses):
 class RowEvaluation(ReplicaEvaluation):
     """Some rows of a pass, of which each worker has the results of its own batches."""
 
-    def plan(self, reports: Sequence[Report | None], rank: int) -> None:
+    def plan(self, reports: ReportSum, rank: int) -> None:
         place = self._fabric.place
         assert place is not None
-        left = unfinished_rows(self._batches, reports, place.layout.shards, self._fabric.shape.shards)
+        left = unfinished_rows(self._batches, reports.members, place.layout.shards, self._fabric.shape.shards)
         own = [] if place.replica is None else share(left, place.replica, len(place.layout.replicas))
         self._calls = [own] if own else []
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,9 @@ from unicron_lightning.replica.member import ReplicaMember
 from unicron_lightning.strategies.parallelism import CheckpointStore
 from unicron_lightning.worker.checkpoint_files import total
 from unicron_lightning.worker.communication.communicator import gather_bytes
-from unicron_lightning.worker.engine import Engine, Report
+from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.operations import Indivisible
+from unicron_lightning.worker.report_sum import ReportSum
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.megatron.parallel import MegatronParallel
@@ -44,7 +45,7 @@ class _OfAll(Indivisible):
         self._model = member.model
         self._path = path
 
-    def plan(self, reports: Sequence[Report | None], rank: int) -> None:
+    def plan(self, reports: ReportSum, rank: int) -> None:
         """Plan nothing: all workers do the same."""
 
     def attempt(self, engine: Engine) -> bytes:

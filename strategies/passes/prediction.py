@@ -24,9 +24,10 @@ from torch.utils.data import DataLoader
 from unicron_lightning.copying import OfProcess
 from unicron_lightning.data.loader import EvaluationLoader
 from unicron_lightning.data.order import DataOrder, StepShape
-from unicron_lightning.worker.engine import Engine, Report
+from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.evaluation import Evaluation, unfinished
 from unicron_lightning.worker.ledger import share
+from unicron_lightning.worker.report_sum import ReportSum
 
 
 def unwrapped(loader: DataLoader[Any]) -> DataLoader[Any]:
@@ -179,14 +180,14 @@ class Prediction(Evaluation):
         super().__init__(parts[-1].stop, run, finished, lambda: b"")
         self._parts = parts
 
-    def plan(self, reports: Sequence[Report | None], rank: int) -> None:
+    def plan(self, reports: ReportSum, rank: int) -> None:
         planned = plan_parts(self._parts, reports, rank)
         self._todo = [number for number in planned if number not in self._finished]
 
 
-def plan_parts(parts: Sequence[range], reports: Sequence[Report | None], rank: int) -> list[int]:
+def plan_parts(parts: Sequence[range], reports: ReportSum, rank: int) -> list[int]:
     """The batches for ``rank``: of each loader, its share of those that no rank has predicted so far."""
-    shares = [share(unfinished(part, reports), rank, len(reports)) for part in parts]
+    shares = [share(unfinished(part, reports), rank, reports.world) for part in parts]
     return [number for numbers in shares for number in numbers]
 
 

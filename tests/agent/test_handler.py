@@ -278,8 +278,8 @@ def test_messages_find_their_worker(bench: Bench) -> None:
     bench.rendezvous()
     with LocalWorker(bench.spawn(0)) as worker:
         assert isinstance(worker.hear(), wire.Welcome)
-        bench.fake.send(wire.Go(epoch=3, states={}))
-        assert worker.hear() == wire.Go(epoch=3, states={})
+        bench.fake.send(wire.Go(epoch=3))
+        assert worker.hear() == wire.Go(epoch=3)
         worker.say(wire.Heartbeat())
         worker.say(wire.Lookup(worker=worker.name, key="k"))
         assert worker.hear() == wire.LookupReply(worker=worker.name, key="k", value="kept")

@@ -56,7 +56,7 @@ class Oracle:
             assert newest.kind in wire.PLANNED and newest.number not in self.settled, "go for an old epoch"
             assert go == self.goes[go.epoch]
             return
-        assert list(go.states) == [member.worker for member in self.epochs[go.epoch].members]
+        assert sum(standing.count for standing in go.standings) == len(self.epochs[go.epoch].members)
         assert self.goes.setdefault(go.epoch, go) == go, "settled twice, differently"
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from unicron_lightning import wire
+from unicron_lightning.wire.report_sums import summed
 from unicron_lightning.worker.communication.communicator import CommunicatorAborted, Handle
 from unicron_lightning.worker.engine import Engine, World
 
@@ -274,7 +275,7 @@ class Coordinator:
                 known = [s["position"] for s in self._states.values() if s["has_state"]]
                 self.positions.append(known)
                 self._admitted |= set(self._members)
-                self.gone[epoch] = wire.Go(epoch=epoch, states=dict(self._states))
+                self.gone[epoch] = summed(epoch, [self._states[m] for m in self._members])
                 for member in self._members:
                     self._controls[member].is_member = True
                 self.dismissed |= set(self._aside)

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unicron_lightning.worker.balance import OBSERVED, Balance, deal, equal, fit
-from unicron_lightning.worker.ledger import StepReport, plan_step
+from unicron_lightning.worker.ledger import plan_step
+from unicron_lightning.worker.report_sum import ReportSum
 
 TIMES = st.lists(st.floats(0.001, 10), min_size=1, max_size=6)
 
@@ -35,13 +36,13 @@ def test_every_micro_batch_falls_to_one_rank(counts: list[int]) -> None:
     assert deal(range(number), equal(number, len(counts))) == [
         list(range(number))[rank :: len(counts)] for rank in range(len(counts))
     ]
-    plans = [plan_step(range(number), 1, [None] * len(counts), rank, counts) for rank in range(len(counts))]
+    plans = [plan_step(range(number), 1, ReportSum.nothing(len(counts)), rank, counts) for rank in range(len(counts))]
     assert [list(plan.todo) for plan in plans] == shares
 
 
 def test_what_is_left_of_a_step_is_dealt_equally() -> None:
-    begun = StepReport(finished=frozenset({0, 1}), reduced=frozenset())
-    plans = [plan_step(range(8), 1, [begun, None], rank, [7, 1]) for rank in range(2)]
+    begun = ReportSum(world=2, begun=True, finished=frozenset({0, 1}))
+    plans = [plan_step(range(8), 1, begun, rank, [7, 1]) for rank in range(2)]
     assert [plan.todo for plan in plans] == [(2, 4, 6), (3, 5, 7)]
 
 

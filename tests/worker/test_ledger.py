@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unicron_lightning.worker.ledger import StepReport, plan_step, share
+from unicron_lightning import wire
+from unicron_lightning.wire.report_sums import summed
+from unicron_lightning.worker.ledger import StepPlan, plan_step, share
+from unicron_lightning.worker.report_sum import ReportSum
 
 
 @given(st.lists(st.integers(), max_size=40), st.integers(1, 8))
@@ -28,25 +32,40 @@ def test_a_rank_outside_the_world_is_refused(rank: int) -> None:
         share(range(4), rank, 3)
 
 
+Report = dict[str, list[int]]
+
+
+def plans_of(number: int, buckets: int, reports: list[Report | None]) -> list[StepPlan]:
+    """Each rank's plan from the sum that the coordinator sends; members without a report are one operation behind."""
+    states = [
+        {"position": 1, "operation": "step", "report": report} if report is not None else {"position": 0}
+        for report in reports
+    ]
+    go = msgspec.json.decode(msgspec.json.encode(summed(1, states)), type=wire.Go)
+    begun = any(report is not None for report in reports)
+    total = ReportSum.of(go, len(reports)) if begun else ReportSum.nothing(len(reports))
+    return [plan_step(range(number), buckets, total, rank) for rank in range(len(reports))]
+
+
 @st.composite
-def situations(draw: st.DrawFn) -> tuple[int, int, list[StepReport | None]]:
+def situations(draw: st.DrawFn) -> tuple[int, int, list[Report | None]]:
     """Micro-batches, buckets, and reports in which no two ranks have finished the same micro-batch."""
     micro_batches, buckets, world = draw(st.integers(1, 12)), draw(st.integers(0, 5)), draw(st.integers(1, 5))
     # -1: lost with a dead rank
     owner = draw(st.lists(st.integers(-1, world - 1), min_size=micro_batches, max_size=micro_batches))
-    reports: list[StepReport | None] = []
+    reports: list[Report | None] = []
     for rank in range(world):
-        reduced = draw(st.frozensets(st.integers(0, buckets - 1))) if buckets else frozenset()
-        finished = frozenset(m for m, who in enumerate(owner) if who == rank)
-        reports.append(draw(st.sampled_from([None, StepReport(finished=finished, reduced=reduced)])))
+        reduced = draw(st.sets(st.integers(0, buckets - 1))) if buckets else set()
+        finished = [m for m, who in enumerate(owner) if who == rank]
+        reports.append(draw(st.sampled_from([None, {"finished": finished, "reduced": sorted(reduced)}])))
     return micro_batches, buckets, reports
 
 
 @given(situations())
-def test_what_is_lost_is_computed_once_and_nothing_else(situation: tuple[int, int, list[StepReport | None]]) -> None:
+def test_what_is_lost_is_computed_once_and_nothing_else(situation: tuple[int, int, list[Report | None]]) -> None:
     number, buckets, reports = situation
-    plans = [plan_step(range(number), buckets, reports, rank) for rank in range(len(reports))]
-    finished = [m for report in reports if report is not None for m in report.finished]
+    plans = plans_of(number, buckets, reports)
+    finished = [m for report in reports if report is not None for m in report["finished"]]
     todo = [m for plan in plans for m in plan.todo]
     assert sorted(todo + finished) == list(range(number))
     assert all(sorted(plan.lost) == sorted(todo) for plan in plans)
@@ -54,14 +73,14 @@ def test_what_is_lost_is_computed_once_and_nothing_else(situation: tuple[int, in
 
 @given(situations())
 def test_a_bucket_finished_anywhere_is_handed_to_those_without(
-    situation: tuple[int, int, list[StepReport | None]],
+    situation: tuple[int, int, list[Report | None]],
 ) -> None:
     number, buckets, reports = situation
-    plans = [plan_step(range(number), buckets, reports, rank) for rank in range(len(reports))]
+    plans = plans_of(number, buckets, reports)
     assert len({(plan.held, plan.reduced) for plan in plans}) == 1, "all ranks must start the same collectives"
     held = dict(plans[0].held)
     for bucket in range(buckets):
-        have = [r for r, report in enumerate(reports) if report is not None and bucket in report.reduced]
+        have = [r for r, report in enumerate(reports) if report is not None and bucket in report["reduced"]]
         assert (bucket in plans[0].reduced) == bool(have)
         if bucket in held:
             assert held[bucket] == have[0] and len(have) < len(reports)
@@ -70,13 +89,11 @@ def test_a_bucket_finished_anywhere_is_handed_to_those_without(
 
 
 def test_the_first_plan_is_the_plain_share() -> None:
-    plan = plan_step(range(5), 2, [None, None], 1)
+    plan = plan_step(range(5), 2, ReportSum.nothing(2), 1)
     assert (plan.todo, plan.held, plan.reduced) == ((1, 3), (), frozenset())
 
 
 def test_the_papers_example_of_a_lost_rank() -> None:
     """Three ranks with four micro-batches each; the third dies before finishing any: its four are redistributed."""
-    first = StepReport(finished=frozenset({0, 3, 6, 9}), reduced=frozenset())
-    second = StepReport(finished=frozenset({1, 4, 7, 10}), reduced=frozenset())
-    plans = [plan_step(range(12), 1, [first, second], rank) for rank in range(2)]
-    assert [plan.todo for plan in plans] == [(2, 8), (5, 11)]
+    reports: list[Report | None] = [{"finished": [0, 3, 6, 9]}, {"finished": [1, 4, 7, 10]}]
+    assert [plan.todo for plan in plans_of(12, 1, reports)] == [(2, 8), (5, 11)]

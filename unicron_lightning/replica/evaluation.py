@@ -21,10 +21,11 @@ import torch
 
 from unicron_lightning.replica.fabric import ReplicaFabric, run_released
 from unicron_lightning.worker.communication.communicator import gather_bytes
-from unicron_lightning.worker.engine import Engine, Report
+from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.evaluation import unfinished
 from unicron_lightning.worker.ledger import share
 from unicron_lightning.worker.operations import pack_parts
+from unicron_lightning.worker.report_sum import Report, ReportSum
 
 
 class ReplicaEvaluation:
@@ -63,7 +64,7 @@ class ReplicaEvaluation:
         self._finished: set[int] = set()
         self._calls: list[list[int]] = []
 
-    def plan(self, reports: Sequence[Report | None], rank: int) -> None:
+    def plan(self, reports: ReportSum, rank: int) -> None:
         place = self._fabric.place
         assert place is not None
         own = plan_evaluation(self._batches, reports, place.replica, len(place.layout.replicas))
@@ -93,9 +94,7 @@ class ReplicaEvaluation:
         self._fabric.phase = "idle"
 
 
-def plan_evaluation(
-    batches: Sequence[int], reports: Sequence[Report | None], place: int | None, replicas: int
-) -> list[int]:
+def plan_evaluation(batches: Sequence[int], reports: ReportSum, place: int | None, replicas: int) -> list[int]:
     """The batches for a replica: its share of those without results on any present worker.
 
     Args:

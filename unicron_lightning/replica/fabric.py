@@ -35,7 +35,6 @@ from unicron_lightning.worker.communication.backends import connector, name_key,
 from unicron_lightning.worker.communication.background_connect import Connect
 from unicron_lightning.worker.communication.communicator import Communicator, CommunicatorAborted, Handle
 from unicron_lightning.worker.control.thread import EXIT_EXPELLED, Control
-from unicron_lightning.worker.engine import Report
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +153,7 @@ class ReplicaFabric(Generic[_Shape]):
 
         return connect
 
-    def about(self, epoch: wire.Epoch) -> Report:
+    def about(self, epoch: wire.Epoch) -> list[Any]:
         """Describe this worker, see the module's rules; a planned change interrupts nothing, since no step has
         begun.
         """
@@ -174,7 +173,7 @@ class ReplicaFabric(Generic[_Shape]):
             self.phase = "idle"
         return word.plain()
 
-    def settle(self, epoch: wire.Epoch, abouts: Sequence[Report]) -> None:
+    def settle(self, epoch: wire.Epoch, abouts: Sequence[Any]) -> None:
         """Plan the layout; exit if training can continue only from a checkpoint, so that the agent restarts this
         worker.
         """

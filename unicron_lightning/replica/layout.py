@@ -7,8 +7,8 @@ ones are *spares*, and form new replicas with each other and with joiners as soo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 from typing import Any, Protocol
 
 from unicron_lightning.errors import UnicronError
@@ -50,14 +50,15 @@ class Word:
     ready: bool = False
     built: bool = False
 
-    def plain(self) -> dict[str, Any]:
-        """The description as JSON."""
-        return asdict(self)
+    def plain(self) -> list[Any]:
+        """The description as JSON without names, since each member receives that of all."""
+        return list(astuple(self))
 
     @classmethod
-    def from_plain(cls, data: Mapping[str, Any]) -> Word:
+    def from_plain(cls, data: Sequence[Any]) -> Word:
         """The description from the result of `plain`."""
-        return cls(**data)
+        shard, replica, intact, at, ready, built = data
+        return cls(shard=shard, replica=replica, intact=intact, at=at, ready=ready, built=built)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,8 +10,9 @@ from unicron_lightning.replica.channels import Channels
 from unicron_lightning.replica.fabric import ReplicaFabric, run_released
 from unicron_lightning.replica.model import ReplicaModel
 from unicron_lightning.worker.communication.communicator import gather_bytes
-from unicron_lightning.worker.engine import Engine, Report
+from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.operations import Indivisible
+from unicron_lightning.worker.report_sum import ReportSum
 
 
 class InitialState(Indivisible):
@@ -29,7 +29,7 @@ class InitialState(Indivisible):
         self._fabric = fabric
         self._model = model
 
-    def plan(self, reports: Sequence[Report | None], rank: int) -> None:
+    def plan(self, reports: ReportSum, rank: int) -> None:
         """All ranks do the same."""
 
     def attempt(self, engine: Engine) -> bytes:

@@ -26,7 +26,8 @@ from unicron_lightning.replica.model import ReplicaModel
 from unicron_lightning.replica.shares import CallPlan, CallReport, plan_calls
 from unicron_lightning.worker.balance import Balance
 from unicron_lightning.worker.commit import Sums, adopt_commit, commit
-from unicron_lightning.worker.engine import Engine, Report
+from unicron_lightning.worker.engine import Engine
+from unicron_lightning.worker.report_sum import Report, ReportSum
 
 _Sums = TypeVar("_Sums", bound=Sums)
 
@@ -83,11 +84,11 @@ class ReplicaStep(Generic[_Sums]):
         self._engine: Engine | None = None
         model.begin()
 
-    def plan(self, reports: Sequence[Report | None], rank: int) -> None:
+    def plan(self, reports: ReportSum, rank: int) -> None:
         place = self._fabric.place
         assert place is not None
         replicas = [
-            [_parse(reports[member]) for member in replica.members] if replica.continues else None
+            [_parse(reports.members[member]) for member in replica.members] if replica.continues else None
             for replica in place.layout.replicas
         ]
         counts = None if self._balance is None else self._balance.counts(len(self.micro_batches))

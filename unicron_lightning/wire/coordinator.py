@@ -174,11 +174,53 @@ class EpochChange(Message, frozen=True, kw_only=True, tag="epoch_change"):
     key: str
 
 
+class Standing(msgspec.Struct, frozen=True, kw_only=True):
+    """Members of an epoch that are at one place of their programs."""
+
+    position: int | None
+    """Operations that they have completed; None: they have no state yet."""
+    operation: str
+    """Name of the operation in progress."""
+    first: int
+    """Lowest rank of them."""
+    count: int
+
+
+class Holders(msgspec.Struct, frozen=True, array_like=True):
+    """Neighbouring buckets whose reduction is complete on the same number of members, with the same lowest rank."""
+
+    bucket: int
+    """First one."""
+    buckets: int
+    first: int
+    """Lowest rank that holds them."""
+    count: int
+    """Number of members that hold each."""
+
+
+class MemberReport(msgspec.Struct, frozen=True, array_like=True):
+    """One member's own report, for models that are spread over several workers."""
+
+    about: Any
+    """Its description of itself, as JSON."""
+    report: dict[str, Any] | None
+    """Its finished work of the operation in progress; None if it is behind, or has no state."""
+
+
 class Go(Message, frozen=True, kw_only=True, tag="go"):
-    """[to the workers] All members of the epoch are ready, with these states by worker: connect."""
+    """[to the workers] All members of the epoch are ready: connect.
+
+    Contains the sum of their reports (`report_sums.summed`). ``finished`` and ``reduced`` are those of members that
+    are furthest.
+    """
 
     epoch: int
-    states: dict[str, dict[str, Any]]
+    standings: tuple[Standing, ...] = ()
+    finished: tuple[int, ...] = ()
+    """Finished micro-batches, or batches, as lengths of runs: missing ones from 0, finished ones, and so on."""
+    reduced: tuple[Holders, ...] = ()
+    members: tuple[MemberReport, ...] = ()
+    """By rank; empty if each worker holds the whole model."""
 
 
 class Notice(Message, frozen=True, kw_only=True, tag="notice"):

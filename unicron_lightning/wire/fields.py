@@ -16,6 +16,7 @@ _UNSEEN: Final = r"\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufe
 _NAME: Final = rf"^[^\[\]{_UNSEEN}]*\Z"
 MOST_STEPS: Final = 2**53
 MOST_WEIGHT: Final = 1e6
+MOST_LETTERS: Final = 100
 
 Name = Annotated[str, Meta(min_length=1, max_length=255, pattern=_NAME)]
 """Name of a task, node or slot: one line of visible characters, without brackets, which terminal markup uses."""
@@ -72,6 +73,23 @@ def check_flags(fields: dict[str, Any], *names: str) -> None:
         value = fields.get(name, False)
         if type(value) is not bool:
             raise ValueError(f"expected {name} to be true or false, got {shortened(value)}")
+
+
+def check_report(state: dict[str, Any]) -> None:
+    """Check the parts of a worker's report that are summed, if present.
+
+    Raises:
+        ValueError: the operation's name is no text, the report is no object, or an entry is no list of counts.
+    """
+    operation, report = state.get("operation", ""), state.get("report", {})
+    if not (isinstance(operation, str) and len(operation) <= MOST_LETTERS):
+        raise ValueError(f"expected operation to be a text of up to {MOST_LETTERS} letters, got {shortened(operation)}")
+    if not isinstance(report, dict):
+        raise ValueError(f"expected report to be an object, got {shortened(report)}")
+    for name in ("finished", "reduced"):
+        numbers = report.get(name, [])
+        if not (isinstance(numbers, list) and all(type(n) is int and 0 <= n <= MOST_STEPS for n in numbers)):
+            raise ValueError(f"expected {name} to be a list of whole numbers from 0, got {shortened(numbers)}")
 
 
 def shortened(value: object, most: int = 80) -> str:

@@ -16,6 +16,7 @@ from unicron_lightning.wire.fields import (
     Word,
     check_flags,
     check_numbers,
+    check_report,
 )
 
 
@@ -37,9 +38,11 @@ class WorkerHello(Message, frozen=True, kw_only=True, tag="worker_hello"):
 class WorkerReady(Message, frozen=True, kw_only=True, tag="worker_ready"):
     """The worker waits: with ``epoch`` 0 to become a member, else it has stopped for that epoch and reports its state.
 
-    ``state`` is opaque to the coordinator except for ``step`` (optimizer steps finished, int), ``has_state`` (bool)
-    and, with epoch 0, ``founder`` (bool): the role in which the worker waits. A founder whose role changes sends the
-    message again.
+    ``state`` has ``step`` (optimizer steps finished), ``has_state`` and, with epoch 0, ``founder``: the role in which
+    the worker waits. A founder whose role changes sends the message again. For the sum of the members' reports (`Go`)
+    it has ``position`` (operations completed), ``operation`` (name of the one in progress), and ``report``: an object
+    with lists of numbers ``finished`` (micro-batches, or batches) and ``reduced`` (buckets), either may be missing. The
+    rest of ``report``, and ``about`` (a description for the other members), are opaque to the coordinator.
     """
 
     worker: Id
@@ -47,8 +50,9 @@ class WorkerReady(Message, frozen=True, kw_only=True, tag="worker_ready"):
     state: dict[str, Any]
 
     def __post_init__(self) -> None:
-        check_numbers(self.state, "step")
+        check_numbers(self.state, "step", "position")
         check_flags(self.state, "has_state", "founder")
+        check_report(self.state)
 
 
 class CommError(Message, frozen=True, kw_only=True, tag="comm_error"):

@@ -31,14 +31,12 @@ from unicron_lightning.worker.communication.communicator import (
 )
 from unicron_lightning.worker.control.activity import Activity
 from unicron_lightning.worker.control.thread import Control
+from unicron_lightning.worker.report_sum import Report, ReportSum
 
 logger = logging.getLogger(__name__)
 
-Report = dict[str, Any]
 JOIN: Final = "join"
 """Name of the operation that admits joiners."""
-NEEDS_STATE: Report = {"needs_state": True}
-"""Report of a member that has no state yet."""
 
 
 class EpochChanged(UnicronError):
@@ -65,8 +63,8 @@ class Operation(Protocol):
 
     name: str
 
-    def plan(self, reports: Sequence[Report | None], rank: int) -> None:
-        """Decide this rank's part from each rank's finished work of the operation (None: nothing)."""
+    def plan(self, reports: ReportSum, rank: int) -> None:
+        """Decide this rank's part from the members' finished work of the operation."""
         ...
 
     def attempt(self, engine: Engine) -> bytes:
@@ -84,7 +82,7 @@ class Operation(Protocol):
         ...
 
     def report(self) -> Report:
-        """This rank's finished work of the operation, as plain JSON."""
+        """This rank's finished work of the operation, as plain JSON; see `wire.WorkerReady` for what is summed."""
         ...
 
     def adopt(self, result: bytes) -> None:
@@ -104,13 +102,13 @@ class Fabric(Protocol):
         """Return a function that builds an epoch's communicator and the further connections."""
         ...
 
-    def about(self, epoch: wire.Epoch) -> Report:
-        """This worker's description for the other members, after the epoch before has ended and its operation is
-        suspended.
+    def about(self, epoch: wire.Epoch) -> Any:
+        """This worker's description, as plain JSON, for the other members, after the epoch before has ended and its
+        operation is suspended.
         """
         ...
 
-    def settle(self, epoch: wire.Epoch, abouts: Sequence[Report]) -> None:
+    def settle(self, epoch: wire.Epoch, abouts: Sequence[Any]) -> None:
         """Process all members' descriptions, in rank order, before the epoch's communicator is built."""
         ...
 
@@ -159,7 +157,7 @@ class Engine:
         self._world = World(epoch=0, kind="init", rank=0, size=1, hold=False)
         self._position = 0
         self._last_result = b""
-        self._pending: list[Report | None] | None = None
+        self._pending: ReportSum | None = None
         if control is None:
             self._communicator = SoloCommunicator()
 
@@ -183,9 +181,9 @@ class Engine:
         self._position = value
 
     @property
-    def reports(self) -> list[Report | None]:
-        """Each rank's reported work of the next operation; None for ranks without any."""
-        return list(self._pending or [None] * self._world.size)
+    def reports(self) -> ReportSum:
+        """The members' reported work of the next operation."""
+        return self._pending or ReportSum.nothing(self._world.size)
 
     def follow(self, on_world: Callable[[World], None]) -> None:
         """Replace the listener for new worlds, and call it with the present one."""
@@ -332,20 +330,19 @@ class Engine:
         if go is None:
             raise EpochChanged(f"epoch {epoch.number} was superseded")
         exchanged = time.monotonic()
-        states = [go.states[member.worker] for member in epoch.members]
         if self._fabric is not None:
-            self._fabric.settle(epoch, [state["about"] for state in states])
+            self._fabric.settle(epoch, [member.about for member in go.members])
         self.fault("connect", epoch.number)
         self._open(epoch, rank)
         connected = time.monotonic()
         self._on_world(self._world)
-        result = self._catch_up(operation, states)
+        result = self._catch_up(go)
         control.event(
             "entered_epoch",
             epoch=epoch.number,
             kind=epoch.kind,
             rank=rank,
-            world=len(states),
+            world=self._world.size,
             step=self.step,
             wait_ms=round(1e3 * (exchanged - started), 2),
             connect_ms=round(1e3 * (connected - exchanged), 2),
@@ -384,24 +381,21 @@ class Engine:
         self.activity.epoch = epoch.number
         self.check()  # a failure received just before would have found no communicator to abort
 
-    def _catch_up(self, operation: Operation, states: Sequence[Report]) -> bytes | None:
+    def _catch_up(self, go: wire.Go) -> bytes | None:
         """Bring members that are one operation behind up to date; store the reports for `Operation.plan`."""
-        positions = [state["position"] if state["has_state"] else None for state in states]
-        known = [position for position in positions if position is not None]
+        known = [standing for standing in go.standings if standing.position is not None]
         assert known, "an epoch without state is not published"
-        top, low = max(known), min(known)
+        positions = {standing.position or 0 for standing in known}
+        top, low = max(positions), min(positions)
         if top - low > 1:
-            raise ProgramsDiffer(f"members are at operations {sorted(set(known))}; they may differ by one")
-        names = {s["operation"] for s, p in zip(states, positions, strict=True) if p == top}
-        if len(names) > 1:
-            raise ProgramsDiffer(f"members run different operations at the same place: {sorted(names)}")
-        self._pending = [
-            NEEDS_STATE if p is None else (s["report"] if p == top else None)
-            for s, p in zip(states, positions, strict=True)
-        ]
+            raise ProgramsDiffer(f"members are at operations {sorted(positions)}; they may differ by one")
+        furthest = [standing for standing in known if standing.position == top]
+        if len(furthest) > 1:
+            names = sorted(standing.operation for standing in furthest)
+            raise ProgramsDiffer(f"members run different operations at the same place: {names}")
+        self._pending = ReportSum.of(go, self._world.size)
         result = None
         if low < top:
-            root = positions.index(top)
+            root = furthest[0].first
             result = broadcast_bytes(self.communicator, self._last_result if self._world.rank == root else None, root)
-        mine = positions[self._world.rank]
-        return result if mine is not None and mine < top else None
+        return result if self.has_state and self._position < top else None

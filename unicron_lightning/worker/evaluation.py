@@ -10,20 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from unicron_lightning.worker.communication.communicator import gather_bytes
-from unicron_lightning.worker.engine import Engine, Report
+from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.ledger import share
 from unicron_lightning.worker.operations import pack_parts
+from unicron_lightning.worker.report_sum import Report, ReportSum
 
 
-def unfinished(batches: Sequence[int], reports: Sequence[Report | None]) -> list[int]:
-    """The batches that no member has run so far, from the members' reports (None: not begun)."""
-    finished = {number for report in reports if report is not None for number in report["finished"]}
-    return [number for number in batches if number not in finished]
+def unfinished(batches: Sequence[int], reports: ReportSum) -> list[int]:
+    """The batches that no member has run so far."""
+    return [number for number in batches if number not in reports.finished]
 
 
-def plan_evaluation(num_batches: int, reports: Sequence[Report | None], rank: int) -> list[int]:
+def plan_evaluation(num_batches: int, reports: ReportSum, rank: int) -> list[int]:
     """The batches for ``rank``: its share of those that no rank has run so far."""
-    return share(unfinished(range(num_batches), reports), rank, len(reports))
+    return share(unfinished(range(num_batches), reports), rank, reports.world)
 
 
 class Evaluation:
@@ -47,7 +47,7 @@ class Evaluation:
         self._results = results
         self._todo: list[int] = []
 
-    def plan(self, reports: Sequence[Report | None], rank: int) -> None:
+    def plan(self, reports: ReportSum, rank: int) -> None:
         planned = plan_evaluation(self._num_batches, reports, rank)
         self._todo = [number for number in planned if number not in self._finished]
 

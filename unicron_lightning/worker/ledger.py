@@ -6,10 +6,11 @@ micro-batches (UNICRON section "resume from partial results") applies the same r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from unicron_lightning.worker.balance import deal
+from unicron_lightning.worker.report_sum import ReportSum
 
 
 def share(micro_batches: Sequence[int], rank: int, world: int) -> list[int]:
@@ -17,20 +18,6 @@ def share(micro_batches: Sequence[int], rank: int, world: int) -> list[int]:
     if not 0 <= rank < world:
         raise ValueError(f"rank {rank} is not in 0..{world - 1}")
     return list(micro_batches[rank::world])
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepReport:
-    """One rank's finished work of the step in progress.
-
-    Attributes:
-        finished: micro-batches summed into its local gradients.
-        reduced: buckets whose all-reduce completed here; they include every finished micro-batch, also those of dead
-            ranks.
-    """
-
-    finished: frozenset[int]
-    reduced: frozenset[int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +40,11 @@ class StepPlan:
 def plan_step(
     micro_batches: Sequence[int],
     num_buckets: int,
-    reports: Sequence[StepReport | None],
+    reports: ReportSum,
     rank: int,
     counts: Sequence[int] | None = None,
 ) -> StepPlan:
-    """Plan the rest of a step from each rank's report (None: nothing yet).
+    """Plan the rest of a step from the members' reports.
 
     A bucket that is complete on any rank is sent from the lowest such rank and not reduced again. A dead rank's values
     for the commit (its loss, its logged values) are in no bucket, so its micro-batches are recomputed even if every
@@ -66,25 +53,19 @@ def plan_step(
     Args:
         micro_batches: all of the step.
         num_buckets: number of gradient buckets.
-        reports: by rank; their number is the world's size.
+        reports: finished micro-batches and reduced buckets. Reduced buckets include every finished micro-batch, also
+            those of dead ranks.
         rank: rank to plan for.
         counts: share of each rank in a step that no rank has begun; None: distributed round-robin.
     """
-    world = len(reports)
     held: list[tuple[int, int]] = []
     reduced: set[int] = set()
     for bucket in range(num_buckets):
-        holders = [r for r, report in enumerate(reports) if report is not None and bucket in report.reduced]
-        if holders:
+        if bucket in reports.reduced:
+            first, number = reports.reduced[bucket]
             reduced.add(bucket)
-            if len(holders) < world:
-                held.append((bucket, holders[0]))
-    finished = _union(report.finished for report in reports if report is not None)
-    lost = [m for m in micro_batches if m not in finished]
-    begun = any(report is not None for report in reports)
-    todo = share(lost, rank, world) if counts is None or begun else deal(lost, counts)[rank]
+            if number < reports.world:
+                held.append((bucket, first))
+    lost = [m for m in micro_batches if m not in reports.finished]
+    todo = share(lost, rank, reports.world) if counts is None or reports.begun else deal(lost, counts)[rank]
     return StepPlan(todo=tuple(todo), held=tuple(held), reduced=frozenset(reduced), lost=tuple(lost))
-
-
-def _union(sets: Iterable[frozenset[int]]) -> frozenset[int]:
-    return frozenset().union(*sets)

@@ -10,7 +10,8 @@ import msgspec
 
 from unicron_lightning.wire import PARTING
 from unicron_lightning.worker.communication.communicator import broadcast_bytes, gather_bytes
-from unicron_lightning.worker.engine import JOIN, NEEDS_STATE, Engine, EpochChanged, Report
+from unicron_lightning.worker.engine import JOIN, Engine, EpochChanged
+from unicron_lightning.worker.report_sum import Report, ReportSum
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ class Agreement(Indivisible):
         self._payload = payload
         self._rank = 0
 
-    def plan(self, reports: Sequence[Report | None], rank: int) -> None:
+    def plan(self, reports: ReportSum, rank: int) -> None:
         self._rank = rank
 
     def attempt(self, engine: Engine) -> bytes:
@@ -114,10 +115,9 @@ class Join(Indivisible):
         self._root: int | None = None
         self._rank = 0
 
-    def plan(self, reports: Sequence[Report | None], rank: int) -> None:
+    def plan(self, reports: ReportSum, rank: int) -> None:
         self._rank = rank
-        having = [r for r, report in enumerate(reports) if report != NEEDS_STATE]
-        self._root = having[0] if len(having) < len(reports) else None
+        self._root = reports.donor
 
     def attempt(self, engine: Engine) -> bytes:
         communicator = engine.communicator
@@ -169,7 +169,7 @@ class Parting(Indivisible):
     def __init__(self, tell: Callable[[], None]) -> None:
         self._tell = tell
 
-    def plan(self, reports: Sequence[Report | None], rank: int) -> None:
+    def plan(self, reports: ReportSum, rank: int) -> None:
         """All ranks do the same."""
 
     def attempt(self, engine: Engine) -> NoReturn:

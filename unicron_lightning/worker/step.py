@@ -25,8 +25,9 @@ from unicron_lightning.worker.balance import Balance
 from unicron_lightning.worker.buckets import Bucket, GradientBuckets
 from unicron_lightning.worker.commit import Sums, adopt_commit, commit
 from unicron_lightning.worker.communication.communicator import Communicator, CommunicatorAborted, Handle
-from unicron_lightning.worker.engine import Engine, Report
-from unicron_lightning.worker.ledger import StepPlan, StepReport, plan_step
+from unicron_lightning.worker.engine import Engine
+from unicron_lightning.worker.ledger import StepPlan, plan_step
+from unicron_lightning.worker.report_sum import Report, ReportSum
 
 DEVICE_POLL_SECONDS: Final = 0.0002
 RELEASE_SECONDS: Final = 30.0
@@ -80,15 +81,9 @@ class GradientStep:
         self._attempts = 0
         self._aborted = False
 
-    def plan(self, reports: Sequence[Report | None], rank: int) -> None:
-        parsed = [
-            None
-            if report is None
-            else StepReport(finished=frozenset(report["finished"]), reduced=frozenset(report["reduced"]))
-            for report in reports
-        ]
+    def plan(self, reports: ReportSum, rank: int) -> None:
         counts = None if self._balance is None else self._balance.counts(len(self.micro_batches))
-        self._plan = plan_step(self.micro_batches, len(self._buckets), parsed, rank, counts)
+        self._plan = plan_step(self.micro_batches, len(self._buckets), reports, rank, counts)
         self._reduced &= self._plan.reduced
         self._attempts += 1
         if self._attempts > 1:

@@ -79,7 +79,7 @@ def test_first_epoch_waits_for_min_nodes_complete_slots_and_orders_by_slot_and_l
     assert epoch.store == a.store
     assert not a.all(wire.Go)
     go = settle(world)
-    assert go.states["b/1#1"] == {"step": 1, "has_state": True}
+    assert [(standing.position, standing.first, standing.count) for standing in go.standings] == [(0, 0, 4)]
     assert (a.all(wire.Go), b.all(wire.Go)) == ([go], [go])
 
 

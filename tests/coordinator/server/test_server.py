@@ -31,7 +31,8 @@ async def test_a_task_trains_loses_a_worker_and_goes_on(coordinator):
         epoch = await a.hear(wire.Epoch)
         assert (epoch.number, epoch.kind, epoch.incident) == (2, "fail", "i1")
         await a.ready(2)
-        assert (await a.hear(wire.Go)).states == {a.worker: {"step": 2, "has_state": True}}
+        (standing,) = (await a.hear(wire.Go)).standings
+        assert (standing.first, standing.count) == (0, 1)
         status = await get(f"{coordinator.url}/v1/status")
         assert status["coordinator"]["pid"] == coordinator.process.pid
         task = status["tasks"]["t"]
@@ -74,7 +75,7 @@ async def test_a_killed_coordinator_goes_on_with_the_pending_epoch(tmp_path):
             assert (await b.hear(wire.Epoch)).number == 2
             await b.ready(2)
             go = await a.hear(wire.Go)
-            assert (go.epoch, sorted(go.states)) == (2, [a.worker, b.worker])
+            assert (go.epoch, [standing.count for standing in go.standings]) == (2, [2])
             assert await b.hear(wire.Go) == go
         names = [event["name"] for event in await get(f"{coordinator.url}/v1/events")]
         assert names.count("coordinator_started") == 2

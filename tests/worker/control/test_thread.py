@@ -67,7 +67,7 @@ def epoch(number: int, kind: wire.EpochKind, *workers: str) -> wire.Epoch:
 
 
 def go(number: int) -> wire.Go:
-    return wire.Go(epoch=number, states={})
+    return wire.Go(epoch=number)
 
 
 def test_a_leave_right_after_one_that_was_given_up(agent: Agent) -> None:

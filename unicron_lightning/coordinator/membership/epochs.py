@@ -33,6 +33,7 @@ from unicron_lightning.coordinator.orders.jobs import finish
 from unicron_lightning.coordinator.part import Part
 from unicron_lightning.coordinator.state import Agent, Task, Worker
 from unicron_lightning.wire.epoch_changes import change_of
+from unicron_lightning.wire.report_sums import summed
 
 _JOIN = "join"
 """Name of the operation in which members hand over the state, as in `worker.engine`."""
@@ -217,7 +218,7 @@ def _settle(task: Task, turn: Turn) -> None:
         return
     left = [worker for worker in task.established if worker in task.workers and worker not in states]
     task.comm_error_epoch = 0  # the worker that reported one is here
-    task.go, task.earlier = wire.Go(epoch=task.number, states=states), None
+    task.go, task.earlier = summed(task.number, list(states.values())), None
     task.established = list(states)
     send_go(task, turn)
     for agent_id in dict.fromkeys(task.workers[worker].agent for worker in left):
