@@ -176,8 +176,8 @@ class Agent(asyncio.Protocol):
 
     def _ready(self, epoch: int) -> None:
         # The state has the size of a real worker's.
-        state = {"position": self.step, "step": self.step, "has_state": epoch > 0, "operation": "GradientStep"}
-        report = {"done": [0, 1, 2], "complete": [0, 1, 2, 3], "committed": False}
+        state = {"position": self.step, "step": self.step, "has_state": epoch > 0, "operation": "step"}
+        report = {"finished": [0, 1, 2], "reduced": [0, 1, 2, 3]}
         about = {**state, "report": report} if epoch else {**state, "founder": self._founder}
         self.say(wire.WorkerReady(worker=self.worker, epoch=epoch, state=about))
 
