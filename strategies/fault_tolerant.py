@@ -354,7 +354,7 @@ class FaultTolerantStrategy(CollectingStrategy):
 
     @override
     def model_to_device(self) -> None:
-        self.module.to(self.root_device)
+        self.parallelism.place(self.module, self.root_device)
 
     def to_device(self, batch: Any, dataloader_idx: int = 0) -> Any:
         """Return the samples of a micro-batch as the module's steps get them: of the right type, on this device."""

@@ -157,6 +157,10 @@ class Parallelism(ABC):
     def begin(self, session: Session) -> None:  # noqa: B027
         """Prepare for the model's construction; the seed is known."""
 
+    def place(self, module: pl.LightningModule, device: torch.device) -> None:
+        """Move the module to its device."""
+        module.to(device)
+
     def set_up_optimizers(self, trainer: pl.Trainer, default: Callable[[pl.Trainer], None]) -> None:
         """Set the strategy's optimizers; ``default`` sets the module's own."""
         default(trainer)

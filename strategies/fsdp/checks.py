@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.worker.communication.nccl import check_device
 
 _GATHERING = ("Muon", "Shampoo", "DistributedShampoo", "SOAP", "LBFGS")
 """Optimizers that need whole parameters, or several evaluations of the loss."""
@@ -16,8 +17,13 @@ _GATHERING = ("Muon", "Shampoo", "DistributedShampoo", "SOAP", "LBFGS")
 _PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed")
 
 
-def check_sharded_trainer(trainer: pl.Trainer, *, has_fitted: bool) -> None:
+def check_sharded_trainer(trainer: pl.Trainer, *, has_fitted: bool, offloads: bool) -> None:
     """Refuse trainer settings.
+
+    Args:
+        trainer: of the script.
+        has_fitted: whether it has run a ``fit`` already.
+        offloads: whether the strategy has ``cpu_offload=True``.
 
     Raises:
         ConfigError: naming the setting.
@@ -28,10 +34,11 @@ def check_sharded_trainer(trainer: pl.Trainer, *, has_fitted: bool) -> None:
         raise ConfigError(
             f"Trainer(precision={trainer.precision!r}): unicron_fsdp supports {', '.join(map(repr, _PRECISIONS))}"
         )
-    if trainer.strategy.root_device.type != "cpu":
+    check_device(trainer.strategy.root_device)
+    if offloads and trainer.strategy.root_device.type == "cpu":
         raise ConfigError(
-            f"accelerator on {trainer.strategy.root_device.type!r}: unicron_fsdp has been run with accelerator='cpu' "
-            "only, and refuses others until it has been tested there"
+            "cpu_offload=True: with accelerator='cpu' parameters and optimizer are in host memory already; expected "
+            "False"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 from unicron_lightning import wire
 from unicron_lightning.data.order import StepShape
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.fsdp.accelerator import accelerator_for
 from unicron_lightning.fsdp.grid import ShardedShape
 from unicron_lightning.fsdp.mesh import ReplicaMesh, ShardGroup, check_torch, sum_gradients
 from unicron_lightning.fsdp.model import FsdpShard
@@ -28,7 +30,7 @@ from unicron_lightning.strategies.fsdp.checks import (
 from unicron_lightning.strategies.fsdp.prediction import ShardedPredictions
 from unicron_lightning.strategies.fsdp.steps import ShardedSteps, clip_by_agreed_norm
 from unicron_lightning.strategies.fsdp.validation import ShardedEvaluation
-from unicron_lightning.strategies.fsdp.wrapping import Sharding, shard_module
+from unicron_lightning.strategies.fsdp.wrapping import Sharding, place_rest, shard_module
 from unicron_lightning.strategies.parallelism import Parallelism
 from unicron_lightning.strategies.reporting import balance_of
 from unicron_lightning.strategies.session import Session
@@ -94,7 +96,7 @@ class FsdpParallel(Parallelism):
 
     def check(self, trainer: pl.Trainer) -> None:
         check_torch()
-        check_sharded_trainer(trainer, has_fitted=self._fitted)
+        check_sharded_trainer(trainer, has_fitted=self._fitted, offloads=self._sharding.cpu_offload)
         self.size = self.size or trainer.num_devices
         workers = trainer.num_devices * trainer.num_nodes
         if workers % self.size:
@@ -126,6 +128,9 @@ class FsdpParallel(Parallelism):
         self._mesh = ReplicaMesh(self._group, strategy.root_device)
         strategy.module._device_mesh = self._mesh  # type: ignore[assignment]
 
+    def place(self, module: pl.LightningModule, device: torch.device) -> None:
+        """Leave the module where it is: FSDP2 moves it block by block, and offloaded shards stay in host memory."""
+
     def set_up_optimizers(self, trainer: pl.Trainer, default: Callable[[pl.Trainer], None]) -> None:
         """Shard the module unless ``configure_model`` has done so, and set up its own optimizer."""
         strategy = self.strategy
@@ -150,7 +155,12 @@ class FsdpParallel(Parallelism):
         clip_by_agreed_norm(precision, lambda: member.model.grad_norm)
         check_sharded_module(strategy.module)
         sum_gradients(strategy.module)
-        member.model = FsdpShard(strategy.module, self._group)
+        device = strategy.root_device
+        place_rest(strategy.module, device)
+        accelerator = accelerator_for(device, lambda: strategy.engine.check())
+        member.model = FsdpShard(strategy.module, self._group, device=device, accelerator=accelerator)
+        if accelerator is not None:
+            atexit.register(member.model.close)
         member.fabric.built = True
         member.fabric.spread = wire.Spread(
             layout=wire.Layout(tensor=self.size, pipeline=1, sharded=True),
@@ -186,6 +196,7 @@ class FsdpParallel(Parallelism):
 
     def _leave(self) -> None:
         """Keep a spare's model, which takes part in nothing."""
+        self.member.model.leave()
 
     def share(self, micro_batches: range) -> list[int]:
         number, balance = self.rows(micro_batches), self.steps.balance

@@ -24,8 +24,9 @@ class UnicronFSDPStrategy(FaultTolerantStrategy):
 
     Args:
         shard_size: workers of a replica (S), a divisor of devices x num_nodes; default: the devices of a node.
-        blocks: names of the classes whose modules are sharded one by one, such as ``("Block",)``, if the module's
-            ``configure_model`` does not shard; default: the elements of every `torch.nn.ModuleList`.
+        blocks: names of the classes whose modules are sharded one by one, such as ``("Block",)``, or the least number
+            of a block's parameters, if the module's ``configure_model`` does not shard; default: the elements of every
+            `torch.nn.ModuleList`.
         activation_checkpointing: names of the classes whose modules compute their activations again in the backward;
             likewise.
         num_micro_batches: M of a global batch, instead of accumulate_grad_batches x devices x num_nodes.
@@ -35,7 +36,8 @@ class UnicronFSDPStrategy(FaultTolerantStrategy):
             which each worker of a replica writes its shard, instead of a file with whole tensors. Both are resumed.
 
         rebalance: a replica that is slower than the others gets fewer of a step's rows of micro-batches.
-        cpu_offload: refused: ``accelerator="cpu"`` has nothing to offload.
+        cpu_offload: keep parameters, gradients and optimizer state in host memory, and update them there; refused with
+            ``accelerator="cpu"``, and without effect on a ``configure_model`` that shards.
 
     Raises:
         ConfigError: for settings that can't be supported exactly; see `fsdp_checks`.
@@ -47,7 +49,7 @@ class UnicronFSDPStrategy(FaultTolerantStrategy):
         self,
         *,
         shard_size: int | None = None,
-        blocks: Sequence[str] = (),
+        blocks: Sequence[str] | int = (),
         activation_checkpointing: Sequence[str] = (),
         num_micro_batches: int | None = None,
         reshard_after_forward: bool = True,
@@ -61,6 +63,7 @@ class UnicronFSDPStrategy(FaultTolerantStrategy):
         for name, value in (
             ("reshard_after_forward", reshard_after_forward),
             ("save_distributed_checkpoint", save_distributed_checkpoint),
+            ("cpu_offload", cpu_offload),
             ("rebalance", rebalance),
         ):
             if not isinstance(value, bool):
@@ -68,15 +71,13 @@ class UnicronFSDPStrategy(FaultTolerantStrategy):
         for name, classes in (("blocks", blocks), ("activation_checkpointing", activation_checkpointing)):
             if isinstance(classes, str):
                 raise ConfigError(f"{name}={classes!r}: expected names of classes, such as ({classes!r},)")
-        if cpu_offload:
-            raise ConfigError(
-                f"cpu_offload={cpu_offload!r}: with accelerator='cpu', the only one supported, parameters and "
-                "optimizer are in host memory already; expected False"
-            )
+        if isinstance(blocks, int) and blocks < 1:
+            raise ConfigError(f"blocks={blocks!r}: expected names of classes, or a number of parameters of 1 or more")
         sharding = Sharding(
-            blocks=tuple(blocks),
+            blocks=blocks if isinstance(blocks, int) else tuple(blocks),
             activation_checkpointing=tuple(activation_checkpointing),
             reshard_after_forward=reshard_after_forward,
+            cpu_offload=cpu_offload,
         )
         self._sharded = FsdpParallel(
             self, shard_size, sharding, folders=save_distributed_checkpoint, rebalance=rebalance

@@ -59,7 +59,8 @@ def test_a_replica_without_a_row_after_a_validation_gathers_its_parameters_again
         ({"reshard_after_forward": 2}, "reshard_after_forward=2: expected True or False"),
         ({"save_distributed_checkpoint": "yes"}, "save_distributed_checkpoint='yes': expected True or False"),
         ({"blocks": "Block"}, "expected names of classes, such as"),
-        ({"cpu_offload": True}, "cpu_offload=True: .* are in host memory already"),
+        ({"blocks": 0}, "blocks=0: expected names of classes, or a number of parameters of 1 or more"),
+        ({"cpu_offload": 1}, "cpu_offload=1: expected True or False"),
     ],
 )
 def test_what_the_strategy_does_not_support_is_refused_by_name(options: dict[str, Any], reason: str) -> None:

@@ -70,6 +70,22 @@ def test_kills_heal(tmp_path: Path) -> None:
     check(tmp_path, settings, 4)
 
 
+def test_kills_heal_with_groups_like_those_of_nccl(tmp_path: Path) -> None:
+    schedule = [
+        die("all-gather", 0, 1, nth=3),
+        die("reduce-scatter", 1, 0, nth=5),
+        die("reduction", 0, 0, nth=1),
+        die("norm", 1, 1),
+        die("validation", 0, 1),
+        die("commit", 1, 0),
+    ]
+    settings = {"steps": 12, "full": 4, "validate": 5, "stand_in": True}
+    run(tmp_path, settings, schedule, 5, "2:4")
+    assert [note["point"] for note in notes(tmp_path, "fault")] == [fault["point"] for fault in schedule]
+    assert list(tmp_path.glob("garbage-*")), "no collective of a survivor was aborted"
+    check(tmp_path, settings, 4)
+
+
 def test_compiled_blocks_and_gradients_clipped_by_value(tmp_path: Path) -> None:
     schedule = [die("backward", 1, 0), die("reduce-scatter", 0, 1)]
     settings = {"steps": 8, "full": 4, "compile": "aot_eager", "clips": "value", "clip": 1e-3}

@@ -47,6 +47,8 @@ SETTINGS: dict[str, Any] = {
     "reference": "auto",  # strategy of the run without an agent; "unicron" has the same dropout
     "drag": [0, 0.0],  # a replica, additional seconds of its micro-batches, and perhaps only one of its shards
     "precision": None,  # of the trainer
+    "accelerator": "cpu",
+    "stand_in": False,  # groups that behave as NCCL's do, on the CPU
     "dtype": "float64",  # Adam amplifies the rounding of gradients that are nearly zero
 }
 
@@ -222,7 +224,7 @@ def main(make: type[Model] = Model) -> None:
     trainer = pl.Trainer(
         use_distributed_sampler=not alone,
         strategy=strategy_of(settings, alone=alone),
-        accelerator="cpu",
+        accelerator=settings["accelerator"],
         devices=1,
         num_nodes=1 if alone else workers,
         accumulate_grad_batches=rounds * workers if alone else rounds,
@@ -253,6 +255,12 @@ def strategy_of(settings: dict[str, Any], *, alone: bool) -> Any:
     """The strategy, or that of the reference."""
     from unicron_lightning import UnicronFSDPStrategy, UnicronStrategy
 
+    if settings["stand_in"]:
+        import stand_in
+
+        import unicron_lightning.strategies.fsdp.parallel as parallel
+
+        parallel.accelerator_for = stand_in.accelerator_for
     if not alone:
         return UnicronFSDPStrategy(shard_size=settings["shards"], **settings["options"])
     return "auto" if settings["reference"] == "auto" else UnicronStrategy()

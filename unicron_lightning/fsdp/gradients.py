@@ -29,10 +29,14 @@ class ShardedGradients:
     Attributes:
         parameters: those.
         peers: workers of this shard in all replicas; None for the only replica.
+        device: of the model; offloaded shards are in host memory.
+        accelerated: torch's process group of these workers for tensors on that device; None on the CPU.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
         self.peers: PeerGroup | None = None
+        self.device = device
+        self.accelerated: Any = None
         self.parameters = list(parameters)
         self._buckets = _buckets(self.parameters)
         self._own: list[Tensor | None] | None = None
@@ -82,22 +86,25 @@ class ShardedGradients:
         if self.peers is None:
             return
         used = torch.tensor([own is not None for own in self._own], dtype=torch.float32)
-        self._sum(used)
+        self._sum(used, None)
         for bucket in self._buckets:
             members = [self.parameters[index] for index in bucket if used[index]]
             if not members:
                 continue
             parts = [local_shard(torch.zeros_like(each) if each.grad is None else each.grad) for each in members]
             flat = torch.cat([part.reshape(-1) for part in parts])
-            self._sum(flat)
+            self._sum(flat, self.accelerated if flat.device.type == self.device.type else None)
             for each, part, summed in zip(members, parts, flat.split([part.numel() for part in parts]), strict=True):
                 each.grad = with_local_shard(each, summed.view_as(part))
 
     def settle(self) -> None:
         """Do nothing: what the library may still write to after a cut is used by nothing else."""
 
-    def _sum(self, tensor: Tensor) -> None:
+    def _sum(self, tensor: Tensor, accelerated: Any) -> None:
         peers = self.peers
+        if accelerated is not None:
+            accelerated.allreduce([tensor]).wait()
+            return
         assert peers is not None
         backend: Any = peers.backend
         if backend is None:

@@ -9,12 +9,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from unicron_lightning.fsdp.accelerator import ShardAccelerator
 from unicron_lightning.fsdp.gradients import ShardedGradients
 from unicron_lightning.fsdp.mesh import ShardGroup, local_shard, local_shards, reset_after_exception, reshard
 from unicron_lightning.fsdp.whole import load_optimizer
 from unicron_lightning.replica.channels import Channels
 from unicron_lightning.replica.peers import PeerGroup
 from unicron_lightning.worker import codec
+
+_CPU = torch.device("cpu")
 
 
 class FsdpShard:
@@ -23,6 +26,8 @@ class FsdpShard:
     Args:
         root: module whose parameters are all sharded by `torch.distributed.fsdp.fully_shard` on the mesh of ``group``.
         group: of the replica's shards.
+        device: of the model, also if its shards are kept in host memory.
+        accelerator: makes the groups of an accelerator; None on the CPU.
 
     Attributes:
         optimizer: steps the sharded parameters; None before the first ``fit``.
@@ -31,26 +36,35 @@ class FsdpShard:
 
     keeper = None
 
-    def __init__(self, root: nn.Module, group: ShardGroup, optimizer: Optimizer | None = None) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        group: ShardGroup,
+        optimizer: Optimizer | None = None,
+        *,
+        device: torch.device = _CPU,
+        accelerator: ShardAccelerator | None = None,
+    ) -> None:
         self.root = root
         self.group = group
         self.optimizer = optimizer
+        self.device = device
         self.grad_norm = 0.0
-        self.gradients = ShardedGradients([each for each in root.parameters() if each.requires_grad])
+        self.gradients = ShardedGradients([each for each in root.parameters() if each.requires_grad], device)
+        self._accelerator = accelerator
         self._alone: PeerGroup | None = None
         self._peers: PeerGroup | None = None
 
-    @property
-    def device(self) -> torch.device:
-        """Device of the parameters."""
-        return next(self.root.parameters()).device
+    def adopt(self, channels: Channels) -> None:
+        """Use an epoch's connections.
 
-    def adopt(self, channels: Channels | None) -> None:
-        """Use an epoch's connections; None for a spare."""
+        Raises:
+            CommunicatorAborted: a group on the accelerator could not be connected.
+        """
+        self.leave()
+        if self._accelerator is not None:
+            self._accelerator.settle()
         reset_after_exception(self.root)
-        self._peers = None
-        if channels is None:
-            return
         if self.group.size() > 1:
             self.group.bind(channels.inner[tuple(range(self.group.size()))])
         elif self._alone is None:
@@ -59,9 +73,19 @@ class FsdpShard:
         if channels.grid.replicas > 1:
             self._peers = channels.same_shard
         self.gradients.peers = self._peers
+        if self._accelerator is not None:
+            self.group.accelerated, self.gradients.accelerated = self._accelerator.enter(channels)
+
+    def leave(self) -> None:
+        """Use no connections: this worker has become a spare, or another epoch begins."""
+        self._peers = self.gradients.peers = None
+        self.group.accelerated = self.gradients.accelerated = None
+        if self._accelerator is not None:
+            self._accelerator.leave()
 
     def close(self) -> None:
         """Release the connections that this object has made."""
+        self.leave()
         if self._alone is not None:
             self._alone.close()
             self._alone = None
@@ -96,8 +120,11 @@ class FsdpShard:
         """Give all replicas the first one's parameters and buffers."""
         if self._peers is None:
             return
-        for tensor in local_shards([*self.root.parameters(), *self.root.buffers()]):
-            self._peers.broadcast(tensor.detach(), 0)
+        with torch.no_grad():
+            for tensor in local_shards([*self.root.parameters(), *self.root.buffers()]):
+                host = tensor.detach().cpu()
+                self._peers.broadcast(host, 0)
+                tensor.copy_(host)
 
     def state(self) -> bytes:
         """Parameters, buffers and optimizer of this shard."""

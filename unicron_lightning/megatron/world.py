@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -19,10 +18,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch._C._distributed_c10d import FakeProcessGroup
 
 from unicron_lightning.megatron.grid import Shape
+from unicron_lightning.replica.accelerated import AcceleratedGroup, AcceleratedGroups
 from unicron_lightning.replica.channels import Channels, Topology
 from unicron_lightning.replica.peers import ProcessGroup
 from unicron_lightning.worker.communication.gloo import OPERATION_TIMEOUT
-from unicron_lightning.worker.communication.lazy_groups import LazyGroups, Retirement, connect_apart
 
 BACKEND: Final = "unicron"
 ROLES: Final = (
@@ -34,10 +33,8 @@ ROLES: Final = (
 Groups = dict[str, dist.ProcessGroup]
 
 _provide: Callable[[tuple[int, ...], int], Any] | None = None
-_accelerated: list[tuple[dist.ProcessGroup, Any, torch.device]] = []
-"""The present epoch's groups with their back-ends of NCCL, and the device."""
-_retired: list[Retirement] = []
-"""Groups of earlier epochs whose aborts have not been waited for."""
+_groups = AcceleratedGroups()
+"""NCCL's groups of the present epoch, and the aborts of earlier ones."""
 
 
 def build_world(shape: Shape, shard: int, device: torch.device) -> None:
@@ -74,9 +71,7 @@ def enter_world(channels: Channels, shape: Shape, device: torch.device, check: C
         CommunicatorAborted: a group of NCCL could not be connected.
     """
     leave_world()
-    while _retired:  # their kernels may still write to gradients
-        _retired[0].wait_aborted(check)
-        del _retired[0]
+    _groups.wait_retired(check)
     grid = channels.grid
     alone = dist.HashStore()
 
@@ -89,38 +84,21 @@ def enter_world(channels: Channels, shape: Shape, device: torch.device, check: C
     backend = f"cpu:{BACKEND},cuda:nccl" if device.type == "cuda" else BACKEND
     _initialize(shape, grid, channels.store, provide, backend)
     if device.type == "cuda":
-        connect_apart(_accelerate(channels, device), lambda group: _first(group, device), check)
-        channels.inner_accelerated.meet()
-        channels.outer_accelerated.meet()
+        _groups.connect(channels, _accelerated(channels, device), device, check)
     return current_groups()
 
 
-def _accelerate(channels: Channels, device: torch.device) -> list[Any]:
-    """Register the NCCL groups that are to be aborted with the channels.
-
-    Returns:
-        Those with peers, in the order in which all ranks have made them.
-    """
-    grid = channels.grid
-    inner, outer = LazyGroups(), LazyGroups()
-    inner.add_barrier(dist.PrefixStore(f"abort/{grid.place}", channels.store), grid.shard, grid.shards)
-    outer.add_barrier(dist.PrefixStore("abort", channels.store), grid.rank, grid.shards * grid.replicas)
-    channels.inner_accelerated, channels.outer_accelerated = inner, outer
-    with_peers = []
-    for group in dist.distributed_c10d._world.pg_map:
-        inside = channels.shards(tuple(dist.get_process_group_ranks(group))) is not None
-        accelerated = (inner if inside else outer).groups
-        accelerated.append(group._get_backend(device))
-        _accelerated.append((group, accelerated[-1], device))
-        if group.size() > 1:
-            with_peers.append(accelerated[-1])
-    return with_peers
-
-
-def _first(group: Any, device: torch.device) -> Any:
-    """Start a group's first collective, with which NCCL connects it."""
-    torch.cuda.set_device(device)  # of the helper thread
-    return group.allreduce([torch.ones(1, device=device)])
+def _accelerated(channels: Channels, device: torch.device) -> list[AcceleratedGroup]:
+    """The epoch's groups with their back-ends of NCCL, in the order in which all ranks have made them."""
+    return [
+        AcceleratedGroup(
+            holder=group,
+            backend=group._get_backend(device),
+            size=group.size(),
+            inside=channels.shards(tuple(dist.get_process_group_ranks(group))) is not None,
+        )
+        for group in dist.distributed_c10d._world.pg_map
+    ]
 
 
 def leave_world() -> None:
@@ -128,10 +106,7 @@ def leave_world() -> None:
     if not dist.is_initialized():
         return
     parallel_state.destroy_model_parallel()
-    if _accelerated:
-        holders, groups, devices = zip(*_accelerated, strict=True)
-        _retired.append(Retirement(holders, groups, partial(torch.cuda.synchronize, devices[0])))
-        _accelerated.clear()
+    if _groups.leave():
         dist.distributed_c10d._world.pg_names.clear()  # torch shuts down the groups listed there, and would block
     dist.destroy_process_group()
 

@@ -242,16 +242,23 @@ class ReplicaFabric(Generic[_Shape]):
             logging.shutdown()
             os._exit(EXIT_EXPELLED)
 
+    @property
+    def accelerated(self) -> bool:
+        """Whether tensors are exchanged by groups on an accelerator, whose unfinished work looks complete after an
+        abort.
+        """
+        return self.channels is not None and bool(self.channels.inner_accelerated.groups)
+
     def arrive(self, device: torch.device) -> None:
-        """Wait on an accelerator for all started work; after an abort, unfinished work looks complete.
+        """Wait on an accelerator for all started work.
 
         Raises:
             CommunicatorAborted: the replica's connections were cut.
         """
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
-            if not self.intact:
-                raise CommunicatorAborted("the replica's connections were cut")
+        if self.accelerated and not self.intact:
+            raise CommunicatorAborted("the replica's connections were cut")
 
     def stepped(self) -> None:
         """Record that the update is done."""
@@ -291,7 +298,7 @@ class ReplicaFabric(Generic[_Shape]):
     def watch(self) -> None:
         """On an accelerator, once the channels have its groups: follow a partner's cut."""
         channels = self.channels
-        if channels is not None and channels.inner_accelerated.groups:
+        if channels is not None and self.accelerated:
             self._watch = PartnerWatch(list(channels.inner.values()), self.cut)
 
     def _end_watch(self) -> None:

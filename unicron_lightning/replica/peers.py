@@ -3,7 +3,8 @@
 gloo forgets a partly received message when its connection breaks: the wait for it ends with gloo's own time-out,
 minutes later. Megatron waits in the library, not at a `Gate` of the communicator. Therefore `torch.distributed` gets
 groups whose waits check the connections periodically, and end once gloo has closed all of them, as it does soon after a
-cut. From then on nothing is written into the tensors. With CUDA, groups are aborted by NCCL, and this module is unused.
+cut. From then on nothing is written into the tensors. With CUDA, collectives of tensors go to NCCL's groups instead,
+whose waits need no more than an abort.
 
 Torch's reduce-scatter for gloo is a sum of copies, from which each rank takes its part. Its `Work` accepts no time
 limit and never reports completion; this module implements it in the same way without these defects.
@@ -228,7 +229,12 @@ class ProcessGroup(dist.ProcessGroup):
     Args:
         group: the connections; other process groups may share them.
         rank, size: as in the group.
+
+    Attributes:
+        accelerated: torch's process group of the same members on an accelerator, to which collectives then go.
     """
+
+    accelerated: Any = None
 
     def __init__(self, group: PeerGroup, rank: int, size: int) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -267,6 +273,17 @@ def _collective(name: str) -> Callable[..., Collective]:
     return start
 
 
+def _accelerable(name: str, start: Callable[..., Any]) -> Callable[..., Any]:
+    def begin(self: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        return (
+            start(self, *args, **kwargs)
+            if self.accelerated is None
+            else getattr(self.accelerated, name)(*args, **kwargs)
+        )
+
+    return begin
+
+
 def _message(name: str) -> Callable[..., PeerMessage]:
     def start(self: ProcessGroup, *args: Any, **kwargs: Any) -> PeerMessage:
         return PeerMessage(getattr(self._inner, name)(*args, **kwargs), self._peers)
@@ -276,10 +293,10 @@ def _message(name: str) -> Callable[..., PeerMessage]:
 
 for _name in COLLECTIVES:
     if hasattr(dist.ProcessGroup, _name):
-        setattr(ProcessGroup, _name, _collective(_name))
+        setattr(ProcessGroup, _name, _accelerable(_name, _collective(_name)))
 for _name in MESSAGES:
     setattr(ProcessGroup, _name, _message(_name))
 for _name in REDUCE_SCATTERS:
-    setattr(ProcessGroup, _name, ProcessGroup.reduce_scatter_one)
+    setattr(ProcessGroup, _name, _accelerable(_name, ProcessGroup.reduce_scatter_one))
 for _name in COALESCED_REDUCE_SCATTERS:
-    setattr(ProcessGroup, _name, ProcessGroup.reduce_scatter_all)
+    setattr(ProcessGroup, _name, _accelerable(_name, ProcessGroup.reduce_scatter_all))

@@ -161,7 +161,7 @@ class ReplicaStep(Generic[_Sums]):
         engine.fault("reduce", engine.step)
         run_released(model.gradients.reduce)
         fabric.arrive(self._device)
-        if self._device.type == "cuda":
+        if fabric.accelerated:
             engine.check()
         engine.fault("reduced", engine.step)
 
