@@ -45,6 +45,7 @@ from unicron_lightning.strategies.state import join_state
 from unicron_lightning.strategies.state.checkpointing import ReportedCheckpoints
 from unicron_lightning.strategies.state.comparison import Comparison
 from unicron_lightning.strategies.state.memory import StateMemory
+from unicron_lightning.strategies.state.persisting import Persisting
 from unicron_lightning.worker.checkpoint_files import located
 from unicron_lightning.worker.control.statistics import Summary
 from unicron_lightning.worker.engine import Engine, World
@@ -69,6 +70,7 @@ class FaultTolerantStrategy(CollectingStrategy):
         comparison: this worker's description of itself.
         reported: checkpoints that the coordinator knows.
         memory: states in the agents' memory.
+        persisting: checkpoints that are written beside the training.
         loaders: the run's data loaders.
         seed: the task's.
     """
@@ -84,6 +86,7 @@ class FaultTolerantStrategy(CollectingStrategy):
         self.comparison = Comparison(self, active=compare)
         self.reported = ReportedCheckpoints()
         self.memory = StateMemory(self)
+        self.persisting = Persisting(self)
         self._num_micro_batches = num_micro_batches
         self._shape: StepShape | None = None
         self._session: Session | None = None
@@ -322,14 +325,18 @@ class FaultTolerantStrategy(CollectingStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         path = located(filepath)
-        if self._trainer is not None and "optimizer_states" in checkpoint:
-            checkpoint[join_state.LOGGED] = join_state.logged(self._trainer)
-            # Empty, and refused by Lightning's own strategies, whose loaders have none.
-            checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
+        self.complete(checkpoint)
         with self.engine.activity.during("checkpoint"):
             digest = self.parallelism.checkpoints.save(checkpoint, path, storage_options)
         if digest is not None:
             self.reported.report(self.engine, checkpoint, path, digest)
+
+    def complete(self, checkpoint: dict[str, Any]) -> None:
+        """Add to Lightning's checkpoint of a fit the values logged in its epoch."""
+        if self._trainer is not None and "optimizer_states" in checkpoint:
+            checkpoint[join_state.LOGGED] = join_state.logged(self._trainer)
+            # Empty, and refused by Lightning's own strategies, whose loaders have none.
+            checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -382,6 +389,7 @@ class FaultTolerantStrategy(CollectingStrategy):
             self._end_collectives(self._session)
         self.parallelism.close()
         self.memory.close()
+        self.persisting.close(whole=not self._broken_off)
         self.loaders.close()
         self._last_batch = None
         super().teardown()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
+from unicron_lightning.checkpoints.index import is_folder, read_rest
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.fsdp import folder
 from unicron_lightning.fsdp.mesh import reshard
@@ -121,16 +122,13 @@ class ShardedCheckpoints(SingleFileCheckpoints):
         self._opened = None
         if "://" in str(path) or not Path(path).is_dir():
             return super().load(path, read)
-        if not folder.is_folder(path):
+        if not is_folder(path):
             raise ConfigError(f"checkpoint {str(path)!r}: expected a file, or a folder with .metadata and meta.pt")
         self._opened = Path(path)
 
-        def rest() -> dict[str, Any]:
-            found = folder.read_rest(Path(path))
-            trained: dict[str, Any] = {"optimizer_states": [{}]} if "lr_schedulers" in found else {}
-            return {**found, "state_dict": {}, **trained}
-
-        return super().load(path, rest)
+        found = read_rest(Path(path))
+        trained: dict[str, Any] = {"optimizer_states": [{}]} if "lr_schedulers" in found else {}
+        return self.converted({**found, "state_dict": {}, **trained})
 
     def load_model(self, checkpoint: Any, load: Callable[[], None]) -> None:
         """Take this worker's shards of whole tensors, or from the folder; a joiner's checkpoint has none."""

@@ -15,11 +15,13 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.plugins.io.async_plugin import AsyncCheckpointIO
 
 from unicron_lightning import wire
+from unicron_lightning.checkpoints.index import is_folder, read_checkpoint
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies.parallelism import CheckpointStore
 from unicron_lightning.strategies.state import join_state
 from unicron_lightning.strategies.state.resuming import newest
 from unicron_lightning.worker.checkpoint_files import HashingFile, OpenCheckpoint, digest_of
+from unicron_lightning.worker.control.thread import Control
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.operations import LeaderAction, unpack_parts
 
@@ -53,8 +55,11 @@ class SingleFileCheckpoints(CheckpointStore):
         return unpack_parts(strategy.engine.run(LeaderAction("save_checkpoint", write)))[0].decode()
 
     def load(self, path: Any, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the checkpoint; one of another strategy counts steps from now on."""
-        checkpoint = read()
+        """Return the checkpoint, a file or a folder; one of another strategy counts steps from now on."""
+        return self.converted(read_checkpoint(path) if is_folder(path) else read())
+
+    def converted(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Return a checkpoint with counts of steps."""
         if not {join_state.LOGGED, join_state.WHOLE} & checkpoint.keys():
             count_steps(checkpoint, self._strategy.shape.accumulation)
         return checkpoint
@@ -79,9 +84,13 @@ class ReportedCheckpoints:
         if not digest:
             logger.warning("checkpoint_not_reported path=%s reason=it cannot be read after writing", path)
             return
-        step = int(checkpoint["global_step"])
-        self.saved[path] = wire.CheckpointSaved(worker=control.worker, path=path, step=step, digest=digest)
-        control.send(self.saved[path])  # from all: the first may die now
+        self.written(control, path, int(checkpoint["global_step"]), digest)
+
+    def written(self, control: Control | None, path: str, step: int, digest: str) -> None:
+        """Report a complete checkpoint; for all workers, as the first may die now."""
+        if control is not None:
+            self.saved[path] = wire.CheckpointSaved(worker=control.worker, path=path, step=step, digest=digest)
+            control.send(self.saved[path])
 
     def readable(self, path: Any) -> Any:
         """Return the path under which a checkpoint is read: one that was checked is held open."""

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.fsdp import fully_shard
 
+from unicron_lightning.checkpoints.index import is_folder, read_rest
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.fsdp import folder
 from unicron_lightning.fsdp.export import export_checkpoint
@@ -48,7 +49,7 @@ def test_a_folder_replaces_another_checkpoint(tmp_path: Path) -> None:
     path.write_text("old")
     for _ in range(2):
         alone(path)
-    assert folder.is_folder(path)
+    assert is_folder(path)
     assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
 
 
@@ -115,7 +116,7 @@ def test_nothing_in_a_changed_checkpoint_is_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"meta\.pt' cannot be read as plain data"):
         export_checkpoint(path, tmp_path / "x.ckpt")
     with pytest.raises(pickle.UnpicklingError):
-        folder.read_rest(path)
+        read_rest(path)
     (path / folder.REST).write_bytes(rest)
     (path / ".metadata").write_bytes(pickle.dumps(trap))
     for read in (

@@ -39,6 +39,7 @@ SETTINGS = {
     "precision": None,
     "fused": False,  # AdamW, fused
     "compile": False,  # compile the module's net
+    "beside": False,  # checkpoints by UnicronCheckpoint, instead of ModelCheckpoint
     "memory": None,  # [every_n_steps, partners] of MemoryCheckpoint
     "fill": 0.0,  # part of the accelerator's memory that each worker holds
     "assert_at": None,  # [rank, step] of a single device-side assertion

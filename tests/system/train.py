@@ -354,7 +354,9 @@ def main() -> None:
     if settings["compile"]:
         module.net.compile()
     filled = fill(settings["fill"])
-    checkpoints = ModelCheckpoint(folder / "checkpoints", save_last=True, monitor="val", save_top_k=settings["keep"])
+    checkpoints = saver(settings, alone)(
+        folder / "checkpoints", save_last=True, monitor="val", save_top_k=settings["keep"]
+    )
     trainer = pl.Trainer(
         strategy=pl_strategy(settings["rebalance"]),
         accelerator=settings["accelerator"],
@@ -393,6 +395,13 @@ def injection(settings: dict[str, Any]) -> list[pl.Callback]:
         return []
     texts, memory = settings.get("faults", []), settings.get("memory")
     return [*([FaultInjection(texts)] if texts else []), *([MemoryCheckpoint(*memory)] if memory else [])]
+
+
+def saver(settings: dict[str, Any], alone: bool) -> Any:
+    """The class of the callback that saves."""
+    from unicron_lightning.callbacks import UnicronCheckpoint
+
+    return UnicronCheckpoint if settings.get("beside") and not alone else ModelCheckpoint
 
 
 def pl_strategy(rebalance: bool) -> Any:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import pickle
 import uuid
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from unicron_lightning.checkpoints.index import REST, is_folder, read_checkpoint
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.fsdp import folder
 
 SAFETENSORS: Final = ".safetensors"
 OWN: Final = ("unicron_logged", "unicron_state")
@@ -58,14 +59,9 @@ def export_checkpoint(checkpoint: Path, output: Path, *, batches: int = 1) -> in
 
 
 def _folder(path: Path, *, model_only: bool) -> dict[str, Any]:
-    if not folder.is_folder(path):
+    if not is_folder(path):
         raise ConfigError(f"{str(path)!r} is no checkpoint: expected a file, or a folder with .metadata and meta.pt")
-    content = _plain(path / folder.REST, folder.read_rest, path)
-    state = folder.read_whole(path, {folder.MODEL} if model_only else None)
-    content["state_dict"] = state[folder.MODEL]
-    if folder.OPTIMIZER in state:
-        content["optimizer_states"] = [_numbered(state[folder.OPTIMIZER])]
-    return content
+    return _plain(path / REST, partial(read_checkpoint, model_only=model_only), path)
 
 
 def _file(path: Path) -> dict[str, Any]:
@@ -88,17 +84,6 @@ def _plain(name: Path, read: Callable[[Path], Any], path: Path) -> dict[str, Any
     if not isinstance(content, dict):
         raise ConfigError(f"{str(name)!r} holds {type(content).__name__}; expected Lightning's dict")
     return content
-
-
-def _numbered(state: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state by parameters' numbers, as `torch.optim` has it, from one by names."""
-    groups = state["param_groups"]
-    names = [name for group in groups for name in group["params"]]
-    numbers = {name: number for number, name in enumerate(names)}
-    return {
-        "state": {numbers[name]: values for name, values in state.get("state", {}).items()},
-        "param_groups": [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups],
-    }
 
 
 def _count_batches(content: dict[str, Any], batches: int) -> None:

@@ -1,10 +1,7 @@
 """Checkpoints of a sharded model as folders in the format of `torch.distributed.checkpoint`: a file for each shard.
 
-A folder is laid out as Lightning's ModelParallelStrategy does with ``save_distributed_checkpoint=True``: the index has
-the tensors of the module as ``state_dict`` and those of the optimizer, by parameters' names, as ``optimizer_0``; the
-rest of Lightning's checkpoint is in ``meta.pt``. torch's `save` exchanges pickled plans in collectives of all ranks.
-Here each worker plans its own part and describes it in JSON, and the first one writes the index. To read a part needs
-no communication. Workers must share the file system.
+Each worker plans its own part and describes it, and the first one writes the index (`checkpoints.index`). To read a
+part needs no communication. Workers must share the file system.
 """
 
 from __future__ import annotations
@@ -22,51 +19,19 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import metadata as stored
 from torch.distributed.checkpoint._nested_dict import set_element
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.format_utils import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from unicron_lightning.checkpoints import index
+from unicron_lightning.checkpoints.index import MODEL, REST, IndexEntry, WrittenPart
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.fsdp.mesh import local_shard
 from unicron_lightning.fsdp.whole import like, load_optimizer
 from unicron_lightning.worker.checkpoint_folders import INDEX, FolderReader, HashingFiles, PlainObjects
 
-MODEL: Final = "state_dict"
-OPTIMIZER: Final = "optimizer_0"
-REST: Final = "meta.pt"
-
-
-class _Piece(msgspec.Struct, frozen=True):
-    """An entry of the index: a shard of a tensor, a whole tensor, or, without ``dtype``, another object."""
-
-    name: str
-    file: str
-    start: int
-    length: int
-    dtype: str | None = None
-    whole: tuple[int, ...] = ()
-    offsets: tuple[int, ...] = ()
-    sizes: tuple[int, ...] = ()
-
-    @property
-    def index(self) -> stored.MetadataIndex:
-        return stored.MetadataIndex(self.name, None if self.dtype is None else self.offsets)
-
-
-class _Part(msgspec.Struct, frozen=True):
-    """A worker's part of a folder, with the digests of its files."""
-
-    pieces: list[_Piece]
-    digests: dict[str, str]
-
-
-def is_folder(path: str | Path) -> bool:
-    """Whether a checkpoint is a folder in this format."""
-    return (Path(path) / INDEX).is_file() and (Path(path) / REST).is_file()
+OPTIMIZER: Final = index.OPTIMIZER + "0"
 
 
 def begin_folder(folder: Path) -> None:
@@ -97,7 +62,7 @@ def write_part(folder: Path, module: nn.Module, optimizer: Optimizer | None, sha
     plan = writer.prepare_global_plan([*before, dataclasses.replace(plan, items=list(items.values()))])[shard]
     results = writer.write_data(plan, planner).wait()
     pieces = [_piece(items[result.index], result) for result in results]
-    return msgspec.json.encode(_Part(pieces, files.digests))
+    return msgspec.json.encode(WrittenPart(pieces, files.digests))
 
 
 def finish_folder(
@@ -115,21 +80,11 @@ def finish_folder(
     Returns:
         Digests of all files, by name.
     """
-    known = [msgspec.json.decode(part, type=_Part) for part in parts]
-    files, writer = HashingFiles(), dcp.FileSystemWriter(folder)
-    writer.fs = files
+    known = [msgspec.json.decode(part, type=WrittenPart) for part in parts]
+    files = HashingFiles()
     pieces = [piece for part in known for piece in part.pieces]
-    entries: dict[str, Any] = {}
-    for piece in pieces:
-        if piece.dtype is None:
-            entries[piece.name] = stored.BytesStorageMetadata()
-            continue
-        properties = stored.TensorProperties(dtype=getattr(torch, piece.dtype))
-        entry = stored.TensorStorageMetadata(properties, torch.Size(piece.whole), [])
-        chunk = stored.ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes))
-        entries.setdefault(piece.name, entry).chunks.append(chunk)
-    found = [WriteResult(p.index, p.length, _StorageInfo(p.file, p.start, p.length)) for p in pieces]
-    writer.finish(stored.Metadata(entries, planner_data=dict(places)), [found])
+    with files.create_stream(folder / INDEX, "wb") as file:
+        file.write(index.encode_index(pieces, places))
     with files.create_stream(folder / REST, "wb") as file:
         torch.save(rest, file)
     _move(folder, target)
@@ -172,10 +127,10 @@ def load_optimizer_part(folder: Path, module: nn.Module, optimizer: Optimizer) -
     """
     names = _group_names(module, optimizer)
     parameters = dict(zip(_flat(names), _parameters(optimizer), strict=True))
-    index = FolderReader(folder).read_metadata()
+    known = FolderReader(folder).read_metadata()
     state: dict[str, Any] = {}
-    for key, entry in index.state_dict_metadata.items():
-        place = (index.planner_data or {}).get(key, ())
+    for key, entry in known.state_dict_metadata.items():
+        place = (known.planner_data or {}).get(key, ())
         if place[:1] == (OPTIMIZER,):
             about = parameters.get(place[2]) if place[1] == "state" else None
             set_element(state, place, _target(entry, about))
@@ -197,44 +152,11 @@ def load_optimizer_part(folder: Path, module: nn.Module, optimizer: Optimizer) -
     load_optimizer(optimizer, {"state": entries, "param_groups": restored}, whole=False)
 
 
-def read_whole(folder: Path, keys: set[str] | None = None) -> dict[str, Any]:
-    """Return the content of a folder's index with whole tensors, in one process.
-
-    Args:
-        folder: the checkpoint.
-        keys: the parts to read, such as `MODEL`; None: all.
-
-    Raises:
-        ConfigError: the index names something that no index needs; torch would report it as another error.
-    """
-    FolderReader(folder).read_metadata()
-    state: dict[str, Any] = {}
-    planner: Any = _Whole
-    _load_state_dict(state, storage_reader=FolderReader(folder), planner=planner(keys), no_dist=True)
-    return state
-
-
-class _Whole(PlainObjects, _EmptyStateDictLoadPlanner):
-    """Makes the whole tensors that the index names."""
-
-
-def read_rest(folder: Path) -> dict[str, Any]:
-    """Return the part of Lightning's checkpoint that is not model or optimizer; it must be plain data."""
-    rest: dict[str, Any] = torch.load(folder / REST, map_location="cpu", weights_only=True)
-    return rest
-
-
 def _named(module: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
     """The state of a module and its optimizer, by names, as torch's `get_optimizer_state_dict` gives it."""
     state: dict[str, Any] = {MODEL: {name: each.detach() for name, each in module.state_dict(keep_vars=True).items()}}
     if optimizer is not None:
-        names, own = _group_names(module, optimizer), optimizer.state_dict()
-        flat = _flat(names)
-        groups = [{**group, "params": own} for group, own in zip(own["param_groups"], names, strict=True)]
-        state[OPTIMIZER] = {
-            "state": {flat[number]: values for number, values in own["state"].items()},
-            "param_groups": groups,
-        }
+        state[OPTIMIZER] = index.by_name(optimizer.state_dict(), _group_names(module, optimizer))
     return state
 
 
@@ -262,13 +184,13 @@ def _is_own(item: WriteItem, shard: int) -> bool:
     return item.tensor_data.chunk.sizes.numel() > 0
 
 
-def _piece(item: WriteItem, result: WriteResult) -> _Piece:
+def _piece(item: WriteItem, result: WriteResult) -> IndexEntry:
     data, at = item.tensor_data, result.storage_data
     place = {"name": item.index.fqn, "file": at.relative_path, "start": at.offset, "length": at.length}
     if data is None:
-        return _Piece(**place)
+        return IndexEntry(**place)
     dtype = str(data.properties.dtype).removeprefix("torch.")
-    return _Piece(
+    return IndexEntry(
         **place,
         dtype=dtype,
         whole=tuple(data.size),

@@ -1,0 +1,108 @@
+"""Lightning's ModelCheckpoint, with checkpoints that are written while training continues."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+from weakref import proxy
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
+from typing_extensions import override
+
+from unicron_lightning.callbacks.strategy import engine_of
+from unicron_lightning.errors import ConfigError
+from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
+
+
+class UnicronCheckpoint(ModelCheckpoint):
+    """Writes the checkpoints of ModelCheckpoint beside the training, by all workers in parallel: see docs/state.md.
+
+    The training thread copies this worker's part into shared memory, and a process of its own writes it. A checkpoint
+    is a folder in the format of `torch.distributed.checkpoint`. Checkpoints that are replaced are removed once their
+    successor is complete. If a save fails, there is a warning and an event, and training continues.
+
+    Args:
+        options: of ModelCheckpoint.
+        partners: workers, on other nodes if there are any, that also hold each part, and write it if its first writer
+            is lost.
+        named_options: of ModelCheckpoint.
+
+    Raises:
+        ConfigError: ``partners`` is negative, or (at the start) the strategy is not ``unicron``.
+    """
+
+    def __init__(self, *options: Any, partners: int = 1, **named_options: Any) -> None:
+        if partners < 0:
+            raise ConfigError(f"UnicronCheckpoint(partners={partners}): expected 0 or more")
+        super().__init__(*options, **named_options)
+        self.partners = partners
+        self._complete = 0
+        """Checkpoints of which the loggers have not been notified."""
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        engine_of(trainer, self)
+        if stage == "fit":
+            _strategy(trainer).persisting.use(self.partners)
+        super().setup(trainer, pl_module, stage)
+
+    @override
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._notify(trainer)
+
+    @override
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._notify(trainer)  # all checkpoints are complete
+
+    @override
+    def file_exists(self, filepath: Any, trainer: pl.Trainer) -> bool:
+        pending = _strategy(trainer).persisting.pending(filepath)
+        there = trainer.is_global_zero and (pending or self._fs.exists(filepath))
+        return trainer.strategy.reduce_boolean_decision(there, all=False)
+
+    @override
+    def _save_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
+        strategy = _strategy(trainer)
+        if strategy.collectives.interrupted():
+            super()._save_checkpoint(trainer, filepath)
+            return
+        strategy.persisting.save(trainer, filepath, weights_only=self.save_weights_only)
+        strategy.persisting.after(self._count)
+        self._last_global_step_saved = trainer.global_step
+        self._last_checkpoint_saved = filepath
+
+    def _link_checkpoint(self, trainer: pl.Trainer, filepath: str, linkpath: str) -> None:  # type: ignore[override]
+        _strategy(trainer).persisting.after(partial(_link, trainer, Path(filepath), Path(linkpath)))
+
+    @override
+    def _remove_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
+        _strategy(trainer).persisting.after(partial(trainer.strategy.remove_checkpoint, filepath))
+
+    def _count(self) -> None:
+        self._complete += 1
+
+    def _notify(self, trainer: pl.Trainer) -> None:
+        complete, self._complete = self._complete, 0
+        if complete and trainer.is_global_zero:
+            for logger in trainer.loggers:
+                logger.after_save_checkpoint(proxy(self))
+
+
+def _link(trainer: pl.Trainer, target: Path, link: Path) -> None:
+    if not trainer.is_global_zero or target.absolute() == link.absolute():
+        return
+    if link.is_dir() and not link.is_symlink():
+        shutil.rmtree(link)
+    else:
+        link.unlink(missing_ok=True)
+    link.symlink_to(os.path.relpath(target, link.parent))
+
+
+def _strategy(trainer: pl.Trainer) -> FaultTolerantStrategy:
+    strategy = trainer.strategy
+    assert isinstance(strategy, FaultTolerantStrategy)
+    return strategy

@@ -1,0 +1,248 @@
+"""Checkpoints that are written while training continues, by processes of their own, from copies in shared memory.
+
+All members call `Persisting.save` at the same place. They agree on the members that write the version, copy their parts
+and return. A version is complete when its folder is at its path; each worker then reports it. A failure is a warning
+and an event, and leaves the version before it in place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import logging
+import threading
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import lightning.pytorch as pl
+import msgspec
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+from unicron_lightning.checkpoints.client import IN_FLIGHT, SharedBuffer, WriterProcess
+from unicron_lightning.checkpoints.division import aligned, divide, writers
+from unicron_lightning.checkpoints.index import MODEL, OPTIMIZER, by_name
+from unicron_lightning.checkpoints.messages import StagedPart, StagedTensor, WriteVersion
+from unicron_lightning.checkpoints.version import tensor_in
+from unicron_lightning.errors import ConfigError
+from unicron_lightning.worker.checkpoint_files import located
+from unicron_lightning.worker.operations import Agreement, pack_parts, unpack_parts
+
+if TYPE_CHECKING:
+    from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
+
+logger = logging.getLogger(__name__)
+
+WRITE_SECONDS: Final = 600.0
+"""Time limit of a version; a save waits as long if two versions before it are not finished."""
+_BROKEN_OFF_SECONDS: Final = 10.0
+"""Seconds for which a run that an exception has ended waits for its checkpoints."""
+
+
+@dataclass
+class _Saved:
+    """A version, from its staging on."""
+
+    path: str
+    step: int
+    reports: bool
+    state: str = "pending"
+    then: list[Callable[[], None]] = field(default_factory=list)
+
+
+class Persisting:
+    """This worker's part in writing checkpoints.
+
+    Args:
+        strategy: provides engine, state and reports.
+    """
+
+    def __init__(self, strategy: FaultTolerantStrategy) -> None:
+        self._strategy = strategy
+        self._writer: WriterProcess | None = None
+        self._partners = 0
+        self._lock = threading.Lock()
+        self._saved: list[_Saved] = []
+        self._number = 0
+
+    def use(self, partners: int) -> None:
+        """Start this worker's writer.
+
+        Args:
+            partners: workers that also hold each part, and write it if its first writer is lost.
+
+        Raises:
+            ConfigError: the strategy divides the model between workers.
+        """
+        if not self._strategy.parallelism.whole:
+            raise ConfigError(
+                f'UnicronCheckpoint needs Trainer(strategy="unicron"), found strategy='
+                f"{self._strategy.strategy_name!r}; use ModelCheckpoint there"
+            )
+        self._partners = max(partners, self._partners)
+        if self._writer is None:
+            self._writer = WriterProcess(self._members)
+
+    def save(self, trainer: pl.Trainer, path: Any, *, weights_only: bool) -> None:
+        """Stage a checkpoint and have it written; for all members together."""
+        strategy, engine, writer = self._strategy, self._strategy.engine, self._writer
+        assert writer is not None, "use() first"
+        with engine.activity.during("checkpoint"):
+            workers, nodes, rank, name = self._agree()
+            checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only)
+            strategy.complete(checkpoint)
+            saved = _Saved(located(path), int(checkpoint["global_step"]), "optimizer_states" in checkpoint)
+            self._number += 1
+            holders = [writers(nodes, part, self._partners) for part in range(len(nodes))]
+            order = WriteVersion(
+                number=self._number, name=name, path=saved.path, rank=rank, holders=holders, seconds=WRITE_SECONDS
+            )
+            buffers: list[SharedBuffer] = []
+            try:
+                if not writer.wait(IN_FLIGHT - 1, WRITE_SECONDS):
+                    raise OSError(f"{IN_FLIGHT} versions before it are not finished")
+                order, buffers = stage(writer.buffer, order, self._content(checkpoint))
+            except (OSError, MemoryError, ValueError, RuntimeError) as error:
+                order, buffers = msgspec.structs.replace(order, error=str(error)[:500] or repr(error)), []
+            with self._lock:
+                self._saved.append(saved)
+            writer.write(order, workers, buffers, lambda digest, error: self._outcome(saved, digest, error))
+
+    def pending(self, path: Any) -> bool:
+        """Whether a version is being written to this path."""
+        with self._lock:
+            return any(each.path == located(path) and each.state == "pending" for each in self._saved)
+
+    def after(self, action: Callable[[], None]) -> None:
+        """Act once the newest version is complete and those before it are finished; not if the newest one fails."""
+        with self._lock:
+            if self._saved:
+                self._saved[-1].then.append(action)
+                return
+        action()
+
+    def close(self, *, whole: bool) -> None:
+        """End a run: wait for the versions, if no exception has ended it, and end the writer."""
+        if self._writer is not None:
+            self._writer.close(WRITE_SECONDS if whole else _BROKEN_OFF_SECONDS)
+            self._writer = None
+        self._saved.clear()
+
+    # ---- parts of a save
+
+    def _agree(self) -> tuple[list[str], list[str], int, str]:
+        """Agree on the writers of a version.
+
+        A failure may be known to some members only. The result of an operation is the same on all.
+
+        Returns:
+            Workers and nodes by rank, this worker's rank, and the version's name.
+        """
+        engine = self._strategy.engine
+        own = "" if engine.control is None else engine.control.worker
+
+        def about(rank: int) -> bytes:
+            return msgspec.json.encode([own, engine.world.nodes[rank] if engine.world.nodes else ""])
+
+        result = engine.run(Agreement("checkpoint_writers", about))
+        members = [msgspec.json.decode(part, type=tuple[str, str]) for part in unpack_parts(result)]
+        workers = [worker for worker, _ in members]
+        name = f"{engine.position}-{hashlib.sha256(result).hexdigest()[:12]}"
+        return workers, [node for _, node in members], workers.index(own), name
+
+    def _content(self, checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the state for the index, nested, and the rest of the checkpoint."""
+        state: dict[str, Any] = {MODEL: checkpoint["state_dict"]}
+        names = {id(each): name for name, each in self._strategy.module.named_parameters()}
+        optimizers = checkpoint.get("optimizer_states", [])
+        for number, (own, optimizer) in enumerate(zip(optimizers, self._strategy.optimizers, strict=False)):
+            groups = [
+                [names.get(id(each), f"{at}.{place}") for place, each in enumerate(group["params"])]
+                for at, group in enumerate(optimizer.param_groups)
+            ]
+            state[f"{OPTIMIZER}{number}"] = by_name(own, groups)
+        return state, {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+
+    # ---- called by the writer's thread
+
+    def _members(self) -> Collection[str] | None:
+        control = self._strategy.engine.control
+        latest = None if control is None else control.latest
+        return None if latest is None else {member.worker for member in latest.members}
+
+    def _outcome(self, saved: _Saved, digest: str, error: str) -> None:
+        strategy, control = self._strategy, self._strategy.engine.control
+        if digest and saved.reports:
+            strategy.reported.written(control, saved.path, saved.step, digest)
+        elif error:
+            logger.warning("checkpoint_failed path=%s step=%d error=%s", saved.path, saved.step, error)
+            if control is not None and strategy.engine.world.rank == 0:
+                control.event("checkpoint_failed", path=saved.path, step=saved.step, error=error[:500])
+        with self._lock:
+            saved.state = "complete" if digest else "failed"
+            finished = []
+            while self._saved and self._saved[0].state != "pending":
+                finished.append(self._saved.pop(0))
+        for each in finished:
+            if each.state == "complete":
+                for action in each.then:
+                    action()
+
+
+def stage(
+    memory: Callable[[int], SharedBuffer], order: WriteVersion, content: tuple[dict[str, Any], dict[str, Any]]
+) -> tuple[WriteVersion, list[SharedBuffer]]:
+    """Copy the parts that a rank holds.
+
+    Args:
+        memory: returns memory of a size.
+        order: without its parts.
+        content: state for the index, and the rest of Lightning's checkpoint.
+
+    Raises:
+        OSError: there is not enough memory.
+    """
+    state, rest = content
+    flat, places = flatten_state_dict(state)
+    tensors = {name: each.detach() for name, each in flat.items() if _is_plain(each)}
+    objects = {name: _saved_bytes(each) for name, each in flat.items() if name not in tensors}
+    named = list(tensors.items())
+    parts = divide([(each.shape, each.element_size()) for _, each in named], len(order.holders))
+    staged, buffers = [], []
+    for part, holders in enumerate(order.holders):
+        if order.rank in holders:
+            pieces, size = [], 0
+            for rows in parts[part]:
+                name, tensor = named[rows.tensor]
+                offsets, sizes = rows.place(tensor.shape)
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                pieces.append((StagedTensor(name, dtype, tuple(tensor.shape), offsets, sizes, size), rows, tensor))
+                size += aligned(torch.Size(sizes).numel() * tensor.element_size())
+            buffer = memory(size)
+            for piece, rows, tensor in pieces:
+                source = tensor[rows.first : rows.end] if tensor.dim() and tensor.numel() else tensor
+                tensor_in(buffer.memory, piece).copy_(source)
+            staged.append(StagedPart(part, [piece for piece, _, _ in pieces]))
+            buffers.append(buffer)
+    packed = pack_parts([_saved_bytes(rest), *objects.values()])
+    buffer = memory(len(packed))
+    buffer.memory[: len(packed)] = packed
+    order = msgspec.structs.replace(
+        order,
+        parts=staged,
+        objects=list(objects),
+        places={name: list(place) for name, place in places.items()},
+    )
+    return order, [*buffers, buffer]
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized
+
+
+def _saved_bytes(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()

@@ -1,0 +1,141 @@
+"""UnicronCheckpoint: versions are written beside the training, whatever dies meanwhile."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from system.cluster import Cluster, Note
+from system.judge import Reference, check_exact
+from torch.distributed import checkpoint as dcp
+
+from unicron_lightning.checkpoints.index import is_folder
+from unicron_lightning.fsdp.export import export_checkpoint
+from unicron_lightning.worker.checkpoint_files import digest_of
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(420)]
+
+SETTINGS = {"pace": 0.05, "epochs": 5, "keep": -1, "beside": True}
+LAST = 50
+"""Steps of five epochs."""
+
+
+def writer_of(pid: int) -> int:
+    """The writer of a worker."""
+    for folder in Path("/proc").iterdir():
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+        except (OSError, NotADirectoryError):
+            continue
+        if b"unicron_lightning.checkpoints.writer" in words and str(pid).encode() in words:
+            return int(folder.name)
+    raise AssertionError(f"{pid} has no writer")
+
+
+def saved_at(cluster: Cluster, step: int) -> list[dict[str, Any]]:
+    """Reported checkpoints of a step."""
+    return [event for event in cluster.events("checkpoint_saved") if event["step"] == step]
+
+
+def stop_a_writer_before_the_second_save(cluster: Cluster, rank: int) -> tuple[Note, int]:
+    """Stop a rank's writer, and wait until the others have written their parts of step 20."""
+    cluster.watch(lambda: len(saved_at(cluster, 10)) == 2, "the first checkpoints", 180)
+    worker = next(line for line in cluster.world() if line["rank"] == rank)
+    writer = writer_of(worker["pid"])
+    os.kill(writer, signal.SIGSTOP)
+
+    def begun() -> bool:
+        folders = list((cluster.folder / "checkpoints").glob("*step=20*.unfinished"))
+        return bool(folders) and len(list(folders[0].glob("part-*"))) == 2
+
+    cluster.watch(begun, "the parts of the others", 60)
+    assert not saved_at(cluster, 20)
+    return worker, writer
+
+
+def check_last(folder: Path) -> None:
+    """Plain torch, in one process, reads the last checkpoint; it exports to safetensors."""
+    path = folder / "checkpoints" / "last.ckpt"
+    assert is_folder(path)
+    ends = [numpy.load(each) for each in folder.glob("final-*.npz")]
+    names = [name for name in ends[0] if name.startswith("net.")]
+    state = {"state_dict": {name: torch.zeros_like(torch.from_numpy(ends[0][name])) for name in names}}
+    dcp.load(state, checkpoint_id=path)
+    for name in names:
+        assert numpy.array_equal(state["state_dict"][name].numpy(), ends[0][name]), name
+    export_checkpoint(path, folder / "last.safetensors")
+    export_checkpoint(path, folder / "one.ckpt")
+    content = torch.load(folder / "one.ckpt", weights_only=True)
+    assert content["global_step"] == LAST
+    assert int(content["optimizer_states"][0]["state"][0]["step"]) == LAST
+
+
+@pytest.mark.filterwarnings("ignore:.*to load in a single process")
+def test_three_write_and_two_resume(tmp_path: Path, reference: Reference) -> None:
+    """All workers die, and one node with its agent."""
+    faults = ["kill agent rank=2 step=27 micro_batch=0", *(f"kill rank={r} step=27 micro_batch=0" for r in range(2))]
+    schedule = [{"world": 3, "step": 27, "faults": faults}]
+    with Cluster(tmp_path, schedule=schedule, settings={**SETTINGS, "full": 0}, leaves="agent-*/socket") as cluster:
+        cluster.watch(lambda: len(saved_at(cluster, 20)) == 2, "the checkpoints of step 20", 180)
+        dead = cluster.watch(lambda: [n for n, agent in cluster.agents.items() if agent.poll() is not None], "it", 60)
+        for node in dead:
+            cluster.agents.pop(node)
+        cluster.wait_end(linger=True)
+    assert min(line["step"] for line in cluster.notes("step", life=2)) == 20
+    assert {line["world"] for line in cluster.notes("step", life=2)} == {2}
+    path = tmp_path / "checkpoints" / "epoch=1-step=20.ckpt"
+    assert len(list(path.glob("__*.distcp"))) == 3, "each worker has written its part"
+    assert digest_of(str(path)) == next(event["digest"] for event in saved_at(cluster, 20) if "epoch" in event["path"])
+    assert not list((tmp_path / "checkpoints").glob("*.unfinished"))
+    check_exact(tmp_path, reference, workers=2)
+    check_last(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:.*to load in a single process")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_dies_with_its_writer(tmp_path: Path, reference: Reference, rank: int) -> None:
+    """Another holder writes its part."""
+    with Cluster(tmp_path, settings=SETTINGS) as cluster:
+        worker, _ = stop_a_writer_before_the_second_save(cluster, rank)
+        os.kill(worker["pid"], signal.SIGKILL)
+        cluster.watch(lambda: saved_at(cluster, 20), "a checkpoint of step 20", 30)
+        cluster.wait_end(linger=True)
+    path = tmp_path / "checkpoints" / "epoch=1-step=20.ckpt"
+    assert (path / f"__{rank}_{(rank + 1) % 3}.distcp").exists()
+    assert digest_of(str(path)) == next(event["digest"] for event in saved_at(cluster, 20) if "epoch" in event["path"])
+    assert not cluster.events("worker.checkpoint_failed")
+    check_exact(tmp_path, reference, workers=3)
+    check_last(tmp_path)
+
+
+def test_a_writer_dies(tmp_path: Path, reference: Reference) -> None:
+    with Cluster(tmp_path, settings=SETTINGS) as cluster:
+        worker, writer = stop_a_writer_before_the_second_save(cluster, 1)
+        os.kill(writer, signal.SIGKILL)
+        cluster.watch(lambda: saved_at(cluster, 20), "a checkpoint of step 20", 30)
+        assert writer_of(worker["pid"]) != writer
+        cluster.wait_end(linger=True)
+    assert len(cluster.notes("begin")) == 3, "no worker has died"
+    assert (tmp_path / "checkpoints" / "epoch=1-step=20.ckpt" / "__1_1.distcp").exists()
+    check_exact(tmp_path, reference, workers=3)
+
+
+def test_a_save_that_fails_fails_no_step(tmp_path: Path, reference: Reference) -> None:
+    folder = tmp_path / "checkpoints"
+    with Cluster(tmp_path, settings=SETTINGS) as cluster:
+        cluster.watch(lambda: len(saved_at(cluster, 10)) == 2, "the first checkpoints", 180)
+        folder.rename(tmp_path / "away")
+        folder.touch()  # no folder any more
+        cluster.watch(lambda: cluster.events("worker.checkpoint_failed"), "the failure", 60)
+        folder.unlink()
+        (tmp_path / "away").rename(folder)
+        cluster.watch(lambda: saved_at(cluster, 30), "the next checkpoint", 60)
+        cluster.wait_end(linger=True)
+    assert {event["step"] for event in cluster.events("worker.checkpoint_failed")} == {20}
+    assert len(cluster.notes("begin")) == 3
+    check_exact(tmp_path, reference, workers=3)

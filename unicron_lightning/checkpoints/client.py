@@ -1,0 +1,226 @@
+"""A worker's side of its writer: the process, the shared memory, and the versions that are being written.
+
+The training thread copies into shared memory and returns. A thread of its own sends orders to the writer, reports ranks
+that are no longer members, and receives the outcomes. A writer that ends is started again, with the versions that it
+has not finished.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import queue
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from unicron_lightning.checkpoints.messages import Channel, ToWorker, VersionWritten, WritersGone, WriteVersion
+from unicron_lightning.shared_memory import allocate
+
+logger = logging.getLogger(__name__)
+
+IN_FLIGHT: Final = 2
+"""Versions that are written at a time; a further one waits."""
+_LOOK_SECONDS: Final = 0.2
+"""Seconds between two looks at the members."""
+_STARTS: Final = 3
+"""Starts of the writer after which unfinished versions fail."""
+_END_SECONDS: Final = 10.0
+
+
+@dataclass(frozen=True)
+class SharedBuffer:
+    """Shared memory of one part, used again for later versions: new memory costs as much time as the copy."""
+
+    descriptor: int
+    memory: mmap.mmap
+
+    def release(self) -> None:
+        """Return the memory to the system once no process holds it."""
+        os.close(self.descriptor)
+
+
+@dataclass
+class _Version:
+    """A version that is being written."""
+
+    order: WriteVersion
+    workers: Sequence[str]
+    buffers: Sequence[SharedBuffer]
+    outcome: Callable[[str, str], None]
+    gone: set[int] = field(default_factory=set)
+    starts: int = 0
+
+
+class WriterProcess:
+    """The writer of this worker.
+
+    Args:
+        members: returns the present members of the task; None: not known.
+    """
+
+    def __init__(self, members: Callable[[], Collection[str] | None]) -> None:
+        self._members = members
+        self._condition = threading.Condition()
+        self._versions: dict[int, _Version] = {}
+        self._orders: queue.SimpleQueue[_Version | None] = queue.SimpleQueue()
+        self._free: list[SharedBuffer] = []
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: Channel | None = None
+        self._wake_read, self._wake_write = os.pipe()
+        self._thread = threading.Thread(target=self._run, name="unicron-checkpoints", daemon=True)
+        self._thread.start()
+
+    # ---- called by the training thread
+
+    def buffer(self, size: int) -> SharedBuffer:
+        """Return memory of at least this size.
+
+        Raises:
+            OSError: there is not enough.
+        """
+        with self._condition:
+            fitting = [each for each in self._free if size <= len(each.memory) <= 2 * size + mmap.PAGESIZE]
+            if fitting:
+                best = min(fitting, key=lambda each: len(each.memory))
+                self._free.remove(best)
+                return best
+        return SharedBuffer(*allocate(max(1, size)))
+
+    def wait(self, versions: int, seconds: float) -> bool:
+        """Wait until at most so many versions are unfinished; return whether that is so."""
+        with self._condition:
+            return self._condition.wait_for(lambda: len(self._versions) <= versions, seconds)
+
+    def write(
+        self,
+        order: WriteVersion,
+        workers: Sequence[str],
+        buffers: Sequence[SharedBuffer],
+        outcome: Callable[[str, str], None],
+    ) -> None:
+        """Have a version written.
+
+        Args:
+            order: for the writer.
+            workers: that write the version, by rank.
+            buffers: memories of the order.
+            outcome: called from another thread with the digest, or an error.
+        """
+        version = _Version(order, workers, buffers, outcome)
+        with self._condition:
+            self._versions[order.number] = version
+        self._orders.put(version)
+        os.write(self._wake_write, b"x")
+
+    def close(self, seconds: float) -> None:
+        """Wait for the unfinished versions, then end the writer."""
+        if not self.wait(0, seconds):
+            logger.warning("checkpoints_not_finished versions=%d seconds=%g", len(self._versions), seconds)
+        self._orders.put(None)
+        os.write(self._wake_write, b"x")
+        self._thread.join()
+        for each in [*self._free, *(each for version in self._versions.values() for each in version.buffers)]:
+            each.release()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        self._start()  # before the first version, as imports take seconds
+        while True:
+            waits: list[Any] = [self._wake_read, *([] if self._channel is None else [self._channel])]
+            ready, _, _ = select.select(waits, [], [], _LOOK_SECONDS if self._versions else None)
+            if self._wake_read in ready:
+                os.read(self._wake_read, 4096)
+            try:
+                while not self._orders.empty():
+                    version = self._orders.get()
+                    if version is None:
+                        self._stop()
+                        return
+                    self._send(version)
+                self._report_gone()
+                if self._channel in ready:
+                    self._receive()
+            except OSError as error:
+                self._start_again(str(error))
+
+    def _start(self) -> None:
+        own, other = socket.socketpair()
+        words = [sys.executable, "-m", "unicron_lightning.checkpoints.writer", f"{os.getpid()}", f"{other.fileno()}"]
+        environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1"}
+        with other:
+            passed, nothing = [other.fileno()], subprocess.DEVNULL
+            self._process = subprocess.Popen(words, pass_fds=passed, env=environment, stdin=nothing)
+        self._channel = Channel(own, ToWorker)
+
+    def _stop(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        if self._process is not None:
+            try:
+                self._process.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            self._process = None
+
+    def _send(self, version: _Version) -> None:
+        if self._channel is None:
+            self._start()
+        assert self._channel is not None
+        version.starts += 1
+        self._channel.send(version.order, [each.descriptor for each in version.buffers])
+
+    def _report_gone(self) -> None:
+        present = self._members() if self._versions else None
+        if present is None or self._channel is None:
+            return
+        for number, version in list(self._versions.items()):
+            gone = {rank for rank, worker in enumerate(version.workers) if worker not in present} - version.gone
+            if gone:
+                version.gone |= gone
+                self._channel.send(WritersGone(number=number, ranks=sorted(version.gone)))
+
+    def _receive(self) -> None:
+        assert self._channel is not None
+        received = self._channel.receive()
+        if received is None:
+            raise OSError("the writer has ended")
+        message, _ = received
+        version = self._versions.get(message.number)
+        if version is not None:
+            written = isinstance(message, VersionWritten)
+            self._finish(version, message.digest if written else "", "" if written else message.error)
+
+    def _finish(self, version: _Version, digest: str, error: str) -> None:
+        version.outcome(digest, error)
+        with self._condition:
+            self._versions.pop(version.order.number, None)
+            self._free.extend(version.buffers)
+            while len(self._free) > len(version.buffers) * IN_FLIGHT:
+                self._free.pop(0).release()
+            self._condition.notify_all()
+
+    def _start_again(self, why: str) -> None:
+        """Replace a writer that has ended; its versions are written by the next one."""
+        self._stop()
+        logger.warning("checkpoint_writer_ended reason=%s versions=%d", why, len(self._versions))
+        time.sleep(_LOOK_SECONDS)
+        for version in list(self._versions.values()):
+            if version.starts >= _STARTS:
+                self._finish(version, "", f"the writer has ended {version.starts} times")
+            elif version.starts:
+                self._orders.put(version)
+                version.gone.clear()
+        os.write(self._wake_write, b"x")

@@ -1,0 +1,181 @@
+"""One version of a checkpoint as its writers see it: each writes its part, and one the index, without any collective.
+
+The files in the storage are all that the writers know of each other, beside the ranks that their workers report as
+gone. A part that is not described is written by the first of its holders that is not gone, and the first rank that is
+not gone writes the index once all parts are described. Two writers may take themselves for the first one, if one is
+gone but still runs: they write equal files under different names, and the index refers to those that it has seen
+complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import mmap
+import time
+from collections.abc import Sequence
+from typing import IO, Final, cast
+
+import msgspec
+import torch
+
+from unicron_lightning.checkpoints.index import REST, IndexEntry, WrittenPart, encode_index
+from unicron_lightning.checkpoints.messages import (
+    StagedTensor,
+    ToWorker,
+    VersionFailed,
+    VersionWritten,
+    WriteVersion,
+)
+from unicron_lightning.checkpoints.storage import VersionStorage
+from unicron_lightning.worker.checkpoint_files import total
+from unicron_lightning.worker.checkpoint_folders import INDEX
+from unicron_lightning.worker.operations import unpack_parts
+
+_OBJECTS: Final = "objects.distcp"
+_ABANDON_SECONDS: Final = 2.0
+"""Seconds after which the files of a failed version are deleted: all writers have noticed the failure by then."""
+
+
+class WritingVersion:
+    """This writer's work on a version.
+
+    Args:
+        order: the worker's order.
+        memories: of the parts and, last, of the objects.
+        storage: of the version.
+    """
+
+    def __init__(self, order: WriteVersion, memories: Sequence[mmap.mmap], storage: VersionStorage) -> None:
+        self._order = order
+        self._memories = memories
+        self._storage = storage
+        self._gone: set[int] = set()
+        self._written: set[int] = set()
+        self._began = False
+        self._deadline = time.monotonic() + order.seconds
+
+    def gone(self, ranks: Sequence[int]) -> None:
+        """Learn that ranks are no longer members."""
+        self._gone.update(ranks)
+
+    def advance(self) -> ToWorker | None:
+        """Do what is due now; return the outcome once it is known."""
+        try:
+            return self._advance()
+        except (OSError, ValueError, RuntimeError) as error:  # of the storage, or of its library
+            with contextlib.suppress(OSError, ValueError):
+                if (digest := self._digest()) is not None:  # another writer was faster
+                    return VersionWritten(number=self._order.number, digest=digest)
+            return self._fail(f"rank {self._order.rank}: {error}")
+
+    def _advance(self) -> ToWorker | None:
+        order, storage = self._order, self._storage
+        if not self._began:
+            storage.begin()
+            self._began = True
+            if order.error:
+                return self._fail(f"rank {order.rank}: {order.error}")
+            self._write(order.rank)
+        names = storage.names()
+        described = {int(name.split("-")[1]) for name in names if name.startswith("part-")}
+        if failed := [name for name in names if name.startswith("failed-")]:
+            return self._abandoned(storage.read(failed[0]).decode(errors="replace"))
+        for part, holders in enumerate(order.holders):
+            if part not in described and part not in self._written and self._is_first(holders):
+                self._write(part)
+        missing = set(range(len(order.holders))) - described
+        if not missing and self._is_first(range(len(order.holders))):
+            self._finish(names)
+        if (digest := self._digest()) is not None:
+            return VersionWritten(number=order.number, digest=digest)
+        if time.monotonic() > self._deadline:
+            return self._fail(f"parts {sorted(missing)} were not written within {order.seconds:g} s")
+        return None
+
+    def _is_first(self, ranks: Sequence[int]) -> bool:
+        return next((rank for rank in ranks if rank not in self._gone), None) == self._order.rank
+
+    # ---- parts
+
+    def _write(self, part: int) -> None:
+        """Write a part, and then its description."""
+        found = [place for place, each in enumerate(self._order.parts) if each.part == part]
+        if not found:
+            return
+        staged, memory = self._order.parts[found[0]], self._memories[found[0]]
+        name = f"__{part}_{self._order.rank}.distcp"
+        pieces = []
+        with self._storage.create(name) as file:
+            for each in staged.tensors:
+                start = file.tell()
+                torch.save(tensor_in(memory, each), cast("IO[bytes]", file))
+                pieces.append(_entry(each, name, start, file.tell() - start))
+        record = WrittenPart(pieces, {name: file.digest}, self._order.name)
+        with self._storage.create(f"part-{part}-{self._order.rank}.json") as file:
+            file.write(msgspec.json.encode(record))
+        self._written.add(part)
+
+    def _records(self, storage: VersionStorage, names: Sequence[str]) -> dict[int, WrittenPart]:
+        """Return a description of each part."""
+        own = sorted(name for name in names if name.startswith("part-"))
+        return {int(name.split("-")[1]): msgspec.json.decode(storage.read(name), type=WrittenPart) for name in own}
+
+    # ---- the end
+
+    def _finish(self, names: Sequence[str]) -> None:
+        """Write objects, rest and index."""
+        order, storage = self._order, self._storage
+        records = self._records(storage, names)
+        pieces = [piece for record in records.values() for piece in record.pieces]
+        known = {name for record in records.values() for name in record.digests}
+        for name in names:
+            if name.endswith(".distcp") and name not in known:  # of a writer that is gone
+                storage.remove(name)
+        rest, *objects = unpack_parts(self._memories[-1][:])
+        with storage.create(_OBJECTS) as file:
+            for name, data in zip(order.objects, objects, strict=True):
+                start = file.tell()
+                file.write(data)
+                pieces.append(IndexEntry(name, _OBJECTS, start, len(data)))
+        with storage.create(REST) as file:
+            file.write(rest)
+        places = {name: tuple(place) for name, place in order.places.items()}
+        storage.publish(encode_index(pieces, places))
+
+    def _digest(self) -> str | None:
+        """Return the digest of the complete version; None if it is not complete."""
+        storage = self._storage.published()
+        names = storage.names()
+        if INDEX not in names:
+            return None
+        records = self._records(storage, names).values()
+        if any(record.version != self._order.name for record in records) or not records:
+            return None
+        known = {name: digest for record in records for name, digest in record.digests.items()}
+        return total({name: known.get(name) or hashlib.sha256(storage.read(name)).hexdigest() for name in names})
+
+    def _fail(self, error: str) -> VersionFailed:
+        """Notify the other writers, if possible, that the version cannot be completed."""
+        with contextlib.suppress(OSError), self._storage.create(f"failed-{self._order.rank}") as file:
+            file.write(error.encode())  # without it they reach their time limits
+        return self._abandoned(error)
+
+    def _abandoned(self, error: str) -> VersionFailed:
+        if self._is_first(range(len(self._order.holders))):
+            time.sleep(_ABANDON_SECONDS)
+            self._storage.abandon()
+        return VersionFailed(number=self._order.number, error=error)
+
+
+def tensor_in(memory: mmap.mmap, each: StagedTensor) -> torch.Tensor:
+    """Return a piece in shared memory as a tensor of its sizes, without a copy."""
+    dtype = getattr(torch, each.dtype)
+    number = torch.Size(each.sizes).numel()
+    if number == 0:
+        return torch.empty(each.sizes, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=number, offset=each.start).view(each.sizes)
+
+
+def _entry(each: StagedTensor, file: str, start: int, length: int) -> IndexEntry:
+    return IndexEntry(each.name, file, start, length, each.dtype, each.whole, each.offsets, each.sizes)

@@ -1,0 +1,78 @@
+"""The process that writes a worker's part of checkpoints, while the worker trains.
+
+    python -m unicron_lightning.checkpoints.writer PARENT-PID DESCRIPTOR
+
+It ends with its worker, or when the worker closes the connection. The memory with the state has no name: it is gone
+when both have ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import select
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from unicron_lightning.checkpoints.messages import Channel, ToWriter, WritersGone, WriteVersion
+from unicron_lightning.checkpoints.storage import FolderStorage
+from unicron_lightning.checkpoints.version import WritingVersion
+from unicron_lightning.parent_death import tie_to
+
+_LOOK_SECONDS: Final = 0.05
+"""Seconds between two looks at the files of other writers."""
+_NICE: Final = 5
+"""Added to the niceness: the training has precedence."""
+
+
+def serve(channel: Channel) -> None:
+    """Write versions until the worker is gone."""
+    versions: dict[int, tuple[WritingVersion, list[mmap.mmap]]] = {}
+    while True:
+        ready, _, _ = select.select([channel], [], [], _LOOK_SECONDS if versions else None)
+        if ready:
+            received = channel.receive()
+            if received is None:
+                return
+            message, descriptors = received
+            if isinstance(message, WriteVersion):
+                memories = [_mapped(descriptor) for descriptor in descriptors]
+                storage = FolderStorage(Path(message.path), message.name)
+                versions[message.number] = WritingVersion(message, memories, storage), memories
+            elif isinstance(message, WritersGone) and message.number in versions:
+                versions[message.number][0].gone(message.ranks)
+        for number, (version, _) in list(versions.items()):
+            if (outcome := version.advance()) is not None:
+                del versions[number]
+                del version
+                channel.send(outcome)
+
+
+def _mapped(descriptor: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(descriptor, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    finally:
+        os.close(descriptor)
+
+
+def main() -> None:
+    """Serve the worker that started this process."""
+    parent, descriptor = map(int, sys.argv[1:3])
+    if not tie_to(parent, signal.SIGKILL):
+        sys.exit(1)
+    for number in (signal.SIGINT, signal.SIGTERM):  # of the worker's process group; the worker decides
+        signal.signal(number, signal.SIG_IGN)
+    os.nice(_NICE)
+    torch.set_num_threads(1)
+    with socket.socket(fileno=descriptor) as connection, contextlib.suppress(OSError):
+        serve(Channel(connection, ToWriter))
+
+
+if __name__ == "__main__":
+    main()
