@@ -1,0 +1,197 @@
+"""Versions are divided, and written by several writers, whichever of them are lost."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import checkpoint as dcp
+
+from unicron_lightning.checkpoints.client import SharedBuffer, WriterProcess
+from unicron_lightning.checkpoints.division import divide, writers
+from unicron_lightning.checkpoints.index import is_folder, read_checkpoint
+from unicron_lightning.checkpoints.messages import VersionFailed, VersionWritten, WriteVersion
+from unicron_lightning.checkpoints.storage import FolderStorage
+from unicron_lightning.checkpoints.version import WritingVersion
+from unicron_lightning.shared_memory import allocate
+from unicron_lightning.strategies.state.persisting import stage
+from unicron_lightning.worker.checkpoint_files import digest_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*to load in a single process")
+
+SHAPES = [((40, 50), 4), ((), 8), ((7,), 2), ((0, 4), 4), ((1000,), 2), ((3, 2, 2), 8)]
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 7, 200])
+def test_parts_hold_each_row_once_and_are_of_about_equal_size(parts: int) -> None:
+    divided = divide(SHAPES, parts)
+    rows = sorted((piece.tensor, row) for part in divided for piece in part for row in range(piece.first, piece.end))
+    assert rows == [
+        (number, row)
+        for number, (shape, _) in enumerate(SHAPES)
+        for row in range(shape[0] if shape and 0 not in shape else 1)
+    ]
+    if parts <= 7:
+        sizes = [
+            sum(torch.Size(piece.place(SHAPES[piece.tensor][0])[1]).numel() * SHAPES[piece.tensor][1] for piece in part)
+            for part in divided
+        ]
+        assert max(sizes) - min(sizes) <= 2 * 200, "rows are not cut"
+
+
+def test_a_part_is_held_on_other_nodes_or_by_other_workers_of_the_only_one() -> None:
+    assert writers(["a", "a", "b", "c"], 0, 2) == [0, 2, 3]
+    assert writers(["a", "a", "b", "c"], 3, 1) == [3, 0]
+    assert writers(["a", "a", "a"], 2, 1) == [2, 0]
+    assert writers(["a"], 0, 1) == [0]
+    assert writers(["a", "b"], 1, 0) == [1]
+
+
+def content(seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
+    torch.manual_seed(seed)
+    model = {"a": torch.randn(40, 50), "b": torch.tensor(3.0), "c": torch.randn(1000).bfloat16(), "e": torch.zeros(0)}
+    moments = {"a": {"exp_avg": torch.randn(50, 40).T, "step": torch.tensor(5.0)}}
+    groups = [{"lr": 0.1, "betas": (0.9, 0.99), "params": ["a"]}]
+    state = {"state_dict": model, "optimizer_0": {"state": moments, "param_groups": groups}}
+    return state, {"global_step": 5, "lr_schedulers": []}
+
+
+class Group:
+    """Writers of one version, each with its own copy."""
+
+    def __init__(self, path: Path, nodes: list[str], partners: int = 1, seconds: float = 20.0, name: str = "v") -> None:
+        holders = [writers(nodes, part, partners) for part in range(len(nodes))]
+        self.versions: list[WritingVersion] = []
+        self.buffers: list[SharedBuffer] = []
+        for rank in range(len(nodes)):
+            order = WriteVersion(number=1, name=name, path=str(path), rank=rank, holders=holders, seconds=seconds)
+            order, buffers = stage(lambda size: SharedBuffer(*allocate(size)), order, content())
+            self.buffers += buffers
+            storage = FolderStorage(path, name)
+            memories = [mmap.mmap(each.descriptor, 0) for each in buffers]
+            self.versions.append(WritingVersion(order, memories, storage))
+
+    def advance(self, *ranks: int) -> list[Any]:
+        return [self.versions[rank].advance() for rank in ranks]
+
+    def close(self) -> None:
+        for each in self.buffers:
+            each.release()
+
+
+@pytest.fixture
+def group_of(tmp_path: Path) -> Iterator[Any]:
+    groups: list[Group] = []
+
+    def make(nodes: list[str], **options: Any) -> Group:
+        groups.append(Group(tmp_path / "x.ckpt", nodes, **options))
+        return groups[-1]
+
+    yield make
+    for group in groups:
+        group.close()
+
+
+def check(path: Path) -> None:
+    state, rest = content()
+    found = read_checkpoint(path)
+    assert found["global_step"] == rest["global_step"]
+    torch.testing.assert_close(found["state_dict"], state["state_dict"], rtol=0, atol=0)
+    [optimizer] = found["optimizer_states"]
+    torch.testing.assert_close(optimizer["state"][0], state["optimizer_0"]["state"]["a"], rtol=0, atol=0)
+    assert optimizer["param_groups"] == [{"lr": 0.1, "betas": (0.9, 0.99), "params": [0]}]
+    target = {"state_dict": {name: torch.zeros_like(each) for name, each in state["state_dict"].items()}}
+    dcp.load(target, checkpoint_id=path)
+    torch.testing.assert_close(target["state_dict"], state["state_dict"], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("nodes", [["a"], ["a", "b", "c"], ["a", "a", "a", "b"]])
+def test_all_report_the_digest_of_the_complete_version(group_of: Any, tmp_path: Path, nodes: list[str]) -> None:
+    group = group_of(nodes)
+    first = group.advance(*range(len(nodes)))
+    assert first[:-1] == [None] * (len(nodes) - 1)
+    outcomes = group.advance(*range(len(nodes)))
+    path = tmp_path / "x.ckpt"
+    assert outcomes == [VersionWritten(number=1, digest=digest_of(str(path)))] * len(nodes)
+    check(path)
+    assert [each.name for each in tmp_path.iterdir()] == ["x.ckpt"]
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_part_of_a_lost_writer_is_written_by_another_holder(group_of: Any, tmp_path: Path, lost: int) -> None:
+    group = group_of(["a", "b", "c"])
+    left = [rank for rank in range(3) if rank != lost]
+    for _ in range(3):
+        assert group.advance(*left) == [None, None]
+    assert not is_folder(tmp_path / "x.ckpt")
+    for rank in left:
+        group.versions[rank].gone([lost])
+    for _ in range(3):
+        outcomes = group.advance(*left)
+    assert outcomes == [VersionWritten(number=1, digest=digest_of(str(tmp_path / "x.ckpt")))] * 2
+    check(tmp_path / "x.ckpt")
+
+
+def test_a_writer_that_is_taken_for_lost_harms_nothing(group_of: Any, tmp_path: Path) -> None:
+    group = group_of(["a", "b", "c"])
+    for rank in (1, 2):
+        group.versions[rank].gone([0])
+        group.advance(rank)
+    for rank in (0, 1, 2, 0, 1, 2):
+        group.advance(rank)
+    digest = digest_of(str(tmp_path / "x.ckpt"))
+    assert group.advance(0, 1, 2) == [VersionWritten(number=1, digest=digest)] * 3
+    check(tmp_path / "x.ckpt")
+
+
+def test_without_a_holder_the_version_is_abandoned_and_the_one_before_stays(group_of: Any, tmp_path: Path) -> None:
+    group = group_of(["a"])
+    group.advance(0)
+    before = digest_of(str(tmp_path / "x.ckpt"))
+    group = group_of(["a", "b"], partners=0, seconds=0.2, name="w")
+    group.versions[0].gone([1])
+    assert group.advance(0) == [None]
+    time.sleep(0.3)
+    [outcome] = group.advance(0)
+    assert isinstance(outcome, VersionFailed) and "parts [1] were not written within 0.2 s" in outcome.error
+    assert [each.name for each in tmp_path.iterdir()] == ["x.ckpt"]
+    assert digest_of(str(tmp_path / "x.ckpt")) == before
+
+
+def test_a_rank_that_cannot_write_fails_the_version_at_once(group_of: Any, tmp_path: Path) -> None:
+    group = group_of(["a", "b"])
+    group.advance(0)
+    (unfinished,) = tmp_path.iterdir()
+    (unfinished / "__1_1.distcp.tmp").mkdir()
+    [outcome] = group.advance(1)
+    assert isinstance(outcome, VersionFailed) and outcome.error.startswith("rank 1: ")
+    [other] = group.advance(0)
+    assert isinstance(other, VersionFailed) and other.error == outcome.error
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_writer_process_that_is_killed_is_replaced(tmp_path: Path) -> None:
+    client = WriterProcess(lambda: None)
+    outcomes: list[tuple[str, str]] = []
+    try:
+        for number in (1, 2):
+            path = tmp_path / f"{number}.ckpt"
+            order = WriteVersion(number=number, name=f"v{number}", path=str(path), rank=0, holders=[[0]], seconds=60.0)
+            order, buffers = stage(client.buffer, order, content())
+            if number == 2:
+                assert client._process is not None
+                os.kill(client._process.pid, 9)
+            client.write(order, [""], buffers, lambda *outcome: outcomes.append(outcome))
+            assert client.wait(0, 60.0)
+            assert outcomes[-1] == (digest_of(str(path)), "")
+            check(path)
+    finally:
+        client.close(1.0)
+    assert not [each for each in threading.enumerate() if each.name == "unicron-checkpoints"]
