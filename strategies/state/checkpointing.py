@@ -20,7 +20,7 @@ from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies.parallelism import CheckpointStore
 from unicron_lightning.strategies.state import join_state
 from unicron_lightning.strategies.state.resuming import newest
-from unicron_lightning.worker.checkpoint_files import HashingFile, OpenCheckpoint, digest_of
+from unicron_lightning.worker.checkpoint_files import HashingFile, OpenCheckpoint, digest_of, size_of
 from unicron_lightning.worker.control.thread import Control
 from unicron_lightning.worker.engine import Engine
 from unicron_lightning.worker.operations import LeaderAction, unpack_parts
@@ -89,7 +89,9 @@ class ReportedCheckpoints:
     def written(self, control: Control | None, path: str, step: int, digest: str) -> None:
         """Report a complete checkpoint; for all workers, as the first may die now."""
         if control is not None:
-            self.saved[path] = wire.CheckpointSaved(worker=control.worker, path=path, step=step, digest=digest)
+            self.saved[path] = wire.CheckpointSaved(
+                worker=control.worker, path=path, step=step, digest=digest, bytes=size_of(path)
+            )
             control.send(self.saved[path])
 
     def readable(self, path: Any) -> Any:

@@ -72,7 +72,9 @@ BILL = {
     "flops_per_step": None,
     "phases": COSTS_BY_PHASE,
 }
+VERSION = {"step": 1, "tier": EVIL, "state": EVIL, "life": 1, "bytes": 3 << 20, "holders": {EVIL: [0, 1]}}
 ANSWERS: dict[str, Any] = {
+    "/v1/tasks/x/checkpoints": [VERSION],
     "/v1/status": STATUS,
     "/v1/jobs": [JOB],
     "/v1/incidents": {"incidents": [BILL], "totals": {"incidents": 1, "unknown_waf": 0, "phases": COSTS_BY_PHASE}},
@@ -105,6 +107,7 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> str:
         ["incidents"],
         ["incidents", "--csv"],
         ["jobs"],
+        ["checkpoints", "x"],
         ["top", "--once", "--interval", "0.01"],
         ["cancel", "x"],
         ["resize", "x", "1"],

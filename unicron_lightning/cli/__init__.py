@@ -5,6 +5,7 @@
     unicron status [--task T] [--json]         show its tasks, members and agents
     unicron events [--task T] [--since SEQ]    show the event log
     unicron incidents [--task T] [--csv]       show the cost of failures
+    unicron checkpoints TASK [--json]          show the versions of its state, in memory and on disk
     unicron resize TASK N|all                  set the number of nodes of a task, from the next step on
     unicron relayout TASK --tp T --pp P        spread a Megatron task's model over T x P workers
     unicron relayout TASK --shards S           divide a model of unicron_fsdp into S shards
@@ -37,6 +38,7 @@ from typing import Any
 
 from unicron_lightning.cli import (
     certs,
+    checkpoints,
     dashboard,
     export,
     incidents,
@@ -100,8 +102,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     commands.add_parser("coordinator", help="run a coordinator, configured by key=value (see --help behind it)")
-    groups = (run, inspection, incidents, report, dashboard, metrics, top, orders, inject, jobs, node, certs, export)
-    for group in groups:
+    shown = (inspection, checkpoints, incidents, report, dashboard, metrics, top)
+    for group in (run, *shown, orders, inject, jobs, node, certs, export):
         group.add_parsers(commands)
     add_plan_parser(commands)
     shell = commands.add_parser("completion", help="print the completion of this command for a shell")

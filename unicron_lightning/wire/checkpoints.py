@@ -24,6 +24,8 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of what was written: of the file, or of a folder's manifest (`worker.checkpoint_files`)."""
     life: Count
     """Life of the task in which it was written."""
+    bytes: Count | None = None
+    """Size of its files; None if it is not known."""
 
 
 class CheckpointSaved(Message, frozen=True, kw_only=True, tag="checkpoint_saved"):
@@ -37,4 +39,5 @@ class CheckpointSaved(Message, frozen=True, kw_only=True, tag="checkpoint_saved"
     path: Path
     step: Count
     digest: Digest
+    bytes: Count | None = None
     parting: bool = False

@@ -155,6 +155,17 @@ def digest_of(name: str) -> str:
         checkpoint.close()
 
 
+def size_of(name: str) -> int | None:
+    """Return the bytes of a file or folder; None if it cannot be seen, and for a URL."""
+    path = Path(name)
+    try:
+        if "://" in name:
+            return None
+        return sum((path / each).stat().st_size for each in names(path)) if path.is_dir() else path.stat().st_size
+    except OSError:
+        return None
+
+
 def _digest(file: IO[bytes]) -> str:
     found = hashlib.sha256()
     while chunk := file.read(_CHUNK):

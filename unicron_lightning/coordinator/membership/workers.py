@@ -286,9 +286,14 @@ def _checkpoint_saved(task: Task, turn: Turn, message: wire.CheckpointSaved) -> 
     several times, as all members send them. Workers check a checkpoint before they load it, so one that was changed or
     deleted since may stay on record.
     """
-    one = wire.Checkpoint(path=message.path, step=message.step, digest=message.digest, life=task.life)
+    one = wire.Checkpoint(
+        path=message.path, step=message.step, digest=message.digest, life=task.life, bytes=message.bytes
+    )
     there = [known for known in task.checkpoints if known.path == one.path]
-    if one in there or any(known.life == one.life and known.step > one.step for known in there):
+    same = (one.life, one.step, one.digest)
+    if any((known.life, known.step, known.digest) == same for known in there) or any(
+        known.life == one.life and known.step > one.step for known in there
+    ):
         return
     # Two of the same step may both be there: which one was written last is not known.
     replaced = [known for known in there if (known.life, known.step) != (one.life, one.step)]

@@ -21,6 +21,7 @@ from unicron_lightning.coordinator.incidents.facts import IncidentClosed
 from unicron_lightning.coordinator.machine import Machine
 from unicron_lightning.coordinator.membership import replicas
 from unicron_lightning.coordinator.orders import injection, jobs, relayout
+from unicron_lightning.coordinator.server.checkpoints import versions_of
 from unicron_lightning.coordinator.server.guard import Guard
 from unicron_lightning.coordinator.server.reasons import staying, why_waiting
 from unicron_lightning.coordinator.server.status import cluster_status, task_status
@@ -122,6 +123,7 @@ class Api:
         app.router.add_get("/v1/status", self._get_status)
         app.router.add_get("/v1/events", self._get_events)
         app.router.add_get("/v1/incidents", self._get_incidents)
+        app.router.add_get("/v1/tasks/{task}/checkpoints", self._get_checkpoints)
         app.router.add_post("/v1/tasks/{task}/resize", self._post_resize)
         app.router.add_post("/v1/tasks/{task}/relayout", self._post_relayout)
         app.router.add_post("/v1/tasks/{task}/cancel", self._post_cancel)
@@ -156,6 +158,10 @@ class Api:
         most = min(limit, _MOST_INCIDENTS)
         closed = self._shell.store.events(task=only, name=IncidentClosed.event, limit=most, newest=True)
         return web.json_response(accounting.book(closed, self._shell.machine.cluster, self._shell.now(), only=only))
+
+    async def _get_checkpoints(self, request: web.Request) -> web.Response:
+        """Return the versions of a task's state, see `versions_of`."""
+        return web.json_response(versions_of(self._task(request)))
 
     async def _post_resize(self, request: web.Request) -> web.Response:
         """``?nodes=N``: train the task on N nodes; ``nodes=all``: on as many as are available."""
