@@ -20,7 +20,7 @@ from unicron_lightning.worker.checkpoint_files import digest_of
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(420)]
 
-SETTINGS = {"pace": 0.05, "epochs": 5, "keep": -1, "beside": True}
+SETTINGS = {"pace": 0.1, "epochs": 5, "keep": -1, "beside": True}
 LAST = 50
 """Steps of five epochs."""
 
@@ -42,20 +42,20 @@ def saved_at(cluster: Cluster, step: int) -> list[dict[str, Any]]:
     return [event for event in cluster.events("checkpoint_saved") if event["step"] == step]
 
 
-def stop_a_writer_before_the_second_save(cluster: Cluster, rank: int) -> tuple[Note, int]:
-    """Stop a rank's writer, and wait until the others have written their parts of step 20."""
+def stop_a_writer_before_a_save(cluster: Cluster, rank: int) -> tuple[Note, int]:
+    """Stop a rank's writer, and wait until the others have written their parts of step 30."""
     cluster.wait_world(3)
-    cluster.watch(lambda: len(saved_at(cluster, 10)) == 2, "the first checkpoints", 180)
+    cluster.watch(lambda: len(saved_at(cluster, 20)) == 2, "two checkpoints", 180)  # the writers have started long ago
     worker = next(line for line in cluster.world() if line["rank"] == rank)
     writer = writer_of(worker["pid"])
     os.kill(writer, signal.SIGSTOP)
 
     def begun() -> bool:
-        folders = list((cluster.folder / "checkpoints").glob("*step=20*.unfinished"))
+        folders = list((cluster.folder / "checkpoints").glob("*step=30*.unfinished"))
         return bool(folders) and len(list(folders[0].glob("part-*"))) == 2
 
     cluster.watch(begun, "the parts of the others", 60)
-    assert not saved_at(cluster, 20)
+    assert not saved_at(cluster, 30)
     return worker, writer
 
 
@@ -102,13 +102,13 @@ def test_three_write_and_two_resume(tmp_path: Path, reference: Reference) -> Non
 def test_a_worker_dies_with_its_writer(tmp_path: Path, reference: Reference, rank: int) -> None:
     """Another holder writes its part."""
     with Cluster(tmp_path, settings=SETTINGS) as cluster:
-        worker, _ = stop_a_writer_before_the_second_save(cluster, rank)
+        worker, _ = stop_a_writer_before_a_save(cluster, rank)
         os.kill(worker["pid"], signal.SIGKILL)
-        cluster.watch(lambda: saved_at(cluster, 20), "a checkpoint of step 20", 30)
+        cluster.watch(lambda: len(saved_at(cluster, 30)) == 2, "the checkpoints of step 30", 30)
         cluster.wait_end(linger=True)
-    path = tmp_path / "checkpoints" / "epoch=1-step=20.ckpt"
+    path = tmp_path / "checkpoints" / "epoch=2-step=30.ckpt"
     assert (path / f"__{rank}_{(rank + 1) % 3}.distcp").exists()
-    assert digest_of(str(path)) == next(event["digest"] for event in saved_at(cluster, 20) if "epoch" in event["path"])
+    assert digest_of(str(path)) == next(event["digest"] for event in saved_at(cluster, 30) if "epoch" in event["path"])
     assert not cluster.events("worker.checkpoint_failed")
     check_exact(tmp_path, reference, workers=3)
     check_last(tmp_path)
@@ -116,13 +116,13 @@ def test_a_worker_dies_with_its_writer(tmp_path: Path, reference: Reference, ran
 
 def test_a_writer_dies(tmp_path: Path, reference: Reference) -> None:
     with Cluster(tmp_path, settings=SETTINGS) as cluster:
-        worker, writer = stop_a_writer_before_the_second_save(cluster, 1)
+        worker, writer = stop_a_writer_before_a_save(cluster, 1)
         os.kill(writer, signal.SIGKILL)
-        cluster.watch(lambda: saved_at(cluster, 20), "a checkpoint of step 20", 30)
+        cluster.watch(lambda: len(saved_at(cluster, 30)) == 2, "the checkpoints of step 30", 30)
         assert writer_of(worker["pid"]) != writer
         cluster.wait_end(linger=True)
     assert len(cluster.notes("begin")) == 3, "no worker has died"
-    assert (tmp_path / "checkpoints" / "epoch=1-step=20.ckpt" / "__1_1.distcp").exists()
+    assert (tmp_path / "checkpoints" / "epoch=2-step=30.ckpt" / "__1_1.distcp").exists()
     check_exact(tmp_path, reference, workers=3)
 
 

@@ -26,8 +26,8 @@ from unicron_lightning.shared_memory import allocate
 
 logger = logging.getLogger(__name__)
 
-IN_FLIGHT: Final = 2
-"""Versions that are written at a time; a further one waits."""
+IN_FLIGHT: Final = 4
+"""Versions that are written at a time; a further one waits. With ``save_last`` each save makes two."""
 _LOOK_SECONDS: Final = 0.2
 """Seconds between two looks at the members."""
 _STARTS: Final = 3
@@ -208,7 +208,7 @@ class WriterProcess:
         with self._condition:
             self._versions.pop(version.order.number, None)
             self._free.extend(version.buffers)
-            while len(self._free) > len(version.buffers) * IN_FLIGHT:
+            while len(self._free) > 2 * len(version.buffers):
                 self._free.pop(0).release()
             self._condition.notify_all()
 

@@ -17,7 +17,7 @@ ALIGNMENT: Final = 64
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowRange:
     """A piece of a tensor: its rows from ``first`` up to, and not including, ``end``.
 
     Attributes:
@@ -36,7 +36,7 @@ class Rows:
         return (self.first, *(0 for _ in shape[1:])), (self.end - self.first, *shape[1:])
 
 
-def divide(shapes: Sequence[tuple[Sequence[int], int]], parts: int) -> list[list[Rows]]:
+def divide(shapes: Sequence[tuple[Sequence[int], int]], parts: int) -> list[list[RowRange]]:
     """Return the pieces of each part.
 
     Args:
@@ -45,7 +45,7 @@ def divide(shapes: Sequence[tuple[Sequence[int], int]], parts: int) -> list[list
     """
     sizes = [math.prod(shape) * width for shape, width in shapes]
     starts = [sum(sizes) * part // parts for part in range(parts)]
-    found: list[list[Rows]] = [[] for _ in range(parts)]
+    found: list[list[RowRange]] = [[] for _ in range(parts)]
     begin = 0
     for number, ((shape, _), size) in enumerate(zip(shapes, sizes, strict=True)):
         rows = shape[0] if shape and size else 1
@@ -55,7 +55,7 @@ def divide(shapes: Sequence[tuple[Sequence[int], int]], parts: int) -> list[list
             # A row belongs to the part in whose range its first byte is.
             end = rows if part + 1 == parts else min(rows, max(first, -(-(starts[part + 1] - begin) // row)))
             if end > first:
-                found[part].append(Rows(number, first, end))
+                found[part].append(RowRange(number, first, end))
             part, first = part + 1, end
         begin += size
     return found
