@@ -40,6 +40,7 @@ SETTINGS = {
     "fused": False,  # AdamW, fused
     "compile": False,  # compile the module's net
     "beside": False,  # checkpoints by UnicronCheckpoint, instead of ModelCheckpoint
+    "resume": None,  # ckpt_path
     "memory": None,  # [every_n_steps, partners] of MemoryCheckpoint
     "fill": 0.0,  # part of the accelerator's memory that each worker holds
     "assert_at": None,  # [rank, step] of a single device-side assertion

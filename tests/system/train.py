@@ -376,7 +376,7 @@ def main() -> None:
     )
     training = DataLoader(Numbered(SAMPLES), batch_size=BATCH, shuffle=True)
     validation = DataLoader(Numbered(VALIDATION_BATCHES * BATCH), batch_size=BATCH)
-    trainer.fit(module, training, validation)
+    trainer.fit(module, training, validation, ckpt_path=None if alone else settings.get("resume"))
     del filled
 
 

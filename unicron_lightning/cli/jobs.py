@@ -30,6 +30,8 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     submit.set_defaults(run=_submit)
     cancel = commands.add_parser("cancel", parents=[connecting()], help="end a task now, submitted or not")
     cancel.add_argument("task", metavar="TASK", help="its name (torchrun's --rdzv-id)")
+    saves = "let the members write a checkpoint first, within detection.pause_grace seconds"
+    cancel.add_argument("--save", action="store_true", help=saves)
     cancel.set_defaults(run=_cancel)
     jobs = commands.add_parser("jobs", parents=[connecting()], help="show tasks that wait, run, or have ended")
     jobs.add_argument("--json", action="store_true", help="print what the coordinator answers")
@@ -70,8 +72,11 @@ def _wait(options: argparse.Namespace, name: str) -> int:
 
 def _cancel(options: argparse.Namespace) -> int:
     path = f"/v1/tasks/{quoted(options.task)}/cancel"
-    answer = fetch(options.endpoint, path, access_of(options), method="POST")
-    print(visible(f"{answer['name']}: {answer['state']}"))
+    query = {"save": "1"} if options.save else {}
+    answer = fetch(options.endpoint, path, access_of(options), method="POST", **query)
+    saves = options.save and answer["ended_at"] is None
+    follows = ", and ends once it has written a checkpoint" if saves else ""
+    print(visible(f"{answer['name']}: {answer['state']}{follows}"))
     return 0
 
 

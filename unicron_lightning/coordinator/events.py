@@ -159,9 +159,10 @@ class Submit:
 
 @dataclass(frozen=True, kw_only=True)
 class Cancel:
-    """A user wants a running or queued task to end now."""
+    """A user wants a running or queued task to end: now, or once its members have written a checkpoint (``save``)."""
 
     task: str
+    save: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

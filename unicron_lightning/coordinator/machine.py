@@ -15,7 +15,7 @@ from unicron_lightning.coordinator.allocation.places import DaemonPlaces, compet
 from unicron_lightning.coordinator.allocation.plans import gather, gathered, review_allocation, take_plan
 from unicron_lightning.coordinator.incidents import accounting
 from unicron_lightning.coordinator.lifecycle import Lifecycle
-from unicron_lightning.coordinator.membership import daemons, registration, workers
+from unicron_lightning.coordinator.membership import daemons, epochs, registration, workers
 from unicron_lightning.coordinator.orders import injection, jobs, operator, relayout
 from unicron_lightning.coordinator.state import Cluster, Lasting, Pending, Task
 from unicron_lightning.wire.daemon import NodeHello
@@ -291,7 +291,10 @@ class Machine:
 
     def _cancel(self, turn: Turn, event: ev.Cancel) -> None:
         task = self._cluster.tasks[event.task]
-        jobs.finish(task, turn, succeeded=False, reason=jobs.CANCELLED)
+        if event.save:
+            epochs.save_and_stop(task, turn, "cancel")
+        else:
+            jobs.finish(task, turn, succeeded=False, reason=jobs.CANCELLED)
         self._review(turn, task)
 
     def _timer(self, turn: Turn, key: ev.TimerKey) -> None:

@@ -18,7 +18,7 @@ from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.actions import Turn
 from unicron_lightning.coordinator.connectivity import pairing, partition
 from unicron_lightning.coordinator.incidents import accounting, measurements
-from unicron_lightning.coordinator.membership import epochs, memory, registration, slots, standby, workers
+from unicron_lightning.coordinator.membership import departures, epochs, memory, registration, slots, standby, workers
 from unicron_lightning.coordinator.orders import jobs
 from unicron_lightning.coordinator.part import Part
 from unicron_lightning.coordinator.severity import apply as severity
@@ -31,6 +31,7 @@ PARTS: Final[tuple[Part, ...]] = (
     partition.PART,
     slots.PART,
     epochs.PART,
+    departures.PART,
     partition.ENTRIES,
     standby.PART,
     registration.PART,

@@ -20,6 +20,9 @@ from unicron_lightning.coordinator.watch.record import WatchRecord
 from unicron_lightning.jobs import Job
 from unicron_lightning.wire.daemon import Launch, NodeTask
 
+PauseReason = Literal["plan", "cancel", "departure"]
+"""Why a task's members write a checkpoint before they are stopped."""
+
 
 class LayoutRecord(msgspec.Struct, kw_only=True):
     """Layouts of one task; empty for tasks whose workers hold the whole model."""
@@ -185,6 +188,8 @@ class Task(msgspec.Struct, kw_only=True):
     lifecycle: Lifecycle
     """Replaced only by the transitions in `lifecycle`; read through the properties below."""
     agents_succeeded: int = 0
+    pause_reason: PauseReason = "plan"
+    """While `pausing`: the plan gives the task no place, an operator cancels it, or all members' agents depart."""
 
     life: int = 1
     number: int = 0

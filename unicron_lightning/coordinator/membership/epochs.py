@@ -6,7 +6,7 @@
 * a member of the epoch is dead: publish a new one with the remaining members. A planned one that was not settled falls
   back to the established members; its joiners become candidates for the next one;
 * all members reported: settle the epoch with `wire.Go`; members that leave with it are stopped;
-* it is settled, and the plan gives the task no place: publish a ``pause`` with the same members, which write a
+* it is settled, and the task pauses or ends with a checkpoint: publish a ``pause`` with the same members, which write a
   checkpoint, wait, and are stopped;
 * it is settled, and another layout is ordered: publish a ``relayout`` with the same members (see `relayout`);
 * it is settled, and members are on draining nodes: publish a ``leave`` without them, if enough remain;
@@ -29,9 +29,9 @@ from unicron_lightning.coordinator.membership import memory
 from unicron_lightning.coordinator.membership.replicas import awaited, bearable, fewest
 from unicron_lightning.coordinator.membership.slots import leaving, revoke
 from unicron_lightning.coordinator.orders import relayout
-from unicron_lightning.coordinator.orders.jobs import finish
+from unicron_lightning.coordinator.orders.jobs import CANCELLED, finish
 from unicron_lightning.coordinator.part import Part
-from unicron_lightning.coordinator.state import Agent, Task, Worker
+from unicron_lightning.coordinator.state import Agent, PauseReason, Task, Worker
 from unicron_lightning.wire.epoch_changes import change_of
 from unicron_lightning.wire.report_sums import summed
 
@@ -107,7 +107,7 @@ def comm_error_due(task: Task, turn: Turn) -> None:
     if task.settled:
         _publish(task, turn, "fail", task.live_members())
     elif task.epoch.kind in wire.PLANNED:
-        _publish(task, turn, "fail", _core(task))
+        _publish(task, turn, "fail", state_holders(task))
 
 
 def rebuild_due(task: Task, turn: Turn) -> None:
@@ -190,7 +190,7 @@ def _repair(task: Task, turn: Turn, live: list[wire.Member], *, deaths: bool) ->
     """Publish the epoch that follows the loss of members."""
     assert task.epoch is not None
     kind = task.epoch.kind
-    core = _core(task)
+    core = state_holders(task)
     if task.settled:
         _publish(task, turn, "fail", live)
     elif kind not in wire.PLANNED:
@@ -204,7 +204,7 @@ def _repair(task: Task, turn: Turn, live: list[wire.Member], *, deaths: bool) ->
         _publish(task, turn, kind, live)
 
 
-def _core(task: Task) -> list[wire.Member]:
+def state_holders(task: Task) -> list[wire.Member]:
     """Return the live members that have the task's state, in their order."""
     return [_member(task, task.workers[worker]) for worker in task.established if worker in task.workers]
 
@@ -241,18 +241,29 @@ def _dismiss(task: Task, turn: Turn, agent_id: str, reason: str | None = None) -
     agent = task.agents[agent_id]
     for worker in task.workers_of(agent_id):
         remove_worker(task, worker)
-    revoke(task, turn, agent, reason or turn.why_without_workers(agent))
+    # Only if all members depart is a task stopped with them.
+    needed = agent.departing and task.pause_reason == "departure"
+    revoke(task, turn, agent, reason or turn.why_without_workers(agent), needed=needed)
 
 
 def pause(task: Task, turn: Turn) -> None:
     """Pause the task because the plan gives it no place: now, or once its members have written a checkpoint."""
-    if task.pausing:
+    if not task.pausing:
+        save_and_stop(task, turn, "plan")
+
+
+def save_and_stop(task: Task, turn: Turn, reason: PauseReason) -> None:
+    """Stop the task once its members have written a checkpoint; now, if no worker has a state to save."""
+    task.pause_reason = reason
+    if task.pausing:  # for another reason; this one decides about what follows
+        turn.save(task)
         return
-    if task.epoch is None or task.rebuilding or not _core(task):
-        _stop(task, turn)  # no worker has a state to save
+    if task.epoch is None or task.rebuilding or not state_holders(task):
+        _stop(task, turn)
         return
     lifecycle.begin_pausing(task)
-    turn.emit(task, "task_pauses", epoch=task.number)
+    turn.save(task)
+    turn.emit(task, "task_pauses", epoch=task.number, reason=reason)
     await_pause(task, turn)
     turn.to_review[task.id] = task
 
@@ -265,7 +276,7 @@ def await_pause(task: Task, turn: Turn) -> None:
 
 def keep_running(task: Task, turn: Turn) -> None:
     """The plan gives a pausing task places again: it continues, unless its members have been told to save."""
-    if task.pausing and (task.epoch is None or task.epoch.kind != "pause"):
+    if task.pausing and task.pause_reason == "plan" and (task.epoch is None or task.epoch.kind != "pause"):
         lifecycle.end_pausing(task)
         turn.cancel("pause", task=task.id)
         turn.to_review[task.id] = task
@@ -278,12 +289,16 @@ def _pause_due(task: Task, turn: Turn) -> None:
 
 
 def _stop(task: Task, turn: Turn) -> None:
-    """Stop all workers; the task later resumes from its newest checkpoint."""
+    """Stop all workers. Unless it is cancelled, the task later resumes from its newest checkpoint."""
     if task.pausing:
         lifecycle.end_pausing(task)
         turn.cancel("pause", task=task.id)
+    if task.pause_reason == "cancel":
+        finish(task, turn, succeeded=False, reason=CANCELLED)
+        return
     for agent_id in list(task.slots):
         _dismiss(task, turn, agent_id)
+    task.pause_reason = "plan"
     if task.formed:
         lifecycle.lose_slots(task)
     turn.emit(task, "task_paused", step=task.checkpoint.step if task.checkpoint else None)

@@ -140,7 +140,7 @@ def leaving(task: Task, turn: Turn) -> set[str]:
     return away.union(most_needed_first(task, others)[most:]) if len(others) > most else away
 
 
-def _undrained(task: Task, turn: Turn) -> list[str]:
+def undrained(task: Task, turn: Turn) -> list[str]:
     """List agents with a slot whose node is not drained, in slot order."""
     agents = task.agents
     return [agent.id for agent in turn.undrained(agents[agent_id] for agent_id in task.slots)]
@@ -162,19 +162,6 @@ def send_ranks(task: Task, turn: Turn, agent: Agent) -> None:
     sizes = [task.agents[agent_id].local_world or own for agent_id in task.slots]
     base = sum(sizes[: task.slots.index(agent.id)])
     turn.send(agent, wire.Ranks(round=agent.round, base=base, world=sum(sizes)))
-
-
-def _departs(task: Task, turn: Turn, agent: Agent, _: wire.Departing) -> None:
-    """Handle an agent that was asked to end: it leaves at a step boundary, or now if too few others would remain."""
-    if agent.departing or task.over is not None:
-        return
-    agent.departing = True
-    turn.places_changed = True
-    turn.save(task)
-    turn.emit(task, "agent_departs", agent=agent.id, node=agent.node)
-    enough = len(_undrained(task, turn)) >= task.min_nodes
-    if agent.id in task.slots and not (task.plain or (task.elastic and enough)):
-        revoke(task, turn, agent, "the agent was asked to end, and too few others remain", needed=True)
 
 
 def _review_drained(task: Task, turn: Turn) -> None:
@@ -201,7 +188,7 @@ def _review_grants(task: Task, turn: Turn) -> None:
             _grant(task, turn, queue[: task.limit])
         return
     if not task.regrouping:
-        taken = queue[: max(0, task.limit - len(_undrained(task, turn)))]
+        taken = queue[: max(0, task.limit - len(undrained(task, turn)))]
         if not taken:
             return
         if not task.plain:
@@ -257,6 +244,6 @@ def _review_ranks(task: Task, turn: Turn) -> None:
 
 
 PART: Final = Part(
-    receivers=(on(wire.LocalWorld, _local_world), on(wire.StoreUsed, _store_used), on(wire.Departing, _departs)),
+    receivers=(on(wire.LocalWorld, _local_world), on(wire.StoreUsed, _store_used)),
     review=review_slots,
 )

@@ -193,9 +193,12 @@ class Api:
         return self._ordered(ev.Relayout(task=task.id, layout=layout), lambda: {"task": task.id, **layout.plain()})
 
     async def _post_cancel(self, request: web.Request) -> web.Response:
-        """End a task now, whether it was submitted or not."""
-        name = self._task(request).id
-        return self._ordered(ev.Cancel(task=name), lambda: _job(self._shell.machine.cluster, name))
+        """End a task, submitted or not: now, or with ``?save=1`` once its members have written a checkpoint."""
+        name, word = self._task(request).id, request.query.get("save", "0")
+        if word not in ("0", "1"):
+            return web.json_response({"error": f"save={_plain(word)}: expected 0 or 1"}, status=400)
+        order = ev.Cancel(task=name, save=word == "1")
+        return self._ordered(order, lambda: _job(self._shell.machine.cluster, name))
 
     async def _post_inject(self, request: web.Request) -> web.Response:
         """``{"fault": TEXT}``: inject the fault into the task, see docs/faults.md."""

@@ -1,0 +1,66 @@
+"""A task that ends on all its nodes, or by ``unicron cancel --save``, writes a checkpoint first: nothing is lost."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from system.cluster import Cluster
+from system.judge import Reference, check_exact
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(420)]
+
+SETTINGS: dict[str, Any] = {"pace": 0.05, "epochs": 5}
+
+
+def ended(cluster: Cluster, seconds: float) -> set[int]:
+    """Wait for the agents' end; return their exit statuses."""
+    agents = cluster.agents.values()
+    cluster.watch(lambda: all(agent.poll() is not None for agent in agents), "the agents' end", seconds, stalled=60)
+    return {agent.returncode for agent in agents}
+
+
+def check_saved(cluster: Cluster) -> Path:
+    """All finished steps are in one checkpoint, and each micro-batch was computed once; return its path."""
+    (path,) = (cluster.folder / "checkpoints").glob("pause-step=*.ckpt")
+    steps = {line["step"] for line in cluster.notes("step")}
+    assert torch.load(path, weights_only=True)["global_step"] == len(steps) == max(steps) + 1
+    computed = [(line["step"], *line["ids"]) for line in cluster.notes("computed")]
+    assert len(computed) == len(set(computed)), "nothing was computed again"
+    assert str(path) in {event["path"] for event in cluster.events("checkpoint_saved")}
+    return path
+
+
+def check_resumed(folder: Path, path: Path, reference: Reference) -> None:
+    """Other nodes continue from the checkpoint, with the parameters of a failure-free run."""
+    with Cluster(folder, agents=2, nodes="1:2", settings={**SETTINGS, "full": 2, "resume": str(path)}) as cluster:
+        cluster.wait_end()
+        check_exact(folder, reference, workers=2)
+
+
+@pytest.mark.parametrize("nodes", ["1:3", "3:3"])
+def test_sigterm_of_all_nodes(tmp_path: Path, reference: Reference, nodes: str) -> None:
+    with Cluster(tmp_path, nodes=nodes, settings=SETTINGS) as cluster:
+        cluster.wait_world(3)
+        for agent in cluster.agents.values():
+            agent.send_signal(signal.SIGTERM)
+            time.sleep(0.1)
+        codes = ended(cluster, 30)
+        assert 128 + signal.SIGTERM in codes and codes <= {0, 128 + signal.SIGTERM}, "the task has not ended"
+        path = check_saved(cluster)
+    check_resumed(tmp_path, path, reference)
+
+
+def test_cancel_saves(tmp_path: Path, reference: Reference) -> None:
+    with Cluster(tmp_path, settings=SETTINGS) as cluster:
+        cluster.wait_world(3)
+        cluster.order("cancel", "task", "--save")
+        assert 0 not in ended(cluster, 30)
+        path = check_saved(cluster)
+        (over,) = cluster.events("task_over")
+        assert over["reason"] == "cancelled"
+    check_resumed(tmp_path, path, reference)
