@@ -14,7 +14,7 @@
     unicron inject FAULT --task TASK           inject a fault into a task
     unicron agent [--node LABEL] [--slots N]   run submitted tasks on this node: a daemon
     unicron submit FILE [--set KEY=VALUE]      have the nodes' daemons run a task
-    unicron cancel TASK                        end a task now
+    unicron cancel TASK [--save]               end a task now, or once a checkpoint is written
     unicron jobs [--json]                      show tasks that wait, run, or have ended
     unicron top [--once]                       watch tasks and nodes
     unicron logs TASK [--rank R] [--follow]    show a task's output on this node
