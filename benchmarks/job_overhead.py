@@ -3,7 +3,7 @@
     torchrun ... job_overhead.py STRATEGY SIZE BUCKET_MIB ACCUMULATE SEGMENT_STEPS
 
 Rank 0 writes ``segment_<k>.json``: a JSON list of [time, CPU time of this process, time spent on states for the agent's
-memory], each so far, at the end of each optimizer step of segment k. It then waits for the file ``go_<k + 1>``.
+memory or on checkpoints], each so far, at the end of each optimizer step of segment k. It then waits for the file ``go_<k + 1>``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def unwatch() -> None:
 
 
 STALL = [0.0]
-"""Seconds that this process has spent on states for the agent's memory."""
+"""Seconds that the training thread has spent on states for the agent's memory, or on checkpoints."""
 
 
 def memory() -> pl.Callback:
@@ -65,10 +65,30 @@ def memory() -> pl.Callback:
     return MemoryCheckpoint(every_n_steps=10)
 
 
+def checkpoints(beside: bool) -> pl.Callback:
+    """Return a callback that saves every ten steps; the time of its saves is added to `STALL`."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from unicron_lightning.callbacks import UnicronCheckpoint
+
+    kind = UnicronCheckpoint if beside else ModelCheckpoint
+    save = kind._save_checkpoint
+
+    def timed(self: Any, *arguments: Any) -> None:
+        since = time.perf_counter()
+        save(self, *arguments)
+        STALL[0] += time.perf_counter() - since
+
+    kind._save_checkpoint = timed  # type: ignore[method-assign]
+    return kind(FOLDER / "checkpoints", every_n_train_steps=10)
+
+
 def callbacks(name: str) -> list[pl.Callback]:
-    """Monitoring callbacks for the job ``watched``, and that of states in memory for ``memory``."""
+    """Callbacks of the jobs ``watched``, ``memory``, ``beside`` and ``saved``."""
     if name == "memory":
         return [memory()]
+    if name in ("beside", "saved"):
+        return [checkpoints(name == "beside")]
     if name != "watched":
         return []
     from unicron_lightning.callbacks import ThroughputMonitor, UnicronMonitor
@@ -126,7 +146,7 @@ def main() -> None:
         max_steps=1_000_000,
         callbacks=[Segments(int(steps)), *callbacks(name)],
         logger=False,
-        enable_checkpointing=False,
+        enable_checkpointing=name in ("beside", "saved"),
         enable_progress_bar=False,
         enable_model_summary=False,
     )

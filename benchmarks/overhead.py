@@ -3,12 +3,14 @@
     python benchmarks/overhead.py [--sizes 1M 10M] [--buckets 1 5 25] [--pairs 8] [--launches 5]
     python benchmarks/overhead.py --jobs watched unwatched --sizes 1M --buckets 25 --launches 8
     python benchmarks/overhead.py --jobs memory unicron --sizes 10M --buckets 25 --steps 20
+    python benchmarks/overhead.py --jobs beside saved --sizes 10M --buckets 25 --steps 20 --pairs 4
     python benchmarks/overhead.py --accelerator gpu --sizes 100M --buckets 25 --launches 3
 
 The second command measures the cost of all monitoring: ``watched`` adds the callbacks, ``unwatched`` has neither the
 callbacks nor the statistics of steps. The third one measures states in the agents' memory, staged every ten steps: its
-ratio is that of mean step times, and ``stall`` is the share of the time for which the training thread stages. The last
-one runs both ranks on one GPU with bf16 and a fused AdamW.
+ratio is that of mean step times, and ``stall`` is the share of the time for which the training thread stages. The
+fourth one saves every ten steps by UnicronCheckpoint and ModelCheckpoint: ``stall_ratio`` is the time of the saves on
+the training thread, of the former to the latter. The last one runs both ranks on one GPU with bf16 and a fused AdamW.
 
 Both jobs exist at the same time with two workers each, but only one computes. They alternate in short segments
 (unicron, ddp, ddp, unicron, ...), so that other load on the machine affects both alike. A launch's ratio is that of the
@@ -43,6 +45,7 @@ WORKERS = 2
 KEEP_FREED = {"MALLOC_TRIM_THRESHOLD_": "2000000000", "MALLOC_MMAP_THRESHOLD_": "2000000000"}
 WARM_UP = 2
 """Steps at the start of a segment that are not counted."""
+NAMES = ("unicron", "ddp", "watched", "unwatched", "memory", "beside", "saved")
 JOBS = ("unicron", "ddp")
 """Jobs that are compared; the ratio is that of the first to the second."""
 
@@ -130,7 +133,7 @@ def compare(
             (job.processes.folder / "stop").touch()
         for job in jobs.values():
             job.processes.stop()
-    average = statistics.fmean if "memory" in names else statistics.median
+    average = statistics.fmean if {"memory", "beside", "saved"} & set(names) else statistics.median
     ratio, low, high = ratio_of_speeds(*(times[name] for name in names), average)
     return {
         "size": size,
@@ -143,6 +146,7 @@ def compare(
         "steps_per_s": [round(1 / statistics.median(itertools.chain(*times[name])), 3) for name in names],
         "cpu_ms": [round(1e3 * statistics.median(cpu[name]), 2) for name in names],
         "stall": [round(stall[name] / sum(itertools.chain(*times[name])), 4) for name in names],
+        "stall_ratio": round(stall[names[0]] / stall[names[1]], 4) if stall[names[1]] else None,
         "ratio": round(ratio, 4),
         "low": round(low, 4),
         "high": round(high, 4),
@@ -240,7 +244,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=8, help="pairs of segments per launch")
     parser.add_argument("--launches", type=int, default=1)
     parser.add_argument("--steps", type=int, default=10, help="counted steps per segment")
-    parser.add_argument("--jobs", nargs=2, default=JOBS, choices=("unicron", "ddp", "watched", "unwatched", "memory"))
+    parser.add_argument("--jobs", nargs=2, default=JOBS, choices=NAMES)
     parser.add_argument("--accelerator", choices=("cpu", "gpu"), default="cpu")
     parser.add_argument("--malloc", choices=("default", "keep"), default="default")
     parser.add_argument("--output", type=Path, default=Path("bench-output/overhead"))
