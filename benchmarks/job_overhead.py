@@ -3,7 +3,8 @@
     torchrun ... job_overhead.py STRATEGY SIZE BUCKET_MIB ACCUMULATE SEGMENT_STEPS
 
 Rank 0 writes ``segment_<k>.json``: a JSON list of [time, CPU time of this process, time spent on states for the agent's
-memory or on checkpoints], each so far, at the end of each optimizer step of segment k. It then waits for the file ``go_<k + 1>``.
+memory or on checkpoints], each so far, at the end of each optimizer step of segment k. It then waits for the file
+``go_<k + 1>``.
 """
 
 from __future__ import annotations
