@@ -14,14 +14,14 @@ class MemoryCheckpoint(pl.Callback):
     """Stages the training's state in shared memory at step boundaries, and hands it to this node's agent.
 
     If all workers of the task die, their successors resume from there instead of a checkpoint on disk, if that is
-    older. Each worker stages a share of the state, and shares of workers on other nodes. See docs/state.md.
+    older. Each worker stages a share of the state or of its shard, and shares of workers on other nodes. See docs/state.md.
 
     Args:
         every_n_steps: optimizer steps between two versions; at most so many are lost.
         partners: copies of each share on other nodes: so many nodes may be lost together with all workers.
 
     Raises:
-        ConfigError: an argument is out of range, or (at the start) the strategy is not ``unicron``.
+        ConfigError: an argument is out of range, or (at the start) the strategy is not ``unicron`` or ``unicron_fsdp``.
     """
 
     def __init__(self, every_n_steps: int = 10, partners: int = 1) -> None:

@@ -24,6 +24,7 @@ from unicron_lightning.strategies.session import Session
 from unicron_lightning.strategies.state import join_state
 from unicron_lightning.strategies.state.checkpointing import SingleFileCheckpoints
 from unicron_lightning.strategies.state.divergence import Divergence
+from unicron_lightning.strategies.state.division import StateDivision
 from unicron_lightning.worker.balance import Balance, deal
 from unicron_lightning.worker.buckets import GradientBuckets
 from unicron_lightning.worker.engine import World
@@ -54,6 +55,7 @@ class DataParallel(Parallelism):
         self.steps = steps
         self.evaluation = Passes(strategy)
         self.checkpoints = SingleFileCheckpoints(strategy)
+        self.division = StateDivision(strategy)
         self._strategy = strategy
         self._rebalance = rebalance
 

@@ -22,6 +22,7 @@ from unicron_lightning.data.order import StepShape
 from unicron_lightning.strategies.metrics.recording import LogCall
 from unicron_lightning.strategies.passes.prediction import Predictions
 from unicron_lightning.strategies.session import Session
+from unicron_lightning.strategies.state.division import StateDivision
 from unicron_lightning.worker.commit import CommittedStep
 from unicron_lightning.worker.engine import Engine, World
 
@@ -132,6 +133,7 @@ class Parallelism(ABC):
         shuffles: whether training data is shuffled as under ddp.
         shards: devices that compute a micro-batch together, in the declared world.
         steps, evaluation, checkpoints: its parts.
+        division: of states in the agents' memory; None: they are refused.
     """
 
     whole: bool
@@ -140,6 +142,7 @@ class Parallelism(ABC):
     steps: StepRunner
     evaluation: EvaluationRunner
     checkpoints: CheckpointStore
+    division: StateDivision | None = None
 
     # ---- a run's start
 

@@ -27,6 +27,7 @@ from unicron_lightning.strategies.fsdp.checks import (
     check_sharded_optimizer,
     check_sharded_trainer,
 )
+from unicron_lightning.strategies.fsdp.memory import ShardedDivision
 from unicron_lightning.strategies.fsdp.prediction import ShardedPredictions
 from unicron_lightning.strategies.fsdp.steps import ShardedSteps, clip_by_agreed_norm
 from unicron_lightning.strategies.fsdp.validation import ShardedEvaluation
@@ -74,6 +75,7 @@ class FsdpParallel(Parallelism):
         self.steps = ShardedSteps(self)
         self.evaluation = ShardedEvaluation(self)
         self.checkpoints = ShardedCheckpoints(self, folders=folders)
+        self.division = ShardedDivision(self)
         self._sharding = sharding
         self._rebalance = rebalance
         self._member: ReplicaMember[ShardedShape, FsdpShard] | None = None

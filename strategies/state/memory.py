@@ -1,15 +1,15 @@
 """States of a task in its agents' memory: staged at step boundaries, and restored in a new life.
 
 Staging never fails a step: an error is a warning and an event. At a restore each worker checks the copies in its own
-agent's memory, and the workers give each other the parts that only some of them have. A version of which a part is
-missing or is not as it was staged is left, for the next one that the coordinator offers, or a checkpoint on disk.
+agent's memory, and the workers give each other, one by one, the parts that some of them lack. A version of which a part
+is missing or is not as it was staged is left, for the next one that the coordinator offers, or a checkpoint on disk.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import lightning.pytorch as pl
 import msgspec
@@ -17,10 +17,9 @@ import msgspec
 from unicron_lightning import wire
 from unicron_lightning.errors import ConfigError, UnicronError
 from unicron_lightning.shared_memory import verified
-from unicron_lightning.strategies.state import join_state
-from unicron_lightning.worker.operations import Agreement, pack_parts, unpack_parts
+from unicron_lightning.worker.operations import Agreement, unpack_parts
 from unicron_lightning.worker.staging import Staging
-from unicron_lightning.worker.state_parts import DividedState, joined
+from unicron_lightning.worker.state_parts import joined
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
@@ -31,10 +30,22 @@ _ANSWER_SECONDS: Final = 10.0
 
 
 class _Found(msgspec.Struct):
-    """A worker's valid copies of a version."""
+    """A worker's shard of the model, and its valid copies of a version."""
 
     worker: str
+    shard: int
     digests: dict[int, str] = {}
+
+
+class _Checked(msgspec.Struct):
+    """Whether a worker has its shard's state, and whether that includes what all workers need."""
+
+    worker: str
+    complete: bool
+    gives: bool
+
+
+_View = TypeVar("_View", _Found, _Checked)
 
 
 class StateMemory:
@@ -59,29 +70,33 @@ class StateMemory:
         """Stage a version every so many steps.
 
         Raises:
-            ConfigError: the strategy divides the model between workers.
+            ConfigError: the strategy cannot divide the model's state.
         """
-        if not self._strategy.parallelism.whole:
+        if self._strategy.parallelism.division is None:
             raise ConfigError(
-                f'MemoryCheckpoint needs Trainer(strategy="unicron"), found strategy={self._strategy.strategy_name!r}'
+                'MemoryCheckpoint needs Trainer(strategy="unicron") or "unicron_fsdp", found '
+                f"strategy={self._strategy.strategy_name!r}"
             )
         self.every_n_steps, self.partners = every_n_steps, partners
 
-    def boundary(self, state: Any) -> None:
+    def boundary(self, state: Callable[[], dict[str, Any]]) -> None:
         """Stage the state at a step boundary, if a version is due.
 
         Args:
             state: returns this worker's state for a joiner.
         """
-        engine = self._strategy.engine
+        engine, division = self._strategy.engine, self._strategy.parallelism.division
         control = engine.control
         if not self.every_n_steps or control is None or engine.step == 0 or engine.step % self.every_n_steps:
             return
+        assert division is not None
         if self._staging is None:
-            self._staging = Staging(control, self.partners)
+            self._staging = Staging(control)
         try:
             with engine.activity.during("checkpoint"):
-                self._staging.stage(DividedState.of(state()), engine.step, engine.world)
+                staged = division.stage(self._staging, state, self.partners)
+                if staged is not None:
+                    self._staging.hand_over(staged)
             self._failing = False
         except (OSError, MemoryError, ValueError, RuntimeError, UnicronError) as error:
             logger.warning("memory_checkpoint_failed step=%d error=%s", engine.step, error)
@@ -95,27 +110,29 @@ class StateMemory:
         Returns:
             Its state, for `join_state.arrive`; None if no version can be restored.
         """
-        strategy, session = self._strategy, self._strategy.session
+        strategy, session, division = self._strategy, self._strategy.session, self._strategy.parallelism.division
         offers, session.memory = session.memory, ()
-        if not offers or session.control is None:
+        if not offers or session.control is None or division is None:
             return None
         given = session.control.held(_ANSWER_SECONDS)
         for offer in offers:
             step = offer.version.step
+            if (reason := division.refusal(offer.version)) is not None:
+                self._reject(offer, reason)
+                continue
             parts = self._collect(offer, given)
             if parts is None:
                 continue
-            try:
-                state: dict[str, Any] = joined(parts)
-                session.check_fit(state["fit"])
-            except (ValueError, LookupError, ConfigError) as error:
-                self._reject(offer, str(error))
+            state = self._checked(offer, parts)
+            del parts
+            common = self._agreed(offer, state)
+            if state is None or common is None:
                 continue
             logger.warning("task_resumes_from_memory step=%d", step)
-            join_state.resume_from(trainer, state)
+            loops = division.restore(trainer, state, common)
             if strategy.engine.world.rank == 0:
                 session.control.event("state_restored", tier="memory", step=step, holders=offer.holders)
-            return state
+            return loops
         return None
 
     def close(self) -> None:
@@ -127,48 +144,89 @@ class StateMemory:
 
     # ---- restoring
 
-    def _collect(self, offer: wire.StateOffer, given: wire.StateGiven | None) -> list[bytes] | None:
-        """Return all parts of a version, in order, the same on all ranks; None if some part is nowhere valid."""
-        engine, number = self._strategy.engine, offer.version.parts
-        own = self._own(offer, given)
-        found = _Found(
-            worker="" if engine.control is None else engine.control.worker,
-            digests={part: digest for part, (digest, _) in own.items()},
-        )
+    def _checked(self, offer: wire.StateOffer, parts: Sequence[bytes]) -> dict[str, Any] | None:
+        """Return the state of this worker's shard; None if it is not as it has to be."""
+        division = self._strategy.parallelism.division
+        assert division is not None
+        try:
+            state: dict[str, Any] = joined(parts)
+            division.check(state)
+        except (ValueError, LookupError, ConfigError) as error:
+            self._reject(offer, str(error))
+            return None
+        return state
+
+    def _agreed(self, offer: wire.StateOffer, state: dict[str, Any] | None) -> bytes | None:
+        """Return the encoded part of the state that all workers need; None if a worker lacks its own."""
+        division = self._strategy.parallelism.division
+        assert division is not None
+        common = b"" if state is None else division.common(state)
+        own = _Checked(worker=self._worker, complete=state is not None, gives=bool(common))
         while True:
-            name = f"memory {offer.version.life} {offer.version.epoch} {offer.version.step}"
-            said = engine.run(Agreement(name, lambda rank: msgspec.json.encode(found)))
-            views = [msgspec.json.decode(each, type=_Found) for each in unpack_parts(said)]
-            sources = [next((view for view in views if part in view.digests), None) for part in range(number)]
+            views = self._views(f"{_name(offer)} checked", own, _Checked)
+            if not all(view.complete for view in views):
+                return None
+            giver = next((view.worker for view in views if view.gives), None)
+            if giver is None:
+                return b""
+            found = self._given(f"{_name(offer)} common", common if giver == self._worker else b"")
+            if found is not None:  # otherwise that worker has died meanwhile
+                return found
+
+    def _collect(self, offer: wire.StateOffer, given: wire.StateGiven | None) -> list[bytes] | None:
+        """Return all parts of this worker's shard, in order; None, on all ranks, if some part is nowhere valid."""
+        division, name = self._strategy.parallelism.division, _name(offer)
+        assert division is not None
+        own = self._own(offer, given)
+        pieces = offer.version.parts // division.shards
+        needed = range(division.shard * pieces, (division.shard + 1) * pieces)
+        parts = {part: data for part, (_, data) in own.items() if part in needed}
+        while True:
+            digests = {part: digest for part, (digest, _) in own.items()}
+            views = self._views(name, _Found(worker=self._worker, shard=division.shard, digests=digests), _Found)
+            sources = [
+                next((view.worker for view in views if part in view.digests), None)
+                for part in range(offer.version.parts)
+            ]
             if None in sources:
-                if engine.world.rank == 0:
+                if self._strategy.engine.world.rank == 0:
                     missing = [part for part, source in enumerate(sources) if source is None]
                     self._reject(offer, f"no worker has a valid copy of the parts {missing}")
                 return None
-            shared = {part for part in range(number) if len({view.digests.get(part) for view in views}) == 1}
-            mine = [p for p, s in enumerate(sources) if s is not None and s.worker == found.worker and p not in shared]
-            received = self._exchange(f"{name} parts", mine, own)
-            parts = {**received, **{part: own[part][1] for part in shared}}
-            if len(parts) == number:  # otherwise the worker that had a part has died meanwhile
-                return [parts[part] for part in range(number)]
+            for part, source in enumerate(sources):
+                known = {view.digests.get(part) for view in views if view.shard == part // pieces}
+                if len(known) > 1 or None in known:
+                    data = self._given(f"{name} part {part}", own[part][1] if source == self._worker else b"")
+                    if data is not None and part in needed:
+                        parts[part] = data
+            if self._all(f"{name} received", len(parts) == pieces):  # otherwise a worker has died meanwhile
+                return [parts[part] for part in needed]
 
-    def _exchange(self, name: str, mine: Sequence[int], own: Mapping[int, tuple[str, bytes]]) -> dict[int, bytes]:
-        """Give some parts to all ranks; return those that ranks have given."""
-        payload = pack_parts([msgspec.json.encode(list(mine)), *(own[part][1] for part in mine)]) if mine else b""
-        received: dict[int, bytes] = {}
-        for each in unpack_parts(self._strategy.engine.run(Agreement(name, lambda rank: payload))):
-            if each:
-                head, *parts = unpack_parts(each)
-                received.update(zip(msgspec.json.decode(head, type=list[int]), parts, strict=True))
-        return received
+    def _views(self, name: str, own: _View, kind: type[_View]) -> list[_View]:
+        """Return the descriptions of all workers, in rank order."""
+        said = self._strategy.engine.run(Agreement(name, lambda rank: msgspec.json.encode(own)))
+        return [msgspec.json.decode(each, type=kind) for each in unpack_parts(said)]
+
+    def _all(self, name: str, value: bool) -> bool:
+        """Whether a value is true on all workers."""
+        said = self._strategy.engine.run(Agreement(name, lambda rank: b"yes" if value else b"no"))
+        return all(each == b"yes" for each in unpack_parts(said))
+
+    def _given(self, name: str, data: bytes) -> bytes | None:
+        """Return the bytes that one of the workers gives to all; None if it has died."""
+        said = self._strategy.engine.run(Agreement(name, lambda rank: data))
+        return next((each for each in unpack_parts(said) if each), None)
 
     def _own(self, offer: wire.StateOffer, given: wire.StateGiven | None) -> dict[int, tuple[str, bytes]]:
-        """Return digest and bytes of each valid part in this worker's agent's memory."""
+        """Return digest and bytes of each valid part in this worker's agent's memory.
+
+        Parts of other shards are read by one of the agent's workers only.
+        """
         found = {}
         for each in () if given is None else given.copies:
             copy = each.copy
             known = copy.version == offer.version and copy.part < len(offer.digests)
-            if known and copy.digest in offer.digests[copy.part]:
+            if known and copy.digest in offer.digests[copy.part] and self._reads(copy.part, offer.version.parts):
                 assert given is not None
                 try:
                     found[copy.part] = copy.digest, verified(given.pid, each)
@@ -176,8 +234,27 @@ class StateMemory:
                     self._reject(offer, str(error))
         return found
 
+    def _reads(self, part: int, parts: int) -> bool:
+        """Whether this worker reads a part that its agent has."""
+        division, workers = self._strategy.parallelism.division, self._strategy.engine.world.workers
+        assert division is not None
+        agent = self._worker.rpartition("/")[0]
+        beside = [worker for worker in workers if worker.rpartition("/")[0] == agent]
+        return part * division.shards // parts == division.shard or beside[part % len(beside)] == self._worker
+
+    @property
+    def _worker(self) -> str:
+        """This worker's identity."""
+        control = self._strategy.engine.control
+        return "" if control is None else control.worker
+
     def _reject(self, offer: wire.StateOffer, why: str) -> None:
         logger.error("memory_rejected step=%d reason=%s", offer.version.step, why)
         control = self._strategy.engine.control
         if control is not None:
             control.event("memory_rejected", step=offer.version.step, reason=why[:500])
+
+
+def _name(offer: wire.StateOffer) -> str:
+    """Name of a version's exchanges."""
+    return f"memory {offer.version.life} {offer.version.epoch} {offer.version.step}"

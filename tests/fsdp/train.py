@@ -45,6 +45,7 @@ SETTINGS: dict[str, Any] = {
     "samples": 4096,
     "dropout": 0.0,
     "reference": "auto",  # strategy of the run without an agent; "unicron" has the same dropout
+    "memory": None,  # [every_n_steps, partners] of MemoryCheckpoint
     "drag": [0, 0.0],  # a replica, additional seconds of its micro-batches, and perhaps only one of its shards
     "precision": None,  # of the trainer
     "accelerator": "cpu",
@@ -221,6 +222,9 @@ def main(make: type[Model] = Model) -> None:
     saves = (
         [ModelCheckpoint(folder / "checkpoints", "{step}", every_n_train_steps=every, save_top_k=-1)] if every else []
     )
+    from unicron_lightning.callbacks import MemoryCheckpoint
+
+    memory = [MemoryCheckpoint(*settings["memory"])] if settings["memory"] and not alone else []
     trainer = pl.Trainer(
         use_distributed_sampler=not alone,
         strategy=strategy_of(settings, alone=alone),
@@ -241,7 +245,7 @@ def main(make: type[Model] = Model) -> None:
         val_check_interval=validate * rounds * (workers if alone else 1) if validate else None,
         check_val_every_n_epoch=None if validate else 1,
         default_root_dir=folder,
-        callbacks=[Watch(folder, settings, note, Faults(folder, note)), *saves],
+        callbacks=[Watch(folder, settings, note, Faults(folder, note)), *saves, *memory],
     )
     data = DataLoader(Text(settings["samples"]), batch_size=BATCH, shuffle=False)
     judged = DataLoader(Text(22), batch_size=3) if validate else None

@@ -14,7 +14,7 @@ from unicron_lightning.agent.workers.memory import AgentMemory
 from unicron_lightning.shared_memory import verified
 from unicron_lightning.worker.engine import World
 from unicron_lightning.worker.staging import Staging
-from unicron_lightning.worker.state_parts import DividedState, holders, joined
+from unicron_lightning.worker.state_parts import DividedState, holders, joined, staged_parts
 
 
 def state(seed: int = 0, random: int = 0) -> dict[str, Any]:
@@ -87,10 +87,11 @@ def open_memory() -> int:
 def test_an_agent_keeps_the_complete_version_and_two_newer_ones() -> None:
     said: list[Any] = []
     memory = AgentMemory(said.append)
-    staging = Staging(_Link(memory), 1)  # type: ignore[arg-type]
+    staging = Staging(_Link(memory))  # type: ignore[arg-type]
     world = World(epoch=3, kind="init", rank=0, size=2, hold=False, nodes=("n0", "n1"))
+    plan = staged_parts([range(2)], world.nodes, 1)
     for step in (4, 8, 12, 16):
-        staging.stage(DividedState.of(state(step)), step, world)
+        staging.hand_over(staging.stage(DividedState.of(state(step)), step, world, plan))
         staging.close()  # waits for the hand-over
         if step == 4:
             memory.complete(memory.copies[0].version)
@@ -114,11 +115,12 @@ def test_an_agent_keeps_the_complete_version_and_two_newer_ones() -> None:
 
 def test_memory_is_filled_again_after_its_agent_has_dropped_it() -> None:
     memory = AgentMemory(lambda message: None)
-    staging = Staging(_Link(memory), 0)  # type: ignore[arg-type]
+    staging = Staging(_Link(memory))  # type: ignore[arg-type]
     world = World(epoch=3, kind="init", rank=0, size=1, hold=False, nodes=("n0",))
+    plan = staged_parts([[0]], world.nodes, 0)
     files: list[set[int]] = []
     for step in range(4, 40, 4):
-        staging.stage(DividedState.of(state(step)), step, world)
+        staging.hand_over(staging.stage(DividedState.of(state(step)), step, world, plan))
         assert staging._thread is not None
         staging._thread.join()
         files.append({os.fstat(each.descriptor).st_ino for each in memory.given().copies})
@@ -143,9 +145,9 @@ def test_only_memory_of_this_name_and_size_is_opened(tmp_path: Path) -> None:
 
 def test_too_little_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = AgentMemory(lambda message: None)
-    staging = Staging(_Link(memory), 0)  # type: ignore[arg-type]
+    staging = Staging(_Link(memory))  # type: ignore[arg-type]
     monkeypatch.setattr("psutil.virtual_memory", lambda: type("Memory", (), {"available": 1000})())
     world = World(epoch=3, kind="init", rank=0, size=1, hold=False, nodes=("n0",))
     with pytest.raises(MemoryError, match="more than half"):
-        staging.stage(DividedState.of(state()), 4, world)
+        staging.stage(DividedState.of(state()), 4, world, staged_parts([[0]], world.nodes, 0))
     staging.close()

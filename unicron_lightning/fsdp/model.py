@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -128,19 +129,24 @@ class FsdpShard:
 
     def state(self) -> bytes:
         """Parameters, buffers and optimizer of this shard."""
-        reshard(self.root)
-        tensors = local_shards([*self.root.parameters(), *self.root.buffers()])
-        return codec.encode(
-            {
-                "shard": self.group.rank(),
-                "tensors": [each.detach() for each in tensors],
-                "optimizer": self._optimizer_state(),
-            }
-        )
+        return codec.encode(self.plain_state())
 
     def load_state(self, data: bytes) -> None:
         """Load the `state` of another worker of this shard."""
-        state = codec.decode(data)
+        self.load_plain(codec.decode(data))
+
+    def plain_state(self) -> dict[str, Any]:
+        """Parameters, buffers and optimizer of this shard, as plain data that shares their memory."""
+        reshard(self.root)
+        tensors = local_shards([*self.root.parameters(), *self.root.buffers()])
+        return {
+            "shard": self.group.rank(),
+            "tensors": [each.detach() for each in tensors],
+            "optimizer": self._optimizer_state(),
+        }
+
+    def load_plain(self, state: Mapping[str, Any]) -> None:
+        """Load the `plain_state` of another worker of this shard."""
         with torch.no_grad():
             own = local_shards([*self.root.parameters(), *self.root.buffers()])
             for tensor, value in zip(own, state["tensors"], strict=True):

@@ -11,7 +11,7 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,7 +22,7 @@ from unicron_lightning import wire
 from unicron_lightning.shared_memory import allocate, digest_of, in_use
 from unicron_lightning.worker.control.thread import Control
 from unicron_lightning.worker.engine import World
-from unicron_lightning.worker.state_parts import DividedState, holders
+from unicron_lightning.worker.state_parts import DividedState, StagedPart
 
 logger = logging.getLogger(__name__)
 
@@ -47,47 +47,80 @@ class _Memory:
     taken: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class StagedVersion:
+    """This worker's parts of a version in memory, before the agent gets them.
+
+    Attributes:
+        version: identity of the version.
+        parts: by number, the memory of each part and the bytes that are used.
+    """
+
+    version: wire.StateVersion
+    parts: Mapping[int, tuple[_Memory, int]]
+
+    def view(self, part: int) -> torch.Tensor:
+        """Return a part's bytes, which share its memory; uint8 of shape ``(size,)``."""
+        memory, size = self.parts[part]
+        return torch.frombuffer(memory.content, dtype=torch.uint8, count=size)
+
+
 class Staging:
     """Stages the states of one worker.
 
     Args:
         control: link to the agent.
-        partners: copies of each part on other nodes.
     """
 
-    def __init__(self, control: Control, partners: int) -> None:
+    def __init__(self, control: Control) -> None:
         self._control = control
-        self._partners = partners
         self._thread: threading.Thread | None = None
         self._open: list[_Memory] = []
         self._number = 0
 
-    def stage(self, state: DividedState, step: int, world: World) -> None:
-        """Copy this rank's parts of a state at a step boundary.
+    def stage(
+        self,
+        state: DividedState,
+        step: int,
+        world: World,
+        plan: Sequence[StagedPart],
+        incoming: Mapping[int, int] | None = None,
+    ) -> StagedVersion:
+        """Copy this rank's parts of a state at a step boundary; `hand_over` follows.
+
+        Args:
+            state: this rank's.
+            step: optimizer steps finished.
+            world: members that stage the version.
+            plan: all parts.
+            incoming: size of each part that this rank will receive: there is memory for it in the result.
 
         Raises:
             OSError, MemoryError: there is not enough memory, or the digests of the version before are not computed yet.
         """
         if self._thread is not None and self._thread.is_alive():
             raise OSError("the version before is still being handed over")
-        copies = len(holders(world.nodes, 0, self._partners))
         version = wire.StateVersion(
             life=self._control.welcome.life,
             epoch=world.epoch,
             step=step,
-            parts=world.size,
-            copies=copies,
+            parts=len(plan),
+            copies=min(len(part.holders) + len(part.receivers) for part in plan),
             layout=state.layout,
         )
-        mine = [part for part in range(world.size) if world.rank in holders(world.nodes, part, self._partners)]
-        staged = []
-        sizes = [state.size(part, world.size) for part in mine]
-        for part, size, memory in zip(mine, sizes, self._memory(sizes), strict=True):
-            state.write(part, world.size, torch.frombuffer(memory.content, dtype=torch.uint8, count=size))
-            staged.append((part, size, memory))
-        self._thread = threading.Thread(
-            target=self._hand_over, args=(version, staged), name="unicron-staging", daemon=True
-        )
+        mine = [part for part in plan if world.rank in part.holders]
+        sizes = {part.number: state.size(part.piece, part.pieces) for part in mine}
+        sizes.update(incoming or {})
+        memory = self._memory(list(sizes.values()))
+        parts = {number: (each, size) for (number, size), each in zip(sizes.items(), memory, strict=True)}
+        staged = StagedVersion(version=version, parts=parts)
+        for part in mine:
+            state.write(part.piece, part.pieces, staged.view(part.number))
+        return staged
+
+    def hand_over(self, staged: StagedVersion) -> None:
+        """Give the agent all parts of a version, in a thread that computes their digests first."""
+        self._thread = threading.Thread(target=self._hand_over, args=(staged,), name="unicron-staging", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -135,10 +168,10 @@ class Staging:
             self._open.remove(memory)
             os.close(memory.descriptor)
 
-    def _hand_over(self, version: wire.StateVersion, staged: Sequence[tuple[int, int, _Memory]]) -> None:
+    def _hand_over(self, staged: StagedVersion) -> None:
         copies = []
-        for part, size, memory in staged:
+        for part, (memory, size) in staged.parts.items():
             digest = digest_of(memoryview(memory.content)[:size])
-            copy = wire.StateCopy(version=version, part=part, size=size, digest=digest)
+            copy = wire.StateCopy(version=staged.version, part=part, size=size, digest=digest)
             copies.append(wire.OpenCopy(copy=copy, descriptor=memory.descriptor))
         self._control.send(wire.StateStaged(worker=self._control.worker, staged=tuple(copies)))

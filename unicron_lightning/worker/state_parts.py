@@ -1,8 +1,9 @@
 """Divides a state into equal parts, and joins them again. Pure; the form of the bytes is that of `codec`.
 
-The large tensors of the module and its optimizers are equal on all members. Their bytes follow each other and are cut
-into ranges of equal size, one for each part. The rest, the *root*, need not be equal (random state): part 0 begins with
-that of one member. Each part begins with the length of its root.
+The large tensors of the module and its optimizers are equal on all workers of a shard, which without shards are all
+members. Their bytes follow each other and are cut into ranges of equal size, one for each of these workers. The rest,
+the *root*, need not be equal (random state): the shard's first part begins with that of one worker. Each part begins
+with the length of its root. The parts of a version are those of its first shard, then those of the second one, etc.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from unicron_lightning.worker.operations import pack_parts, unpack_parts
 
 LARGE: Final = 1 << 10
 """Bytes from which a tensor is divided among the parts."""
-_EQUAL: Final = ("value['checkpoint']['state_dict']", "value['checkpoint']['optimizer_states']")
-"""Paths, in a joiner's state, of the tensors that are equal on all members."""
+_EQUAL: Final = ("value['checkpoint']['state_dict']", "value['checkpoint']['optimizer_states']", "value['shard']")
+"""Paths of the tensors that are equal on all workers of a shard, in a joiner's state and in that of a shard."""
 _LENGTH: Final = 8
 
 
@@ -116,6 +117,54 @@ def _blobs(sizes: Sequence[tuple[int, bool]], small: Sequence[bytes], stream: by
 
 def _range(total: int, part: int, parts: int) -> tuple[int, int]:
     return total * part // parts, total * (part + 1) // parts
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedPart:
+    """A part of a version, and the ranks that stage it.
+
+    Attributes:
+        shard: of the model; 0 without shards.
+        piece, pieces: its place among the parts of the shard.
+        holders: ranks that copy it from their own state; the first one sends it to the receivers.
+        receivers: ranks of other shards, on further nodes.
+    """
+
+    shard: int
+    piece: int
+    pieces: int
+    holders: tuple[int, ...]
+    receivers: tuple[int, ...] = ()
+
+    @property
+    def number(self) -> int:
+        """Its number in the version."""
+        return self.shard * self.pieces + self.piece
+
+
+def staged_parts(shards: Sequence[Sequence[int]], nodes: Sequence[str], partners: int) -> tuple[StagedPart, ...]:
+    """Return the parts of a version, in order.
+
+    Args:
+        shards: ranks of the workers of each shard, in the order of replicas.
+        nodes: node of each rank.
+        partners: number of further copies of each part on other nodes. Workers of the same shard stage them, as far as
+            there are any on other nodes, else workers of the same replica.
+    """
+    found = []
+    for shard, ranks in enumerate(shards):
+        for piece in range(len(ranks)):
+            own = tuple(ranks[i] for i in holders([nodes[rank] for rank in ranks], piece, partners))
+            used = {nodes[rank] for rank in own}
+            receivers: list[int] = []
+            for step in range(1, len(shards)):
+                other = shards[(shard + step) % len(shards)][piece]
+                if len(own) + len(receivers) <= partners and nodes[other] not in used:
+                    used.add(nodes[other])
+                    receivers.append(other)
+            part = StagedPart(shard=shard, piece=piece, pieces=len(ranks), holders=own, receivers=tuple(receivers))
+            found.append(part)
+    return tuple(found)
 
 
 def holders(nodes: Sequence[str], part: int, partners: int) -> list[int]:
