@@ -14,7 +14,7 @@ class MemoryCheckpoint(pl.Callback):
     """Stages the training's state in shared memory at step boundaries, and hands it to this node's agent.
 
     If all workers of the task die, their successors resume from there instead of a checkpoint on disk, if that is
-    older. Each worker stages a share of the state or of its shard, and shares of workers on other nodes. See docs/state.md.
+    older. Each worker stages a share of the state or of its shard, and shares of other workers: docs/state.md.
 
     Args:
         every_n_steps: optimizer steps between two versions; at most so many are lost.

@@ -60,6 +60,8 @@ class Membership:
         strategy.seed = state["seed"]
         join_state.receive(trainer, state)
         self._arrival, self._parts = state, join.parts
+        if session.control is not None:
+            session.control.event("state_restored", tier="peer", step=session.engine.step)
         strategy.parallelism.admitted(state)
         self.joins = False
         if strategy.engine.world.rank == 0:  # the sender died meanwhile

@@ -105,9 +105,13 @@ class ReportedCheckpoints:
         with newest(engine, known, divided=divided) as opened:
             self._opened = opened
             try:
-                return join_state.resume(trainer, opened.name)
+                state = join_state.resume(trainer, opened.name)
             finally:
                 self._opened = None
+            if engine.control is not None and engine.world.rank == 0:
+                step = next(each.step for each in known if each.path == opened.name)
+                engine.control.event("state_restored", tier="disk", step=step, path=opened.name)
+            return state
 
 
 def write_checkpoint(plugin: CheckpointIO, checkpoint: dict[str, Any], path: str, storage_options: Any) -> str:

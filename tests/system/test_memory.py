@@ -26,6 +26,11 @@ def held(cluster: Cluster, node: str) -> list[Path]:
     return [path for path in folder.iterdir() if path.is_symlink() and "unicron-state" in os.readlink(path)]
 
 
+def restored_from(cluster: Cluster, tier: str) -> list[dict[str, Any]]:
+    """The events of restorations from a kind of place."""
+    return [event for event in cluster.events("worker.state_restored") if event["tier"] == tier]
+
+
 def test_all_workers_die_and_one_agents_copies_are_corrupt(tmp_path: Path, reference: Reference) -> None:
     with Cluster(tmp_path, nodes="3:3", schedule=all_die(), settings=SETTINGS) as cluster:  # all three are founders
         cluster.watch(lambda: cluster.notes("fault"), "the deaths", 180)
@@ -36,7 +41,7 @@ def test_all_workers_die_and_one_agents_copies_are_corrupt(tmp_path: Path, refer
                 file.write(b"not a state")
         cluster.wait_end(linger=True)
         assert len(cluster.notes("fault")) == 3
-        (restored,) = cluster.events("worker.state_restored")
+        (restored,) = restored_from(cluster, "memory")
         assert (restored["tier"], restored["step"]) == ("memory", 24), "the newest checkpoint on disk is of step 20"
         assert all(len(nodes) == 2 for nodes in restored["holders"])
         rejected = cluster.events("worker.memory_rejected")
@@ -56,7 +61,7 @@ def test_two_neighbours_die_with_all_workers(tmp_path: Path, reference: Referenc
         for node in [node for node, agent in cluster.agents.items() if agent.poll() is not None]:
             cluster.replace(node)
         cluster.wait_end(linger=True)
-        (restored,) = cluster.events("worker.state_restored")
+        (restored,) = restored_from(cluster, "memory")
         assert (restored["tier"], restored["step"]) == ("memory", 24)
         assert all(len(nodes) <= 3 for nodes in restored["holders"])
         assert min(line["step"] for line in cluster.notes("step", life=2)) == 24

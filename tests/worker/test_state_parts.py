@@ -66,6 +66,19 @@ def test_no_part_has_two_copies_on_a_node() -> None:
             assert len({nodes[rank] for rank in ranks}) == len(ranks) == min(partners + 1, 3)
 
 
+def test_parts_of_shards_are_sent_only_if_no_worker_of_the_shard_is_on_another_node() -> None:
+    replicas = staged_parts([[0, 2], [1, 3]], ("a", "a", "b", "b"), 1)
+    assert [part.number for part in replicas] == [0, 1, 2, 3]
+    assert [part.holders for part in replicas] == [(0, 2), (2, 0), (1, 3), (3, 1)]
+    assert not any(part.receivers for part in replicas)
+    alone = staged_parts([[0], [1], [2]], ("a", "a", "b"), 1)
+    assert [(part.holders, part.receivers) for part in alone] == [((0,), (2,)), ((1,), (2,)), ((2,), (0,))]
+    assert not any(part.receivers for part in staged_parts([[0], [1]], ("a", "a"), 1)), "there is one node"
+    for each in staged_parts([[0, 4], [1, 5], [2, 6], [3, 7]], "aabbaabb", 2):
+        assert len(each.holders) == 1, "both workers of a shard are on one node"
+        assert len(each.receivers) == 1
+
+
 class _Link:
     """A worker's link to an agent in this process."""
 

@@ -148,7 +148,7 @@ def test_when_no_member_survives_a_new_life_begins_from_the_newest_checkpoint():
     assert task_status(world.task())["progress"]["step"] == 7, "the death of its reporter changes nothing"
     b.drop()
     world.advance(1)
-    assert world.event("task_restarts").fields == {"life": 2, "path": "/ckpt/5", "step": 5}
+    assert world.event("task_restarts").fields == {"life": 2, "path": "/ckpt/5", "step": 5, "memory": None}
     assert world.task().committed == 0
     assert candidate.last(wire.Fence).worker == "c/0#1"
     candidate.die()

@@ -46,10 +46,12 @@ def test_a_version_is_complete_with_all_copies_and_offered_with_one_of_each_part
 
 
 def test_a_newer_checkpoint_is_preferred() -> None:
-    a, b = running(World(), 2)
+    world = World()
+    a, b = running(world, 2)
     holds(a, copy(4, 0), copy(4, 1), copy(8, 0), copy(8, 1))
     a.saved("/6", 6)
     assert offered(a, b) == [8]
+    assert world.event("task_restarts").fields == {"life": 2, "path": "/6", "step": 6, "memory": 8}
 
 
 def test_agents_repeat_their_copies_to_a_restarted_coordinator() -> None:

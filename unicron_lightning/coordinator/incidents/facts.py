@@ -174,12 +174,18 @@ class SlotGrant(Fact):
 
 @dataclass(frozen=True, kw_only=True)
 class LifeBegun(Fact):
-    """The task starts a new life, from a checkpoint."""
+    """The task starts a new life, from the agents' memory or a checkpoint.
+
+    Attributes:
+        path, step: of the newest checkpoint on disk.
+        memory: step of the newest version in the agents' memory, unless the checkpoint is newer.
+    """
 
     event = "task_restarts"
     life: int
     path: str | None
     step: int | None
+    memory: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

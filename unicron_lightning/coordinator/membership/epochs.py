@@ -487,7 +487,7 @@ def _new_life(task: Task, turn: Turn) -> None:
     task.comm_error_epoch = task.committed = 0
     saved = task.checkpoint
     path, step = (saved.path, saved.step) if saved else (None, None)
-    turn.log(task, LifeBegun(life=task.life, path=path, step=step))
+    turn.log(task, LifeBegun(life=task.life, path=path, step=step, memory=memory.newest(task)))
 
 
 PART: Final = Part(

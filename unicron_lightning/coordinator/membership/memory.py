@@ -54,19 +54,29 @@ def _error(task: Task, turn: Turn, _agent: Agent, message: wire.ErrorReport) -> 
         turn.save(task)
 
 
+def _usable(task: Task) -> list[tuple[wire.StateVersion, dict[int, list[tuple[Agent, wire.StateCopy]]]]]:
+    """Return the versions that are held and not older than the newest checkpoint, newest first."""
+    least = task.checkpoint.step if task.checkpoint else 0
+    usable = [
+        (version, parts)
+        for version, parts in known(task).items()
+        if version.step >= least and version.epoch > task.memory.doubted and least_copies(version, parts) > 0
+    ]
+    return sorted(usable, key=lambda each: (each[0].step, each[0]), reverse=True)
+
+
+def newest(task: Task) -> int | None:
+    """Return the step of the newest version from which a new life may begin, as far as agents have reported."""
+    usable = _usable(task)
+    return usable[0][0].step if usable else None
+
+
 def offers(task: Task, turn: Turn) -> tuple[wire.StateOffer, ...]:
     """Return the versions from which the present life may begin, newest first: the same for all its founders."""
     record = task.memory
     if record.offered_in == task.life:
         return record.offered
-    least = task.checkpoint.step if task.checkpoint else 0
-    usable = [
-        (version, parts)
-        for version, parts in known(task).items()
-        if version.step >= least and version.epoch > record.doubted and least_copies(version, parts) > 0
-    ]
-    usable.sort(key=lambda each: (each[0].step, each[0]), reverse=True)
-    record.offered = tuple(_offer(version, parts) for version, parts in usable[:_OFFERED])
+    record.offered = tuple(_offer(version, parts) for version, parts in _usable(task)[:_OFFERED])
     record.offered_in, record.wait = task.life, "none"
     fields = {"life": task.life, "steps": [offer.version.step for offer in record.offered]}
     turn.emit_for(task, None, "memory_offered", fields)
