@@ -23,8 +23,9 @@ from unicron_lightning.strategies.state import join_state
 from unicron_lightning.strategies.state.division import StateDivision
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.communication.communicator import gather_bytes
-from unicron_lightning.worker.engine import Engine, Report, World
+from unicron_lightning.worker.engine import Engine, World
 from unicron_lightning.worker.operations import Indivisible
+from unicron_lightning.worker.report_sum import ReportSum
 from unicron_lightning.worker.staging import StagedVersion, Staging
 from unicron_lightning.worker.state_parts import DividedState, StagedPart, staged_parts
 
@@ -156,7 +157,7 @@ class PartnerCopies(Indivisible):
         self._state = state
         self._partners = partners
 
-    def plan(self, reports: Sequence[Report | None], rank: int) -> None:
+    def plan(self, reports: ReportSum, rank: int) -> None:
         """All ranks do the same."""
 
     def attempt(self, engine: Engine) -> bytes:
