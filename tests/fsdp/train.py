@@ -218,13 +218,7 @@ def main(make: type[Model] = Model) -> None:
     from strikes import Faults
 
     workers = settings["shards"] * settings["replicas"]
-    every, validate, rounds = settings["save_every"], settings["validate"], settings["accumulation"]
-    saves = (
-        [ModelCheckpoint(folder / "checkpoints", "{step}", every_n_train_steps=every, save_top_k=-1)] if every else []
-    )
-    from unicron_lightning.callbacks import MemoryCheckpoint
-
-    memory = [MemoryCheckpoint(*settings["memory"])] if settings["memory"] and not alone else []
+    validate, rounds = settings["validate"], settings["accumulation"]
     trainer = pl.Trainer(
         use_distributed_sampler=not alone,
         strategy=strategy_of(settings, alone=alone),
@@ -238,14 +232,14 @@ def main(make: type[Model] = Model) -> None:
         gradient_clip_val=settings["clip"],
         gradient_clip_algorithm=settings["clips"],
         logger=False,
-        enable_checkpointing=bool(saves),
+        enable_checkpointing=settings["save_every"] > 0,
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
         val_check_interval=validate * rounds * (workers if alone else 1) if validate else None,
         check_val_every_n_epoch=None if validate else 1,
         default_root_dir=folder,
-        callbacks=[Watch(folder, settings, note, Faults(folder, note)), *saves, *memory],
+        callbacks=[Watch(folder, settings, note, Faults(folder, note)), *saving(folder, settings, alone=alone)],
     )
     data = DataLoader(Text(settings["samples"]), batch_size=BATCH, shuffle=False)
     judged = DataLoader(Text(22), batch_size=3) if validate else None
@@ -253,6 +247,15 @@ def main(make: type[Model] = Model) -> None:
     trainer.fit(module, ordered(data, workers) if alone else data, judged, ckpt_path=settings["resume"])
     if settings["tests"]:
         trainer.test(module, judged, verbose=False)
+
+
+def saving(folder: Path, settings: dict[str, Any], *, alone: bool) -> list[pl.Callback]:
+    """The callbacks that keep states on disk and in the agents' memory."""
+    from unicron_lightning.callbacks import MemoryCheckpoint
+
+    every, memory = settings["save_every"], settings["memory"]
+    saves = [ModelCheckpoint(folder / "checkpoints", "{step}", every_n_train_steps=every, save_top_k=-1)]
+    return [*(saves if every else []), *([MemoryCheckpoint(*memory)] if memory and not alone else [])]
 
 
 def strategy_of(settings: dict[str, Any], *, alone: bool) -> Any:
