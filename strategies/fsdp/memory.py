@@ -27,7 +27,7 @@ from unicron_lightning.worker.engine import Engine, World
 from unicron_lightning.worker.operations import Indivisible
 from unicron_lightning.worker.report_sum import ReportSum
 from unicron_lightning.worker.staging import StagedVersion, Staging
-from unicron_lightning.worker.state_parts import DividedState, StagedPart, staged_parts
+from unicron_lightning.worker.state_parts import DividedState, SharePart, staged_parts
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fsdp.parallel import FsdpParallel
@@ -79,7 +79,7 @@ class ShardedDivision(StateDivision):
             return None
         return staging.stage(self.divide(state), engine.step, engine.world, plan)
 
-    def exchange(self, staged: StagedVersion, plan: Sequence[StagedPart], rank: int) -> None:
+    def exchange(self, staged: StagedVersion, plan: Sequence[SharePart], rank: int) -> None:
         """Send this worker's parts to workers of other shards of its replica, and receive theirs.
 
         Raises:
@@ -188,7 +188,7 @@ class PartnerCopies(Indivisible):
         return b""
 
     def _divided(
-        self, rank: int, plan: Sequence[StagedPart]
+        self, rank: int, plan: Sequence[SharePart]
     ) -> tuple[DividedState | None, OSError | MemoryError | UnicronError | None]:
         """Return this worker's state, if it has a part, or the reason why it has none."""
         try:
@@ -196,7 +196,7 @@ class PartnerCopies(Indivisible):
         except UnicronError as error:
             return None, error
 
-    def _sizes(self, divided: DividedState | None, rank: int, plan: Sequence[StagedPart]) -> dict[int, int]:
+    def _sizes(self, divided: DividedState | None, rank: int, plan: Sequence[SharePart]) -> dict[int, int]:
         """Return the bytes of each part that this worker sends."""
         if divided is None:
             return {}

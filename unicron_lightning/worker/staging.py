@@ -22,7 +22,7 @@ from unicron_lightning import wire
 from unicron_lightning.shared_memory import allocate, digest_of, in_use
 from unicron_lightning.worker.control.thread import Control
 from unicron_lightning.worker.engine import World
-from unicron_lightning.worker.state_parts import DividedState, StagedPart
+from unicron_lightning.worker.state_parts import DividedState, SharePart
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class Staging:
         state: DividedState,
         step: int,
         world: World,
-        plan: Sequence[StagedPart],
+        plan: Sequence[SharePart],
         incoming: Mapping[int, int] | None = None,
     ) -> StagedVersion:
         """Copy this rank's parts of a state at a step boundary; `hand_over` follows.

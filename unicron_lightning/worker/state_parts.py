@@ -120,7 +120,7 @@ def _range(total: int, part: int, parts: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StagedPart:
+class SharePart:
     """A part of a version, and the ranks that stage it.
 
     Attributes:
@@ -142,7 +142,7 @@ class StagedPart:
         return self.shard * self.pieces + self.piece
 
 
-def staged_parts(shards: Sequence[Sequence[int]], nodes: Sequence[str], partners: int) -> tuple[StagedPart, ...]:
+def staged_parts(shards: Sequence[Sequence[int]], nodes: Sequence[str], partners: int) -> tuple[SharePart, ...]:
     """Return the parts of a version, in order.
 
     Args:
@@ -162,7 +162,7 @@ def staged_parts(shards: Sequence[Sequence[int]], nodes: Sequence[str], partners
                 if len(own) + len(receivers) <= partners and nodes[other] not in used:
                     used.add(nodes[other])
                     receivers.append(other)
-            part = StagedPart(shard=shard, piece=piece, pieces=len(ranks), holders=own, receivers=tuple(receivers))
+            part = SharePart(shard=shard, piece=piece, pieces=len(ranks), holders=own, receivers=tuple(receivers))
             found.append(part)
     return tuple(found)
 
