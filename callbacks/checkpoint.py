@@ -28,11 +28,12 @@ class UnicronCheckpoint(ModelCheckpoint):
     Args:
         options: of ModelCheckpoint.
         partners: workers, on other nodes if there are any, that also hold each part, and write it if its first writer
-            is lost.
+            is lost; with ``unicron_fsdp`` the other replicas hold it anyway.
         named_options: of ModelCheckpoint.
 
     Raises:
-        ConfigError: ``partners`` is negative, or (at the start) the strategy is not ``unicron``.
+        ConfigError: ``partners`` is negative, or (at the start) the strategy is neither ``unicron`` nor
+            ``unicron_fsdp``.
     """
 
     def __init__(self, *options: Any, partners: int = 1, **named_options: Any) -> None:

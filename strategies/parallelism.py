@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from unicron_lightning.checkpoints.staging import HeldCheckpoint
 from unicron_lightning.data.loader import EvaluationLoader, GlobalBatch, PassLoader
 from unicron_lightning.data.order import StepShape
 from unicron_lightning.strategies.metrics.recording import LogCall
@@ -91,10 +92,12 @@ class CheckpointStore(ABC):
     Attributes:
         restores_late: whether Lightning restores checkpoints after `Strategy.setup`.
         divided: whether each worker reads a part of a checkpoint; otherwise each reads all of it.
+        writes_beside: whether `held` is there, so that checkpoints can be written while training continues.
     """
 
     restores_late = False
     divided = False
+    writes_beside = False
 
     def module_state(self, state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the module's state for a checkpoint."""
@@ -107,6 +110,14 @@ class CheckpointStore(ABC):
         Returns:
             Its digest ("": it cannot be read back), or None if the task cannot resume from it.
         """
+
+    def held_shard(self) -> int | None:
+        """Return the number of the shard that this worker could write; None if it holds all, or nothing."""
+        return None
+
+    def held(self, checkpoint: dict[str, Any]) -> HeldCheckpoint:
+        """Return a checkpoint as this worker holds it; its tensors are the training's own."""
+        raise NotImplementedError
 
     def optimizer_state(self, optimizer: Optimizer, state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return an optimizer's state for a checkpoint."""

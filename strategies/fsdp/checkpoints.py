@@ -14,12 +14,13 @@ import torch
 from torch.optim import Optimizer
 
 from unicron_lightning.checkpoints.index import is_folder, read_rest
+from unicron_lightning.checkpoints.staging import HeldCheckpoint
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.fsdp import folder
 from unicron_lightning.fsdp.mesh import reshard
 from unicron_lightning.fsdp.whole import load_optimizer, load_parameters, whole_optimizer, whole_parameters
 from unicron_lightning.replica.fabric import ReplicaFabric, run_released
-from unicron_lightning.strategies.state.checkpointing import SingleFileCheckpoints, write_checkpoint
+from unicron_lightning.strategies.state.checkpointing import SingleFileCheckpoints, rest_of, write_checkpoint
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.checkpoint_files import total
 from unicron_lightning.worker.communication.communicator import gather_bytes
@@ -99,7 +100,7 @@ class ShardedCheckpoints(SingleFileCheckpoints):
         """How a folder is written."""
         strategy, model = self._parallel.strategy, self._parallel.member.model
         optimizer = model.optimizer if "optimizer_states" in checkpoint else None
-        rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+        rest = rest_of(checkpoint)
 
         def unfinished() -> Path:  # no other attempt writes there, not even one of workers that were cut off
             return path.with_name(f"{path.name}.{strategy.engine.world.epoch}.unfinished")
@@ -116,6 +117,17 @@ class ShardedCheckpoints(SingleFileCheckpoints):
             return total(folder.finish_folder(unfinished(), path, parts, places, rest))
 
         return collect, write
+
+    def held_shard(self) -> int | None:
+        """Return this worker's shard, if it is part of a replica."""
+        place = self._parallel.member.fabric.place
+        return None if place is None or place.replica is None else self._parallel.shard
+
+    def held(self, checkpoint: dict[str, Any]) -> HeldCheckpoint:
+        model = self._parallel.member.model
+        reshard(model.root)
+        optimizer = model.optimizer if "optimizer_states" in checkpoint else None
+        return folder.held_part(model.root, optimizer, self._parallel.shard, rest_of(checkpoint))
 
     def load(self, path: Any, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return a file's content, or the part of a folder's that is not model or optimizer."""

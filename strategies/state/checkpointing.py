@@ -15,7 +15,8 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.plugins.io.async_plugin import AsyncCheckpointIO
 
 from unicron_lightning import wire
-from unicron_lightning.checkpoints.index import is_folder, read_checkpoint
+from unicron_lightning.checkpoints.index import MODEL, OPTIMIZER, by_name, is_folder, read_checkpoint
+from unicron_lightning.checkpoints.staging import HeldCheckpoint
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies.parallelism import CheckpointStore
 from unicron_lightning.strategies.state import join_state
@@ -38,6 +39,8 @@ class SingleFileCheckpoints(CheckpointStore):
         strategy: provides engine and Lightning's writer.
     """
 
+    writes_beside = True
+
     def __init__(self, strategy: FaultTolerantStrategy) -> None:
         self._strategy = strategy
 
@@ -57,6 +60,18 @@ class SingleFileCheckpoints(CheckpointStore):
     def load(self, path: Any, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the checkpoint, a file or a folder; one of another strategy counts steps from now on."""
         return self.converted(read_checkpoint(path) if is_folder(path) else read())
+
+    def held(self, checkpoint: dict[str, Any]) -> HeldCheckpoint:
+        state: dict[str, Any] = {MODEL: checkpoint["state_dict"]}
+        names = {id(each): name for name, each in self._strategy.module.named_parameters()}
+        optimizers = checkpoint.get("optimizer_states", [])
+        for number, (own, optimizer) in enumerate(zip(optimizers, self._strategy.optimizers, strict=False)):
+            groups = [
+                [names.get(id(each), f"{at}.{place}") for place, each in enumerate(group["params"])]
+                for at, group in enumerate(optimizer.param_groups)
+            ]
+            state[f"{OPTIMIZER}{number}"] = by_name(own, groups)
+        return HeldCheckpoint.whole(state, rest_of(checkpoint))
 
     def converted(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return a checkpoint with counts of steps."""
@@ -112,6 +127,11 @@ class ReportedCheckpoints:
                 step = next(each.step for each in known if each.path == opened.name)
                 engine.control.event("state_restored", tier="disk", step=step, path=opened.name)
             return state
+
+
+def rest_of(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a checkpoint that is not model or optimizer."""
+    return {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
 
 
 def write_checkpoint(plugin: CheckpointIO, checkpoint: dict[str, Any], path: str, storage_options: Any) -> str:

@@ -8,7 +8,6 @@ and an event, and leaves the version before it in place.
 from __future__ import annotations
 
 import hashlib
-import io
 import logging
 import threading
 from collections.abc import Callable, Collection
@@ -17,18 +16,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import lightning.pytorch as pl
 import msgspec
-import torch
-from torch import Tensor
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from unicron_lightning.checkpoints.client import IN_FLIGHT, SharedBuffer, WriterProcess
-from unicron_lightning.checkpoints.division import aligned, divide, writers
-from unicron_lightning.checkpoints.index import MODEL, OPTIMIZER, by_name
-from unicron_lightning.checkpoints.messages import StagedPart, StagedTensor, WriteVersion
-from unicron_lightning.checkpoints.version import tensor_in
+from unicron_lightning.checkpoints.division import shard_writers, writers
+from unicron_lightning.checkpoints.messages import WriteVersion
+from unicron_lightning.checkpoints.staging import stage
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.worker.checkpoint_files import located
-from unicron_lightning.worker.operations import Agreement, pack_parts, unpack_parts
+from unicron_lightning.worker.operations import Agreement, unpack_parts
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
@@ -74,11 +69,11 @@ class Persisting:
             partners: workers that also hold each part, and write it if its first writer is lost.
 
         Raises:
-            ConfigError: the strategy divides the model between workers.
+            ConfigError: the strategy's checkpoints have another format.
         """
-        if not self._strategy.parallelism.whole:
+        if not self._strategy.parallelism.checkpoints.writes_beside:
             raise ConfigError(
-                f'UnicronCheckpoint needs Trainer(strategy="unicron"), found strategy='
+                'UnicronCheckpoint needs Trainer(strategy="unicron") or "unicron_fsdp", found strategy='
                 f"{self._strategy.strategy_name!r}; use ModelCheckpoint there"
             )
         self._partners = max(partners, self._partners)
@@ -90,12 +85,11 @@ class Persisting:
         strategy, engine, writer = self._strategy, self._strategy.engine, self._writer
         assert writer is not None, "use() first"
         with engine.activity.during("checkpoint"):
-            workers, nodes, rank, name = self._agree()
+            workers, holders, rank, name = self._agree()
             checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only)
             strategy.complete(checkpoint)
             saved = _Saved(located(path), int(checkpoint["global_step"]), "optimizer_states" in checkpoint)
             self._number += 1
-            holders = [writers(nodes, part, self._partners) for part in range(len(nodes))]
             order = WriteVersion(
                 number=self._number, name=name, path=saved.path, rank=rank, holders=holders, seconds=WRITE_SECONDS
             )
@@ -103,7 +97,7 @@ class Persisting:
             try:
                 if not writer.wait(IN_FLIGHT - 1, WRITE_SECONDS):
                     raise OSError(f"{IN_FLIGHT} versions before it are not finished")
-                order, buffers = stage(writer.buffer, order, self._content(checkpoint))
+                order, buffers = stage(writer.buffer, order, strategy.parallelism.checkpoints.held(checkpoint))
             except (OSError, MemoryError, ValueError, RuntimeError) as error:
                 order, buffers = msgspec.structs.replace(order, error=str(error)[:500] or repr(error)), []
             with self._lock:
@@ -132,38 +126,31 @@ class Persisting:
 
     # ---- parts of a save
 
-    def _agree(self) -> tuple[list[str], list[str], int, str]:
+    def _agree(self) -> tuple[list[str], list[list[int]], int, str]:
         """Agree on the writers of a version.
 
         A failure may be known to some members only. The result of an operation is the same on all.
 
         Returns:
-            Workers and nodes by rank, this worker's rank, and the version's name.
+            Workers by rank, the ranks that hold each part, this worker's rank, and the version's name.
         """
         engine = self._strategy.engine
         own = "" if engine.control is None else engine.control.worker
 
         def about(rank: int) -> bytes:
-            return msgspec.json.encode([own, engine.world.nodes[rank] if engine.world.nodes else ""])
+            node = engine.world.nodes[rank] if engine.world.nodes else ""
+            return msgspec.json.encode([own, node, self._strategy.parallelism.checkpoints.held_shard()])
 
         result = engine.run(Agreement("checkpoint_writers", about))
-        members = [msgspec.json.decode(part, type=tuple[str, str]) for part in unpack_parts(result)]
-        workers = [worker for worker, _ in members]
+        members = [msgspec.json.decode(part, type=tuple[str, str, int | None]) for part in unpack_parts(result)]
+        workers = [worker for worker, _, _ in members]
         name = f"{engine.position}-{hashlib.sha256(result).hexdigest()[:12]}"
-        return workers, [node for _, node in members], workers.index(own), name
-
-    def _content(self, checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the state for the index, nested, and the rest of the checkpoint."""
-        state: dict[str, Any] = {MODEL: checkpoint["state_dict"]}
-        names = {id(each): name for name, each in self._strategy.module.named_parameters()}
-        optimizers = checkpoint.get("optimizer_states", [])
-        for number, (own, optimizer) in enumerate(zip(optimizers, self._strategy.optimizers, strict=False)):
-            groups = [
-                [names.get(id(each), f"{at}.{place}") for place, each in enumerate(group["params"])]
-                for at, group in enumerate(optimizer.param_groups)
-            ]
-            state[f"{OPTIMIZER}{number}"] = by_name(own, groups)
-        return state, {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+        shards = [shard for _, _, shard in members]
+        if any(shard is not None for shard in shards):
+            return workers, shard_writers(shards), workers.index(own), name
+        nodes = [node for _, node, _ in members]
+        holders = [writers(nodes, part, self._partners) for part in range(len(nodes))]
+        return workers, holders, workers.index(own), name
 
     # ---- called by the writer's thread
 
@@ -189,60 +176,3 @@ class Persisting:
             if each.state == "complete":
                 for action in each.then:
                     action()
-
-
-def stage(
-    memory: Callable[[int], SharedBuffer], order: WriteVersion, content: tuple[dict[str, Any], dict[str, Any]]
-) -> tuple[WriteVersion, list[SharedBuffer]]:
-    """Copy the parts that a rank holds.
-
-    Args:
-        memory: returns memory of a size.
-        order: without its parts.
-        content: state for the index, and the rest of Lightning's checkpoint.
-
-    Raises:
-        OSError: there is not enough memory.
-    """
-    state, rest = content
-    flat, places = flatten_state_dict(state)
-    tensors = {name: each.detach() for name, each in flat.items() if _is_plain(each)}
-    objects = {name: _saved_bytes(each) for name, each in flat.items() if name not in tensors}
-    named = list(tensors.items())
-    parts = divide([(each.shape, each.element_size()) for _, each in named], len(order.holders))
-    staged, buffers = [], []
-    for part, holders in enumerate(order.holders):
-        if order.rank in holders:
-            pieces, size = [], 0
-            for rows in parts[part]:
-                name, tensor = named[rows.tensor]
-                offsets, sizes = rows.place(tensor.shape)
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                pieces.append((StagedTensor(name, dtype, tuple(tensor.shape), offsets, sizes, size), rows, tensor))
-                size += aligned(torch.Size(sizes).numel() * tensor.element_size())
-            buffer = memory(size)
-            for piece, rows, tensor in pieces:
-                source = tensor[rows.first : rows.end] if tensor.dim() and tensor.numel() else tensor
-                tensor_in(buffer.memory, piece).copy_(source)
-            staged.append(StagedPart(part, [piece for piece, _, _ in pieces]))
-            buffers.append(buffer)
-    packed = pack_parts([_saved_bytes(rest), *objects.values()])
-    buffer = memory(len(packed))
-    buffer.memory[: len(packed)] = packed
-    order = msgspec.structs.replace(
-        order,
-        parts=staged,
-        objects=list(objects),
-        places={name: list(place) for name, place in places.items()},
-    )
-    return order, [*buffers, buffer]
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized
-
-
-def _saved_bytes(value: Any) -> bytes:
-    file = io.BytesIO()
-    torch.save(value, file)
-    return file.getvalue()

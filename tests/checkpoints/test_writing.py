@@ -15,13 +15,13 @@ import torch
 from torch.distributed import checkpoint as dcp
 
 from unicron_lightning.checkpoints.client import SharedBuffer, WriterProcess
-from unicron_lightning.checkpoints.division import divide, writers
+from unicron_lightning.checkpoints.division import divide, shard_writers, writers
 from unicron_lightning.checkpoints.index import is_folder, read_checkpoint
 from unicron_lightning.checkpoints.messages import VersionFailed, VersionWritten, WriteVersion
+from unicron_lightning.checkpoints.staging import HeldCheckpoint, stage
 from unicron_lightning.checkpoints.storage import FolderStorage
 from unicron_lightning.checkpoints.version import WritingVersion
 from unicron_lightning.shared_memory import allocate
-from unicron_lightning.strategies.state.persisting import stage
 from unicron_lightning.worker.checkpoint_files import digest_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*to load in a single process")
@@ -54,6 +54,11 @@ def test_a_part_is_held_on_other_nodes_or_by_other_workers_of_the_only_one() -> 
     assert writers(["a", "b"], 1, 0) == [1]
 
 
+def test_replicas_share_the_shards_and_spares_write_none() -> None:
+    assert shard_writers([0, 1, 0, 1]) == [[0, 2], [3, 1]]
+    assert shard_writers([1, None, 0]) == [[2], [0]]
+
+
 def content(seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
     torch.manual_seed(seed)
     model = {"a": torch.randn(40, 50), "b": torch.tensor(3.0), "c": torch.randn(1000).bfloat16(), "e": torch.zeros(0)}
@@ -72,7 +77,7 @@ class Group:
         self.buffers: list[SharedBuffer] = []
         for rank in range(len(nodes)):
             order = WriteVersion(number=1, name=name, path=str(path), rank=rank, holders=holders, seconds=seconds)
-            order, buffers = stage(lambda size: SharedBuffer(*allocate(size)), order, content())
+            order, buffers = stage(lambda size: SharedBuffer(*allocate(size)), order, HeldCheckpoint.whole(*content()))
             self.buffers += buffers
             storage = FolderStorage(path, name)
             memories = [mmap.mmap(each.descriptor, 0) for each in buffers]
@@ -184,7 +189,7 @@ def test_a_writer_process_that_is_killed_is_replaced(tmp_path: Path) -> None:
         for number in (1, 2):
             path = tmp_path / f"{number}.ckpt"
             order = WriteVersion(number=number, name=f"v{number}", path=str(path), rank=0, holders=[[0]], seconds=60.0)
-            order, buffers = stage(client.buffer, order, content())
+            order, buffers = stage(client.buffer, order, HeldCheckpoint.whole(*content()))
             if number == 2:
                 assert client._process is not None
                 os.kill(client._process.pid, 9)

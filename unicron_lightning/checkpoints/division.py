@@ -61,6 +61,19 @@ def divide(shapes: Sequence[tuple[Sequence[int], int]], parts: int) -> list[list
     return found
 
 
+def shard_writers(shards: Sequence[int | None]) -> list[list[int]]:
+    """Return the ranks that hold each shard, in the order in which they are to write it; each replica begins some.
+
+    Args:
+        shards: shard of each rank; None: none, as of a spare.
+    """
+    found: list[list[int]] = [[] for _ in range(1 + max(shard for shard in shards if shard is not None))]
+    for rank, shard in enumerate(shards):
+        if shard is not None:
+            found[shard].append(rank)
+    return [ranks[at % len(ranks) :] + ranks[: at % len(ranks)] if ranks else [] for at, ranks in enumerate(found)]
+
+
 def aligned(size: int) -> int:
     """Return the bytes that a piece of this size occupies."""
     return -(-size // ALIGNMENT) * ALIGNMENT

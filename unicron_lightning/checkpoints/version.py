@@ -53,6 +53,7 @@ class WritingVersion:
         self._gone: set[int] = set()
         self._written: set[int] = set()
         self._began = False
+        self._finishers = sorted({rank for holders in order.holders for rank in holders})
         self._deadline = time.monotonic() + order.seconds
 
     def gone(self, ranks: Sequence[int]) -> None:
@@ -76,7 +77,9 @@ class WritingVersion:
             self._began = True
             if order.error:
                 return self._fail(f"rank {order.rank}: {order.error}")
-            self._write(order.rank)
+            for part, holders in enumerate(order.holders):
+                if holders[:1] == [order.rank]:
+                    self._write(part)
         names = storage.names()
         described = {int(name.split("-")[1]) for name in names if name.startswith("part-")}
         if failed := [name for name in names if name.startswith("failed-")]:
@@ -85,7 +88,7 @@ class WritingVersion:
             if part not in described and part not in self._written and self._is_first(holders):
                 self._write(part)
         missing = set(range(len(order.holders))) - described
-        if not missing and self._is_first(range(len(order.holders))):
+        if not missing and self._is_first(self._finishers):
             self._finish(names)
         if (digest := self._digest()) is not None:
             return VersionWritten(number=order.number, digest=digest)
@@ -162,7 +165,7 @@ class WritingVersion:
         return self._abandoned(error)
 
     def _abandoned(self, error: str) -> VersionFailed:
-        if self._is_first(range(len(self._order.holders))):
+        if self._is_first(self._finishers):
             time.sleep(_ABANDON_SECONDS)
             self._storage.abandon()
         return VersionFailed(number=self._order.number, error=error)

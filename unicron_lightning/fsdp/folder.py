@@ -7,11 +7,12 @@ part needs no communication. Workers must share the file system.
 from __future__ import annotations
 
 import dataclasses
+import io
 import shutil
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import msgspec
 import torch
@@ -26,6 +27,7 @@ from torch.optim import Optimizer
 
 from unicron_lightning.checkpoints import index
 from unicron_lightning.checkpoints.index import MODEL, REST, IndexEntry, WrittenPart
+from unicron_lightning.checkpoints.staging import HeldCheckpoint, HeldTensor
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.fsdp.mesh import local_shard
 from unicron_lightning.fsdp.whole import like, load_optimizer
@@ -63,6 +65,21 @@ def write_part(folder: Path, module: nn.Module, optimizer: Optimizer | None, sha
     results = writer.write_data(plan, planner).wait()
     pieces = [_piece(items[result.index], result) for result in results]
     return msgspec.json.encode(WrittenPart(pieces, files.digests))
+
+
+def held_part(module: nn.Module, optimizer: Optimizer | None, shard: int, rest: Mapping[str, Any]) -> HeldCheckpoint:
+    """Return this worker's shards, and on the first worker everything that is not divided."""
+    planner = dcp.DefaultSavePlanner()
+    planner.set_up_planner(_named(module, optimizer), is_coordinator=True)
+    tensors, objects = [], {}
+    for item in planner.create_local_plan().items:
+        if item.type == WriteItemType.BYTE_IO:
+            objects[item.index.fqn] = cast("io.BytesIO", planner.resolve_data(item)).getvalue()
+        elif _is_own(item, shard):
+            assert item.tensor_data is not None
+            data, chunk = cast("Tensor", planner.resolve_data(item)).detach(), item.tensor_data.chunk
+            tensors.append(HeldTensor(item.index.fqn, data, tuple(item.tensor_data.size), tuple(chunk.offsets)))
+    return HeldCheckpoint(tensors=tensors, objects=objects, places=planner.mappings, rest=rest, shard=shard)
 
 
 def finish_folder(

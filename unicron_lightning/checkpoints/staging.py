@@ -1,0 +1,128 @@
+"""Copies the parts of a checkpoint that a worker holds into shared memory."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+from unicron_lightning.checkpoints.client import SharedBuffer
+from unicron_lightning.checkpoints.division import aligned, divide
+from unicron_lightning.checkpoints.messages import StagedPart, StagedTensor, WriteVersion
+from unicron_lightning.checkpoints.version import tensor_in
+from unicron_lightning.worker.operations import pack_parts
+
+
+@dataclass(frozen=True)
+class HeldTensor:
+    """A tensor of the index, or this worker's piece of it.
+
+    Attributes:
+        name: in the index.
+        data: the piece, on any device.
+        whole: shape of the tensor.
+        offsets: place of the piece in it.
+    """
+
+    name: str
+    data: Tensor
+    whole: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+    def rows(self, first: int, end: int) -> HeldTensor:
+        """Return some rows of a whole tensor."""
+        if not self.whole or 0 in self.whole:
+            return self
+        return HeldTensor(self.name, self.data[first:end], self.whole, (first, *self.offsets[1:]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldCheckpoint:
+    """A checkpoint as one worker holds it.
+
+    Attributes:
+        tensors: whole ones, equal on all workers, or those of the shard.
+        objects: the other entries of the index, as torch.save writes them.
+        places: path of each entry in the nested state.
+        rest: of Lightning's checkpoint.
+        shard: number of the worker's shard, if the model is divided.
+    """
+
+    tensors: Sequence[HeldTensor]
+    objects: Mapping[str, bytes]
+    places: Mapping[str, Sequence[str | int]]
+    rest: Mapping[str, Any]
+    shard: int | None = None
+
+    @classmethod
+    def whole(cls, state: Mapping[str, Any], rest: Mapping[str, Any]) -> HeldCheckpoint:
+        """Describe a nested state that this worker holds as a whole."""
+        flat, places = flatten_state_dict(dict(state))
+        tensors = {name: each.detach() for name, each in flat.items() if _is_plain(each)}
+        return cls(
+            tensors=[HeldTensor(name, each, tuple(each.shape), (0,) * each.dim()) for name, each in tensors.items()],
+            objects={name: saved_bytes(each) for name, each in flat.items() if name not in tensors},
+            places=places,
+            rest=rest,
+        )
+
+    def part(self, number: int, parts: int) -> list[HeldTensor]:
+        """Return the pieces of a part; of a divided model, parts are shards."""
+        if self.shard is not None:
+            return list(self.tensors) if number == self.shard else []
+        cut = divide([(each.whole, each.data.element_size()) for each in self.tensors], parts)
+        return [self.tensors[each.tensor].rows(each.first, each.end) for each in cut[number]]
+
+
+def stage(
+    memory: Callable[[int], SharedBuffer], order: WriteVersion, held: HeldCheckpoint
+) -> tuple[WriteVersion, list[SharedBuffer]]:
+    """Copy the parts that a rank holds.
+
+    Args:
+        memory: returns memory of a size.
+        order: without its parts.
+        held: the checkpoint.
+
+    Returns:
+        The order, and its memories.
+
+    Raises:
+        OSError: there is not enough memory.
+    """
+    staged, buffers = [], []
+    for part, holders in enumerate(order.holders):
+        if order.rank in holders:
+            pieces, size = [], 0
+            for each in held.part(part, len(order.holders)):
+                dtype, sizes = str(each.data.dtype).removeprefix("torch."), tuple(each.data.shape)
+                pieces.append((StagedTensor(each.name, dtype, each.whole, each.offsets, sizes, size), each.data))
+                size += aligned(each.data.nbytes)
+            buffer = memory(size)
+            for piece, data in pieces:
+                tensor_in(buffer.memory, piece).copy_(data)
+            staged.append(StagedPart(part, [piece for piece, _ in pieces]))
+            buffers.append(buffer)
+    packed = pack_parts([saved_bytes(held.rest), *held.objects.values()])
+    buffer = memory(len(packed))
+    buffer.memory[: len(packed)] = packed
+    places = {name: list(place) for name, place in held.places.items()}
+    order = msgspec.structs.replace(order, parts=staged, objects=list(held.objects), places=places)
+    return order, [*buffers, buffer]
+
+
+def saved_bytes(value: Any) -> bytes:
+    """Return what torch.save writes."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized
