@@ -32,6 +32,7 @@ SETTINGS: dict[str, Any] = {
     "slow": 0.3,  # additional seconds of a step while the world is smaller
     "validate": 0,  # steps between validations
     "save_every": 0,
+    "beside": False,  # whether UnicronCheckpoint saves
     "resume": None,
     "finish": False,  # whether to train on until FOLDER/finish exists
     "pace": 0.0,  # additional seconds of a step in a complete world
@@ -254,7 +255,8 @@ def saving(folder: Path, settings: dict[str, Any], *, alone: bool) -> list[pl.Ca
     from unicron_lightning.callbacks import MemoryCheckpoint
 
     every, memory = settings["save_every"], settings["memory"]
-    saves = [ModelCheckpoint(folder / "checkpoints", "{step}", every_n_train_steps=every, save_top_k=-1)]
+    saver: Any = UnicronCheckpoint if settings["beside"] and not alone else ModelCheckpoint
+    saves = [saver(folder / "checkpoints", "{step}", every_n_train_steps=every, save_top_k=-1)]
     return [*(saves if every else []), *([MemoryCheckpoint(*memory)] if memory and not alone else [])]
 
 
