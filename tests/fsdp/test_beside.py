@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp.judge import SCRIPT, alone, differences
+from fsdp.judge import SCRIPT, alone, differences, notes
 from fsdp.train import SETTINGS, Model
 from system.cluster import Cluster
 from system.test_beside import writer_of
@@ -23,21 +23,19 @@ TOLERANCE = 1e-10
 RUN: dict[str, Any] = {"steps": 24, "full": 4, "pace": 0.2, "save_every": 6, "beside": True}
 
 
-def check_end(folder: Path) -> None:
-    """Plain torch, in one process, reads the last checkpoint; its parameters are those of a run in one process."""
-    reference = alone(folder / "alone", {**RUN, "pace": 0.0, "save_every": 0})
-    found = differences(folder, reference, 2)
-    assert len(found) == 4 and max(found.values()) < TOLERANCE, found
+def check_read(folder: Path, path: Path) -> None:
+    """Plain torch, in one process, reads a checkpoint; its parameters are those of a run in one process."""
+    expected = alone(folder / "twelve", {**RUN, "pace": 0.0, "save_every": 0, "steps": 12})
     torch.set_default_dtype(torch.float64)
     try:
         model = Model(SETTINGS)
     finally:
         torch.set_default_dtype(torch.float32)
     state = {"state_dict": model.state_dict()}
-    dcp.load(state, checkpoint_id=folder / "checkpoints" / "step=24.ckpt")
+    dcp.load(state, checkpoint_id=path)
     model.load_state_dict(state["state_dict"])
-    for own, expected in zip(model.parameters(), reference["parameters"], strict=True):
-        torch.testing.assert_close(own.detach(), expected, rtol=0, atol=TOLERANCE)
+    for own, parameter in zip(model.parameters(), expected["parameters"], strict=True):
+        torch.testing.assert_close(own.detach(), parameter, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.filterwarnings("ignore:.*to load in a single process")
@@ -59,8 +57,20 @@ def test_a_worker_dies_with_its_writer_and_others_resume_in_another_layout(tmp_p
         assert not cluster.events("worker.checkpoint_failed")
     assert saved["digest"] == digest_of(str(path))
     assert {part.name for part in path.glob("__*")} == {"__0_2.distcp", "__1_3.distcp"}, "of the other replica"
-    check_end(first)
-    resumed = {**RUN, "shards": 1, "replicas": 4, "full": 1, "resume": str(path), "save_every": 0, "pace": 0.0}
+    check_read(first, path)
+    [steps] = {note["step"] for note in notes(first, "end")}
+    found = differences(first, alone(first / "alone", {**RUN, "pace": 0.0, "save_every": 0, "steps": steps}), 2)
+    assert len(found) == 4 and max(found.values()) < TOLERANCE, found
+    resumed = {
+        **RUN,
+        "steps": steps,
+        "shards": 1,
+        "replicas": 4,
+        "full": 1,
+        "resume": str(path),
+        "save_every": 0,
+        "pace": 0.0,
+    }
     with Cluster(second, script=SCRIPT, agents=1, nodes="1:4", settings=resumed) as cluster:
         cluster.wait_end(300)
     reference = torch.load(next(second.glob("final-*.pt")), weights_only=True)
