@@ -95,8 +95,8 @@ class Persisting:
             )
             buffers: list[SharedBuffer] = []
             try:
-                if not writer.wait(IN_FLIGHT - 1, WRITE_SECONDS):
-                    raise OSError(f"{IN_FLIGHT} versions before it are not finished")
+                if not writer.wait(IN_FLIGHT - 1, WRITE_SECONDS, saved.path):
+                    raise OSError("versions before it are not finished")
                 order, buffers = stage(writer.buffer, order, strategy.parallelism.checkpoints.held(checkpoint))
             except (OSError, MemoryError, ValueError, RuntimeError) as error:
                 order, buffers = msgspec.structs.replace(order, error=str(error)[:500] or repr(error)), []

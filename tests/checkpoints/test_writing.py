@@ -10,16 +10,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 from unicron_lightning.checkpoints.client import SharedBuffer, WriterProcess
 from unicron_lightning.checkpoints.division import divide, shard_writers, writers
 from unicron_lightning.checkpoints.index import is_folder, read_checkpoint
 from unicron_lightning.checkpoints.messages import VersionFailed, VersionWritten, WriteVersion
 from unicron_lightning.checkpoints.staging import HeldCheckpoint, stage
-from unicron_lightning.checkpoints.storage import FolderStorage
+from unicron_lightning.checkpoints.storage import storage_of
 from unicron_lightning.checkpoints.version import WritingVersion
 from unicron_lightning.shared_memory import allocate
 from unicron_lightning.worker.checkpoint_files import digest_of
@@ -71,15 +73,25 @@ def content(seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
 class Group:
     """Writers of one version, each with its own copy."""
 
-    def __init__(self, path: Path, nodes: list[str], partners: int = 1, seconds: float = 20.0, name: str = "v") -> None:
+    def __init__(
+        self,
+        path: Path | str,
+        nodes: list[str],
+        partners: int = 1,
+        seconds: float = 20.0,
+        name: str = "v",
+        seed: int = 0,
+    ) -> None:
         holders = [writers(nodes, part, partners) for part in range(len(nodes))]
         self.versions: list[WritingVersion] = []
         self.buffers: list[SharedBuffer] = []
         for rank in range(len(nodes)):
             order = WriteVersion(number=1, name=name, path=str(path), rank=rank, holders=holders, seconds=seconds)
-            order, buffers = stage(lambda size: SharedBuffer(*allocate(size)), order, HeldCheckpoint.whole(*content()))
+            order, buffers = stage(
+                lambda size: SharedBuffer(*allocate(size)), order, HeldCheckpoint.whole(*content(seed))
+            )
             self.buffers += buffers
-            storage = FolderStorage(path, name)
+            storage = storage_of(str(path), name)
             memories = [mmap.mmap(each.descriptor, 0) for each in buffers]
             self.versions.append(WritingVersion(order, memories, storage))
 
@@ -104,7 +116,7 @@ def group_of(tmp_path: Path) -> Iterator[Any]:
         group.close()
 
 
-def check(path: Path) -> None:
+def check(path: Path | str) -> None:
     state, rest = content()
     found = read_checkpoint(path)
     assert found["global_step"] == rest["global_step"]
@@ -113,7 +125,8 @@ def check(path: Path) -> None:
     torch.testing.assert_close(optimizer["state"][0], state["optimizer_0"]["state"]["a"], rtol=0, atol=0)
     assert optimizer["param_groups"] == [{"lr": 0.1, "betas": (0.9, 0.99), "params": [0]}]
     target = {"state_dict": {name: torch.zeros_like(each) for name, each in state["state_dict"].items()}}
-    dcp.load(target, checkpoint_id=path)
+    reader = FsspecReader(path) if "://" in str(path) else dcp.FileSystemReader(path)
+    dcp.load(target, storage_reader=reader)
     torch.testing.assert_close(target["state_dict"], state["state_dict"], rtol=0, atol=0)
 
 
@@ -180,6 +193,38 @@ def test_a_rank_that_cannot_write_fails_the_version_at_once(group_of: Any, tmp_p
     [other] = group.advance(0)
     assert isinstance(other, VersionFailed) and other.error == outcome.error
     assert not list(tmp_path.iterdir())
+
+
+def test_objects_at_a_url_are_complete_with_their_index(tmp_path: Path) -> None:
+    """fsspec's file system in memory: an older version is replaced, and a failed one leaves it in place."""
+    url = "memory://bucket/x.ckpt"
+    groups = []
+    try:
+        for name, seed in (("v", 1), ("w", 0)):
+            group = Group(url, ["a", "b", "c"], name=name, seed=seed)
+            groups.append(group)
+            group.advance(0, 1)
+            assert is_folder(url) == (name == "w")
+            group.advance(2, 0)
+            outcomes = group.advance(0, 1, 2)
+            assert outcomes == [VersionWritten(number=1, digest=digest_of(url))] * 3
+        check(url)
+        groups.append(Group(url, ["a", "b"], partners=0, seconds=0.0, name="u"))
+        [failed] = groups[-1].advance(0)
+        assert isinstance(failed, VersionFailed)
+        assert digest_of(url) == outcomes[0].digest
+        files = fsspec.filesystem("memory")
+        assert sorted(path.rsplit("/", 1)[-1] for path in files.ls("/bucket/x.ckpt", detail=False)) == [
+            ".metadata",
+            "meta.pt",
+            "w",
+        ]
+        files.pipe_file("/bucket/x.ckpt/w/objects.distcp", b"changed")
+        assert digest_of(url) != outcomes[0].digest
+    finally:
+        for group in groups:
+            group.close()
+        fsspec.filesystem("memory").store.clear()
 
 
 def test_a_writer_process_that_is_killed_is_replaced(tmp_path: Path) -> None:

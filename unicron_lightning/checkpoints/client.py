@@ -94,10 +94,15 @@ class WriterProcess:
                 return best
         return SharedBuffer(*allocate(max(1, size)))
 
-    def wait(self, versions: int, seconds: float) -> bool:
-        """Wait until at most so many versions are unfinished; return whether that is so."""
+    def wait(self, versions: int, seconds: float, path: str | None = None) -> bool:
+        """Wait until at most so many versions are unfinished, and none at this path; return whether that is so."""
+
+        def finished() -> bool:
+            there = [each.order.path for each in self._versions.values()]
+            return len(there) <= versions and path not in there
+
         with self._condition:
-            return self._condition.wait_for(lambda: len(self._versions) <= versions, seconds)
+            return self._condition.wait_for(finished, seconds)
 
     def write(
         self,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final, cast
 
 import msgspec
 import torch
@@ -55,7 +55,12 @@ class WrittenPart(msgspec.Struct, frozen=True):
 
 
 def is_folder(path: str | Path) -> bool:
-    """Whether a checkpoint is a folder in this format."""
+    """Whether a checkpoint is a folder, or objects under a URL, in this format."""
+    if "://" in str(path):
+        import fsspec  # type: ignore[import-untyped]  # for URLs only
+
+        files, root = fsspec.core.url_to_fs(str(path))
+        return all(files.isfile(f"{root}/{name}") for name in (INDEX, REST))
     return (Path(path) / INDEX).is_file() and (Path(path) / REST).is_file()
 
 
@@ -104,7 +109,9 @@ class _Whole(PlainObjects, _EmptyStateDictLoadPlanner):
 
 def read_rest(folder: str | Path) -> dict[str, Any]:
     """Return the part of Lightning's checkpoint that is not model or optimizer; it must be plain data."""
-    rest: dict[str, Any] = torch.load(Path(folder) / REST, map_location="cpu", weights_only=True)
+    reader = FolderReader(folder)
+    with reader.fs.create_stream(reader.fs.concat_path(reader.path, REST), "rb") as file:
+        rest: dict[str, Any] = torch.load(cast("IO[bytes]", file), map_location="cpu", weights_only=True)
     return rest
 
 

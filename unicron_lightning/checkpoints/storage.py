@@ -1,7 +1,9 @@
 """The place of a checkpoint while it is written: a folder that is renamed once it is complete, or objects at a URL.
 
-Names in a folder: ``__P_R.distcp`` has the tensors of part P as rank R has written them, ``part-P-R.json`` describes
-them, ``objects.distcp`` the objects of the index, ``failed-R`` is the word of a rank that cannot write.
+Names of files: ``__P_R.distcp`` has the tensors of part P as rank R has written them, ``part-P-R.json`` describes them,
+``objects.distcp`` the objects of the index, ``failed-R`` is the word of a rank that cannot write. At a URL the files of
+a version have its name as prefix, since objects cannot be renamed, and a version is complete when the index refers to
+them.
 """
 
 from __future__ import annotations
@@ -12,40 +14,60 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
+from unicron_lightning.checkpoints.index import REST
 from unicron_lightning.worker.checkpoint_files import HashingFile
-from unicron_lightning.worker.checkpoint_folders import INDEX
+from unicron_lightning.worker.checkpoint_folders import INDEX, referenced
 
 UNFINISHED: Final = "unfinished"
 
 
 class VersionStorage(Protocol):
-    """Files of one version, until it is complete."""
+    """Files of one version, until it is complete.
+
+    Attributes:
+        prefix: before the names of the version's files, in the checkpoint.
+    """
+
+    prefix: str
 
     def begin(self) -> None:
         """Prepare to write; called by each writer."""
 
     def names(self) -> list[str]:
-        """Return the names of the complete files; none if there is no place any more."""
+        """Return the names of the version's complete files; none if there is no place any more."""
 
     def create(self, name: str) -> contextlib.AbstractContextManager[HashingFile]:
-        """Open a file for writing; it is there once it is complete."""
+        """Open a file of the version for writing; it is there once it is complete."""
 
     def read(self, name: str) -> bytes:
-        """Return a file's content."""
+        """Return the content of a file of the version."""
 
     def remove(self, name: str) -> None:
-        """Delete a file, if it is there."""
+        """Delete a file of the version, if it is there."""
 
-    def publish(self, index: bytes) -> None:
-        """Write the index, as the last file of all, and move the version to its path."""
+    def publish(self, index: bytes, rest: bytes) -> None:
+        """Write the rest, and the index as the last file of all, such that the version is at its path."""
 
-    def published(self) -> VersionStorage:
-        """Return the files at the path of the checkpoint: of this version, once it is complete, or of another one."""
+    def published(self) -> list[str]:
+        """Return the names of the files that are part of the checkpoint at the path, whatever its version is."""
+
+    def read_published(self, name: str) -> bytes:
+        """Return the content of a file of the checkpoint at the path."""
 
     def abandon(self) -> None:
         """Delete the files."""
+
+
+def storage_of(path: str, version: str) -> VersionStorage:
+    """Return the place of a version.
+
+    Args:
+        path: of the checkpoint, or URL.
+        version: its name.
+    """
+    return UrlStorage(path, version) if "://" in path else FolderStorage(Path(path), version)
 
 
 class FolderStorage:
@@ -56,6 +78,8 @@ class FolderStorage:
         version: name of the version.
     """
 
+    prefix = ""
+
     def __init__(self, target: Path, version: str) -> None:
         self._target = target
         self._folder = target.with_name(f"{target.name}.{version}.{UNFINISHED}")
@@ -64,10 +88,7 @@ class FolderStorage:
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def names(self) -> list[str]:
-        try:
-            return [name for name in os.listdir(self._folder) if not name.endswith(".tmp")]
-        except FileNotFoundError:
-            return []
+        return _files(self._folder)
 
     @contextmanager
     def create(self, name: str) -> Iterator[HashingFile]:
@@ -85,9 +106,10 @@ class FolderStorage:
     def remove(self, name: str) -> None:
         (self._folder / name).unlink(missing_ok=True)
 
-    def publish(self, index: bytes) -> None:
-        with self.create(INDEX) as file:
-            file.write(index)
+    def publish(self, index: bytes, rest: bytes) -> None:
+        for name, data in ((REST, rest), (INDEX, index)):
+            with self.create(name) as file:
+                file.write(data)
         for path in self._folder.glob("*.tmp"):  # of writers that have died
             path.unlink(missing_ok=True)
         replaced = self._folder.with_name(f"{self._folder.name}.replaced")
@@ -99,10 +121,81 @@ class FolderStorage:
         else:
             replaced.unlink(missing_ok=True)
 
-    def published(self) -> FolderStorage:
-        there = FolderStorage(self._target, "")
-        there._folder = self._target
-        return there
+    def published(self) -> list[str]:
+        return _files(self._target)
+
+    def read_published(self, name: str) -> bytes:
+        return (self._target / name).read_bytes()
 
     def abandon(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _files(folder: Path) -> list[str]:
+    try:
+        return [name for name in os.listdir(folder) if not name.endswith(".tmp")]
+    except FileNotFoundError:
+        return []
+
+
+class UrlStorage:
+    """Objects at a URL, through fsspec and the package of its protocol.
+
+    Args:
+        target: URL of the checkpoint.
+        version: name of the version.
+    """
+
+    def __init__(self, target: str, version: str) -> None:
+        import fsspec  # type: ignore[import-untyped]  # for URLs only
+
+        self.prefix = f"{version}/"
+        self._files: Any
+        self._files, self._root = fsspec.core.url_to_fs(target, use_listings_cache=False)
+
+    def _at(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    def begin(self) -> None:
+        self._files.makedirs(self._at(self.prefix.rstrip("/")), exist_ok=True)
+
+    def names(self) -> list[str]:
+        try:
+            found = self._files.ls(self._at(self.prefix.rstrip("/")), detail=False)
+        except FileNotFoundError:
+            return []
+        return [path.rsplit("/", 1)[-1] for path in found]
+
+    @contextmanager
+    def create(self, name: str) -> Iterator[HashingFile]:
+        with self._files.open(self._at(self.prefix + name), "wb") as file:
+            yield HashingFile(file)
+
+    def read(self, name: str) -> bytes:
+        return self.read_published(self.prefix + name)
+
+    def remove(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._files.rm_file(self._at(self.prefix + name))
+
+    def publish(self, index: bytes, rest: bytes) -> None:
+        before = {name for name in self.published() if "/" in name}
+        for name, data in ((REST, rest), (INDEX, index)):
+            self._files.pipe_file(self._at(name), data)
+        for folder in {name.rsplit("/", 1)[0] for name in before} - {self.prefix.rstrip("/")}:
+            with contextlib.suppress(FileNotFoundError):
+                self._files.rm(self._at(folder), recursive=True)
+
+    def published(self) -> list[str]:
+        try:
+            return referenced(self.read_published(INDEX), self._at(INDEX), REST)
+        except FileNotFoundError:
+            return []
+
+    def read_published(self, name: str) -> bytes:
+        content: bytes = self._files.cat_file(self._at(name))
+        return content
+
+    def abandon(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._files.rm(self._at(self.prefix.rstrip("/")), recursive=True)

@@ -19,7 +19,7 @@ from typing import IO, Final, cast
 import msgspec
 import torch
 
-from unicron_lightning.checkpoints.index import REST, IndexEntry, WrittenPart, encode_index
+from unicron_lightning.checkpoints.index import IndexEntry, WrittenPart, encode_index
 from unicron_lightning.checkpoints.messages import (
     StagedTensor,
     ToWorker,
@@ -64,8 +64,8 @@ class WritingVersion:
         """Do what is due now; return the outcome once it is known."""
         try:
             return self._advance()
-        except (OSError, ValueError, RuntimeError) as error:  # of the storage, or of its library
-            with contextlib.suppress(OSError, ValueError):
+        except Exception as error:  # noqa: BLE001 - boundary of a version: a storage's package raises errors of its own
+            with contextlib.suppress(Exception):
                 if (digest := self._digest()) is not None:  # another writer was faster
                     return VersionWritten(number=self._order.number, digest=digest)
             return self._fail(f"rank {self._order.rank}: {error}")
@@ -113,54 +113,56 @@ class WritingVersion:
             for each in staged.tensors:
                 start = file.tell()
                 torch.save(tensor_in(memory, each), cast("IO[bytes]", file))
-                pieces.append(_entry(each, name, start, file.tell() - start))
-        record = WrittenPart(pieces, {name: file.digest}, self._order.name)
+                pieces.append(_entry(each, self._storage.prefix + name, start, file.tell() - start))
+        record = WrittenPart(pieces, {self._storage.prefix + name: file.digest}, self._order.name)
         with self._storage.create(f"part-{part}-{self._order.rank}.json") as file:
             file.write(msgspec.json.encode(record))
         self._written.add(part)
-
-    def _records(self, storage: VersionStorage, names: Sequence[str]) -> dict[int, WrittenPart]:
-        """Return a description of each part."""
-        own = sorted(name for name in names if name.startswith("part-"))
-        return {int(name.split("-")[1]): msgspec.json.decode(storage.read(name), type=WrittenPart) for name in own}
 
     # ---- the end
 
     def _finish(self, names: Sequence[str]) -> None:
         """Write objects, rest and index."""
         order, storage = self._order, self._storage
-        records = self._records(storage, names)
+        described = (name for name in sorted(names) if name.startswith("part-"))
+        records = {name.split("-")[1]: _record(storage.read(name)) for name in described}
         pieces = [piece for record in records.values() for piece in record.pieces]
         known = {name for record in records.values() for name in record.digests}
         for name in names:
-            if name.endswith(".distcp") and name not in known:  # of a writer that is gone
+            if name.endswith(".distcp") and storage.prefix + name not in known:  # of a writer that is gone
                 storage.remove(name)
         rest, *objects = unpack_parts(self._memories[-1][:])
         with storage.create(_OBJECTS) as file:
             for name, data in zip(order.objects, objects, strict=True):
                 start = file.tell()
                 file.write(data)
-                pieces.append(IndexEntry(name, _OBJECTS, start, len(data)))
-        with storage.create(REST) as file:
-            file.write(rest)
+                pieces.append(IndexEntry(name, storage.prefix + _OBJECTS, start, len(data)))
         places = {name: tuple(place) for name, place in order.places.items()}
-        storage.publish(encode_index(pieces, places))
+        storage.publish(encode_index(pieces, places), rest)
 
     def _digest(self) -> str | None:
         """Return the digest of the complete version; None if it is not complete."""
-        storage = self._storage.published()
-        names = storage.names()
+        storage = self._storage
+        names = storage.published()
         if INDEX not in names:
             return None
-        records = self._records(storage, names).values()
-        if any(record.version != self._order.name for record in records) or not records:
+        if storage.prefix:
+            there = any(name.startswith(storage.prefix) for name in names)
+            records = [_record(storage.read(name)) for name in storage.names() if name.startswith("part-") and there]
+        else:
+            records = [_record(storage.read_published(name)) for name in names if name.startswith("part-")]
+        if not records or any(record.version != self._order.name for record in records):
             return None
         known = {name: digest for record in records for name, digest in record.digests.items()}
-        return total({name: known.get(name) or hashlib.sha256(storage.read(name)).hexdigest() for name in names})
+
+        def digest(name: str) -> str:
+            return known.get(name) or hashlib.sha256(storage.read_published(name)).hexdigest()
+
+        return total({name: digest(name) for name in names})
 
     def _fail(self, error: str) -> VersionFailed:
         """Notify the other writers, if possible, that the version cannot be completed."""
-        with contextlib.suppress(OSError), self._storage.create(f"failed-{self._order.rank}") as file:
+        with contextlib.suppress(Exception), self._storage.create(f"failed-{self._order.rank}") as file:
             file.write(error.encode())  # without it they reach their time limits
         return self._abandoned(error)
 
@@ -169,6 +171,10 @@ class WritingVersion:
             time.sleep(_ABANDON_SECONDS)
             self._storage.abandon()
         return VersionFailed(number=self._order.number, error=error)
+
+
+def _record(content: bytes) -> WrittenPart:
+    return msgspec.json.decode(content, type=WrittenPart)
 
 
 def tensor_in(memory: mmap.mmap, each: StagedTensor) -> torch.Tensor:

@@ -15,13 +15,12 @@ import select
 import signal
 import socket
 import sys
-from pathlib import Path
 from typing import Final
 
 import torch
 
 from unicron_lightning.checkpoints.messages import Channel, ToWriter, WritersGone, WriteVersion
-from unicron_lightning.checkpoints.storage import FolderStorage
+from unicron_lightning.checkpoints.storage import storage_of
 from unicron_lightning.checkpoints.version import WritingVersion
 from unicron_lightning.parent_death import tie_to
 
@@ -43,7 +42,7 @@ def serve(channel: Channel) -> None:
             message, descriptors = received
             if isinstance(message, WriteVersion):
                 memories = [_mapped(descriptor) for descriptor in descriptors]
-                storage = FolderStorage(Path(message.path), message.name)
+                storage = storage_of(message.path, message.name)
                 versions[message.number] = WritingVersion(message, memories, storage), memories
             elif isinstance(message, WritersGone) and message.number in versions:
                 versions[message.number][0].gone(message.ranks)

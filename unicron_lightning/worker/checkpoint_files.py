@@ -17,6 +17,8 @@ from typing import IO, Any, Final, cast
 _LARGE: Final = 1 << 20
 """Bytes from which a thread of its own computes the digest, while the file is written."""
 _CHUNK: Final = 1 << 22
+_REST: Final = "meta.pt"
+"""File beside the index, at a URL."""
 _WHOLE: Final = ""
 """Name of a file that is the whole checkpoint."""
 
@@ -99,6 +101,8 @@ class OpenCheckpoint:
         if self._descriptor is None:
             import fsspec  # type: ignore[import-untyped]  # for URLs only
 
+            if (names_there := _names_at(self.path)) is not None:
+                return {name: _digest_at(f"{self.path}/{name}") for name in names_there[part::parts]}
             with fsspec.open(self.path, "rb") as file:
                 return {_WHOLE: _digest(file)}
         if not Path(self.path).is_dir():
@@ -111,6 +115,25 @@ class OpenCheckpoint:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+def _names_at(url: str) -> list[str] | None:
+    """Return the files of a checkpoint that is not one file, as its index names them; None if it is one file."""
+    import fsspec
+
+    from unicron_lightning.worker.checkpoint_folders import INDEX, referenced
+
+    files, root = fsspec.core.url_to_fs(url)
+    if not files.isfile(f"{root}/{INDEX}"):
+        return None
+    return referenced(files.cat_file(f"{root}/{INDEX}"), url, _REST)
+
+
+def _digest_at(url: str) -> str:
+    import fsspec
+
+    with fsspec.open(url, "rb") as file:
+        return _digest(file)
 
 
 def names(folder: str | Path) -> list[str]:

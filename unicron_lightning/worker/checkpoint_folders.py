@@ -77,8 +77,30 @@ def load_index(file: IO[bytes] | io.IOBase, path: str) -> Metadata:
     return found
 
 
+def referenced(content: bytes, path: str, *others: str) -> list[str]:
+    """Return the names of the files of a checkpoint: those to which its index refers, itself, and others.
+
+    Raises:
+        ConfigError: as `load_index`.
+    """
+    places = (load_index(io.BytesIO(content), path).storage_data or {}).values()
+    return sorted({*(place.relative_path for place in places), INDEX, *others})
+
+
 class FolderReader(FileSystemReader):
-    """Reads files of a checkpoint, and its index by `load_index`."""
+    """Reads files of a checkpoint, and its index by `load_index`.
+
+    Args:
+        path: of the folder, or its URL.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(path)
+        if "://" in str(path):
+            from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as UrlFiles
+
+            self.fs = cast("FileSystem", UrlFiles())
+            self.path = self.fs.init_path(str(path))
 
     @override
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
