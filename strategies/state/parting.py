@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import lightning.pytorch as pl
 import msgspec
@@ -15,6 +15,10 @@ from unicron_lightning.worker.operations import Parting
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
+
+
+_OTHERS_SECONDS: Final = 5.0
+"""Seconds for checkpoints that are written beside the training; without them the state is saved all the same."""
 
 
 def part(strategy: FaultTolerantStrategy, trainer: pl.Trainer, state: dict[str, Any]) -> None:
@@ -37,6 +41,7 @@ def part(strategy: FaultTolerantStrategy, trainer: pl.Trainer, state: dict[str, 
         word = msgspec.structs.replace(strategy.reported.saved[str(path)], parting=True)
         for logger in trainer.loggers:
             logger.save()
+        strategy.persisting.finish(_OTHERS_SECONDS)
         engine.run(Parting(lambda: control.send(word)))
 
 

@@ -117,6 +117,11 @@ class Persisting:
                 return
         action()
 
+    def finish(self, seconds: float) -> None:
+        """Wait for the versions, at most so long."""
+        if self._writer is not None and not self._writer.wait(0, seconds):
+            logger.warning("checkpoints_not_finished seconds=%g", seconds)
+
     def close(self, *, whole: bool) -> None:
         """End a run: wait for the versions, if no exception has ended it, and end the writer."""
         if self._writer is not None:

@@ -195,6 +195,16 @@ def test_a_rank_that_cannot_write_fails_the_version_at_once(group_of: Any, tmp_p
     assert not list(tmp_path.iterdir())
 
 
+def test_a_version_that_all_writers_have_left_is_deleted_later(group_of: Any, tmp_path: Path) -> None:
+    old, new, other = (tmp_path / f"{name}.unfinished" for name in ("a.1-0123456789ab", "b.2-0123456789ab", "c.ckpt.7"))
+    for folder in (old, new, other):
+        folder.mkdir()
+    for folder in (old, other):
+        os.utime(folder, (1.0, 1.0))
+    group_of(["a"]).advance(0)
+    assert {each.name for each in tmp_path.iterdir()} == {"x.ckpt", new.name, other.name}
+
+
 def test_objects_at_a_url_are_complete_with_their_index(tmp_path: Path) -> None:
     """fsspec's file system in memory: an older version is replaced, and a failed one leaves it in place."""
     url = "memory://bucket/x.ckpt"

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +23,9 @@ from unicron_lightning.worker.checkpoint_files import HashingFile
 from unicron_lightning.worker.checkpoint_folders import INDEX, referenced
 
 UNFINISHED: Final = "unfinished"
+STALE_SECONDS: Final = 3600.0
+"""Age of a version's folder, unchanged since, from which no writer can be alive that uses it."""
+_VERSION: Final = re.compile(rf"\.\d+-[0-9a-f]{{12}}\.{UNFINISHED}$")
 
 
 class VersionStorage(Protocol):
@@ -86,6 +91,10 @@ class FolderStorage:
 
     def begin(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
+        for folder in self._folder.parent.glob(f"*.{UNFINISHED}"):  # of workers that have all died
+            with contextlib.suppress(FileNotFoundError):
+                if _VERSION.search(folder.name) and time.time() - folder.stat().st_mtime > STALE_SECONDS:
+                    shutil.rmtree(folder, ignore_errors=True)
 
     def names(self) -> list[str]:
         return _files(self._folder)
