@@ -252,7 +252,7 @@ def main(make: type[Model] = Model) -> None:
 
 def saving(folder: Path, settings: dict[str, Any], *, alone: bool) -> list[pl.Callback]:
     """The callbacks that keep states on disk and in the agents' memory."""
-    from unicron_lightning.callbacks import MemoryCheckpoint
+    from unicron_lightning.callbacks import MemoryCheckpoint, UnicronCheckpoint
 
     every, memory = settings["save_every"], settings["memory"]
     saver: Any = UnicronCheckpoint if settings["beside"] and not alone else ModelCheckpoint
