@@ -1,20 +1,21 @@
 """Measure a coordinator under many agents: time until the last agent has received the epoch after a failure.
 
-    python benchmarks/agents.py [--agents 1000] [--tasks 10 1] [--events 30] [--clients 3] [--seconds 10] [--json FILE]
+    python benchmarks/agents.py [--agents 1000] [--tasks 10 1] [--events 30] [--clients 1] [--seconds 10] [--json FILE]
 
 One real coordinator runs on loopback with its store on disk. Client processes (`agent_client`) simulate agents with one
-worker each over real WebSockets: they register, receive grants, join, answer every epoch, and report progress once a
-second and the first step of each epoch. Each value of ``--tasks`` is a run that divides the agents among that many
-tasks.
+worker each over real WebSockets: they register, receive grants, join, answer every epoch, send beats, and report
+progress once a second and the first step of each epoch. Each value of ``--tasks`` is a run that divides the agents
+among that many tasks.
 
 Failures follow one after the other, each once the previous one has settled. In turns a worker dies (its agent reports
-the death and later a new worker) and an agent's connection is closed (another agent replaces it). Measured is the time
-from the fault in its client to the moment when the last other agent of the task has the whole message of the next
-epoch, by the clock that all processes share. An agent whose connection ends has ``reconnect_grace`` (0.25 s) to
-reconnect before it counts as lost; this time is subtracted, as the table states.
+the death and later a new worker) and an agent is killed (another agent replaces it). Measured is the time from the
+fault in its client to the moment when the last other agent of the task has the whole message of the next epoch, by the
+clock that all processes share. An agent whose connection ends has ``reconnect_grace`` (0.25 s) to reconnect before it
+counts as lost; this time is subtracted, as the table states.
 
 Also measured: bytes of the coordinator's messages from a failure until the task is whole again (two epochs), for all
-agents together; the coordinator's memory (largest resident set) and its share of a core while only heartbeats arrive.
+agents together; the coordinator's memory (largest resident set) and its share of a core while only beats and progress
+arrive; the time from the start of the clients until all agents are members.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import socket
 import statistics
 import subprocess
@@ -30,6 +32,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +41,25 @@ from measure import Figures
 
 from unicron_lightning.local_cluster.processes import Processes, free_port
 
-TARGET_P99_MS, TARGET_MB = 100.0, 300.0
 RECONNECT_GRACE = 0.25
 
 
 class Clients:
-    """The client processes and their reports."""
+    """The client processes and their reports.
 
-    def __init__(self, number: int, port: int) -> None:
+    Args:
+        number: of processes.
+        port: of the coordinator.
+        tasks: names of the tasks.
+        size: agents of each.
+    """
+
+    def __init__(self, number: int, port: int, tasks: Sequence[str], size: int) -> None:
         command = [sys.executable, str(Path(__file__).with_name("agent_client.py")), str(port)]
+        self.tasks, self.size = list(tasks), size
+        self.places = {task: [f"{task}-{place}" for place in range(size)] for task in tasks}
+        every = [place for task in tasks for place in self.places[task]]
+        self._home = {place: index % number for index, place in enumerate(every)}
         self.processes = [
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(number)
         ]
@@ -57,15 +70,38 @@ class Clients:
         self.epochs: dict[tuple[str, int], dict[int, dict[str, Any]]] = defaultdict(dict)
         """By task and epoch: the latest report of each client."""
         self.struck: dict[str, float] = {}
-        self.settled: dict[str, int] = {}
+        self.settled: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
+        """By task: the newest settled epoch of each client, its members there, and the time of the last one."""
         self.received: dict[int, dict[str, int]] = {}
         """By client: bytes of the coordinator's messages, by kind."""
+        self.notes: dict[int, dict[str, int]] = {}
+        self.links: dict[int, dict[str, Any]] = {}
+        """By client: number of registered agents, and the time of the last registration."""
 
     def bytes_received(self) -> Counter[str]:
         """Bytes of the coordinator's messages to all agents, by kind."""
         return sum((Counter(part) for part in self.received.values()), Counter())
 
-    def order(self, number: int, **order: Any) -> None:
+    def start(self) -> None:
+        """Start all agents."""
+        least = max(1, self.size - self.size // 5)
+        for number in range(len(self.processes)):
+            told = [
+                [place, task, least, self.size]
+                for task in self.tasks
+                for place in self.places[task]
+                if self._home[place] == number
+            ]
+            self._order(number, do="start", agents=told)
+
+    def strike(self, fault: str, places: Sequence[str]) -> None:
+        """Cause a fault of agents: ``die`` (the worker), ``kill`` (the agent), ``flap`` (the link)."""
+        for number in range(len(self.processes)):
+            here = [place for place in places if self._home[place] == number]
+            if here:
+                self._order(number, do=fault, places=here)
+
+    def _order(self, number: int, **order: Any) -> None:
         stdin = self.processes[number].stdin
         assert stdin is not None
         stdin.write(json.dumps(order).encode() + b"\n")
@@ -83,17 +119,24 @@ class Clients:
                 if "struck" in told:
                     self.struck[told["struck"]] = told["at"]
                 elif "settled" in told:
-                    self.received[number] = told["received"]
-                    for task, epoch in told["settled"].items():
-                        self.settled[task] = max(epoch, self.settled.get(task, 0))
+                    self.received[number], self.notes[number] = told["received"], told["notes"]
+                    self.links[number] = told["links"]
+                    for task, found in told["settled"].items():
+                        self.settled[task][number] = found
                 else:
                     self.epochs[told["task"], told["epoch"]][number] = told
 
-    def whole(self, task: str, size: int) -> bool:
-        """Whether the newest epoch of a task has settled with ``size`` members."""
-        newest = max((epoch for of, epoch in self.epochs if of == task), default=0)
-        settled = newest and self.settled.get(task, 0) == newest
-        return bool(settled) and sum(part["count"] for part in self.epochs[task, newest].values()) == size
+    def newest(self, task: str) -> int:
+        """The newest epoch that any member has received."""
+        return max((epoch for of, epoch in self.epochs if of == task), default=0)
+
+    def whole(self, task: str) -> float | None:
+        """Time at which the last of all members could continue in the newest epoch; None if some cannot yet."""
+        parts = list(self.settled[task].values())
+        newest = max((part["epoch"] for part in parts), default=0)
+        there = [part for part in parts if part["epoch"] == newest]
+        whole = newest >= self.newest(task) and sum(part["count"] for part in there) == self.size
+        return max(part["last"] for part in there) if whole else None
 
     def close(self) -> None:
         for process in self.processes:
@@ -105,6 +148,61 @@ class Clients:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+class Bench:
+    """A coordinator and its clients, in a temporary folder.
+
+    Args:
+        agents, tasks: numbers.
+        clients: number of client processes.
+    """
+
+    def __init__(self, agents: int, tasks: int, clients: int) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="agents-")
+        path = Path(self._folder.name)
+        self._processes = Processes(path / "run", {}, inside=True)
+        self.port = free_port()
+        command = [sys.executable, "-m", "unicron_lightning.coordinator", f"coordinator.port={self.port}"]
+        self._command = [*command, f"store.state_dir={path}/state"]
+        self.start_coordinator()
+        self.clients = Clients(clients, self.port, [f"task{n}" for n in range(tasks)], agents // tasks)
+
+    def start_coordinator(self) -> None:
+        """Start the coordinator and wait until it listens."""
+        self.coordinator = self._processes.start("coordinator", self._command)
+        await_port(self.port)
+
+    def kill_coordinator(self) -> None:
+        """Send it SIGKILL."""
+        self.coordinator.kill()
+        self.coordinator.wait()
+
+    def start_agents(self) -> float:
+        """Start all agents; return the seconds until all are members."""
+        began = time.monotonic()
+        self.clients.start()
+        return self.await_whole(600) - began
+
+    def await_whole(self, seconds: float = 300.0) -> float:
+        """Wait until all agents are members of their tasks; return the time of the last one."""
+        times: list[float] = []
+
+        def probe() -> bool:
+            found = [self.clients.whole(task) for task in self.clients.tasks]
+            times[:] = [at for at in found if at is not None]
+            return len(times) == len(found)
+
+        wait(self.clients, "all agents are members", probe, seconds)
+        return max(times)
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.clients.close()
+        self._processes.stop()
+        self._folder.cleanup()
 
 
 def wait(clients: Clients, what: str, probe: Any, seconds: float = 300.0) -> Any:
@@ -119,69 +217,52 @@ def wait(clients: Clients, what: str, probe: Any, seconds: float = 300.0) -> Any
 
 def measure(agents: int, tasks: int, events: int, number_of_clients: int, seconds: float) -> Figures:
     """Run one coordinator with its clients and collect the figures."""
-    size = agents // tasks
-    nodes = (max(1, size - size // 10), size)
-    names = [(f"n{place}.0", f"task{place % tasks}", nodes) for place in range(size * tasks)]
     load = os.getloadavg()[0]
-    with tempfile.TemporaryDirectory(prefix="agents-") as folder:
-        processes = Processes(Path(folder) / "run", {}, inside=True)
-        port = free_port()
-        command = [sys.executable, "-m", "unicron_lightning.coordinator", f"coordinator.port={port}"]
-        coordinator = processes.start("coordinator", [*command, f"store.state_dir={folder}/state"])
-        clients = None
-        try:
-            await_port(port)
-            seen = psutil.Process(coordinator.pid)
-            clients = Clients(number_of_clients, port)
-            began = time.monotonic()
-            for place in range(number_of_clients):
-                clients.order(place, do="start", agents=names[place::number_of_clients])
-            home = {name: place % number_of_clients for place, (name, _, _) in enumerate(names)}
-            wait(clients, "all members", lambda: all(clients.whole(f"task{n}", size) for n in range(tasks)), 600)
-            start_seconds = time.monotonic() - began
-            time.sleep(2)
-            quiet = share(seen, seconds)
-            before = clients.bytes_received()
-            times = [strike(clients, home, number, tasks, size) for number in range(events)]
-            sent = {kind: round(count / max(1, events)) for kind, count in (clients.bytes_received() - before).items()}
-            memory = memory_mb(coordinator.pid)
-        finally:
-            if clients is not None:
-                clients.close()
-            processes.stop()
-    about = {"agents": size * tasks, "tasks": tasks, "events": events, "clients": number_of_clients}
-    figures = {"start_s": round(start_seconds, 2), "quiet_cpu": round(quiet, 3), **memory}
+    with Bench(agents, tasks, number_of_clients) as bench:
+        clients = bench.clients
+        start_seconds = bench.start_agents()
+        print(f"started in {start_seconds:.1f} s", file=sys.stderr)
+        time.sleep(2)
+        quiet = share(psutil.Process(bench.coordinator.pid), seconds)
+        busy = share(psutil.Process(clients.processes[0].pid), 2.0)
+        clients.read()
+        before = clients.bytes_received()
+        times = [strike(bench, number) for number in range(events)]
+        clients.read()
+        sent = {kind: round(count / max(1, events)) for kind, count in (clients.bytes_received() - before).items()}
+        memory = memory_mb(bench.coordinator.pid)
+    about = {"agents": clients.size * tasks, "tasks": tasks, "events": events, "clients": number_of_clients}
+    figures = {"start_s": round(start_seconds, 2), "quiet_cpu": round(quiet, 3), "client_cpu": round(busy, 3), **memory}
     loads = {"load_before": round(load, 2), "load_after": round(os.getloadavg()[0], 2)}
     return {**about, **figures, **loads, "bytes_per_event": sent, "died_ms": times[0::2], "closed_ms": times[1::2]}
 
 
-def strike(clients: Clients, home: dict[str, int], number: int, tasks: int, size: int) -> float:
+def strike(bench: Bench, number: int) -> float:
     """Inject one failure and wait until the task is complete again.
 
     Returns:
         Milliseconds until the last of the other agents had the next epoch.
     """
-    task = f"task{number % tasks}"
-    index = random.Random(number).randrange(size)
-    name = f"n{index * tasks + number % tasks}.0"
+    clients = bench.clients
+    task = clients.tasks[number % len(clients.tasks)]
+    place = random.Random(number).choice(clients.places[task])
     clients.read()
-    before = clients.settled[task]
-    closes = number % 2 == 1
-    clients.struck.pop(name, None)
-    clients.order(home[name], do="close" if closes else "die", agent=name)
+    before = clients.newest(task)
+    kills = number % 2 == 1
+    clients.struck.pop(place, None)
+    clients.strike("kill" if kills else "die", [place])
 
-    def told() -> tuple[int, float] | None:
-        epochs = sorted(epoch for of, epoch in clients.epochs if of == task and epoch > before)
-        for epoch in epochs:
+    def told() -> float | None:
+        for epoch in sorted(epoch for of, epoch in clients.epochs if of == task and epoch > before):
             parts = list(clients.epochs[task, epoch].values())
-            if parts[0]["kind"] == "fail" and sum(part["count"] for part in parts) >= size - 1:
-                return epoch, max(part["last"] for part in parts)
+            if parts[0]["kind"] == "fail" and sum(part["count"] for part in parts) >= clients.size - 1:
+                return float(max(part["last"] for part in parts))
         return None
 
-    _, last = wait(clients, f"the epoch after {before} of {task}", told)
-    wait(clients, "all members again", lambda: clients.whole(task, size))
+    last = wait(clients, f"the epoch after {before} of {task}", told)
+    bench.await_whole()
     time.sleep(0.5)
-    return round(1e3 * (last - clients.struck[name] - (RECONNECT_GRACE if closes else 0.0)), 2)
+    return round(1e3 * (last - clients.struck[place] - (RECONNECT_GRACE if kills else 0.0)), 2)
 
 
 def await_port(port: int) -> None:
@@ -224,7 +305,7 @@ def table(results: list[Figures]) -> str:
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in results:
-        for name, key in (("worker died", "died_ms"), ("connection closed, less 250 ms", "closed_ms")):
+        for name, key in (("worker died", "died_ms"), ("agent killed, less 250 ms", "closed_ms")):
             sent = sum(r["bytes_per_event"].values()) / 1e3
             if values := r[key]:
                 lines.append(
@@ -237,11 +318,12 @@ def table(results: list[Figures]) -> str:
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # no process outlives this one
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--agents", type=int, default=1000)
     parser.add_argument("--tasks", type=int, nargs="+", default=[10, 1])
     parser.add_argument("--events", type=int, default=30)
-    parser.add_argument("--clients", type=int, default=3, help="client processes")
+    parser.add_argument("--clients", type=int, default=1, help="client processes")
     parser.add_argument(
         "--seconds", type=float, default=10.0, help="observation time of the coordinator under heartbeats only"
     )

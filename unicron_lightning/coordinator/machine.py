@@ -11,7 +11,7 @@ from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator import isolation, parts, state
 from unicron_lightning.coordinator.actions import Turn
-from unicron_lightning.coordinator.allocation.places import DaemonPlaces, competing_tasks
+from unicron_lightning.coordinator.allocation.places import DaemonPlaces, competing_tasks, has_places
 from unicron_lightning.coordinator.allocation.plans import gather, gathered, review_allocation, take_plan
 from unicron_lightning.coordinator.incidents import accounting
 from unicron_lightning.coordinator.lifecycle import Lifecycle
@@ -35,6 +35,7 @@ class Machine:
         self._told, self._daemons = daemons.SentOrders(), DaemonPlaces()
         self._failures = isolation.Failures()
         self._touched: dict[str, None] = {}
+        self._has_places = has_places(self._cluster)
 
     @property
     def tasks(self) -> dict[str, Task]:
@@ -133,6 +134,7 @@ class Machine:
             case ev.Relayout():
                 relayout.order(self._cluster.tasks[event.task], turn, event.layout)
             case ev.Submit():
+                self._has_places = True
                 jobs.submit(self._cluster, turn, event.jobs)
             case ev.Cancel():
                 self._cancel(turn, event)
@@ -151,7 +153,7 @@ class Machine:
             turn.cordoned = False
             for task in list(self._cluster.tasks.values()):
                 self._review(turn, task)
-        if turn.places_changed:
+        if turn.places_changed and self._has_places:
             self._review_places(turn)
             self._review_due(turn)
         self._review_idle(turn)
@@ -238,6 +240,7 @@ class Machine:
             )
             self._cluster.tasks[task.id] = task
             turn.emit(task, "task_created", min_nodes=task.min_nodes, max_nodes=task.max_nodes)
+        self._has_places |= message.slot is not None
         old = task.agents.get(message.agent)
         if old is not None and old.conn != conn:
             turn.hang_up(old, "the agent has a newer connection")
@@ -247,6 +250,7 @@ class Machine:
         turn.to_review[task.id] = task
 
     def _node_said(self, turn: Turn, event: ev.DaemonMessage) -> None:
+        self._has_places = True
         if isinstance(event.message, NodeHello):
             daemons.hello(self._cluster, turn, event.conn, event.message)
         elif (node := daemons.of_conn(self._cluster, event.conn)) is not None:

@@ -25,6 +25,7 @@ _HALF_LIFE_SECONDS: Final = 300.0
 """Seconds in which a stall's weight halves."""
 _LEARNING_BEATS: Final = 60
 _BEATS_PER_SECOND: Final = 2000
+_REPORTS_PER_SECOND: Final = 1000
 
 Key = TypeVar("Key")
 
@@ -43,6 +44,11 @@ class SilenceLimits:
         """
         beat = max(self.beat, peers / _BEATS_PER_SECOND)
         return SilenceLimits(beat=beat, least=max(self.least, 2 * beat), most=max(self.most, 3 * beat))
+
+
+def report_seconds(peers: int) -> float:
+    """Return the least seconds between two progress reports of one of many peers; workers make one each second."""
+    return peers / _REPORTS_PER_SECOND if peers > _REPORTS_PER_SECOND else 0.0
 
 
 class Silence:

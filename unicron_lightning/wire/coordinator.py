@@ -41,6 +41,8 @@ class Registered(Message, frozen=True, kw_only=True, tag="registered"):
     least_silence: float = 1.2
     """Least and most seconds without a message after which either side closes the connection."""
     most_silence: float = 4.5
+    progress: float = 0.0
+    """Least seconds between two reports of a worker's progress."""
     started_by_agent: bool = False
     """Whether an agent started the coordinator, so that agents replace it when it dies; else an operator does."""
 

@@ -90,6 +90,15 @@ def test_a_failure_costs_time_by_kind():
     assert found["unicron_incident_lost_worker_seconds_total", "t", "transition"] == pytest.approx(4 * 0.5)
 
 
+def test_a_wrong_word_of_a_worker_does_not_end_the_figures():
+    world, agents = training(2)
+    die(world, agents[1], 0.0)
+    settle(world)
+    fields = {"epoch": world.task().number, "step": 3, "world": "x", "recomputed": 3}
+    agents[0].say(wire.WorkerEvent(worker=agents[0].worker(), name="recovered", at=world.now, fields=fields))
+    assert world.samples()["unicron_micro_batches_recomputed_total", "t"] == 0
+
+
 def test_a_spread_models_micro_batches_are_those_that_it_reports():
     world, agents = training(2)
     first = world.task().measured.pace.step

@@ -42,9 +42,17 @@ _REPEATABLE: Final = (
 
 
 class Outbox:
-    """A queue of messages that outlives connections. Not thread-safe."""
+    """A queue of messages that outlives connections. Not thread-safe.
+
+    Attributes:
+        progress_seconds: least time between two progress reports of a worker, of which the newest is sent; one that
+            precedes another message of the worker is sent with it.
+    """
 
     def __init__(self) -> None:
+        self.progress_seconds = 0.0
+        self._held: dict[str, wire.Progress] = {}
+        self._held_until = 0.0
         self._open = False
         self._queue: deque[wire.Message] = deque()
         self._recent: deque[tuple[float, wire.Message]] = deque()
@@ -54,11 +62,20 @@ class Outbox:
 
     def put(self, message: wire.Message) -> None:
         """Queue a message, or drop it if there is no connection and the next one does not need it."""
-        if self._open or not isinstance(message, _CARRIED_OTHERWISE + _STALE):
+        if isinstance(message, wire.Progress):
+            if self._open:
+                self._held[message.worker] = message
+        elif self._open or not isinstance(message, _CARRIED_OTHERWISE + _STALE):
+            if (before := self._held.pop(getattr(message, "worker", ""), None)) is not None:
+                self._queue.append(before)
             self._queue.append(message)
 
     def take(self, now: float) -> wire.Message | None:
         """Return the next message to be written, None if there is none."""
+        if self._held and now >= self._held_until:
+            self._held_until = now + self.progress_seconds
+            self._queue.extend(self._held.values())
+            self._held.clear()
         if not self._queue:
             return None
         message = self._queue.popleft()
@@ -80,4 +97,5 @@ class Outbox:
         again = [message for at, message in self._recent if at >= now - RESEND_SECONDS or isinstance(message, wire.Bye)]
         kept = [message for message in self._queue if not isinstance(message, _CARRIED_OTHERWISE + _STALE)]
         self._recent.clear()
+        self._held.clear()
         self._queue = deque(again + kept)

@@ -218,6 +218,7 @@ class CoordinatorSession:
         logger.info("session_stands coordinator=%s url=%s", message.coordinator, self._url)
         self._ever_stood = True
         self._away_since = None
+        self._outbox.progress_seconds = message.progress
         if self._unanswered is not None:
             self._unanswered.cancel()
         self._unproven_told = False

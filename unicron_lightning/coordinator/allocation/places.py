@@ -83,8 +83,10 @@ def usable_places(cluster: Cluster, daemons: DaemonPlaces | None = None) -> Plac
             continue
         is_job = task.id in jobs
         for agent in task.agents.values():
-            place = agent.place
-            if place is not None and not (is_job and place in daemons.nodes) and _counts(cluster, task, agent):
+            if agent.slot is None:  # ten thousand agents are looked at
+                continue
+            place = f"{agent.node}/{agent.slot}"
+            if not (is_job and place in daemons.nodes) and _counts(cluster, task, agent):
                 able = others[place][1] if place in others else jobs if place in daemons.nodes else frozenset()
                 others[place] = agent.node, able | {task.id}
     if out:
@@ -97,6 +99,15 @@ def usable_places(cluster: Cluster, daemons: DaemonPlaces | None = None) -> Plac
     found = {place.name: place for place in daemons.places}
     found |= {name: Place(name=name, node=node, tasks=in_order[able]) for name, (node, able) in others.items()}
     return Places(found[name] for name in sorted(found))
+
+
+def has_places(cluster: Cluster) -> bool:
+    """Whether there may be places: else every agent has accelerators of its own, and there is nothing to plan."""
+    lasting = cluster.lasting
+    known = lasting.planned or lasting.jobs or cluster.nodes
+    return bool(known) or any(
+        agent.slot is not None for task in cluster.tasks.values() for agent in task.agents.values()
+    )
 
 
 def competing_tasks(cluster: Cluster) -> list[Task]:
@@ -125,7 +136,7 @@ def occupants(cluster: Cluster, nodes: Collection[str]) -> dict[str, tuple[Task,
 def _competing(cluster: Cluster) -> Iterator[Task]:
     jobs, held = cluster.lasting.jobs if cluster.nodes else {}, cluster.lasting.held
     tasks = (task for task in cluster.tasks.values() if task.over is None and task.id not in held)
-    return (t for t in tasks if t.id in jobs or any(a.place is not None for a in t.agents.values()))
+    return (t for t in tasks if t.id in jobs or any(a.slot is not None for a in t.agents.values()))
 
 
 def is_elsewhere(cluster: Cluster, agent: Agent) -> bool:

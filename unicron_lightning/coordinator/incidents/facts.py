@@ -156,8 +156,16 @@ class FirstStep(Fact):
         """Return the fact in a worker's report, see `wire.WorkerEvent`; None if it reports something else."""
         if (transition := FIRST_STEPS.get(name)) is None:
             return None
-        about = {key: report[key] for key in ("step", "world", "recomputed") if key in report}
-        return cls(name=name, transition=transition, epoch=report.get("epoch"), at=at, **about)
+        step, world, again = report.get("step"), report.get("world"), report.get("recomputed")
+        return cls(
+            name=name,
+            transition=transition,
+            epoch=report.get("epoch"),
+            at=at,
+            step=step if isinstance(step, int) else None,
+            world=world if isinstance(world, int) else None,
+            recomputed=again if isinstance(again, list) else (),  # a worker's word: a figure must not depend on it
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,6 +35,7 @@ from unicron_lightning.coordinator.part import Part, on
 from unicron_lightning.coordinator.severity import apply as severity
 from unicron_lightning.coordinator.severity import reports
 from unicron_lightning.coordinator.state import Agent, Task
+from unicron_lightning.detection.silence import report_seconds
 from unicron_lightning.wire.fields import shortened
 
 _LOST_REMEMBERED = 1000
@@ -137,6 +138,7 @@ def _registered(turn: Turn) -> wire.Registered:
         beat=silence.beat,
         least_silence=silence.least,
         most_silence=silence.most,
+        progress=report_seconds(turn.connections),
         started_by_agent=turn.limits.started_by_agent,
     )
 

@@ -64,6 +64,7 @@ logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.25
 _AHEAD_SECONDS = 3.0
+_MOST_REST_SECONDS = 0.02
 
 
 class Server:
@@ -117,6 +118,8 @@ class Server:
         self._ahead: asyncio.TimerHandle | None = None
         self._batch = Batch()
         self._flushing = False
+        self._rests_until = 0.0
+        """Loop time before which arrivals are not written, see `_take`."""
         self._stop = asyncio.Event()
         self._failed = False
         self._clock = SteadyClock()
@@ -221,13 +224,11 @@ class Server:
         return self._saving.error
 
     def _take(self, event: ev.Input) -> None:
-        """Process an input like `apply`, but flush together with other arrivals: a thousand reports are one
-        transaction.
-        """
+        """Process an input like `apply`, but flush with others that arrive until the store has rested as it worked."""
         self._handle(event)
         if not self._flushing:
             self._flushing = True
-            asyncio.get_running_loop().call_soon(self._flush)
+            asyncio.get_running_loop().call_at(self._rests_until, self._flush)
 
     def _handle(self, event: ev.Input) -> None:
         if self._stop.is_set():
@@ -282,13 +283,18 @@ class Server:
         """Write the machine's decisions, then send messages."""
         self._flushing = False
         batch, self._batch = self._batch, Batch()
+        began = time.monotonic()
         self._saving.write(batch)  # a full disk must not stop recovery: unwritten decisions are kept
+        ended = time.monotonic()
+        self._rests_until = ended + min(ended - began, _MOST_REST_SECONDS)
+        to: dict[int, PeerConnection] = {}
         for action in batch.actions():
             match action:
                 case ev.Send(conn=conn, message=message) if conn in self._sessions:
                     if isinstance(message, NodeRun):
                         message = self._node_orders.take(conn, message, durable=self.store_error is None)
-                    self._sessions[conn].send(batch.frame(message))
+                    to[conn] = self._sessions[conn]
+                    to[conn].hold(batch.frame(message))
                 case ev.Close(conn=conn, reason=reason):
                     if conn in self._sessions:
                         self._sessions[conn].finish(reason)
@@ -297,10 +303,14 @@ class Server:
                 case ev.RequestPlan(question=question):
                     self._ask(question)
                 case ev.Strike(signal=number):
+                    for session in to.values():
+                        session.release()
                     os.kill(os.getpid(), number)
                 case ev.StopServer(reason=reason):
                     logger.info("coordinator_stops reason=%s", reason)
                     self._stop.set()
+        for session in to.values():
+            session.release()
 
     def _send_held(self) -> None:
         """Send daemons what had to wait until it was written."""

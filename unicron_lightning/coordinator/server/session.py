@@ -35,9 +35,20 @@ class PeerConnection:
         self._socket = socket
         self._transport = transport
         self._closing: asyncio.Task[bool] | None = None
+        self._held: list[bytes] = []
+
+    def hold(self, frame: bytes) -> None:
+        """Send a frame with the next `release`: a write costs more than a frame."""
+        self._held.append(frame)
+
+    def release(self) -> None:
+        """Send the frames that are held."""
+        held, self._held = self._held, []
+        if held:
+            self.send(b"".join(held))
 
     def send(self, frame: bytes) -> None:
-        """Send a frame of `frame_of`. A peer that reads nothing for too long is disconnected and registers again."""
+        """Send frames of `frame_of`. A peer that reads nothing for too long is disconnected and registers again."""
         if self._closing is not None or self._transport.is_closing():
             return
         if self._transport.get_write_buffer_size() > _MOST_WAITING_BYTES:
@@ -51,6 +62,7 @@ class PeerConnection:
 
     def finish(self, reason: str) -> None:
         """Close the connection once all pending frames have been sent."""
+        self.release()
         if self._closing is None:
             closing = self._socket.close(code=WSCloseCode.OK, message=reason.encode()[:120])
             self._closing = asyncio.create_task(closing)
