@@ -164,8 +164,10 @@ class World:
         end = self.now + seconds
         while due := sorted((at, key) for key, at in self.timers.items() if at <= end):
             self.now, key = due[0]
-            del self.timers[key]
-            self.do(ev.TimerFired(key=key))
+            lost = tuple(other for at, other in due if at == self.now and key.kind == other.kind == "lost")
+            for each in lost or (key,):
+                del self.timers[each]
+            self.do(ev.AbsencesDue(keys=lost) if lost else ev.TimerFired(key=key))
         self.now = end
 
     def do(self, event: ev.Input) -> None:

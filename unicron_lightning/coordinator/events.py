@@ -200,6 +200,13 @@ class TimerFired:
     key: TimerKey
 
 
+@dataclass(frozen=True, kw_only=True)
+class AbsencesDue:
+    """Timers of kind ``lost`` have expired at the same time: they lead to one new epoch of each task."""
+
+    keys: tuple[TimerKey, ...]
+
+
 Input = Union[
     Started,
     AgentMessage,
@@ -215,6 +222,7 @@ Input = Union[
     InjectFault,
     Planned,
     TimerFired,
+    AbsencesDue,
 ]
 
 # ---- actions -------------------------------------------------------------------------------------------------------

@@ -144,6 +144,12 @@ class Machine:
                 take_plan(self._cluster, turn, event)
             case ev.TimerFired():
                 self._timer(turn, event.key)
+            case ev.AbsencesDue():
+                for key in event.keys:
+                    if (task := self._cluster.tasks.get(key.task)) is not None:
+                        self._touched[task.id] = None
+                        if parts.timer_fired(task, turn, key):
+                            turn.to_review[task.id] = task
 
     def _follow(self, turn: Turn) -> None:
         """Carry out the consequences of an input."""

@@ -411,3 +411,15 @@ def test_a_coordinator_that_nobody_ever_visits_ends_after_the_startup_linger():
 def _fields(agent):
     message = agent.registration()
     return {name: getattr(message, name) for name in message.__struct_fields__}
+
+
+def test_agents_that_are_lost_together_lead_to_one_epoch():
+    world = World()
+    a, b, c, d = running(world, 4)
+    for agent in (b, d):
+        agent.drop()
+    world.advance(world.limits.reconnect_grace)
+    assert [epoch.kind for epoch in a.all(wire.Epoch)].count("fail") == 1
+    assert members(world) == ["a/0#1", "c/0#1"]
+    assert settle(world) == c.last(wire.Go)
+    assert [event.fields["agent"] for event in world.events if event.name == "agent_lost"] == ["b", "d"]

@@ -7,11 +7,13 @@ import time
 
 import pytest
 
-from unicron_lightning.coordinator.events import TimerKey
+from unicron_lightning.coordinator.events import AbsencesDue, TimerFired, TimerKey
 from unicron_lightning.coordinator.server import timers
 from unicron_lightning.coordinator.server.timers import Timers
 
+Fired = TimerFired | AbsencesDue
 LOST, PLAN = TimerKey("lost", "task", "agent"), TimerKey("plan", "task")
+LOST_DUE, PLAN_DUE = AbsencesDue(keys=(LOST,)), TimerFired(key=PLAN)
 
 
 @pytest.fixture(autouse=True)
@@ -21,50 +23,65 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_timers_expire_once_and_are_replaced() -> None:
-    fired: list[TimerKey] = []
+    fired: list[Fired] = []
     running = Timers(fired.append)
     running.set(LOST, 60)
     running.set(LOST, 0.01)
     running.set(PLAN, 0.01)
     running.cancel(PLAN)
     await asyncio.sleep(0.1)
-    assert fired == [LOST]
+    assert fired == [LOST_DUE]
     running.close()
 
 
 async def test_a_grace_period_that_ended_during_a_stall_is_prolonged() -> None:
-    fired: list[TimerKey] = []
+    fired: list[Fired] = []
     running = Timers(fired.append)
     running.set(LOST, 0.05)
     running.set(PLAN, 0.05)
     time.sleep(0.5)  # noqa: ASYNC251 - the loop stands still
     await asyncio.sleep(0.1)
-    assert fired == [PLAN]
+    assert fired == [PLAN_DUE]
     running.cancel(LOST)  # the agent has registered
     await asyncio.sleep(1.2)
-    assert fired == [PLAN]
+    assert fired == [PLAN_DUE]
     running.close()
 
 
 async def test_a_grace_period_that_begins_after_a_stall_is_prolonged_and_ends() -> None:
-    fired: list[TimerKey] = []
+    fired: list[Fired] = []
     running = Timers(fired.append)
     running.stalled()
     running.set(LOST, 0.05)
     await asyncio.sleep(0.3)
     assert fired == []
     await asyncio.sleep(1.0)
-    assert fired == [LOST]
+    assert fired == [LOST_DUE]
     running.close()
 
 
 async def test_an_agent_known_to_be_dead_gets_no_allowance() -> None:
-    fired: list[TimerKey] = []
+    fired: list[Fired] = []
     running = Timers(fired.append)
     running.stalled()
     running.set(LOST, 0.05)
     running.expire_now("lost", "task", "another")
     assert fired == []
     running.expire_now("lost", "task", "agent")
-    assert fired == [LOST]
+    assert fired == [TimerFired(key=LOST)]
+    running.close()
+
+
+async def test_many_that_are_away_get_longer_and_are_lost_together() -> None:
+    fired: list[Fired] = []
+    running = Timers(fired.append)
+    away = [TimerKey("lost", "task", f"agent{number}") for number in range(60)]
+    for key in away:
+        running.set(key, 0.05)
+    await asyncio.sleep(0.4)
+    assert fired == [], "the coordinator has to take 60 agents in again"
+    for key in away[2:]:
+        running.cancel(key)
+    await asyncio.sleep(0.3)
+    assert fired == [AbsencesDue(keys=tuple(away[:2]))]
     running.close()

@@ -106,7 +106,7 @@ class Server:
         except sqlite3.Error as error:
             raise StoreUnusable(f"can't read {self.state_dir}: {error}") from error
         self._sessions: dict[int, PeerConnection] = {}
-        self._timers = Timers(lambda key: self.apply(ev.TimerFired(key=key)))
+        self._timers = Timers(self.apply)
         self._liveness = Liveness(
             config.detection.silence(), lambda conn: self._sessions[conn].abort(), self._timers.stalled
         )
