@@ -169,6 +169,7 @@ class Server:
             await self._stop.wait()
         finally:
             self._stop.set()
+            self._flush()
             self._liveness.close()
             self._scrape.close()
             unproven.close()
@@ -285,8 +286,7 @@ class Server:
         batch, self._batch = self._batch, Batch()
         began = time.monotonic()
         self._saving.write(batch)  # a full disk must not stop recovery: unwritten decisions are kept
-        ended = time.monotonic()
-        self._rests_until = ended + min(ended - began, _MOST_REST_SECONDS)
+        self._rests_until = time.monotonic() + min(time.monotonic() - began, _MOST_REST_SECONDS)
         to: dict[int, PeerConnection] = {}
         for action in batch.actions():
             match action:
