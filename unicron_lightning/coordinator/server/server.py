@@ -80,6 +80,9 @@ class Server:
         PortInUse: the address is taken.
     """
 
+    _rests_until = 0.0
+    """Loop time before which arrivals are not written, see `_take`."""
+
     def __init__(self, config: CoordinatorConfig, token: Token) -> None:
         self._config = config
         host, port = config.coordinator.host, config.coordinator.port
@@ -118,8 +121,6 @@ class Server:
         self._ahead: asyncio.TimerHandle | None = None
         self._batch = Batch()
         self._flushing = False
-        self._rests_until = 0.0
-        """Loop time before which arrivals are not written, see `_take`."""
         self._stop = asyncio.Event()
         self._failed = False
         self._clock = SteadyClock()
@@ -170,9 +171,8 @@ class Server:
         finally:
             self._stop.set()
             self._flush()
-            self._liveness.close()
-            self._scrape.close()
-            unproven.close()
+            for part in (self._liveness, self._scrape, unproven):
+                part.close()
             self._saving.close(last_try=not self._failed)
             self._timers.close()
             for timer in filter(None, (self._look, self._ahead)):
