@@ -56,7 +56,7 @@ class Announcements:
         if before.epoch in (0, world.epoch) or not world.workers:
             return None
         if world.kind == "pause":
-            return f"the plan pauses this task: step {step} is saved" if _is_first_of_agent(world) else None
+            return f"the task pauses: step {step} is saved" if _is_first_of_agent(world) else None
         gone = [rank for rank, worker in enumerate(before.workers) if worker not in world.workers]
         new = [rank for rank, worker in enumerate(world.workers) if worker not in before.workers]
         absent = self._absent
@@ -66,7 +66,8 @@ class Announcements:
         if not _is_first_of_agent(world) or not (parts or world.kind == "fail"):
             return None
         if world.kind != "fail":
-            return f"{'; '.join(parts)}: {_workers(world.size)}"
+            held = ", held below the minimum" if world.hold else ""
+            return f"{'; '.join(parts)}: {_workers(world.size)}{held}"
         parts = [*parts, f"{_workers(world.size)} left"] if gone else [f"connections of {_workers(world.size)} renewed"]
         return "; ".join([*parts, "held below the minimum" if world.hold else f"step {step} continues"])
 

@@ -34,7 +34,9 @@ def part(strategy: FaultTolerantStrategy, trainer: pl.Trainer, state: dict[str, 
     """
     engine, control = strategy.engine, strategy.engine.control
     assert control is not None
-    path = _folder(trainer) / f"{engine.world.kind}-step={trainer.global_step}.ckpt"
+    # Lightning's `ckpt_path="last"` finds that of a pause: a task that torchruns started has ended if all of them have.
+    name = "last-pause" if engine.world.kind == "pause" else engine.world.kind
+    path = _folder(trainer) / f"{name}-step={trainer.global_step}.ckpt"
     rest = {key: value for key, value in state.items() if key != "checkpoint"}
     with terminable(), engine.activity.during("checkpoint"):
         strategy.save_checkpoint({**state["checkpoint"], WHOLE: codec.encode(rest)}, path)

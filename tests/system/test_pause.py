@@ -32,7 +32,7 @@ def test_a_job_is_paused_for_another_and_every_micro_batch_is_computed_once(tmp_
         pids = {line["pid"] for line in nodes.diary("low")}
     assert (paused["task"], len(pids)) == ("low", 4), "two workers before the pause, two after it"
     assert 0 < paused["fields"]["step"] < STEPS
-    assert (tmp_path / "low" / "checkpoints" / f"pause-step={paused['fields']['step']}.ckpt").exists()
+    assert (tmp_path / "low" / "checkpoints" / f"last-pause-step={paused['fields']['step']}.ckpt").exists()
     assert steps == list(range(1, STEPS + 1))
     assert set(computed.values()) == {1}, "nothing was computed again"
     assert len(computed) == STEPS * 2 * 4

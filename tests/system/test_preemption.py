@@ -13,12 +13,18 @@ from system.judge import Reference, check_exact
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(420)]
 
 
-def test_a_torchrun_that_gets_sigterm_leaves_after_the_step(tmp_path: Path, reference: Reference) -> None:
-    with Cluster(tmp_path) as cluster:
+@pytest.mark.parametrize("way", ["SIGTERM", "SIGUSR1", "file"])
+def test_a_torchrun_that_is_asked_to_end_leaves_after_the_step(way: str, tmp_path: Path, reference: Reference) -> None:
+    notice = tmp_path / "notice"
+    with Cluster(tmp_path, agents=2) as cluster:
+        cluster.start_node("n2", "--rdzv-conf", f"node=n2,embedded=false,leave_signal=USR1,notice_file={notice}")
         before = cluster.wait_world(3)
-        gone = next(line for line in before if line["rank"] == 0)
+        gone = next(line for line in before if (line["rank"] == 0 if way == "SIGTERM" else line["node"] == "n2"))
         agent = cluster.agents[gone["node"]]
-        agent.send_signal(signal.SIGTERM)
+        if way == "file":
+            notice.touch()
+        else:
+            agent.send_signal(signal.Signals[way])
         without = cluster.wait_world(2, after=time.time())
         assert {line["pid"] for line in without} == {line["pid"] for line in before} - {gone["pid"]}
         assert agent.wait(30) == 0
@@ -27,24 +33,42 @@ def test_a_torchrun_that_gets_sigterm_leaves_after_the_step(tmp_path: Path, refe
         names = [event["name"] for event in cluster.events()]
         assert names.count("agent_departs") == names.count("agent_left") == 1
         assert not {"worker_died", "agent_lost", "comm_error"} & set(names), "nothing failed"
-        finished = [(line["step"], *line["ids"]) for line in cluster.notes("computed")]
-        assert finished and len(finished) == len(set(finished)), "nothing was computed again"
+        check_nothing_twice(cluster)
         cluster.finish()
         check_exact(tmp_path, reference, workers=3)
 
 
-def test_a_torchrun_that_cannot_be_spared_is_stopped_at_once(tmp_path: Path, reference: Reference) -> None:
+def check_nothing_twice(cluster: Cluster) -> None:
+    finished = [(line["step"], *line["ids"]) for line in cluster.notes("computed")]
+    assert finished and len(finished) == len(set(finished)), "nothing was computed again"
+
+
+def test_the_others_hold_their_state_below_the_minimum(tmp_path: Path, reference: Reference) -> None:
     with Cluster(tmp_path, agents=2, nodes="2:2", settings={"full": 2}) as cluster:
-        (gone, _) = cluster.wait_world(2)
+        (gone, stays) = cluster.wait_world(2)
         agent = cluster.agents[gone["node"]]
-        since = time.time()
         agent.send_signal(signal.SIGTERM)
-        assert agent.wait(30) == 128 + signal.SIGTERM
-        assert time.time() - since < 10.0, "before leave_timeout"
+        assert agent.wait(30) == 0
         cluster.start_node(gone["node"])
-        cluster.wait_world(2, after=time.time())
+        world = cluster.wait_world(2, after=time.time())
+        assert stays["pid"] in {line["pid"] for line in world}
+        check_nothing_twice(cluster)
         cluster.finish()
         check_exact(tmp_path, reference, workers=2)
+
+
+def test_the_last_torchruns_save_before_they_end(tmp_path: Path) -> None:
+    """As at the time limit of a whole allocation."""
+    with Cluster(tmp_path) as cluster:
+        cluster.wait_world(3)
+        for agent in cluster.agents.values():
+            agent.send_signal(signal.SIGTERM)
+        statuses = [agent.wait(60) for agent in cluster.agents.values()]
+        steps = max(line["step"] for line in cluster.notes("step"))
+        check_nothing_twice(cluster)
+        assert sorted(statuses) in ([0, 0, 143], [0, 143, 143], [143, 143, 143]), "the task has not ended"
+        (saved,) = tmp_path.glob("**/last-pause-step=*.ckpt")
+        assert saved.stem == f"last-pause-step={steps + 1}"
 
 
 def test_a_second_sigterm_stops_the_workers(tmp_path: Path) -> None:

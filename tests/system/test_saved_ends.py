@@ -26,7 +26,7 @@ def ended(cluster: Cluster, seconds: float) -> set[int]:
 
 def check_saved(cluster: Cluster) -> Path:
     """All finished steps are in one checkpoint, and each micro-batch was computed once; return its path."""
-    (path,) = (cluster.folder / "checkpoints").glob("pause-step=*.ckpt")
+    (path,) = (cluster.folder / "checkpoints").glob("last-pause-step=*.ckpt")
     steps = {line["step"] for line in cluster.notes("step")}
     assert torch.load(path, weights_only=True)["global_step"] == len(steps) == max(steps) + 1
     computed = [(line["step"], *line["ids"]) for line in cluster.notes("computed")]

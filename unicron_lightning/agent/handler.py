@@ -27,6 +27,7 @@ from unicron_lightning import environ, wire
 from unicron_lightning.agent import nccl_environment
 from unicron_lightning.agent import options as agent_options
 from unicron_lightning.agent.agent import AgentThread
+from unicron_lightning.agent.notices import LeaveNotices
 from unicron_lightning.agent.rank_store import RankStore
 from unicron_lightning.agent.round_store import RoundStore
 from unicron_lightning.agent.round_view import RoundView
@@ -60,6 +61,7 @@ class UnicronRendezvousHandler(RendezvousHandler):
         self._agent: AgentThread | None = None
         self._signals: SignalWatch | None = None
         self._departure: Departure | None = None
+        self._notices: LeaveNotices | None = None
         self._store: RoundStore | None = None
         slot = self._options.slot
         self._lock = None if slot is None else SlotLock(self._options.node, slot)
@@ -135,19 +137,24 @@ class UnicronRendezvousHandler(RendezvousHandler):
         """End the agent and remove all its resources. Also runs at the interpreter's exit, as torchelastic may
         skip it.
         """
+        if self._notices is not None:
+            self._notices.close()
+            self._notices = None
+        departs = False
         if self._departure is not None:  # before signals are held, which restores the handlers that it finds
+            departs = self._departure.begun
             self._departure.close()
             self._departure = None
         with held_signals():
-            self._shut_down()
+            self._shut_down(departs=departs)
         return True
 
-    def _shut_down(self) -> None:
+    def _shut_down(self, *, departs: bool) -> None:
         atexit.unregister(self.shutdown)
         self._closed = True
         agent, self._agent = self._agent, None
         if agent is not None:
-            if agent.failed:
+            if agent.failed and not departs:  # else its workers were stopped on order
                 logger.warning(
                     "agent_ends reason='a worker failed and torchrun --max-restarts allows no more restarts'"
                 )
@@ -170,6 +177,7 @@ class UnicronRendezvousHandler(RendezvousHandler):
         agent = self._agent = AgentThread(self._options, self._num_keys, self._lock)
         self._departure = Departure(lambda: agent.may_depart, agent.depart, agent.leaving, self._options.leave_timeout)
         self._signals = SignalWatch(agent.leaving, self._departure)
+        self._notices = LeaveNotices(self._options.leave_signal, self._options.notice_file)
         agent.start()
         logger.info("agent_started agent=%s task=%s endpoint=%s", self._options.agent, self._options.task,
                     self._options.endpoint)  # fmt: skip

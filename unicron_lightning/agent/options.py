@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
+import signal
 import socket
 import uuid
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from unicron_lightning import environ
+from unicron_lightning.agent.notices import leave_signal
 from unicron_lightning.credentials import Token, is_loopback, token_for
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.private_files import user_path
@@ -42,6 +44,8 @@ CONF_KEYS: Final = {
     "worker_timeout": "seconds without a heartbeat after which a worker is killed (default: the coordinator's, 10)",
     "stop_timeout": "seconds that workers get to stop when a plain script must restart, before SIGKILL (default 10)",
     "leave_timeout": "seconds that workers get to leave at a step boundary after SIGTERM to torchrun (default 20)",
+    "leave_signal": "further signal, USR1 or USR2, that has the same effect as SIGTERM (default: none)",
+    "notice_file": "file whose appearance has the same effect, e.g. the notice of a spot instance (default: none)",
     "connect_timeout": "seconds to reach the coordinator at the start (default 30)",
     "timeout": "seconds to wait in the rendezvous while the coordinator is away (torchrun's default 900)",
     "embedded": "whether to start a coordinator if the endpoint names this machine and none listens (default true)",
@@ -86,6 +90,10 @@ class AgentOptions:
     """Seconds without a heartbeat after which a worker is killed; None: the coordinator's value."""
     stop_timeout: float = 10.0
     leave_timeout: float = 20.0
+    leave_signal: signal.Signals | None = None
+    """Signal that has the same effect as SIGTERM."""
+    notice_file: Path | None = None
+    """File whose appearance has that effect."""
     connect_timeout: float = 30.0
     timeout: float = 900.0
 
@@ -140,6 +148,8 @@ def from_parameters(parameters: RendezvousParameters) -> AgentOptions:
         worker_timeout=_seconds(conf, "worker_timeout", 10.0) if "worker_timeout" in conf else None,
         stop_timeout=_seconds(conf, "stop_timeout", 10.0),
         leave_timeout=_seconds(conf, "leave_timeout", 20.0),
+        leave_signal=leave_signal(conf.get("leave_signal"), "--rdzv-conf leave_signal="),
+        notice_file=Path(conf["notice_file"]).expanduser().absolute() if conf.get("notice_file") else None,
         connect_timeout=_seconds(conf, "connect_timeout", 30.0),
         timeout=_seconds(conf, "timeout", 900.0),
     )

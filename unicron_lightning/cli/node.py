@@ -33,6 +33,8 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     agent.add_argument(
         "--stop-seconds", type=float, default=15, metavar="S", help="time to stop before a kill; default: %(default)s"
     )
+    agent.add_argument("--leave-signal", metavar="SIGNAL", help="USR1 or USR2: leave as on SIGTERM; default: none")
+    agent.add_argument("--notice-file", metavar="FILE", help="leave as on SIGTERM when it appears; default: none")
     agent.set_defaults(run=_agent)
     logs = commands.add_parser("logs", parents=[connecting()], help="show a task's output on this node")
     logs.add_argument("task", metavar="TASK")
@@ -62,6 +64,8 @@ def _agent(options: argparse.Namespace) -> int:
         tls=options.tls,
         tls_client=options.tls_client,
         plaintext=options.plaintext,
+        leave_on=options.leave_signal,
+        notice_file=options.notice_file,
     )
     return serve(made)
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from unicron_lightning import wire
+from unicron_lightning.agent.notices import LeaveNotices
 from unicron_lightning.errors import SessionRefused
 from unicron_lightning.node.link import NodeLink
 from unicron_lightning.node.options import NodeOptions, remember_logs
@@ -58,6 +59,7 @@ class Daemon:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._asked_to_end)
+        notices = LeaveNotices(self._options.leave_signal, self._options.notice_file)
         slots = [slot.label for slot in self._options.slots]
         remember_logs(self._options.logs)
         logger.info("daemon_started node=%s slots=%s logs=%s", self._options.node, slots, self._options.logs)
@@ -68,6 +70,7 @@ class Daemon:
             if link.done():
                 link.result()
         finally:
+            notices.close()
             for task in (link, ending):
                 task.cancel()
             await asyncio.gather(link, ending, return_exceptions=True)

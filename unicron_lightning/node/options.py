@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import signal
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from unicron_lightning.agent.notices import leave_signal
 from unicron_lightning.agent.options import parse_endpoint
 from unicron_lightning.credentials import Token, is_loopback, token_for
 from unicron_lightning.errors import ConfigError
@@ -40,6 +42,8 @@ class NodeOptions:
         tls: the same as the user gave it, for the torchrun agents; paths are absolute. Keys of ``--rdzv-conf``.
         local_addr: this machine's address for other nodes' workers; None: detected.
         stop_seconds: time for torchrun to stop before all its processes are killed.
+        leave_signal: signal that ends the daemon as SIGTERM does.
+        notice_file: file whose appearance ends it as SIGTERM does.
     """
 
     endpoint: str
@@ -55,6 +59,8 @@ class NodeOptions:
     tls: Mapping[str, str]
     local_addr: str | None
     stop_seconds: float
+    leave_signal: signal.Signals | None = None
+    notice_file: Path | None = None
 
     @property
     def url(self) -> str:
@@ -77,6 +83,8 @@ def make_options(
     tls: str | None = None,
     tls_client: str | None = None,
     plaintext: bool = False,
+    leave_on: str | None = None,
+    notice_file: str | None = None,
 ) -> NodeOptions:
     """Check the options.
 
@@ -109,6 +117,8 @@ def make_options(
         tls=_for_torchrun(trust, tls, plaintext=plaintext),
         local_addr=None if is_loopback(host) else local_addr,
         stop_seconds=stop_seconds,
+        leave_signal=leave_signal(leave_on, "--leave-signal "),
+        notice_file=Path(notice_file).absolute() if notice_file else None,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from coordinator.driver import World, running
+from coordinator.driver import FakeAgent, World, members, running, settle
 
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
@@ -17,27 +17,92 @@ def test_all_members_write_a_checkpoint_and_are_stopped_with_the_status_of_a_sig
     b.say(wire.Departing())
     (pauses,) = [event for event in world.events if event.name == "task_pauses"]
     assert pauses.fields["reason"] == "departure"
-    assert a.last(wire.Epoch).kind == "pause"
+    assert a.last(wire.Epoch).kind == "leave"
     for agent in (a, b):
         agent.ready(world.task("t").number)
-    assert not a.all(wire.Stop)
-    a.saved("/pause", 7, parting=True)
+    assert b.last(wire.Epoch).kind == "pause" and not b.all(wire.Stop)
+    b.ready(world.task("t").number)
+    b.saved("/pause", 7, parting=True)
     assert a.last(wire.Stop).needed and b.last(wire.Stop).needed
     assert world.task("t").checkpoint.path == "/pause"
     world.advance(10.0)
     assert len(a.all(wire.Stop)) == 1
 
 
-def test_one_that_cannot_be_spared_is_stopped_a_moment_later_and_the_others_wait() -> None:
+def trains(world: World, count: int, nodes: tuple[int, int]) -> list[FakeAgent]:
+    """All agents of a task as members of a settled epoch."""
+    agents = running(world, count, nodes=nodes)
+    while len(members(world)) < count or not world.task().settled:
+        settle(world)
+    return agents
+
+
+def test_workers_leave_at_a_step_boundary() -> None:
     world = World()
-    a, b = running(world, 2, nodes=(2, 2))
-    a.say(wire.Departing())
+    a, b, c = trains(world, 3, nodes=(2, 4))
+    b.say(wire.Departing())
+    epoch = world.task().epoch
+    assert (epoch.kind, epoch.hold) == ("leave", False)
+    assert members(world) == [a.worker(), c.worker()]
+    assert not b.all(wire.Stop), "it takes part in the step"
+    for agent in (a, b, c):
+        agent.ready(epoch.number, 0, step=1)
+    assert [stop.needed for stop in b.all(wire.Stop)] == [False]
+
+
+def test_members_that_stay_hold_their_state_below_the_minimum() -> None:
+    world = World()
+    a, b = trains(world, 2, nodes=(2, 4))
+    b.say(wire.Departing())
     world.start()  # the coordinator restarts meanwhile
     for agent in (a, b):
         agent.register()
+        agent.ready(1, 0, step=1)
     world.advance(3.0)
-    assert a.last(wire.Stop).needed and not b.all(wire.Stop)
-    assert "task_pauses" not in world.names()
+    for _ in range(2):
+        for agent in (a, b):
+            agent.ready(world.task().number, 0, step=1)
+    epoch = world.task().epoch
+    assert (epoch.kind, epoch.hold, members(world)) == ("leave", True, [a.worker()])
+    assert [stop.needed for stop in b.all(wire.Stop)] == [False]
+    assert not a.all(wire.Stop) and "task_pauses" not in world.names()
+    c = world.agent("c", nodes=(2, 4)).start()
+    c.boot()
+    settle(world)
+    assert (members(world), world.task().epoch.hold) == ([a.worker(), c.worker()], False)
+
+
+def test_a_drain_below_the_minimum_does_not_leave_with_it() -> None:
+    world = World()
+    a, b, c = trains(world, 3, nodes=(2, 4))
+    b.say(wire.Departing())
+    b.drop()
+    for agent in (a, c):
+        agent.ready(world.task().number, 0, step=1)
+    c.drain(True)
+    assert members(world) == [a.worker(), c.worker()]
+
+
+def test_a_held_one_saves() -> None:
+    world = World()
+    a, b = trains(world, 2, nodes=(2, 4))
+    a.say(wire.Departing())
+    for agent in (a, b):
+        agent.ready(world.task().number, 0, step=1)
+    assert world.task().epoch.hold
+    b.say(wire.Departing())
+    assert (world.task().epoch.kind, world.task().epoch.hold) == ("pause", False)
+    b.ready(world.task().number, 0, step=1)
+    b.saved("/pause", 1, parting=True)
+    assert [stop.needed for stop in b.all(wire.Stop)] == [True]
+    assert [stop.needed for stop in a.all(wire.Stop)] == [False]
+
+
+def test_a_script_that_has_not_begun_is_stopped_at_once() -> None:
+    world = World()
+    a, _ = (world.agent(name, nodes=(2, 2)).start() for name in "ab")
+    a.say(wire.Departing())
+    assert [stop.needed for stop in a.all(wire.Stop)] == [True]
 
 
 @pytest.mark.parametrize("written", [True, False])

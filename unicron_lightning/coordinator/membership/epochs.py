@@ -9,7 +9,8 @@
 * it is settled, and the task pauses or ends with a checkpoint: publish a ``pause`` with the same members, which write a
   checkpoint, wait, and are stopped;
 * it is settled, and another layout is ordered: publish a ``relayout`` with the same members (see `relayout`);
-* it is settled, and members are on draining nodes: publish a ``leave`` without them, if enough remain;
+* it is settled, and members depart or are on draining nodes: publish a ``leave`` without them; the latter stay if
+  too few would remain;
 * it is settled and there are candidates: publish a ``join``;
 * no member is left: the task is over if a member finished, else a new life begins. If it turns out after that that a
   member had finished, the task is over, too.
@@ -353,11 +354,13 @@ def _resize(task: Task, turn: Turn) -> None:
     if not usable:
         return
     staying = staying if awaited(task) else _within(usable, staying)
-    if len(staying) < len(members) and (
-        len(staying) >= usable or len({member.agent for member in staying}) >= task.min_nodes
-    ):
+    remaining = staying
+    if len(staying) < usable and len({member.agent for member in staying}) < task.min_nodes:
+        # Too few: only those leave that cannot stay.
+        remaining = [m for m in members if m.agent not in away or not task.agents[m.agent].departing]
+    if 0 < len(remaining) < len(members):
         task.incident = None
-        _publish(task, turn, "leave", staying)
+        _publish(task, turn, "leave", remaining)
     elif len(task.workers) > len(members):  # all members live, so candidates exist
         _admit(task, turn, away, task.capacity() - len(staying))
 
