@@ -27,6 +27,7 @@ FAULTS = (
     "worker_finishes",
     "comm_error",
     "restart_coordinator",
+    "depart",
     "drain",
     "drain",
     "undrain",
@@ -40,6 +41,7 @@ class Histories(RuleBasedStateMachine):
         super().__init__()
         self.world = World()
         self.agents: list[FakeAgent] = []
+        self.departing: set[str] = set()
         self.ids = itertools.count()
 
     @initialize(
@@ -83,7 +85,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule()
     def everybody_goes_on(self):
-        for agent in self.agents:
+        for agent in list(self.agents):
             self.go_on(agent)
             for local_rank in range(agent.size):
                 self.worker_goes_on(agent, local_rank)
@@ -116,6 +118,9 @@ class Histories(RuleBasedStateMachine):
                     self.agents.remove(agent)
                 if fault == "end_agent":
                     self.world.do(ev.AgentsEnded(agents=(agent.name,)))
+            case "depart" if agent.conn is not None:
+                self.departing.add(agent.name)
+                agent.say(wire.Departing())
             case "drain" | "undrain":
                 agent.drain(fault == "drain")
             case "resize" if (task := self.world.machine.tasks.get("t")) is not None and task.over is None:
@@ -141,7 +146,11 @@ class Histories(RuleBasedStateMachine):
     def go_on(self, agent: FakeAgent) -> None:
         """Take torchrun's next step that is due on this node."""
         started = agent.granted or agent.warm
-        if started and agent.local_world is None and agent.conn is not None:
+        running = started and not agent.stopped and (agent.local_world is None or len(agent.workers) == agent.size)
+        if agent.name in self.departing and agent.conn is not None and not running:
+            self.agents.remove(agent)
+            agent.bye(succeeded=False)
+        elif started and agent.local_world is None and agent.conn is not None:
             agent.launch()
         elif started and (len(agent.workers) < agent.size or agent.stopped) and agent.local_world is not None:
             agent.rendezvous()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import signal
 from typing import Any, Final
 
 import torch
@@ -110,13 +109,13 @@ class UnicronRendezvousHandler(RendezvousHandler):
 
         Raises:
             RendezvousFailed: the coordinator refuses this agent or can't be reached.
-            SystemExit: the task has ended (code 0: successfully), or this agent got SIGTERM (code 0: its workers have
-                left, and the others continue).
+            SystemExit: the task has ended (code 0: successfully), or this agent was asked to end (code 0: its workers
+                have left, and the others continue).
         """
         if self._departure is not None and self._departure.begun:
             assert self._agent is not None
             stop = self._agent.view.stop
-            raise SystemExit(0 if stop is not None and not stop.needed else 128 + signal.SIGTERM)
+            raise SystemExit(0 if stop is not None and not stop.needed else 128 + self._departure.begun)
         with clean_exit_on_sigterm():
             agent = self._agent or self._start()
             number, grant = self._begin_round(agent)
@@ -142,7 +141,7 @@ class UnicronRendezvousHandler(RendezvousHandler):
             self._notices = None
         departs = False
         if self._departure is not None:  # before signals are held, which restores the handlers that it finds
-            departs = self._departure.begun
+            departs = bool(self._departure.begun)
             self._departure.close()
             self._departure = None
         with held_signals():

@@ -1,10 +1,10 @@
 """Signals that end a torchrun, before, around and in place of torchelastic's handlers.
 
 torchelastic's handler raises in the main thread and stops the workers from there, in the middle of a step; the agent is
-notified at once (`SignalWatch`). The first SIGTERM (a preemption by Kubernetes, Slurm or a cloud) does not get there:
-the workers leave at a step boundary first (`Departure`). Before torchelastic's handlers are installed, while the first
-grant is awaited, a SIGTERM would end the process without any clean-up, so another handler is installed for that time.
-During the clean-up, a signal would interrupt it, so signals are held back.
+notified at once (`SignalWatch`). The first SIGTERM (a preemption by Kubernetes, Slurm or a cloud), SIGINT (Ctrl-C) or
+SIGHUP does not get there: the workers leave at a step boundary first (`Departure`). Before torchelastic's handlers are
+installed, while the first grant is awaited, a SIGTERM would end the process without any clean-up, so another handler is
+installed for that time. During the clean-up, a signal would interrupt it, so signals are held back.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from typing import Any, Final
 
 logger = logging.getLogger(__name__)
 
-_ENDING: Final = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
+_POLITE: Final = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+_ENDING: Final = _POLITE | {signal.SIGQUIT}
 
 
 class SignalWatch:
@@ -60,10 +61,7 @@ class SignalWatch:
 
     def _watch(self) -> None:
         while numbers := self._read.recv(64):
-            ending = [number for number in numbers if number in _ENDING]
-            if self._departure.installed:
-                ending = [number for number in ending if number != signal.SIGTERM]
-            if ending:
+            if any(number in _ENDING and not self._departure.handles(number) for number in numbers):
                 self._on_ending()
 
     def _close_sockets(self) -> None:
@@ -72,9 +70,12 @@ class SignalWatch:
 
 
 class Departure:
-    """Answers the first SIGTERM by a request that the workers leave; passes later ones on to torchelastic's handler.
+    """Answers the first signal by a request that the workers leave; passes later ones on to torchelastic's handler.
 
-    For the main thread, except `installed`.
+    For the main thread, except `handles`.
+
+    Attributes:
+        begun: number of that signal, once it has arrived; else 0.
 
     Args:
         possible: whether workers run that can leave in order.
@@ -86,54 +87,59 @@ class Departure:
     def __init__(
         self, possible: Callable[[], bool], ask: Callable[[], None], end_now: Callable[[], None], seconds: float
     ) -> None:
-        self.begun = False
+        self.begun = 0
         self._possible, self._ask, self._end_now = possible, ask, end_now
         self._seconds = seconds
         self._deadline = 0.0
-        self._usual: Any = None
+        self._usual: dict[int, Any] = {}
 
-    @property
-    def installed(self) -> bool:
-        """[any thread] Whether a SIGTERM that arrives now is handled here."""
-        return self._usual is not None
+    def handles(self, number: int) -> bool:
+        """[any thread] Whether such a signal that arrives now is handled here."""
+        return number in self._usual
 
     def review(self) -> None:
-        """Take over SIGTERM from a handler that was installed since the last call; end an overdue departure.
+        """Take over signals from handlers that were installed since the last call; end an overdue departure.
 
         Raises:
             SignalException: torchelastic's, if the workers have not left in time.
         """
         if threading.current_thread() is not threading.main_thread():
             return
-        installed = signal.getsignal(signal.SIGTERM)
-        if callable(installed) and installed != self._handle:
-            self._usual = installed
-            signal.signal(signal.SIGTERM, self._handle)
+        for number in _POLITE:
+            installed = signal.getsignal(number)
+            if callable(installed) and installed not in (self._handle, signal.default_int_handler):
+                self._usual[number] = installed
+                signal.signal(number, self._handle)
         if self.begun and time.monotonic() > self._deadline:
             logger.warning(
                 "departure_overdue seconds=%g: the workers are stopped in the middle of a step", self._seconds
             )
-            self._pass_on(signal.SIGTERM, None)
+            self._pass_on(self.begun, None)
 
     def close(self) -> None:
-        """Give SIGTERM back to torchelastic's handler."""
-        if self._usual is not None and threading.current_thread() is threading.main_thread():
-            if signal.getsignal(signal.SIGTERM) == self._handle:
-                signal.signal(signal.SIGTERM, self._usual)
-            self._usual = None
+        """Give the signals back to torchelastic's handlers."""
+        if threading.current_thread() is threading.main_thread():
+            for number, usual in self._usual.items():
+                if signal.getsignal(number) == self._handle:
+                    signal.signal(number, usual)
+            self._usual = {}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.begun or not self._possible():
             self._pass_on(number, frame)
             return
-        self.begun = True
+        self.begun = number
         self._deadline = time.monotonic() + self._seconds
         self._ask()
-        logger.warning("agent_departs seconds=%g: its workers leave after this step", self._seconds)
+        logger.warning(
+            "agent_departs signal=%s seconds=%g: its workers leave after this step; a second signal stops them at once",
+            signal.Signals(number).name,
+            self._seconds,
+        )
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self._end_now()
-        self._usual(number, frame)
+        self._usual[number](number, frame)
 
 
 @contextlib.contextmanager
