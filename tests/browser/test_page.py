@@ -123,6 +123,25 @@ async def test_orders_are_confirmed_and_names_are_no_markup(tmp_path):
         assert errors == []
 
 
+@pytest.mark.parametrize("allowed", [False, True])
+async def test_faults_are_offered_where_they_are_allowed(allowed, tmp_path):
+    world = World(allow_injection=allowed)
+    running(world, 2)
+    async with serving(world, tmp_path) as shell, page_of() as (page, errors):
+        await enter(page, shell)
+        await page.click('tr[data-task="t"] .name')
+        await page.wait_for_selector("text=cancel task…")
+        assert await page.locator("text=inject…").count() == allowed
+        if allowed:
+            await page.fill('dialog input[aria-label="fault"]', "kill rank=1")
+            await page.click("text=inject…")
+            assert shell.orders == []
+            await page.click("dialog button.primary")
+            await page.wait_for_selector("#toast:not([hidden])")
+            assert [type(order) for order in shell.orders] == [ev.InjectFault]
+        assert errors == []
+
+
 def _new(event: ev.Emit, at: float) -> Any:
     from unicron_lightning.coordinator.storage.store import NewEvent
 
