@@ -7,6 +7,10 @@ stopped and thus sends no more heartbeats. At the end the run must have used eve
 of the survivors' finished micro-batches and left no process; its parameters must equal those of a failure-free run.
 
     python benchmarks/chaos.py --faults 200 --seed 1
+    python benchmarks/chaos.py --faults 30 --seed 1 --memory 4
+
+With --memory the callback MemoryCheckpoint keeps the state in the agents' memory, and some strikes kill all workers at
+once: the task must resume from there, with at most as many steps lost.
 
 Each strike is printed as a line of JSON: the faults as sentences of docs/faults.md, the number of workers required
 before it, and the delay before a killed agent is replaced. To repeat the printed strikes of a run:
@@ -53,6 +57,8 @@ WEIGHTS = {
     "worker and coordinator": 2,
     "stop": 2,
 }
+ALL: Final = "all workers"
+"""A further kind of strike, with states in the agents' memory."""
 STALLED_SECONDS = 30.0
 """Time without a finished step that counts as a hang."""
 DEAD_SECONDS: Final = 5.0
@@ -94,6 +100,10 @@ def draw(kind: str, nodes: Sequence[str], chance: random.Random) -> list[str]:
             faults = Faults().kill(node=one, after=when())
         case "two workers":
             faults = Faults().kill(node=one, after=when()).kill(node=other, after=when())
+        case "all workers":
+            faults = Faults()
+            for node in nodes:
+                faults = faults.kill(node=node, after=when())
         case "second in recovery":
             faults = Faults().kill(node=one, after=when()).kill(node=other, after=when(chance.uniform(0.0, 0.06)))
         case "agent":
@@ -113,10 +123,12 @@ class Chaos:
 
     Args:
         cluster: of `AGENTS` agents.
+        every: steps between states in the agents' memory; 0 for none.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, every: int = 0) -> None:
         self.cluster = cluster
+        self.weights = {**WEIGHTS, **({ALL: 5} if every else {})}
         self.recoveries: dict[str, list[float]] = defaultdict(list)
         self.counts: dict[str, int] = defaultdict(int)
         self.faults = 0
@@ -131,8 +143,8 @@ class Chaos:
         """
         chance = random.Random(seed)
         while self.faults < faults:
-            kind = chance.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
-            least = AGENTS if chance.random() < 0.5 else AGENTS - 1
+            kind = chance.choices(list(self.weights), list(self.weights.values()))[0]
+            least = AGENTS if chance.random() < 0.5 or kind == ALL else AGENTS - 1
             nodes = sorted(str(line["node"]) for line in self._wait(least))
             chance.shuffle(nodes)
             back = round(chance.uniform(0.0, 1.0), 3) if kind == "agent" else 0.0
@@ -217,7 +229,7 @@ def table(chaos: Chaos) -> str:
     """Faults by kind with their recovery times: from the strike to the next step finished without the victims."""
     lines = [f"{'fault':<24}{'times':>6}{'median ms':>11}{'p99 ms':>9}{'max ms':>9}"]
     every = [value for values in chaos.recoveries.values() for value in values]
-    rows = [(kind, chaos.counts[kind], chaos.recoveries[kind]) for kind in WEIGHTS if chaos.counts[kind]]
+    rows = [(kind, chaos.counts[kind], chaos.recoveries[kind]) for kind in chaos.weights if chaos.counts[kind]]
     for kind, count, values in [*rows, ("all that change the world", len(every), every)]:
         figures = f"{'-':>11}{'-':>9}{'-':>9}"
         if values:
@@ -228,7 +240,22 @@ def table(chaos: Chaos) -> str:
     return "\n".join(lines)
 
 
-def run(faults: int, seed: int, replayed: Path | None, folder: Path) -> None:
+def check_restarts(cluster: Cluster, every: int) -> str:
+    """Check that a task restarts only if all workers die, and then from memory; return a line about it."""
+    restarts = len(cluster.events("task_restarts"))
+    restored = [event for event in cluster.events("worker.state_restored") if event["tier"] != "peer"]
+    steps = cluster.notes("step")
+    lost = []
+    for event in restored:
+        before = [line["step"] for line in steps if line["at"] < event["at"]]
+        lost.append(max(before) - event["step"])
+    assert every or restarts == 0, "a worker always survived, so no task may restart from a checkpoint"
+    assert [event["tier"] for event in restored] == ["memory"] * restarts, restored
+    assert all(number <= every for number in lost), lost
+    return f"{restarts} restarts from memory; steps lost: {lost}"
+
+
+def run(faults: int, seed: int, every: int, replayed: Path | None, folder: Path) -> None:
     """Run everything.
 
     Raises:
@@ -241,8 +268,9 @@ def run(faults: int, seed: int, replayed: Path | None, folder: Path) -> None:
     started = time.monotonic()
     (run_folder := folder / "run").mkdir()
     conf = "worker_timeout=3,allow_injection=true"
-    with Cluster(run_folder, agents=AGENTS, nodes=f"1:{AGENTS}", conf=conf, settings=SHAPE) as cluster:
-        chaos = Chaos(cluster)
+    settings = {**SHAPE, "memory": [every, 1] if every else None}
+    with Cluster(run_folder, agents=AGENTS, nodes=f"1:{AGENTS}", conf=conf, settings=settings) as cluster:
+        chaos = Chaos(cluster, every)
         cluster.wait_world(AGENTS, seconds=90)
         for strike in repeated or chaos.drawn(faults, seed):
             print(msgspec.json.encode(asdict(strike)).decode(), flush=True)
@@ -253,8 +281,7 @@ def run(faults: int, seed: int, replayed: Path | None, folder: Path) -> None:
                 print(f"{minutes:5.1f} min  {chaos.faults} faults, step {step}", flush=True)
         cluster.wait_world(AGENTS, after=time.time(), seconds=90)
         cluster.finish(120)
-        restarts = len(cluster.events("task_restarts"))
-        assert restarts == 0, "a worker always survived, so no task may restart from a checkpoint"
+        print(check_restarts(cluster, every))
     print(f"healed after {(time.monotonic() - started) / 60:.1f} min; now the run without failures", flush=True)
     epochs = cluster.notes("end")[0]["data_epoch"]
     reference = Reference(folder / "reference", {**SETTINGS, **SHAPE}, epochs)
@@ -273,15 +300,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=200, help="lowest number of faults (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="seed of kinds, victims and moments (default: %(default)s)")
+    parser.add_argument("--memory", type=int, default=0, metavar="STEPS", help="between states in the agents' memory")
     parser.add_argument("--replay", type=Path, help="printed lines of an earlier run, whose strikes are repeated")
     parser.add_argument("--keep", type=Path, help="folder for logs and notes (default: a temporary one)")
     arguments = parser.parse_args()
     if arguments.keep is not None:
         arguments.keep.mkdir(parents=True)
-        run(arguments.faults, arguments.seed, arguments.replay, arguments.keep)
+        run(arguments.faults, arguments.seed, arguments.memory, arguments.replay, arguments.keep)
         return
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-        run(arguments.faults, arguments.seed, arguments.replay, Path(folder))
+        run(arguments.faults, arguments.seed, arguments.memory, arguments.replay, Path(folder))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ some cases with a death in a checkpoint meanwhile.
 
     python benchmarks/fsdp_chaos.py --faults 50 --seed 1                       # S=2, R=3
     python benchmarks/fsdp_chaos.py --faults 50 --seed 1 --relayout 3          # from S=2 to S=3, R=2, and back
+    python benchmarks/fsdp_chaos.py --faults 20 --seed 1 --memory 3            # with deaths of all workers
     python benchmarks/fsdp_chaos.py --faults 10 --steps 200 --replicas 2 --float32
     python benchmarks/fsdp_chaos.py --faults 10 --steps 60 --replicas 2 --precision bf16-mixed
 
@@ -37,6 +38,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from fsdp.judge import SCRIPT, alone, between_replicas, differences, notes
 from fsdp.strikes import CHECKPOINT, FOLDER, PASS, STEP
 from system.cluster import Cluster
+
+from unicron_lightning.local_cluster.processes import kill
 
 TASK = {"slow": 0.3, "validate": 4, "save_every": 3, "dropout": 0.1, "samples": 65536, "reference": "unicron"}
 CONF = "worker_timeout=5"
@@ -77,6 +80,7 @@ class Drawing:
         shards, workers: the first layout.
         other: number of shards of the other layout, between which an operator's orders alternate; 0: no orders.
         folders: whether checkpoints are folders.
+        memory: steps between states in the agents' memory; 0: none.
         chance: of kinds, places and moments.
     """
 
@@ -84,6 +88,7 @@ class Drawing:
     workers: int
     other: int
     folders: bool
+    memory: int
     chance: random.Random
 
     def schedule(self, faults: int) -> list[Fault]:
@@ -106,6 +111,8 @@ class Drawing:
             yield from ((role, point) for point in points)
         if self.other:
             yield from (("relayout", ""), ("relayout", "collect"))
+        if self.memory:
+            yield from [("all", "")] * 5
 
     def _group(self, kind: str, point: str) -> list[Fault]:
         """The faults of a kind, at random places."""
@@ -113,6 +120,8 @@ class Drawing:
             order = {"relayout": self.other, "dies": bool(point)}
             self.shards, self.other = self.other, self.shards
             return [order, {**self._at("collect"), "replica": 0}] if point else [order]
+        if kind == "all":
+            return [{"all": True}]
         if kind == "kill":
             place = {"checkpoint": {"replica": 0, "shard": 0}, "part": {"replica": 0}}.get(point, {})
             return [{**self._at(point), **place}]
@@ -139,19 +148,34 @@ def train(folder: Path, settings: dict[str, Any], planned: list[Fault]) -> tuple
     with Cluster(
         folder, script=SCRIPT, agents=agents, nodes=nodes, schedule=planned, settings=settings, conf=CONF
     ) as cluster:
-        orders = 0
+        orders = deaths = 0
         for number, fault in enumerate(planned):
-            if "point" not in fault:
-                orders += 1
-                relayout(cluster, fault, folder / f"struck-{number}", orders)
             mark = folder / f"struck-{number}"
+            if "all" in fault:
+                deaths += 1
+                kill_all(cluster, mark)
+            elif "point" not in fault:
+                orders += 1
+                relayout(cluster, fault, mark, orders)
             cluster.watch(mark.exists, f"fault {number}, {fault}", 200, STALLED_SECONDS)
             print(f"{time.monotonic() - started:6.1f} s  {number + 1:3d}  {_name(fault)}", flush=True)
         cluster.wait_end(200)
-        restarts = cluster.events("task_restarts")
-        assert len(restarts) == orders, f"{len(restarts)} restarts, {orders} orders; no worker had some shard's state"
+        restarts = len(cluster.events("task_restarts"))
+        expected = f"{orders} orders and {deaths} deaths of all"
+        assert restarts == orders + deaths, f"{restarts} restarts, {expected}; no worker had some shard's state"
+        restored = [event for event in cluster.events("worker.state_restored") if event["tier"] == "memory"]
+        assert len(restored) == deaths, f"{len(restored)} restorations from memory, {expected}"
     [step] = {note["step"] for note in notes(folder, "end")}
     return step, time.monotonic() - started
+
+
+def kill_all(cluster: Cluster, mark: Path) -> None:
+    """Kill all workers of a complete world, and mark the fault as struck."""
+    world = cluster.wait_world(cluster.settings["full"], after=time.time())
+    for line in world:
+        kill(line["pid"])
+    mark.with_suffix(".tmp").write_text(str(max(line["step"] for line in world)))
+    mark.with_suffix(".tmp").rename(mark)
 
 
 def relayout(cluster: Cluster, order: Fault, mark: Path, orders: int) -> None:
@@ -174,6 +198,8 @@ def relayout(cluster: Cluster, order: Fault, mark: Path, orders: int) -> None:
 def _name(fault: Fault) -> str:
     if "relayout" in fault:
         return f"relayout {'with' if fault['dies'] else 'without'} a death"
+    if "all" in fault:
+        return "all workers"
     if "role" in fault:
         return f"{fault['role']} in {fault['point']}"
     return f"{fault['way']} in {fault['point']}" if "way" in fault else str(fault["point"])
@@ -201,6 +227,7 @@ def main() -> None:
     parser.add_argument("--eps", type=float, default=1e-8, help="of AdamW (default: %(default)s)")
     parser.add_argument("--folders", action="store_true", help="write checkpoints as folders, a file for each shard")
     parser.add_argument("--relayout", type=int, default=0, metavar="S", help="another number of shards, by order")
+    parser.add_argument("--memory", type=int, default=0, metavar="STEPS", help="between states in the agents' memory")
     parser.add_argument("--only", default="", help="part of the names of the faults to inject, such as 'lock in'")
     parser.add_argument("--compile", metavar="BACKEND", help="compile the blocks with torch.compile")
     parser.add_argument("--keep", type=Path, help="folder for logs and notes (default: a temporary one)")
@@ -221,7 +248,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
     """
     shards, replicas = arguments.shards, arguments.replicas
     chance, other = random.Random(arguments.seed), arguments.relayout
-    drawing = Drawing(shards, shards * replicas, other, arguments.folders, chance)
+    drawing = Drawing(shards, shards * replicas, other, arguments.folders, arguments.memory, chance)
     planned = [fault for fault in drawing.schedule(arguments.faults) if arguments.only in _name(fault)]
     for number, fault in enumerate(planned):  # spread over the steps
         fault["from_step"] = 2 + number * arguments.steps // (len(planned) + 1)
@@ -237,6 +264,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
         "eps": arguments.eps,
         "compile": arguments.compile,
         "precision": arguments.precision,
+        "memory": [arguments.memory, 1] if arguments.memory else None,
         "options": {"save_distributed_checkpoint": arguments.folders},
         "configures": arguments.precision is None,  # otherwise sharded with FSDP2's policy
     }

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 from system.cluster import Cluster
 from system.judge import Reference, check_exact
+
+from unicron_lightning.local_cluster.processes import kill, until
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(420)]
 
@@ -65,4 +68,36 @@ def test_two_neighbours_die_with_all_workers(tmp_path: Path, reference: Referenc
         assert (restored["tier"], restored["step"]) == ("memory", 24)
         assert all(len(nodes) <= 3 for nodes in restored["holders"])
         assert min(line["step"] for line in cluster.notes("step", life=2)) == 24
+        check_exact(tmp_path, reference, workers=3)
+
+
+def test_all_workers_die_while_the_coordinator_is_away(tmp_path: Path, reference: Reference) -> None:
+    """Agents report their copies to the next coordinator."""
+    schedule = [{"world": 3, "step": 27, "faults": [f"kill rank={rank} step=27 micro_batch=0" for rank in range(3)]}]
+    with Cluster(tmp_path, nodes="3:3", schedule=schedule, settings=SETTINGS) as cluster:
+        cluster.watch(lambda: any(line["step"] >= 22 for line in cluster.notes("step")), "step 22", 180)
+        pid = cluster.coordinator()
+        assert pid is not None and kill(pid, signal.SIGSTOP)
+        cluster.watch(lambda: len(cluster.notes("fault")) == 3, "the deaths", 60)
+        assert kill(pid)
+        until("another coordinator", lambda: cluster.coordinator() not in (None, pid), 120)
+        cluster.wait_end(linger=True)
+        (restored,) = restored_from(cluster, "memory")
+        assert restored["step"] == 24
+        assert not restored_from(cluster, "disk")
+        check_exact(tmp_path, reference, workers=3)
+
+
+def test_a_whole_cluster_is_switched_off(tmp_path: Path, reference: Reference) -> None:
+    with Cluster(tmp_path, nodes="3:3", settings=SETTINGS, leaves="agent-*/socket") as cluster:
+        cluster.watch(lambda: any(line["step"] >= 26 for line in cluster.notes("step")), "step 26", 180)
+        coordinator = cluster.coordinator()
+        assert coordinator is not None
+        for pid in (coordinator, *(agent.pid for agent in cluster.agents.values())):
+            kill(pid)
+        for node in list(cluster.agents):
+            cluster.replace(node)
+        cluster.wait_end(linger=True)
+        (restored,) = restored_from(cluster, "disk")
+        assert restored["step"] == 20 and not restored_from(cluster, "memory")
         check_exact(tmp_path, reference, workers=3)
