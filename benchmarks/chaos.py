@@ -248,7 +248,7 @@ def check_restarts(cluster: Cluster, every: int) -> str:
     lost = []
     for event in restored:
         before = [line["step"] for line in steps if line["at"] < event["at"]]
-        lost.append(max(before) - event["step"])
+        lost.append(1 + max(before) - event["step"])
     assert every or restarts == 0, "a worker always survived, so no task may restart from a checkpoint"
     assert [event["tier"] for event in restored] == ["memory"] * restarts, restored
     assert all(number <= every for number in lost), lost
