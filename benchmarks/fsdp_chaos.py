@@ -165,8 +165,17 @@ def train(folder: Path, settings: dict[str, Any], planned: list[Fault]) -> tuple
         assert restarts == orders + deaths, f"{restarts} restarts, {expected}; no worker had some shard's state"
         restored = [event for event in cluster.events("worker.state_restored") if event["tier"] == "memory"]
         assert len(restored) == deaths, f"{len(restored)} restorations from memory, {expected}"
+        check_lost(folder, restored, settings["memory"])
     [step] = {note["step"] for note in notes(folder, "end")}
     return step, time.monotonic() - started
+
+
+def check_lost(folder: Path, restored: list[dict[str, Any]], memory: list[int] | None) -> None:
+    """Check how many finished steps each restoration from memory has lost."""
+    steps = notes(folder, "step")
+    lost = [max(note["step"] for note in steps if note["at"] < each["at"]) - each["step"] for each in restored]
+    print(f"{len(lost)} restorations from memory; steps lost: {lost}")
+    assert memory is None or all(0 <= number <= memory[0] for number in lost), lost
 
 
 def kill_all(cluster: Cluster, mark: Path) -> None:
@@ -273,7 +282,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
     world = f"S={shards}, R={replicas}, {arguments.precision or dtype}, seed {arguments.seed}"
     last = drawing.shards if other else shards
     print(f"{len(planned)} faults in {step} steps, {world}: {seconds:.0f} s")
-    print("no hang, no orphan, no restart but by order; replicas are equal bit by bit")
+    print("no hang, no orphan, no restart but by order or after a death of all; replicas are equal bit by bit")
     limit = LIMITS[dtype]
     if arguments.precision is None:
         reference = alone(folder / "alone", {**settings, "steps": step})
