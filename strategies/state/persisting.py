@@ -177,7 +177,8 @@ class Persisting:
             finished = []
             while self._saved and self._saved[0].state != "pending":
                 finished.append(self._saved.pop(0))
-        for each in finished:
-            if each.state == "complete":
-                for action in each.then:
-                    action()
+        for action in (action for each in finished if each.state == "complete" for action in each.then):
+            try:
+                action()
+            except OSError as problem:  # e.g. of the removal of the checkpoint before
+                logger.warning("checkpoint_left path=%s error=%s", saved.path, problem)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -252,6 +253,13 @@ def test_a_writer_process_that_is_killed_is_replaced(tmp_path: Path) -> None:
             assert client.wait(0, 60.0)
             assert outcomes[-1] == (digest_of(str(path)), "")
             check(path)
+        order = WriteVersion(number=3, name="v3", path=str(path), rank=0, holders=[[0]], seconds=0.1)
+        order, buffers = stage(client.buffer, order, HeldCheckpoint.whole(*content()))
+        os.kill(client._process.pid, signal.SIGSTOP)  # as by a storage that hangs
+        client.write(order, [""], buffers, lambda *outcome: outcomes.append(outcome))
+        assert client.wait(0, 30.0)
+        assert outcomes[-1][1].startswith("the writer has not answered")
+        check(path)
     finally:
         client.close(1.0)
     assert not [each for each in threading.enumerate() if each.name == "unicron-checkpoints"]

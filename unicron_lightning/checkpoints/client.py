@@ -33,6 +33,8 @@ _LOOK_SECONDS: Final = 0.2
 _STARTS: Final = 3
 """Starts of the writer after which unfinished versions fail."""
 _END_SECONDS: Final = 10.0
+_LATE_SECONDS: Final = 5.0
+"""Seconds after a version's time limit in which the writer reports; it is killed then, e.g. if its storage hangs."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class _Version:
     outcome: Callable[[str, str], None]
     gone: set[int] = field(default_factory=set)
     starts: int = 0
+    since: float = field(default_factory=time.monotonic)
 
 
 class WriterProcess:
@@ -72,6 +75,7 @@ class WriterProcess:
         self._versions: dict[int, _Version] = {}
         self._orders: queue.SimpleQueue[_Version | None] = queue.SimpleQueue()
         self._free: list[SharedBuffer] = []
+        self._broken = ""
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None
         self._wake_read, self._wake_write = os.pipe()
@@ -122,6 +126,9 @@ class WriterProcess:
         version = _Version(order, workers, buffers, outcome)
         with self._condition:
             self._versions[order.number] = version
+        if self._broken:
+            self._finish(version, "", self._broken)
+            return
         self._orders.put(version)
         os.write(self._wake_write, b"x")
 
@@ -140,7 +147,17 @@ class WriterProcess:
     # ---- the thread
 
     def _run(self) -> None:
-        self._start()  # before the first version, as imports take seconds
+        try:
+            self._start()  # before the first version, as imports take seconds
+            self._serve()
+        except Exception as error:
+            logger.exception("checkpoint_writer_broke")
+            self._broken = str(error) or repr(error)
+            self._stop()
+            for version in list(self._versions.values()):
+                self._finish(version, "", self._broken)
+
+    def _serve(self) -> None:
         while True:
             waits: list[Any] = [self._wake_read, *([] if self._channel is None else [self._channel])]
             ready, _, _ = select.select(waits, [], [], _LOOK_SECONDS if self._versions else None)
@@ -154,6 +171,7 @@ class WriterProcess:
                         return
                     self._send(version)
                 self._report_gone()
+                self._end_late()
                 if self._channel in ready:
                     self._receive()
             except OSError as error:
@@ -197,6 +215,17 @@ class WriterProcess:
                 version.gone |= gone
                 self._channel.send(WritersGone(number=number, ranks=sorted(version.gone)))
 
+    def _end_late(self) -> None:
+        """Fail versions of which the writer has reported nothing in time, and replace the writer."""
+        now = time.monotonic()
+        late = [v for v in self._versions.values() if v.starts and now > v.since + v.order.seconds + _LATE_SECONDS]
+        if late and self._process is not None:
+            self._process.kill()  # before the memory is used again
+            self._stop()
+            for version in late:
+                self._finish(version, "", f"the writer has not answered for {now - version.since:.0f} s")
+            self._send_again()
+
     def _receive(self) -> None:
         assert self._channel is not None
         received = self._channel.receive()
@@ -222,6 +251,9 @@ class WriterProcess:
         self._stop()
         logger.warning("checkpoint_writer_ended reason=%s versions=%d", why, len(self._versions))
         time.sleep(_LOOK_SECONDS)
+        self._send_again()
+
+    def _send_again(self) -> None:
         for version in list(self._versions.values()):
             if version.starts >= _STARTS:
                 self._finish(version, "", f"the writer has ended {version.starts} times")
