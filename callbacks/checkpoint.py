@@ -27,8 +27,8 @@ class UnicronCheckpoint(ModelCheckpoint):
 
     Args:
         options: of ModelCheckpoint.
-        partners: workers, on other nodes if there are any, that also hold each part, and write it if its first writer
-            is lost; with ``unicron_fsdp`` the other replicas hold it anyway.
+        partners: workers on other nodes that also hold each part, and write it if its node is lost; with
+            ``unicron_fsdp`` the other replicas hold it anyway.
         named_options: of ModelCheckpoint.
 
     Raises:

@@ -47,10 +47,12 @@ def test_a_worker_dies_with_its_writer_and_others_resume_in_another_layout(tmp_p
         cluster.watch(lambda: cluster.notes("step"), "the first step", 180)
         cluster.watch(lambda: any(e["step"] == 6 for e in cluster.events("checkpoint_saved")), "a checkpoint", 120)
         victim = next(note for note in cluster.notes("step") if (note["replica"], note["shard"]) == (0, 0))
-        os.kill(writer_of(victim["pid"]), signal.SIGSTOP)
+        writer = writer_of(victim["pid"])
+        os.kill(writer, signal.SIGSTOP)
         path = first / "checkpoints" / "step=12.ckpt"
         cluster.watch(lambda: any(path.parent.glob(f"{path.name}.*/part-1-*")), "the other shard's part", 120)
-        os.kill(victim["pid"], signal.SIGKILL)
+        for pid in (victim["pid"], writer):
+            os.kill(pid, signal.SIGKILL)
         cluster.watch(path.exists, "the complete checkpoint", 60)
         cluster.wait_end(300)
         (saved,) = [event for event in cluster.events("checkpoint_saved") if event["step"] == 12]

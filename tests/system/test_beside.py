@@ -32,7 +32,7 @@ def writer_of(pid: int) -> int:
             words = (folder / "cmdline").read_bytes().split(b"\0")
         except (OSError, NotADirectoryError):
             continue
-        if b"unicron_lightning.checkpoints.writer" in words and str(pid).encode() in words:
+        if b"unicron_lightning.checkpoints.writer" in words and f"PPid:\t{pid}\n" in (folder / "status").read_text():
             return int(folder.name)
     raise AssertionError(f"{pid} has no writer")
 
@@ -102,8 +102,9 @@ def test_three_write_and_two_resume(tmp_path: Path, reference: Reference) -> Non
 def test_a_worker_dies_with_its_writer(tmp_path: Path, reference: Reference, rank: int) -> None:
     """Another holder writes its part."""
     with Cluster(tmp_path, settings=SETTINGS) as cluster:
-        worker, _ = stop_a_writer_before_a_save(cluster, rank)
+        worker, writer = stop_a_writer_before_a_save(cluster, rank)
         os.kill(worker["pid"], signal.SIGKILL)
+        os.kill(writer, signal.SIGKILL)
         cluster.watch(lambda: len(saved_at(cluster, 30)) == 2, "the checkpoints of step 30", 30)
         cluster.wait_end(linger=True)
     path = tmp_path / "checkpoints" / "epoch=2-step=30.ckpt"
@@ -112,6 +113,21 @@ def test_a_worker_dies_with_its_writer(tmp_path: Path, reference: Reference, ran
     assert not cluster.events("worker.checkpoint_failed")
     check_exact(tmp_path, reference, workers=3)
     check_last(tmp_path)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_worker_of_the_only_node_dies(tmp_path: Path, reference: Reference, rank: int) -> None:
+    """Its writer survives it."""
+    settings = {**SETTINGS, "devices": 3, "nodes": 1}
+    with Cluster(tmp_path, agents=1, nodes="1:1", per_node=3, settings=settings) as cluster:
+        worker, writer = stop_a_writer_before_a_save(cluster, rank)
+        os.kill(worker["pid"], signal.SIGKILL)
+        os.kill(writer, signal.SIGCONT)
+        path = tmp_path / "checkpoints" / "epoch=2-step=30.ckpt"
+        cluster.watch(path.exists, "the checkpoint of step 30", 60)
+        cluster.wait_end(linger=True)
+    assert (path / f"__{rank}_{rank}.distcp").exists()
+    assert digest_of(str(path)) in {event["digest"] for event in saved_at(cluster, 30)}
 
 
 def test_a_writer_dies(tmp_path: Path, reference: Reference) -> None:

@@ -179,11 +179,13 @@ class WriterProcess:
 
     def _start(self) -> None:
         own, other = socket.socketpair()
-        words = [sys.executable, "-m", "unicron_lightning.checkpoints.writer", f"{os.getpid()}", f"{other.fileno()}"]
+        words = [sys.executable, "-m", "unicron_lightning.checkpoints.writer", f"{other.fileno()}"]
         environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1"}
         with other:
             passed, nothing = [other.fileno()], subprocess.DEVNULL
-            self._process = subprocess.Popen(words, pass_fds=passed, env=environment, stdin=nothing)
+            self._process = subprocess.Popen(
+                words, pass_fds=passed, env=environment, stdin=nothing, start_new_session=True
+            )
         self._channel = Channel(own, ToWorker)
 
     def _stop(self) -> None:

@@ -61,6 +61,29 @@ def divide(shapes: Sequence[tuple[Sequence[int], int]], parts: int) -> list[list
     return found
 
 
+def aligned(size: int) -> int:
+    """Return the bytes that a piece of this size occupies."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def writers(nodes: Sequence[str], part: int, partners: int) -> list[int]:
+    """Return the ranks that hold a part, in the order in which they are to write it.
+
+    The first one has the part's number, and the others are on other nodes: the writer of a worker that dies alone
+    survives it, and writes its part.
+
+    Args:
+        nodes: node of each rank.
+        part: number of the part, from 0 to the number of ranks.
+        partners: further ranks.
+    """
+    world, elsewhere = len(nodes), dict[str, int]()
+    for rank in ((part + step) % world for step in range(1, world)):
+        if nodes[rank] != nodes[part]:
+            elsewhere.setdefault(nodes[rank], rank)
+    return [part, *list(elsewhere.values())[:partners]]
+
+
 def shard_writers(shards: Sequence[int | None]) -> list[list[int]]:
     """Return the ranks that hold each shard, in the order in which they are to write it; each replica begins some.
 
@@ -72,27 +95,3 @@ def shard_writers(shards: Sequence[int | None]) -> list[list[int]]:
         if shard is not None:
             found[shard].append(rank)
     return [ranks[at % len(ranks) :] + ranks[: at % len(ranks)] if ranks else [] for at, ranks in enumerate(found)]
-
-
-def aligned(size: int) -> int:
-    """Return the bytes that a piece of this size occupies."""
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def writers(nodes: Sequence[str], part: int, partners: int) -> list[int]:
-    """Return the ranks that hold a part, in the order in which they are to write it.
-
-    The first one has the part's number. The others are on other nodes, or, if there are none, on the same node.
-
-    Args:
-        nodes: node of each rank.
-        part: number of the part, from 0 to the number of ranks.
-        partners: further ranks.
-    """
-    world = len(nodes)
-    after = [(part + step) % world for step in range(1, world)]
-    elsewhere: dict[str, int] = {}
-    for rank in after:
-        if nodes[rank] != nodes[part]:
-            elsewhere.setdefault(nodes[rank], rank)
-    return [part, *(list(elsewhere.values()) or after)[:partners]]

@@ -101,7 +101,7 @@ class FolderStorage:
 
     @contextmanager
     def create(self, name: str) -> Iterator[HashingFile]:
-        path = self._folder / f"{name}.tmp"
+        path = self._folder / f"{name}.{os.getpid()}.tmp"
         with path.open("wb") as file:
             hashing = HashingFile(file)
             yield hashing

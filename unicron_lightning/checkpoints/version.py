@@ -77,9 +77,7 @@ class WritingVersion:
             self._began = True
             if order.error:
                 return self._fail(f"rank {order.rank}: {order.error}")
-            for part, holders in enumerate(order.holders):
-                if holders[:1] == [order.rank]:
-                    self._write(part)
+            self._write_own()
         names = storage.names()
         described = {int(name.split("-")[1]) for name in names if name.startswith("part-")}
         if failed := [name for name in names if name.startswith("failed-")]:
@@ -95,6 +93,18 @@ class WritingVersion:
         if time.monotonic() > self._deadline:
             return self._fail(f"parts {sorted(missing)} were not written within {order.seconds:g} s")
         return None
+
+    def leave(self) -> None:
+        """Write the part of this rank, whose worker has ended, and leave the rest to others."""
+        with contextlib.suppress(Exception):  # there is no worker to which it could be reported
+            if not self._order.error:
+                self._storage.begin()
+                self._write_own()
+
+    def _write_own(self) -> None:
+        for part, holders in enumerate(self._order.holders):
+            if holders[:1] == [self._order.rank] and part not in self._written:
+                self._write(part)
 
     def _is_first(self, ranks: Sequence[int]) -> bool:
         return next((rank for rank in ranks if rank not in self._gone), None) == self._order.rank

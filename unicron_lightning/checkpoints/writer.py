@@ -1,9 +1,9 @@
 """The process that writes a worker's part of checkpoints, while the worker trains.
 
-    python -m unicron_lightning.checkpoints.writer PARENT-PID DESCRIPTOR
+    python -m unicron_lightning.checkpoints.writer DESCRIPTOR
 
-It ends with its worker, or when the worker closes the connection. The memory with the state has no name: it is gone
-when both have ended.
+It ends when the worker closes the connection, or dies, once it has written the worker's own part of the versions that
+it has received. The memory with the state has no name: it is gone when both have ended.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ import torch
 from unicron_lightning.checkpoints.messages import Channel, ToWriter, WritersGone, WriteVersion
 from unicron_lightning.checkpoints.storage import storage_of
 from unicron_lightning.checkpoints.version import WritingVersion
-from unicron_lightning.parent_death import tie_to
 
 _LOOK_SECONDS: Final = 0.05
 """Seconds between two looks at the files of other writers."""
+_LAST_SECONDS: Final = 600
+"""Seconds after the worker's end in which this process ends, even if the storage does not answer."""
 _NICE: Final = 5
 """Added to the niceness: the training has precedence."""
 
@@ -38,6 +39,9 @@ def serve(channel: Channel) -> None:
         if ready:
             received = channel.receive()
             if received is None:
+                signal.alarm(_LAST_SECONDS)
+                for version, _ in versions.values():
+                    version.leave()
                 return
             message, descriptors = received
             if isinstance(message, WriteVersion):
@@ -61,12 +65,8 @@ def _mapped(descriptor: int) -> mmap.mmap:
 
 
 def main() -> None:
-    """Serve the worker that started this process."""
-    parent, descriptor = map(int, sys.argv[1:3])
-    if not tie_to(parent, signal.SIGKILL):
-        sys.exit(1)
-    for number in (signal.SIGINT, signal.SIGTERM):  # of the worker's process group; the worker decides
-        signal.signal(number, signal.SIG_IGN)
+    """Serve the worker that started this process, in a session of its own: signals to the worker's do not reach it."""
+    descriptor = int(sys.argv[1])
     os.nice(_NICE)
     torch.set_num_threads(1)
     with socket.socket(fileno=descriptor) as connection, contextlib.suppress(OSError):
