@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from system.cluster import Cluster, Note
+from system.cluster import Cluster, Note, Notes
 from system.judge import Reference, check_exact
 from torch.distributed import checkpoint as dcp
 
@@ -21,8 +21,8 @@ from unicron_lightning.worker.checkpoint_files import digest_of
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(420)]
 
 SETTINGS = {"pace": 0.1, "epochs": 5, "keep": -1, "beside": True}
-LAST = 50
-"""Steps of five epochs."""
+OPEN = {**SETTINGS, "epochs": -1}
+"""The run ends in a complete world."""
 
 
 def writer_of(pid: int) -> int:
@@ -72,8 +72,9 @@ def check_last(folder: Path) -> None:
     export_checkpoint(path, folder / "last.safetensors")
     export_checkpoint(path, folder / "one.ckpt")
     content = torch.load(folder / "one.ckpt", weights_only=True)
-    assert content["global_step"] == LAST
-    assert int(content["optimizer_states"][0]["state"][0]["step"]) == LAST
+    [steps] = {int(note["step"]) for note in Notes(folder)("end")}
+    assert content["global_step"] == steps
+    assert int(content["optimizer_states"][0]["state"][0]["step"]) == steps
 
 
 @pytest.mark.filterwarnings("ignore:.*to load in a single process")
@@ -101,12 +102,12 @@ def test_three_write_and_two_resume(tmp_path: Path, reference: Reference) -> Non
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_worker_dies_with_its_writer(tmp_path: Path, reference: Reference, rank: int) -> None:
     """Another holder writes its part."""
-    with Cluster(tmp_path, settings=SETTINGS) as cluster:
+    with Cluster(tmp_path, settings=OPEN) as cluster:
         worker, writer = stop_a_writer_before_a_save(cluster, rank)
         os.kill(worker["pid"], signal.SIGKILL)
         os.kill(writer, signal.SIGKILL)
         cluster.watch(lambda: len(saved_at(cluster, 30)) == 2, "the checkpoints of step 30", 30)
-        cluster.wait_end(linger=True)
+        cluster.finish()
     path = tmp_path / "checkpoints" / "epoch=2-step=30.ckpt"
     assert (path / f"__{rank}_{(rank + 1) % 3}.distcp").exists()
     assert digest_of(str(path)) == next(event["digest"] for event in saved_at(cluster, 30) if "epoch" in event["path"])
@@ -118,14 +119,14 @@ def test_a_worker_dies_with_its_writer(tmp_path: Path, reference: Reference, ran
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_worker_of_the_only_node_dies(tmp_path: Path, reference: Reference, rank: int) -> None:
     """Its writer survives it."""
-    settings = {**SETTINGS, "devices": 3, "nodes": 1}
+    settings = {**OPEN, "devices": 3, "nodes": 1}
     with Cluster(tmp_path, agents=1, nodes="1:1", per_node=3, settings=settings) as cluster:
         worker, writer = stop_a_writer_before_a_save(cluster, rank)
         os.kill(worker["pid"], signal.SIGKILL)
         os.kill(writer, signal.SIGCONT)
         path = tmp_path / "checkpoints" / "epoch=2-step=30.ckpt"
         cluster.watch(path.exists, "the checkpoint of step 30", 60)
-        cluster.wait_end(linger=True)
+        cluster.finish()
     assert (path / f"__{rank}_{rank}.distcp").exists()
     assert digest_of(str(path)) in {event["digest"] for event in saved_at(cluster, 30)}
 
