@@ -72,12 +72,12 @@ class HeldCheckpoint:
             rest=rest,
         )
 
-    def part(self, number: int, parts: int) -> list[HeldTensor]:
-        """Return the pieces of a part; of a divided model, parts are shards."""
+    def parts(self, number: int) -> list[list[HeldTensor]]:
+        """Return the pieces of each part; of a divided model parts are shards, and only the worker's own is here."""
         if self.shard is not None:
-            return list(self.tensors) if number == self.shard else []
-        cut = divide([(each.whole, each.data.element_size()) for each in self.tensors], parts)
-        return [self.tensors[each.tensor].rows(each.first, each.end) for each in cut[number]]
+            return [list(self.tensors) if part == self.shard else [] for part in range(number)]
+        cut = divide([(each.whole, each.data.element_size()) for each in self.tensors], number)
+        return [[self.tensors[each.tensor].rows(each.first, each.end) for each in part] for part in cut]
 
 
 def stage(
@@ -97,10 +97,10 @@ def stage(
         OSError: there is not enough memory.
     """
     staged, buffers = [], []
-    for part, holders in enumerate(order.holders):
-        if order.rank in holders:
+    for part, held_pieces in enumerate(held.parts(len(order.holders))):
+        if order.rank in order.holders[part]:
             pieces, size = [], 0
-            for each in held.part(part, len(order.holders)):
+            for each in held_pieces:
                 dtype, sizes = str(each.data.dtype).removeprefix("torch."), tuple(each.data.shape)
                 pieces.append((StagedTensor(each.name, dtype, each.whole, each.offsets, sizes, size), each.data))
                 size += aligned(each.data.nbytes)
