@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 WRITE_SECONDS: Final = 600.0
 """Time limit of a version; a save waits as long if two versions before it are not finished."""
-_BROKEN_OFF_SECONDS: Final = 10.0
+_BROKEN_OFF_SECONDS: Final = 20.0
 """Seconds for which a run that an exception has ended waits for its checkpoints."""
 
 

@@ -1,0 +1,93 @@
+"""UnicronCheckpoint saves when, and under which names, ModelCheckpoint does."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from unicron_lightning.callbacks import UnicronCheckpoint
+from unicron_lightning.checkpoints.index import is_folder, read_checkpoint
+from unicron_lightning.errors import ConfigError
+from unicron_lightning.local_cluster.processes import until
+
+
+class Line(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.net(batch[0]).pow(2).mean()
+        self.log("loss", loss)
+        if self.global_step == 10:
+            first = Path(self.trainer.checkpoint_callback.dirpath) / "epoch=1-step=5.ckpt"
+            until("the first checkpoint", first.exists)  # the writer has started
+            raise ArithmeticError("in the last step")
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def trained(saver: ModelCheckpoint, strategy: str = "unicron", steps: int = 9) -> pl.Trainer:
+    pl.seed_everything(1, verbose=False)
+    shown: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, max_steps=steps, callbacks=[saver], **shown)
+    data = TensorDataset(torch.randn(32, 4, generator=torch.Generator().manual_seed(0)))
+    trainer.fit(Line(), DataLoader(data, batch_size=8))
+    return trainer
+
+
+def found(saver: ModelCheckpoint, folder: Path) -> dict[str, Any]:
+    """Names of checkpoints, and the callback's view of them."""
+    scores = {Path(path).name: float(score) for path, score in saver.best_k_models.items()}
+    links = {path.name: path.resolve().name for path in folder.iterdir() if path.is_symlink()}
+    names = {path.name for path in folder.iterdir()}
+    return {"names": names, "best": Path(saver.best_model_path).name, "scores": scores, "links": links}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"monitor": "loss", "save_top_k": 2, "every_n_train_steps": 1},
+        {"monitor": "loss", "mode": "max", "filename": "{epoch}-{loss:.3f}", "save_top_k": -1},
+        {"every_n_train_steps": 3, "save_last": "link"},
+        {"train_time_interval": timedelta(0), "save_last": True},
+        {"every_n_epochs": 1, "save_weights_only": True},
+        {"filename": "same", "every_n_train_steps": 4, "enable_version_counter": False},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_names_are_those_of_modelcheckpoint(tmp_path: Path, options: dict[str, Any]) -> None:
+    savers = [kind(tmp_path / kind.__name__, **options) for kind in (ModelCheckpoint, UnicronCheckpoint)]
+    for saver in savers:
+        trained(saver)
+    expected, own = (found(saver, tmp_path / type(saver).__name__) for saver in savers)
+    assert own == expected and own["names"]
+    for path in (tmp_path / "UnicronCheckpoint").iterdir():
+        assert is_folder(path), path
+    state = torch.load(savers[0].best_model_path, weights_only=True)
+    read = read_checkpoint(savers[1].best_model_path)
+    assert ("optimizer_states" in read) == ("optimizer_states" in state) and read["global_step"] == state["global_step"]
+    torch.testing.assert_close(read["state_dict"], state["state_dict"], rtol=0, atol=0)
+
+
+def test_an_exception_saves(tmp_path: Path) -> None:
+    saver = UnicronCheckpoint(tmp_path, every_n_train_steps=5, save_top_k=-1, save_on_exception=True)
+    with pytest.raises(ArithmeticError):
+        trained(saver, steps=20)
+    assert "epoch=2-step=10.ckpt" in {path.name for path in tmp_path.iterdir()}
+
+
+def test_other_strategies_and_numbers_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r'UnicronCheckpoint needs Trainer\(strategy="unicron"\)'):
+        trained(UnicronCheckpoint(tmp_path), strategy="auto")
+    with pytest.raises(ConfigError, match=r"partners=-1\): expected 0 or more"):
+        UnicronCheckpoint(tmp_path, partners=-1)
