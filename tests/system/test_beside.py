@@ -14,7 +14,7 @@ from system.cluster import Cluster, Note, Notes
 from system.judge import Reference, check_exact
 from torch.distributed import checkpoint as dcp
 
-from unicron_lightning.checkpoints.index import is_folder
+from unicron_lightning.checkpoints.index import is_folder, read_checkpoint
 from unicron_lightning.fsdp.export import export_checkpoint
 from unicron_lightning.worker.checkpoint_files import digest_of
 
@@ -118,7 +118,7 @@ def test_a_worker_dies_with_its_writer(tmp_path: Path, reference: Reference, ran
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_worker_of_the_only_node_dies(tmp_path: Path, reference: Reference, rank: int) -> None:
-    """Its writer survives it."""
+    """Its writer survives it. Its siblings die with it, so the version is complete, but not reported."""
     settings = {**OPEN, "devices": 3, "nodes": 1}
     with Cluster(tmp_path, agents=1, nodes="1:1", per_node=3, settings=settings) as cluster:
         worker, writer = stop_a_writer_before_a_save(cluster, rank)
@@ -128,7 +128,7 @@ def test_a_worker_of_the_only_node_dies(tmp_path: Path, reference: Reference, ra
         cluster.watch(path.exists, "the checkpoint of step 30", 60)
         cluster.finish()
     assert (path / f"__{rank}_{rank}.distcp").exists()
-    assert digest_of(str(path)) in {event["digest"] for event in saved_at(cluster, 30)}
+    assert read_checkpoint(path)["global_step"] == 30
 
 
 def test_a_writer_dies(tmp_path: Path, reference: Reference) -> None:
