@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
-from system.cluster import Cluster
+from system.cluster import SCRIPT, Cluster, Notes
+from system.cluster import SETTINGS as SYSTEM
 from system.judge import Reference, check_exact
 
+from unicron_lightning.local_cluster.cluster import LocalCluster
 from unicron_lightning.local_cluster.processes import kill, until
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(420)]
@@ -86,3 +89,25 @@ def test_all_workers_die_while_the_coordinator_is_away(tmp_path: Path, reference
         assert restored["step"] == 24
         assert not restored_from(cluster, "disk")
         check_exact(tmp_path, reference, workers=3)
+
+
+def test_a_whole_cluster_is_switched_off(tmp_path: Path, reference: Reference) -> None:
+    """A submitted task resumes from disk: the memory of all agents is gone."""
+    (tmp_path / "settings.json").write_text(json.dumps({**SYSTEM, **SETTINGS}))
+    (tmp_path / "schedule.json").write_text("[]")
+    notes = Notes(tmp_path)
+    with LocalCluster(nodes=3, folder=tmp_path) as cluster:
+        environment = {"OMP_NUM_THREADS": "1", "COORDINATOR_FILE": str(cluster.state_dir / "coordinator.json")}
+        cluster.submit("task", [SCRIPT, tmp_path], min_nodes=3, max_nodes=3, environment=environment)
+        until("step 26", lambda: any(line["step"] >= 26 for line in notes("step")), 180)
+        cluster.kill_coordinator()
+        for node in list(cluster.agents):
+            cluster.kill_node(node)
+        cluster.start_coordinator()
+        for node in list(cluster.agents):
+            cluster.start_node(node)
+        cluster.wait_state("succeeded", 180, "task")
+        restored = [event["fields"] for event in cluster.events("worker.state_restored")]
+        assert [(each["tier"], each["step"]) for each in restored] == [("disk", 20)]
+        assert cluster.events("memory_offered")[-1]["fields"]["steps"] == []
+    check_exact(tmp_path, reference, workers=3)
