@@ -81,7 +81,7 @@ def measure(bench: Bench, name: str) -> Figures:
     lost = STORMS[name](bench, random.Random(name))
     if name == "restart":
         cpu = 0.0
-    trains = wait(clients, f"the survivors of {name}", lambda: survivors(clients, task, epochs, lost), 120)
+    trains = wait(clients, f"the survivors of {name}", lambda: survivors(clients, task, began, lost), 120)
     whole = bench.await_whole(120)
     connected = wait(clients, "all agents are connected", lambda: all_connected(clients, began), 120)
     time.sleep(2.0)
@@ -98,15 +98,16 @@ def measure(bench: Bench, name: str) -> Figures:
     }
 
 
-def survivors(clients: Any, task: str, before: int, lost: int) -> float | None:
+def survivors(clients: Any, task: str, began: float, lost: int) -> float | None:
     """Time at which the agents that were not killed could train again; None if they cannot yet."""
     if not lost:
         return time.monotonic()
     parts = list(clients.settled[task].values())
     newest = max(part["epoch"] for part in parts)
     there = [part for part in parts if part["epoch"] == newest]
-    well = newest > before and sum(part["count"] for part in there) >= clients.size - lost
-    return max(part["last"] for part in there) if well else None
+    last = max(part["last"] for part in there)
+    well = last > began and sum(part["count"] for part in there) >= clients.size - lost
+    return float(last) if well else None
 
 
 def all_connected(clients: Any, began: float) -> float | None:
