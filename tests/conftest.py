@@ -58,7 +58,7 @@ SINGLE = ("tests/system/", "tests/fsdp/")
 modules, so that seldom two of them, with five workers each, run at a time.
 """
 STARTERS = frozenset({"subprocess", "Coordinator", "LocalCluster"})
-"""Names of which a module that starts processes has imported at least one."""
+"""Names that mark a module which starts processes: it has imported at least one."""
 ALLOWED_PROCESSES = (
     "multiprocessing.resource_tracker",  # one per process, lives as long as it
     "multiprocessing.forkserver",

@@ -1,4 +1,4 @@
-"""``unicron certs``: the files, and what they are good for."""
+"""``unicron certs``: the files, and their use."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ class _Agreed:
     unused: list[int]
     buffers: list[int]
     values: dict[int, Tensor]
-    ends: dict[int, int]
+    streams: list[dict[str, Any]]
 
 
 class StepSums:
@@ -187,7 +187,7 @@ class StepSums:
         changed = any(options not in known for options in merged)
         changed = changed or self._unused() != self._layout.unused or bool(self._new_buffers())
         changed = changed or bool(self._metrics is not None and self._metrics.recorded)
-        changed = changed or bool(self._layout.streams.found)
+        changed = changed or self._layout.streams.news() is not None
         totals[_CHANGED] = float(bool(self._losses) and changed)
         return totals
 
@@ -202,7 +202,7 @@ class StepSums:
             "unused": self._unused() if self._losses else None,
             "metrics": {} if self._metrics is None else self._metrics.recorded,
             "buffers": new,
-            "ends": self._layout.streams.found,
+            "streams": self._layout.streams.news(),
             "values": {str(index): self._buffers.values[index].cpu() for index in new if index in self._buffers.values},
         }
         gathered = gather_bytes(engine.communicator, codec.encode(mine), engine.tag("sums"))
@@ -215,7 +215,7 @@ class StepSums:
             unused=sorted(set.intersection(*sets)) if sets else [],
             buffers=sorted({index for part in parts for index in part["buffers"]}),
             values={int(index): value for part in parts for index, value in part["values"].items()},
-            ends={stream: end for part in parts for stream, end in part["ends"].items()},
+            streams=[part["streams"] for part in parts if part["streams"] is not None],
         )
 
     def finish(self) -> tuple[float, list[LogCall], list[bool]]:
@@ -234,7 +234,7 @@ class StepSums:
         self._buffers.commit({} if self._agreed is None else self._agreed.values)
         if self._agreed is not None:
             self._layout.buffers = sorted({*self._layout.buffers, *self._agreed.buffers})
-            self._layout.streams.agree(self._agreed.ends)
+            self._layout.streams.agree(self._agreed.streams)
         unused = set(self._layout.unused)
         used = [index not in unused for index in range(len(self._gradients.parameters))]
         return self._totals[_LOSS] / self._totals[_COUNT], calls, used

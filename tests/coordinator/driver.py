@@ -52,7 +52,7 @@ class Oracle:
 
     def check_go(self, go: wire.Go) -> None:
         newest = self.epochs[max(self.epochs)]
-        if go.epoch != newest.number:  # said again: its members train in it until the newest one is settled
+        if go.epoch != newest.number:  # sent again: its members train in it until the newest one is settled
             assert newest.kind in wire.PLANNED and newest.number not in self.settled, "go for an old epoch"
             assert go == self.goes[go.epoch]
             return

@@ -94,7 +94,7 @@ def test_ends_are_found_one_step_ahead() -> None:
     assert ends.found == {}
     streams.look(0, 2, [0, 1])
     assert ends.found == {0: 4, 1: 4}
-    ends.agree({0: 4, 1: 4, 2: 4})
+    ends.agree([{"ends": {0: 4, 1: 4, 2: 4}, "states": {}}])
     assert ends.found == {}
     assert ends.places(1, SHAPE) == [(0, 2), (1, 2), (2, 2), (0, 3), (1, 3), (2, 3)]
     assert ends.places(2, SHAPE) == []

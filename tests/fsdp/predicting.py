@@ -15,7 +15,7 @@ from unicron_lightning import UnicronFSDPStrategy
 
 
 class Sharded(Line):
-    """A layer of known parameters, of which each worker has a half; the predictions are the samples."""
+    """A layer of known parameters, half on each worker; the predictions are the samples."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)

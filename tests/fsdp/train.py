@@ -165,7 +165,7 @@ class Watch(pl.Callback):
         self._note("step", step=trainer.global_step, replicas=len(place.layout.replicas), **about, **values)
         whole = world.size == self._settings["full"]
         time.sleep(self._settings["pace" if whole else "slow"])
-        # Told to stop between validations, Lightning validates once more; a run that reaches `steps` does not.
+        # When it is to stop between validations, Lightning validates once more; a run that reaches `steps` does not.
         validates = trainer.global_step % (self._settings["validate"] or 1) == 0
         if trainer.global_step >= self._settings["steps"] and validates:
             finishes = not self._settings["finish"] or (self._folder / "finish").exists()

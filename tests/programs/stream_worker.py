@@ -1,10 +1,12 @@
 """A training on an iterable data set that counts how often each sample is used.
 
-Under torchrun agents: ``stream_worker.py FOLDER``, with ``$STREAM_WORKERS`` worker processes for the data.
+Under torchrun agents: ``stream_worker.py FOLDER``, with ``$STREAM_WORKERS`` worker processes for the data. With
+``$STREAM_STATES`` the loader is a StatefulDataLoader, whose state is kept every four steps.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -18,11 +20,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from unicron_lightning.data import streams
 
 DEVICES, ROUNDS, BATCH, EPOCHS = 3, 2, 4, 2
 SAMPLES = 290
 """Streams of 97, 97 and 96 samples: 25, 25 and 24 batches, 13 steps."""
 PACE_SECONDS = 0.05
+INCOMPLETE_SECONDS = 3.0
+"""Additional time of a step in a smaller world, so that a replacement can join before the end."""
 
 
 class Numbers(IterableDataset[torch.Tensor]):
@@ -43,6 +50,29 @@ class Numbers(IterableDataset[torch.Tensor]):
         yield from order[part::parts]
 
 
+class Resumable(Numbers):
+    """`Numbers` that continue from a state."""
+
+    def __init__(self, size: int, folder: Path) -> None:
+        super().__init__(size)
+        self.folder = folder
+        self.read = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for number in itertools.islice(super().__iter__(), self.read, None):
+            self.read += 1
+            yield number
+        self.read = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"read": self.read, "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.read = state["read"]
+        with (self.folder / "events.jsonl").open("a") as file:
+            file.write(json.dumps({"what": "loaded", **state}) + "\n")
+
+
 class Counting(pl.LightningModule):
     """``counts.weight[i]`` is minus the number of times that sample i was used."""
 
@@ -57,6 +87,8 @@ class Counting(pl.LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.note("step", step=self.global_step, last=self.trainer.is_last_batch)
+        if self.trainer.world_size < DEVICES:
+            time.sleep(INCOMPLETE_SECONDS)
 
     def note(self, what: str, **fields: Any) -> None:
         place = {"pid": os.getpid(), "rank": self.global_rank, "world": self.trainer.world_size}
@@ -70,7 +102,11 @@ class Counting(pl.LightningModule):
 def main() -> None:
     folder = Path(sys.argv[1])
     module = Counting(folder)
-    loader = DataLoader(Numbers(SAMPLES), batch_size=BATCH, num_workers=int(os.environ["STREAM_WORKERS"]))
+    workers = int(os.environ["STREAM_WORKERS"])
+    loader: DataLoader[torch.Tensor] = DataLoader(Numbers(SAMPLES), batch_size=BATCH, num_workers=workers)
+    if os.environ.get("STREAM_STATES"):
+        streams.STATE_STEPS = 4
+        loader = StatefulDataLoader(Resumable(SAMPLES, folder), batch_size=BATCH, num_workers=workers)
     trainer = pl.Trainer(
         strategy="unicron",
         accelerator="cpu",

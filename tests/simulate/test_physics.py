@@ -209,7 +209,7 @@ def test_training_goes_on_without_the_coordinator() -> None:
 
 def test_a_failure_without_the_coordinator_waits_for_it() -> None:
     there, gone = one("unicron", DIES), one("unicron", DIES, outages=((900.0, 2000.0),))
-    # Without the coordinator nobody starts the next epoch: 2000 instead of 1006.
+    # Without the coordinator no next epoch is started: 2000 instead of 1006.
     assert gone.incidents[0].seconds["detection"] == pytest.approx(2000.0 - 1003.0)
     assert there.accumulated_waf - gone.accumulated_waf == pytest.approx(24 * (2000.0 - 1006.0), rel=0.02)
     assert waf_at(gone, SECONDS - 1) == 24.0

@@ -19,11 +19,12 @@ START = 90.0
 """Seconds that a worker may take to start, on a busy machine."""
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize(("workers", "states"), [("0", ""), ("2", ""), ("1", "1")])
 def test_every_sample_is_used_once_an_epoch_through_deaths(
-    workers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workers: str, states: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STREAM_WORKERS", workers)
+    monkeypatch.setenv("STREAM_STATES", states)
     killed: set[int] = set()
     with Cluster(tmp_path, str(PROGRAMS / "stream_worker.py"), f"1:{stream_worker.DEVICES}") as cluster:
         for _ in range(stream_worker.DEVICES):
@@ -38,6 +39,9 @@ def test_every_sample_is_used_once_an_epoch_through_deaths(
             killed.add(victim)
         assert cluster.finish() == [0] * stream_worker.DEVICES
         results, steps = cluster.notes("result"), cluster.notes("step")
+        loaded = {(line["epoch"], line["read"] * max(1, int(workers))) for line in cluster.notes("loaded")}
+    opened = {read for _, read in loaded if read != stream_worker.BATCH}  # that one is the check at the start
+    assert bool(opened) == bool(states) and all(read % (8 * stream_worker.BATCH) == 0 for read in opened)
     assert results and all(set(line["counts"]) == {float(stream_worker.EPOCHS)} for line in results)
     assert {line["step"] for line in steps if line["last"]} == {13, 26}, "Lightning knows the end of an epoch"
     assert len({line["pid"] for line in steps}) > stream_worker.DEVICES, "a worker has joined"

@@ -1,4 +1,4 @@
-"""Nobody survives, and the newest checkpoints were changed meanwhile: the next older one is loaded, or none."""
+"""No worker survives, and the newest checkpoints were changed meanwhile: the next older one is loaded, or none."""
 
 from __future__ import annotations
 

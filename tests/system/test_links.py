@@ -22,7 +22,7 @@ def test_links(tmp_path: Path) -> None:
     options = {"coordinator": LIMITS, "separable": True}
     with Cluster(tmp_path, agents=2, nodes="1:2", settings={"full": 2}, **options) as cluster:
         pids = {line["node"]: line["pid"] for line in cluster.wait_world(2)}
-        # A link that breaks and is renewed disturbs nobody, but is reported.
+        # A link that breaks and is renewed disturbs no worker, but is reported.
         for number in range(3):
             cluster.reset("n1")
             until("the new connection", lambda n=number: len(resumed(cluster)) > n, 60)

@@ -1,4 +1,4 @@
-"""Nobody survives, but agents do: the next life resumes from the state in their memory."""
+"""All workers die, but no agent: the next life resumes from the state in their memory."""
 
 from __future__ import annotations
 

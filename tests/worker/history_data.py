@@ -145,6 +145,6 @@ class Hubs:
                     communicator.fail("dead")
 
     def break_one(self) -> None:
-        """A connection breaks although nobody has gone."""
+        """A connection breaks although all workers live."""
         for hub in list(self._hubs.values())[-1:]:
             hub.broken = True

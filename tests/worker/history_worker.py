@@ -54,7 +54,7 @@ def replaced() -> Iterator[None]:
 
 
 class Condition:
-    """A condition of which the wait is a turn of the history."""
+    """A condition whose wait is a turn of the history."""
 
     def __init__(self, worker: SimWorker) -> None:
         self._worker = worker

@@ -149,8 +149,11 @@ class InPlace:
         self.num_workers = loader.num_workers
 
     def __getattr__(self, name: str) -> Any:
-        """Forward other attributes, such as ``batch_size`` and ``collate_fn``, to the user's loader."""
-        if name.startswith("_"):
+        """Forward other attributes, such as ``batch_size`` and ``collate_fn``, to the user's loader.
+
+        Its state does not count: positions are those of Lightning's counters.
+        """
+        if name.startswith("_") or name in ("state_dict", "load_state_dict"):
             raise AttributeError(name)
         return getattr(self._loader, name)
 

@@ -9,6 +9,7 @@ last round: a micro-batch there may be smaller, and the last step of an epoch ma
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -183,6 +184,12 @@ def _whole(sampler: DistributedSampler[Any]) -> DistributedSampler[Any]:
     )
 
 
+def is_stateful(loader: object) -> bool:
+    """Whether a loader is torchdata's ``StatefulDataLoader``."""
+    module = sys.modules.get("torchdata.stateful_dataloader")
+    return module is not None and isinstance(loader, module.StatefulDataLoader)
+
+
 def check_loader(loader: object, *, streams: bool = False) -> None:
     """Reject loaders whose micro-batches cannot be distributed exactly.
 
@@ -198,7 +205,7 @@ def check_loader(loader: object, *, streams: bool = False) -> None:
             f"the unicron strategy needs a torch.utils.data.DataLoader, found {type(loader).__qualname__}: a lost "
             "rank's micro-batches can be recomputed only if they can be fetched by number"
         )
-    if type(loader).__iter__ is not DataLoader.__iter__:
+    if type(loader).__iter__ is not DataLoader.__iter__ and not is_stateful(loader):
         raise ConfigError(
             f"{type(loader).__qualname__} is a DataLoader with an __iter__ of its own, which the unicron strategy "
             "would bypass: it fetches batches by number. Move its work into the data set or into collate_fn"

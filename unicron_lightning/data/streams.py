@@ -6,15 +6,21 @@ Stream ``d`` of ``W`` yields what device ``d`` would read under Lightning's ``dd
 skip to the batch that a dead rank was computing, if the data set repeats itself, which `Streams.check` examines.
 
 Lengths are unknown. A worker reads one step ahead in the streams of its micro-batches, after it has computed them; an
-end that it finds travels with the commit (`StreamEnds`), so that all ranks know the composition of the next step.
+end that it finds travels with the commit (`StreamEnds`), so that all ranks know the composition of the next step. If
+the loader is torchdata's ``StatefulDataLoader``, its state travels in the same way every `STATE_STEPS` steps, and a
+stream that is opened again begins there.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
+import hashlib
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -22,12 +28,18 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from unicron_lightning.data.order import StepShape
+from unicron_lightning.data.order import StepShape, is_stateful
 from unicron_lightning.data.seeding import place_seed, preserved, random_states, restore_random_states, seed_all
 from unicron_lightning.errors import ConfigError, UnicronError
+from unicron_lightning.worker import codec
+
+logger = logging.getLogger(__name__)
 
 STREAM: Final = 2
 """Distinguishes the random state of streams from that of fetching and computing."""
+STATE_STEPS = 50
+"""Steps between two states of a stream that all ranks keep, and thus the most that is skipped when it is opened."""
+_ANOTHER: Final = "another batch follows after load_state_dict"
 SeenAs = Callable[[int], AbstractContextManager[None]]
 """A context in which this process has the rank of a device of the declared world."""
 
@@ -36,36 +48,70 @@ class StreamChanged(UnicronError):
     """A stream that was opened again has fewer batches than before."""
 
 
+@dataclass(frozen=True)
+class StreamState:
+    """State of a stream before one of its batches.
+
+    Attributes:
+        number: of the batch.
+        data: encoded state of loader and random numbers.
+        digest: of the batch.
+    """
+
+    number: int
+    data: bytes
+    digest: str
+
+
 class StreamEnds:
-    """Lengths of the present epoch's streams, as far as they are known; equal on all ranks after each commit.
+    """Lengths and states of the present epoch's streams, as far as they are known; equal on all ranks after each
+    commit.
 
     Attributes:
         epoch: the epoch; -1 before the first.
         known: number of batches by stream, agreed.
         found: the same, seen by this worker, while the other ranks may not know it.
+        states: the newest state by stream, agreed.
+        taken: the same, of this worker's streams.
     """
 
     def __init__(self) -> None:
         self.epoch = -1
         self.known: dict[int, int] = {}
         self.found: dict[int, int] = {}
+        self.states: dict[int, StreamState] = {}
+        self.taken: dict[int, StreamState] = {}
 
     def begin(self, epoch: int, ends: Mapping[int, int]) -> None:
         """Begin an epoch with the ends that all ranks have found in its first step."""
-        self.epoch, self.known, self.found = epoch, dict(ends), {}
+        if epoch != self.epoch:
+            self.states = {}
+        self.epoch, self.known, self.found, self.taken = epoch, dict(ends), {}, {}
 
-    def agree(self, ends: Mapping[int, int]) -> None:
-        """Add ends that a commit has made known to all ranks."""
-        self.known.update(ends)
-        self.found = {}
+    def news(self) -> dict[str, Any] | None:
+        """Return what this worker has to tell the other ranks, as plain data; None for nothing."""
+        if not self.found and not self.taken:
+            return None
+        return {"ends": self.found, "states": _plain(self.taken)}
+
+    def agree(self, news: Sequence[Mapping[str, Any]]) -> None:
+        """Add what a commit has made known to all ranks."""
+        for each in news:
+            self.known.update(each["ends"])
+            for stream, state in each["states"].items():
+                if stream not in self.states or state[0] > self.states[stream].number:
+                    self.states[stream] = StreamState(*state)
+        self.found, self.taken = {}, {}
 
     def state(self) -> dict[str, Any]:
         """Return what a joiner has to know."""
-        return {"epoch": self.epoch, "known": self.known}
+        return {"epoch": self.epoch, "known": self.known, "states": _plain(self.states)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Take the members' knowledge."""
         self.begin(state["epoch"], state["known"])
+        states = state.get("states", {})  # not in checkpoints of earlier versions
+        self.states = {stream: StreamState(*values) for stream, values in states.items()}
 
     def places(self, step: int, shape: StepShape) -> list[tuple[int, int]]:
         """Return (stream, number of the batch in it) of a step's micro-batches, by their numbers.
@@ -108,21 +154,31 @@ class _Reader:
         loader: made for this stream.
         seen_as: context with the stream's rank.
         seed: of the stream's random state.
+        start: where to begin; by default at the stream's beginning.
 
     Attributes:
         next: number of the next batch.
         used: the last step that needed the stream.
     """
 
-    def __init__(self, loader: DataLoader[Any], seen_as: Callable[[], AbstractContextManager[None]], seed: int) -> None:
-        self.next = 0
+    def __init__(
+        self,
+        loader: Any,
+        seen_as: Callable[[], AbstractContextManager[None]],
+        seed: int,
+        start: StreamState | None = None,
+    ) -> None:
+        self.next, state = (0, None) if start is None else (start.number, codec.decode(start.data))
         self.used = 0
+        self._loader = loader
         self._seen_as = seen_as
         self._in_process = loader.num_workers == 0
         with preserved(), seen_as():
             seed_all(seed)
-            self._iterator: Iterator[Any] | None = iter(loader)
-            self._random = random_states(cuda=False)
+            if state is not None:
+                self._loader.load_state_dict(state["loader"])
+            self._iterator: Iterator[Any] | None = iter(self._loader)
+            self._random = random_states(cuda=False) if state is None else state["random"]
 
     def read(self) -> Any:
         """Return the next batch.
@@ -140,6 +196,15 @@ class _Reader:
                 self._random = random_states(cuda=False)
         self.next += 1
         return batch
+
+    def state(self) -> bytes:
+        """Return the state before the next batch, of a ``StatefulDataLoader``.
+
+        Raises:
+            NotPlainData: the data set's state is none that can be sent.
+        """
+        with preserved(), self._seen_as():
+            return codec.encode({"loader": self._loader.state_dict(), "random": self._random})
 
     def close(self) -> None:
         """End the stream's worker processes."""
@@ -170,6 +235,7 @@ class Streams:
         self._step = 0
         self._open: dict[int, _Reader] = {}
         self._held: dict[tuple[int, int], Any] = {}
+        self._has_states = is_stateful(loader)
 
     def get(self, epoch: int, stream: int, number: int) -> Any:
         """Return a batch of a stream; it is kept to the end of the step.
@@ -221,7 +287,30 @@ class Streams:
                 "__iter__, and take random numbers from Python, NumPy or torch's default generators, or from one that "
                 "is made and seeded in __iter__"
             )
+        self._has_states = self._has_states and self._continues()
         return batches[0][0]
+
+    def _continues(self) -> bool:
+        """Whether the first stream continues with its second batch from the state before it."""
+        workers = self._loader.num_workers
+        opened = [self._reader(0, 0, workers)]
+        reason = ""
+        try:
+            _next(opened[0])
+            opened.append(self._reader(0, 0, workers, StreamState(1, opened[0].state(), "")))
+            one, other = map(_next, opened)
+            if _digest(one) != _digest(other):
+                reason = _ANOTHER
+        except (codec.NotPlainData, NotImplementedError) as error:
+            reason = str(error)
+        for reader in opened:
+            reader.close()
+        if reason:
+            self._warn(reason)
+        return not reason
+
+    def _warn(self, reason: str) -> None:
+        logger.warning("stream_states_unused dataset=%s reason=%s", type(self._loader.dataset).__qualname__, reason)
 
     @property
     def _first(self) -> int:
@@ -250,31 +339,60 @@ class Streams:
         if reader is None or reader.next > number:
             if reader is not None:
                 reader.close()
-            reader = self._open[stream] = self._reader(epoch, stream, self._loader.num_workers)
+            reader = self._open[stream] = self._opened(epoch, stream, number)
         reader.used = self._step
         while reader.next <= number:
             place = stream, reader.next
+            state = self._due_state(stream, reader)
             try:
                 batch = reader.read()
             except StopIteration:
                 self._ends.found[stream] = reader.next
                 return False
+            if state is not None:
+                self._ends.taken[stream] = StreamState(place[1], state, _digest(batch))
             if place[1] >= self._first:
                 self._held[place] = batch
         return (stream, number) in self._held
 
-    def _reader(self, epoch: int, stream: int, workers: int) -> _Reader:
+    def _opened(self, epoch: int, stream: int, number: int) -> _Reader:
+        """Open a stream to read a batch: at the newest state before it, if the same batch follows as at first."""
+        workers, state = self._loader.num_workers, self._ends.states.get(stream)
+        if state is None or state.number > number or not self._has_states:
+            return self._reader(epoch, stream, workers)
+        probe = self._reader(epoch, stream, workers, state)
+        holds = _digest(_next(probe)) == state.digest
+        probe.close()
+        if holds:
+            return self._reader(epoch, stream, workers, state)
+        self._has_states = False
+        self._warn(f"{_ANOTHER}, before batch {state.number} of stream {stream}")
+        return self._reader(epoch, stream, workers)
+
+    def _due_state(self, stream: int, reader: _Reader) -> bytes | None:
+        """Return a reader's state if the ranks are to keep it."""
+        number, known = reader.next, self._ends.states.get(stream)
+        if not self._has_states or number == 0 or number % (STATE_STEPS * self._shape.accumulation):
+            return None
+        return reader.state() if known is None or number > known.number else None
+
+    def _reader(self, epoch: int, stream: int, workers: int, start: StreamState | None = None) -> _Reader:
         own, devices = self._loader, self._shape.devices
         several: dict[str, Any] = {}
+        make: Any = DataLoader
+        dataset = own.dataset
+        if self._has_states:
+            make, dataset = type(own), copy.deepcopy(dataset)  # the data set holds the state of one iterator
+            several["snapshot_every_n_steps"] = own.snapshot_every_n_steps  # type: ignore[attr-defined]
         if workers > 0:
-            several = {
+            several |= {
                 "timeout": own.timeout,
                 "worker_init_fn": _AsDevice(stream, devices, own.worker_init_fn),
                 "multiprocessing_context": own.multiprocessing_context,
                 "prefetch_factor": own.prefetch_factor,
             }
-        loader: DataLoader[Any] = DataLoader(
-            own.dataset,
+        loader: DataLoader[Any] = make(
+            dataset,
             batch_size=own.batch_size,
             drop_last=own.drop_last,
             collate_fn=own.collate_fn,
@@ -282,7 +400,21 @@ class Streams:
             pin_memory=own.pin_memory,
             **several,
         )
-        return _Reader(loader, functools.partial(self._seen_as, stream), place_seed(self._seed, STREAM, epoch))
+        seed = place_seed(self._seed, STREAM, epoch)
+        return _Reader(loader, functools.partial(self._seen_as, stream), seed, start)
+
+
+def _plain(states: Mapping[int, StreamState]) -> dict[int, tuple[int, bytes, str]]:
+    return {stream: (state.number, state.data, state.digest) for stream, state in states.items()}
+
+
+def _digest(batch: Any) -> str:
+    """Return the digest of a batch.
+
+    Raises:
+        NotPlainData: it has anything else than plain data and tensors.
+    """
+    return hashlib.sha256(codec.encode(batch)).hexdigest()
 
 
 def _next(reader: _Reader) -> Any:

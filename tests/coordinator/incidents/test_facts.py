@@ -1,4 +1,4 @@
-"""Facts: their entries in the log, and what they say about failures."""
+"""Facts: their entries in the log, and which failures they report."""
 
 from __future__ import annotations
 

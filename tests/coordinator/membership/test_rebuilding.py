@@ -68,7 +68,7 @@ def test_a_holder_counts_though_joiners_have_seen_a_newer_epoch() -> None:
 
 
 def test_a_worker_of_an_older_epoch_is_fenced() -> None:
-    """The others have gone on without it, and may have computed its micro-batches again."""
+    """The others have continued without it, and may have computed its micro-batches again."""
     world = World(restart_grace=10)
     a, b = running(world, 2)
     forgotten(world)

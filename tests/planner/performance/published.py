@@ -299,7 +299,7 @@ OTHER_SOFTWARE: tuple[PublishedRun, ...] = tuple(_fully_sharded())
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingRun:
-    """A published run of which the configuration is left to the search.
+    """A published run whose configuration is left to the search.
 
     Attributes:
         name: the model.

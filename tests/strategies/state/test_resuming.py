@@ -1,4 +1,4 @@
-"""A checkpoint is reported with the digest of what was written, and loaded only if it is still that."""
+"""A checkpoint is reported with the digest of the written file, and loaded only if it still has that digest."""
 
 from __future__ import annotations
 
