@@ -20,12 +20,21 @@ from unicron_lightning.worker.checkpoint_files import digest_of
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 
 TOLERANCE = 1e-10
-RUN: dict[str, Any] = {"steps": 24, "full": 4, "pace": 0.2, "save_every": 6, "beside": True}
+RUN: dict[str, Any] = {"steps": 48, "full": 4, "pace": 0.2, "save_every": 6, "beside": True}
 
 
-def check_read(folder: Path, path: Path) -> None:
+def without_first_shard(folder: Path) -> Path | None:
+    """The path of a version of which only the other shard is written."""
+    for version in folder.glob("step=*.ckpt.*.unfinished"):
+        names = {path.name[:7] for path in version.glob("part-*")}
+        if names == {"part-1-"}:
+            return folder / f"{version.name.partition('.ckpt')[0]}.ckpt"
+    return None
+
+
+def check_read(folder: Path, path: Path, steps: int) -> None:
     """Plain torch, in one process, reads a checkpoint; its parameters are those of a run in one process."""
-    expected = alone(folder / "twelve", {**RUN, "pace": 0.0, "save_every": 0, "steps": 12})
+    expected = alone(folder / "saved", {**RUN, "pace": 0.0, "save_every": 0, "steps": steps})
     torch.set_default_dtype(torch.float64)
     try:
         model = Model(SETTINGS)
@@ -49,17 +58,17 @@ def test_a_worker_dies_with_its_writer_and_others_resume_in_another_layout(tmp_p
         victim = next(note for note in cluster.notes("step") if (note["replica"], note["shard"]) == (0, 0))
         writer = writer_of(victim["pid"])
         os.kill(writer, signal.SIGSTOP)
-        path = first / "checkpoints" / "step=12.ckpt"
-        cluster.watch(lambda: any(path.parent.glob(f"{path.name}.*/part-1-*")), "the other shard's part", 120)
+        folder = first / "checkpoints"
+        path: Path = cluster.watch(lambda: without_first_shard(folder), "the other shard's part", 120)
         for pid in (victim["pid"], writer):
             os.kill(pid, signal.SIGKILL)
         cluster.watch(path.exists, "the complete checkpoint", 60)
         cluster.wait_end(300)
-        (saved,) = [event for event in cluster.events("checkpoint_saved") if event["step"] == 12]
+        (saved,) = [event for event in cluster.events("checkpoint_saved") if event["path"] == str(path)]
         assert not cluster.events("worker.checkpoint_failed")
     assert saved["digest"] == digest_of(str(path))
     assert {part.name for part in path.glob("__*")} == {"__0_2.distcp", "__1_3.distcp"}, "of the other replica"
-    check_read(first, path)
+    check_read(first, path, saved["step"])
     [steps] = {note["step"] for note in notes(first, "end")}
     found = differences(first, alone(first / "alone", {**RUN, "pace": 0.0, "save_every": 0, "steps": steps}), 2)
     assert len(found) == 4 and max(found.values()) < TOLERANCE, found
