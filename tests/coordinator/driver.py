@@ -31,7 +31,13 @@ class Oracle:
     dead: set[str] = field(default_factory=set)
     capacity: dict[str, int] = field(default_factory=dict)
 
-    def check_epoch(self, epoch: wire.Epoch, *, drained: bool = False) -> None:
+    def check_epoch(self, epoch: wire.Epoch, *, exceeds: bool = False) -> None:
+        """Check an epoch.
+
+        Args:
+            epoch: the newest.
+            exceeds: whether it may have more members than work: joiners come before those that leave have gone.
+        """
         if epoch.number in self.epochs:
             assert epoch == self.epochs[epoch.number], "one number, two epochs"
             return
@@ -40,7 +46,7 @@ class Oracle:
         assert names
         assert len(set(names)) == len(names)
         assert not set(names) & self.dead, "a dead or fenced worker is a member"
-        assert len(names) <= min(self.capacity[name] for name in names) or drained
+        assert len(names) <= min(self.capacity[name] for name in names) or exceeds
         previous = self.epochs.get(epoch.number - 1)
         if epoch.kind in wire.PLANNED:
             assert previous is not None
@@ -194,13 +200,17 @@ class World:
         for task in self.machine.tasks.values():
             if task.epoch is not None:  # also an epoch that no agent was connected to receive
                 oracle = self.oracles.setdefault(task.id, Oracle())
-                oracle.check_epoch(task.epoch, drained=self.lasting is not None)
+                oracle.check_epoch(task.epoch, exceeds=self._exceeds(task))
         for task in self.machine.tasks.values():
-            assert len(task.slots) <= task.max_nodes or self.lasting is not None
+            staying = [agent_id for agent_id in task.slots if not task.agents[agent_id].departing]
+            assert len(staying) <= task.max_nodes or self.lasting is not None
             assert set(task.slots) <= set(task.agents)
             assert {worker.agent for worker in task.workers.values()} <= set(task.agents)
             self._check_warm(task)
             self._check_lifecycle(task)
+
+    def _exceeds(self, task: state.Task) -> bool:
+        return self.lasting is not None or any(agent.departing for agent in task.agents.values())
 
     def _check_lifecycle(self, task: state.Task) -> None:
         """Parts of the lifecycle are consistent with each other and with the rest of the state."""
@@ -290,7 +300,7 @@ class World:
         oracle = self.oracles.setdefault(agent.task, Oracle())
         match message:
             case wire.Epoch():
-                oracle.check_epoch(message, drained=self.lasting is not None)
+                oracle.check_epoch(message, exceeds=self._exceeds(self.task(agent.task)))
             case wire.Go():
                 oracle.check_go(message)
             case wire.Welcome():
