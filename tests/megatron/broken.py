@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from unicron_lightning.megatron.grid import Grid, Shape
+from unicron_lightning.replica.accelerated import AcceleratedGroup, AcceleratedGroups
 from unicron_lightning.replica.channels import Channels
 from unicron_lightning.replica.fabric import ReplicaFabric
 from unicron_lightning.replica.peers import PeerGroup, ProcessGroup, ReduceScatter
@@ -136,10 +137,14 @@ def left_groups(rank: int, world: int, folder: Path) -> Any:
     shape = Shape(tensor=1, pipeline=1, replicas=1)
     channels = Channels(Grid(shape=shape, replicas=1, place=0, shard=0), dist.HashStore(), "127.0.0.1", None)
     cpu = torch.device("cpu")
-    torch.cuda.synchronize = lambda device: None
+    worlds._groups = AcceleratedGroups(synchronize=lambda device: None)
     worlds.enter_world(channels, shape, cpu, lambda: None)
-    for each in list(dist.distributed_c10d._world.pg_map):
-        worlds._accelerated.append((each, SimpleNamespace(abort=abort), cpu))
+    slow = [
+        AcceleratedGroup(holder=each, backend=SimpleNamespace(abort=abort), size=1, inside=True)
+        for each in list(dist.distributed_c10d._world.pg_map)
+    ]
+    worlds._groups.connect(channels, slow, cpu, lambda: None)
+    del slow
     began = time.monotonic()
     worlds.leave_world()
     left, early = time.monotonic() - began, group.ended
