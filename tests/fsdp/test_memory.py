@@ -60,6 +60,7 @@ def check(cluster: Cluster, settings: dict[str, Any], tier: str = "memory") -> d
     return restored
 
 
+@pytest.mark.chaos  # it and two others are run with -m chaos, to keep `make test` short
 def test_all_workers_of_two_replicas_die(tmp_path: Path) -> None:
     settings = settings_of(2)
     with begin(tmp_path, settings) as cluster:
@@ -70,7 +71,7 @@ def test_all_workers_of_two_replicas_die(tmp_path: Path) -> None:
         assert len(restored["holders"]) == 4 and all(len(nodes) == 2 for nodes in restored["holders"])
 
 
-@pytest.mark.parametrize("corrupt", [False, True])
+@pytest.mark.parametrize("corrupt", [pytest.param(False, marks=pytest.mark.chaos), True])
 def test_the_only_replica_loses_a_worker(tmp_path: Path, corrupt: bool) -> None:
     settings = settings_of(1)
     schedule = [{"point": "backward", "replica": 0, "shard": 1, "from_step": 8}]
@@ -98,6 +99,7 @@ def test_a_node_of_the_only_replica_dies(tmp_path: Path) -> None:
         assert restored["holders"] == [["n0"], ["n0"]]
 
 
+@pytest.mark.chaos
 def test_without_partners_a_nodes_death_leaves_the_disk(tmp_path: Path) -> None:
     settings = settings_of(1, memory=[EVERY, 0], save_every=EVERY)
     with begin(tmp_path, settings) as cluster:

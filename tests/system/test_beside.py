@@ -99,7 +99,7 @@ def test_three_write_and_two_resume(tmp_path: Path, reference: Reference) -> Non
 
 
 @pytest.mark.filterwarnings("ignore:.*to load in a single process")
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.chaos), 1])  # chaos: to keep `make test` short
 def test_a_worker_dies_with_its_writer(tmp_path: Path, reference: Reference, rank: int) -> None:
     """Another holder writes its part."""
     with Cluster(tmp_path, settings=OPEN) as cluster:
@@ -116,7 +116,7 @@ def test_a_worker_dies_with_its_writer(tmp_path: Path, reference: Reference, ran
     check_last(tmp_path)
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.chaos)])
 def test_a_worker_of_the_only_node_dies(tmp_path: Path, reference: Reference, rank: int) -> None:
     """Its writer survives it. Its siblings die with it, so the version is complete, but not reported."""
     settings = {**OPEN, "devices": 3, "nodes": 1}
