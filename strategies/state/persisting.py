@@ -62,6 +62,13 @@ class Persisting:
         self._saved: list[_Saved] = []
         self._number = 0
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of a trainer writes nothing yet."""
+        return {"_strategy": self._strategy}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(vars(Persisting(state["_strategy"])))
+
     def use(self, partners: int) -> None:
         """Start this worker's writer.
 
