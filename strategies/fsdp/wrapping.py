@@ -24,7 +24,8 @@ class Sharding:
 
     Attributes:
         blocks: names of the classes whose modules are sharded one by one; none: the elements of every
-            `torch.nn.ModuleList`; a number: modules with at least so many parameters, without those of smaller blocks.
+            `torch.nn.ModuleList`; a number: modules with at least that number of parameters, without those of smaller
+            blocks.
         activation_checkpointing: names of the classes whose modules compute their activations again in the backward.
         reshard_after_forward: as of `fully_shard`.
         cpu_offload: keep parameters, gradients and optimizer state in host memory.
@@ -59,8 +60,8 @@ def shard_module(module: pl.LightningModule, mesh: DeviceMesh, sharding: Shardin
         The plugin to use.
 
     Raises:
-        ConfigError: no module has a class of one of these names, or so many parameters; activation checkpointing of a
-            module that shards itself.
+        ConfigError: no module has a class of one of these names, or that number of parameters; activation
+            checkpointing of a module that shards itself.
     """
     if any(isinstance(each, FSDPModule) for each in module.modules()):
         if sharding.activation_checkpointing:
@@ -104,7 +105,7 @@ def blocks_of(module: pl.LightningModule, names: tuple[str, ...] | int) -> list[
     """Return the modules that are sharded one by one; ``names`` as `Sharding.blocks`, inner modules first.
 
     Raises:
-        ConfigError: no module has a class of one of these names, or so many parameters.
+        ConfigError: no module has a class of one of these names, or that number of parameters.
     """
     if isinstance(names, int):
         return _of_size(module, names)
@@ -126,7 +127,7 @@ def _of_classes(module: pl.LightningModule, option: str, names: Sequence[str]) -
 
 
 def _of_size(module: pl.LightningModule, least: int) -> list[nn.Module]:
-    """The modules below the module's own submodules that have so many parameters beside those of smaller blocks.
+    """The modules below the module's own submodules that have that number of parameters beside those of smaller blocks.
 
     Modules that share a parameter with another one belong to no block, since FSDP2 shards such parameters together.
     """

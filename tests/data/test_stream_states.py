@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from data import devices
 from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -16,16 +16,7 @@ from unicron_lightning.data.streams import STATE_STEPS, StreamEnds, Streams, sam
 
 SHAPE = StepShape(devices=2, accumulation=2)
 DUE = STATE_STEPS * SHAPE.accumulation
-rank = 0
 read: list[int] = []
-
-
-@contextmanager
-def seen_as(device: int) -> Iterator[None]:
-    global rank
-    own, rank = rank, device
-    yield
-    rank = own
 
 
 class Counter(IterableDataset[Any]):
@@ -36,7 +27,7 @@ class Counter(IterableDataset[Any]):
         self.draws = draws
 
     def __iter__(self) -> Iterator[Any]:
-        self.own = rank
+        self.own = devices.rank
         while True:
             read.append(self.at)
             self.at += 1
@@ -64,7 +55,7 @@ class Opaque(Counter):
 
 
 def streams_of(dataset: Any, ends: StreamEnds, **options: Any) -> Streams:
-    return Streams(StatefulDataLoader(dataset, batch_size=1, **options), SHAPE, 1, ends, seen_as)
+    return Streams(StatefulDataLoader(dataset, batch_size=1, **options), SHAPE, 1, ends, devices.seen_as)
 
 
 def begun() -> StreamEnds:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy
 import pytest
 import torch
+from data import devices
 from torch.utils.data import DataLoader, IterableDataset
 
 from unicron_lightning.data.order import StepShape, check_loader
@@ -18,15 +18,6 @@ from unicron_lightning.data.streams import StreamChanged, StreamEnds, Streams, s
 from unicron_lightning.errors import ConfigError
 
 SHAPE = StepShape(devices=3, accumulation=2)
-rank = 0
-
-
-@contextmanager
-def seen_as(device: int) -> Iterator[None]:
-    global rank
-    own, rank = rank, device
-    yield
-    rank = own
 
 
 class Shards(IterableDataset[Any]):
@@ -36,7 +27,7 @@ class Shards(IterableDataset[Any]):
         self.size = size
 
     def __iter__(self) -> Iterator[Any]:
-        for number in range(rank, self.size, SHAPE.devices):
+        for number in range(devices.rank, self.size, SHAPE.devices):
             yield number, random.random(), float(numpy.random.rand()), float(torch.rand(()))
 
 
@@ -52,7 +43,7 @@ class Once(IterableDataset[int]):
 
 def streams_of(dataset: Any, ends: StreamEnds | None = None, seed: int = 1, **options: Any) -> Streams:
     loader: DataLoader[Any] = DataLoader(dataset, **{"batch_size": 2, **options})
-    return Streams(loader, SHAPE, seed, ends or StreamEnds(), seen_as)
+    return Streams(loader, SHAPE, seed, ends or StreamEnds(), devices.seen_as)
 
 
 def test_a_stream_is_what_its_device_reads_and_the_same_whoever_opens_it_when() -> None:
@@ -67,7 +58,7 @@ def test_a_stream_is_what_its_device_reads_and_the_same_whoever_opens_it_when() 
     assert random.getstate() == before[0] and torch.equal(torch.get_rng_state(), before[1])
     assert same(other.get(0, 2, 0), first[2]), "an earlier batch: the stream is opened again"
     assert not same(streams_of(Shards(), seed=2).get(0, 0, 0), first[0])
-    assert rank == 0
+    assert devices.rank == 0
 
 
 def test_batches_are_kept_to_the_end_of_the_step_and_unneeded_streams_are_closed() -> None:

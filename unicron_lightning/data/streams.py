@@ -360,11 +360,13 @@ class Streams:
         workers, state = self._loader.num_workers, self._ends.states.get(stream)
         if state is None or state.number > number or not self._has_states:
             return self._reader(epoch, stream, workers)
-        probe = self._reader(epoch, stream, workers, state)
-        holds = _digest(_next(probe)) == state.digest
-        probe.close()
-        if holds:
-            return self._reader(epoch, stream, workers, state)
+        reader = self._reader(epoch, stream, workers, state)
+        batch = _next(reader)
+        if _digest(batch) == state.digest:
+            if state.number >= self._first:
+                self._held[stream, state.number] = batch
+            return reader
+        reader.close()
         self._has_states = False
         self._warn(f"{_ANOTHER}, before batch {state.number} of stream {stream}")
         return self._reader(epoch, stream, workers)

@@ -54,7 +54,6 @@ class FsdpShard:
         self.gradients = ShardedGradients([each for each in root.parameters() if each.requires_grad], device)
         self._accelerator = accelerator
         self._alone: PeerGroup | None = None
-        self._peers: PeerGroup | None = None
 
     def adopt(self, channels: Channels) -> None:
         """Use an epoch's connections.
@@ -72,14 +71,13 @@ class FsdpShard:
             self._alone = PeerGroup(dist.HashStore(), 0, 1, "127.0.0.1")
             self.group.bind(self._alone)
         if channels.grid.replicas > 1:
-            self._peers = channels.same_shard
-        self.gradients.peers = self._peers
+            self.gradients.peers = channels.same_shard
         if self._accelerator is not None:
             self.group.accelerated, self.gradients.accelerated = self._accelerator.enter(channels)
 
     def leave(self) -> None:
         """Use no connections: this worker has become a spare, or another epoch begins."""
-        self._peers = self.gradients.peers = None
+        self.gradients.peers = None
         self.group.accelerated = self.gradients.accelerated = None
         if self._accelerator is not None:
             self._accelerator.leave()
@@ -119,12 +117,13 @@ class FsdpShard:
 
     def unify(self) -> None:
         """Give all replicas the first one's parameters and buffers."""
-        if self._peers is None:
+        peers = self.gradients.peers
+        if peers is None:
             return
         with torch.no_grad():
             for tensor in local_shards([*self.root.parameters(), *self.root.buffers()]):
                 host = tensor.detach().cpu()
-                self._peers.broadcast(host, 0)
+                peers.broadcast(host, 0)
                 tensor.copy_(host)
 
     def state(self) -> bytes:
