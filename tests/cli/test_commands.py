@@ -62,13 +62,21 @@ async def test_an_array_is_submitted_as_a_whole(coordinator, monkeypatch, tmp_pa
     assert await submit("--array", "0-1") == (0, "j-0: queued\nj-1: queued\n")
     status, text = await submit("--array", "1-2")
     assert (status, text[:30]) == (2, "unicron: task 'j-1' exists alr")
-    assert await submit("--set", "name=last", "--set", "after=[j-0,j-1]") == (0, "last: queued\n")
+    status, text = await submit("--set", "name=last", "--set", "after=[j-0,j-1]", "--json")
+    assert status == 0 and [(job["name"], job["state"]) for job in json.loads(text)] == [("last", "queued")]
     status, text = await submit("--set", "name=x", "--set", "after=[j-2]")
     assert (status, text[:29]) == (2, "unicron: after='j-2': no such")
     done = await asyncio.to_thread(unicron, "jobs", "--json")
     reasons = {job["name"]: job["reason"] for job in json.loads(done.stdout)}
     assert reasons == {"j-0": "needs 1 node, 0 slots are usable", "j-1": "needs 1 node, 0 slots are usable",
                        "last": "comes after j-0, j-1"}  # fmt: skip
+    waiting = asyncio.create_task(submit("--set", "name=late", "--set", "after=[j-0]", "--wait", "--json"))
+    while "late" not in (await asyncio.to_thread(unicron, "jobs")).stdout:
+        assert not waiting.done()
+    done = await asyncio.to_thread(unicron, "cancel", "j-0", "--json")
+    assert (done.returncode, json.loads(done.stdout)["state"]) == (0, "cancelled")
+    status, text = await waiting
+    assert (status, [(job["name"], job["state"]) for job in json.loads(text)]) == (1, [("late", "failed")])
 
 
 async def test_the_endpoint_is_taken_from_the_environment(coordinator, monkeypatch):
@@ -255,5 +263,8 @@ async def test_a_report_a_credential_and_the_page_of_a_coordinator(coordinator, 
         assert (await say("report", "t", "--out", str(out))).startswith(f"{out}: 0 incidents, goodput ")
         assert out.read_text().startswith("# Task t\n")
         assert len((await say("metrics", "--credential")).strip()) == 64
-        address = (await say("dashboard")).splitlines()[0]
-        assert address.startswith(f"http://{endpoint}/dashboard#code=")
+        for address in (
+            (await say("dashboard")).splitlines()[0],
+            json.loads(await say("dashboard", "--json"))["address"],
+        ):
+            assert address.startswith(f"http://{endpoint}/dashboard#code=")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -185,3 +186,35 @@ def test_bash_completes_commands_options_and_files(capsys: pytest.CaptureFixture
     assert completed("unicron", "submit", "--arr") == ["--array"]
     assert "job.yaml" in completed("unicron", "submit", "jo")
     assert completed("unicron", "completion", "z") == ["zsh"]
+
+
+def test_each_command_describes_itself_within_80_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def help_of(*words: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            main([*words, "--help"])
+        assert ended.value.code == 0
+        return capsys.readouterr().out
+
+    text = help_of()
+    assert "exit status:" in text and "UNICRON_ENDPOINT" in text
+    commands = [name for name in re.findall(r"^    ([a-z]+)\b", text, re.MULTILINE) if name != "coordinator"]
+    assert len(commands) > 20
+    for command in commands:
+        shown = help_of(command)
+        assert max(map(len, shown.splitlines())) <= 80, command
+        assert re.search(r"\n\n[A-Z].*?\.\n\n(positional arguments|options):", shown, re.DOTALL), command
+    assert max(map(len, text.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    "words", [["resize", "x", "1"], ["relayout", "x", "--tp", "1", "--pp", "1"], ["drain", "x"], ["undrain", "x"]]
+)
+def test_an_order_prints_the_answer_as_json(words: list[str], endpoint: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "--json", "--endpoint", endpoint])
+    assert ended.value.code == 0
+    assert json.loads(capsys.readouterr().out)["drained"] == [EVIL]

@@ -56,6 +56,15 @@ from unicron_lightning.cli.plan.command import add_parser as add_plan_parser
 from unicron_lightning.cli.report import command as report
 from unicron_lightning.errors import UnicronError
 
+_EPILOG = """\
+exit status:
+  0    done; for run and submit --wait: the task succeeded
+  1    the task of run or submit --wait failed, or the coordinator could not run
+  2    wrong usage or configuration, a refused order, or no coordinator answers
+  130  run was interrupted by Ctrl-C
+
+Commands find the coordinator by --endpoint, else the variable UNICRON_ENDPOINT,
+else at 127.0.0.1:29461. `unicron COMMAND --help` describes a command."""
 _PATHS = ("DIR", "FILE", "PATH", "SCRIPT")
 """Placeholders of arguments that shells complete with names of files."""
 
@@ -98,7 +107,12 @@ class _Version(argparse.Action):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="unicron", description="Fault-tolerant training.")
+    parser = argparse.ArgumentParser(
+        prog="unicron",
+        description="Fault-tolerant training.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     commands.add_parser("coordinator", help="run a coordinator, configured by key=value (see --help behind it)")
@@ -109,6 +123,10 @@ def _parser() -> argparse.ArgumentParser:
     shell = commands.add_parser("completion", help="print the completion of this command for a shell")
     shell.add_argument("shell", choices=("bash", "zsh", "tcsh"), help='for bash: eval "$(unicron completion bash)"')
     shell.set_defaults(run=_completion)
+    for listed in commands._choices_actions:  # a command's own help begins with its sentence in the list
+        command = commands.choices[listed.dest]
+        if command.description is None and listed.help:
+            command.description = f"{listed.help[0].upper()}{listed.help[1:]}."
     return parser
 
 

@@ -6,16 +6,15 @@ import argparse
 import json
 from typing import Any
 
-from unicron_lightning.cli.client import access_of, connecting, fetch, quoted
+from unicron_lightning.cli.client import access_of, answering, fetch, quoted
 from unicron_lightning.cli.output import console, table, visible
 
 
 def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to those of ``unicron``."""
     does = "show the versions of a task's state from which it can resume"
-    shown = commands.add_parser("checkpoints", parents=[connecting()], help=does)
+    shown = commands.add_parser("checkpoints", parents=[answering()], help=does)
     shown.add_argument("task", metavar="TASK", help="its name (torchrun's --rdzv-id)")
-    shown.add_argument("--json", action="store_true", help="print what the coordinator answers")
     shown.set_defaults(run=_checkpoints)
 
 

@@ -67,6 +67,13 @@ def connecting() -> argparse.ArgumentParser:
     return parser
 
 
+def answering() -> argparse.ArgumentParser:
+    """Return the options of `connecting`, and ``--json``, for commands that print the coordinator's answer."""
+    parser = argparse.ArgumentParser(add_help=False, parents=[connecting()])
+    parser.add_argument("--json", action="store_true", help="print what the coordinator answers")
+    return parser
+
+
 @dataclass(frozen=True, kw_only=True)
 class Access:
     """Access to a coordinator.

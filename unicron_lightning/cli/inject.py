@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import time
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from dataclasses import replace
 from heapq import merge
 from typing import Any
 
-from unicron_lightning.cli.client import access_of, connecting, fetch, quoted
+from unicron_lightning.cli.client import access_of, answering, fetch, quoted
 from unicron_lightning.cli.output import visible
 from unicron_lightning.errors import CoordinatorUnavailable, UnicronError
 from unicron_lightning.faults.arrivals import arrivals
@@ -22,7 +23,7 @@ from unicron_lightning.faults.script import Faults
 def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to those of ``unicron``."""
     inject = commands.add_parser(
-        "inject", parents=[connecting()], help="inject faults into a task (docs/faults.md has the language)"
+        "inject", parents=[answering()], help="inject faults into a task (docs/faults.md has the language)"
     )
     inject.add_argument("faults", nargs="*", metavar="FAULT", help='e.g. "kill rank=1", "stop node=b for=5s"')
     inject.add_argument("--file", metavar="PATH", help="a YAML list of more")
@@ -74,4 +75,6 @@ def _order(options: argparse.Namespace, fault: Fault) -> None:
         if not fatal:
             raise
         answer = {"fault": text(fault), "targets": ["coordinator"]}
-    print(visible(f"{answer['fault']}: {', '.join(answer['targets'])}"), flush=True)
+    # One line for each strike: with a rate there is no end.
+    line = json.dumps(answer) if options.json else visible(f"{answer['fault']}: {', '.join(answer['targets'])}")
+    print(line, flush=True)

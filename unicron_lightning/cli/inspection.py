@@ -7,7 +7,7 @@ import json
 import time
 from typing import Any
 
-from unicron_lightning.cli.client import access_of, connecting, fetch
+from unicron_lightning.cli.client import access_of, answering, fetch
 from unicron_lightning.cli.jobs import print_jobs
 from unicron_lightning.cli.output import all_visible, console, table
 from unicron_lightning.cli.stored import ask, stored
@@ -16,9 +16,8 @@ from unicron_lightning.errors import CoordinatorUnavailable, UnicronError
 
 def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the commands to those of ``unicron``."""
-    asking = argparse.ArgumentParser(add_help=False, parents=[connecting()])
+    asking = argparse.ArgumentParser(add_help=False, parents=[answering()])
     asking.add_argument("--task", metavar="ID", help="only this task (torchrun's --rdzv-id)")
-    asking.add_argument("--json", action="store_true", help="print what the coordinator answers")
     status = commands.add_parser("status", parents=[asking], help="show tasks, members and agents")
     status.set_defaults(run=_status)
     events = commands.add_parser("events", parents=[asking], help="show the event log")

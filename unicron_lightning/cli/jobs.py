@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from unicron_lightning.cli.client import access_of, connecting, fetch, quoted
+from unicron_lightning.cli.client import access_of, answering, fetch, quoted
 from unicron_lightning.cli.output import console, table, visible
 from unicron_lightning.cli.stored import ask
 from unicron_lightning.errors import ConfigError, CoordinatorUnavailable
@@ -20,7 +20,7 @@ _POLL_SECONDS = 0.5
 
 def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the commands to those of ``unicron``."""
-    submit = commands.add_parser("submit", parents=[connecting()], help="have the nodes' daemons run a task")
+    submit = commands.add_parser("submit", parents=[answering()], help="have the nodes' daemons run a task")
     submit.add_argument("file", nargs="?", metavar="FILE", help="the task, in YAML")
     submit.add_argument("--example", action="store_true", help="print an example of such a file")
     submit.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a value of the file")
@@ -28,13 +28,12 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     submit.add_argument("--array", metavar="INDICES", help=many)
     submit.add_argument("--wait", action="store_true", help="until all have ended; status 1 unless all succeeded")
     submit.set_defaults(run=_submit)
-    cancel = commands.add_parser("cancel", parents=[connecting()], help="end a task now, submitted or not")
+    cancel = commands.add_parser("cancel", parents=[answering()], help="end a task now, submitted or not")
     cancel.add_argument("task", metavar="TASK", help="its name (torchrun's --rdzv-id)")
     saves = "let the members write a checkpoint first, within detection.pause_grace seconds"
     cancel.add_argument("--save", action="store_true", help=saves)
     cancel.set_defaults(run=_cancel)
-    jobs = commands.add_parser("jobs", parents=[connecting()], help="show tasks that wait, run, or have ended")
-    jobs.add_argument("--json", action="store_true", help="print what the coordinator answers")
+    jobs = commands.add_parser("jobs", parents=[answering()], help="show tasks that wait, run, or have ended")
     jobs.set_defaults(run=_jobs)
 
 
@@ -54,26 +53,35 @@ def _submit(options: argparse.Namespace) -> int:
     jobs = [job] if options.array is None else array_of(job, options.array)
     body = msgspec.to_builtins(jobs, str_keys=True)
     answers = fetch(options.endpoint, "/v1/jobs", access_of(options), method="POST", body=body)
-    for answer in answers:
-        print(visible(f"{answer['name']}: {answer['state']}"), flush=True)
-    return max(_wait(options, answer["name"]) for answer in answers) if options.wait else 0
+    if not options.json:
+        for answer in answers:
+            print(visible(f"{answer['name']}: {answer['state']}"), flush=True)
+    if options.wait:
+        answers = [_wait(options, answer["name"]) for answer in answers]
+    if options.json:
+        print(json.dumps(answers, indent=2))
+    return 0 if not options.wait or all(job["state"] == "succeeded" for job in answers) else 1
 
 
-def _wait(options: argparse.Namespace, name: str) -> int:
-    """Wait for a job's end, even while the coordinator is away."""
+def _wait(options: argparse.Namespace, name: str) -> dict[str, Any]:
+    """Wait for a job's end, even while the coordinator is away; return the job."""
     job: dict[str, Any] = {"ended_at": None}
     while job["ended_at"] is None:
         time.sleep(_POLL_SECONDS)
         with contextlib.suppress(CoordinatorUnavailable):
             job = fetch(options.endpoint, f"/v1/jobs/{quoted(name)}", access_of(options))
-    print(f"{visible(name)}: {job['state']} ({_lines_of(job['reason'] or '')})")
-    return 0 if job["state"] == "succeeded" else 1
+    if not options.json:
+        print(f"{visible(name)}: {job['state']} ({_lines_of(job['reason'] or '')})", flush=True)
+    return job
 
 
 def _cancel(options: argparse.Namespace) -> int:
     path = f"/v1/tasks/{quoted(options.task)}/cancel"
     query = {"save": "1"} if options.save else {}
     answer = fetch(options.endpoint, path, access_of(options), method="POST", **query)
+    if options.json:
+        print(json.dumps(answer, indent=2))
+        return 0
     saves = options.save and answer["ended_at"] is None
     follows = ", and ends once it has written a checkpoint" if saves else ""
     print(visible(f"{answer['name']}: {answer['state']}{follows}"))

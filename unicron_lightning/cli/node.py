@@ -37,7 +37,7 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     agent.add_argument("--notice-file", metavar="FILE", help="leave as on SIGTERM when it appears; default: none")
     agent.set_defaults(run=_agent)
     logs = commands.add_parser("logs", parents=[connecting()], help="show a task's output on this node")
-    logs.add_argument("task", metavar="TASK")
+    logs.add_argument("task", metavar="TASK", help="its name (torchrun's --rdzv-id)")
     logs.add_argument("--rank", type=int, metavar="R", help="only this global rank, as the coordinator knows it now")
     logs.add_argument("--node", metavar="LABEL", help="only this node")
     logs.add_argument("--slot", metavar="LABEL", help="only this slot")

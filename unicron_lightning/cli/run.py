@@ -31,9 +31,9 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     run = commands.add_parser(
         "run",
         help="train a script on this machine, with one command",
-        usage="unicron run SCRIPT [--workers N] [--nodes MIN:MAX] [--task NAME] [--logs DIR] [--endpoint HOST:PORT]"
-        " [-- ARGUMENT ...]",
-        description="Starts a torchrun for each worker, and stops all of them with Ctrl-C.",
+        usage="unicron run SCRIPT [--workers N] [--nodes MIN:MAX] [--task NAME]\n"
+        "                   [--logs DIR] [--endpoint HOST:PORT] [-- ARGUMENT ...]",
+        description="Start a torchrun for each worker, print their outputs, and stop all of them with Ctrl-C.",
     )
     run.add_argument("script", metavar="SCRIPT", help="the training script, with Trainer(strategy='unicron')")
     run.add_argument("--workers", type=int, default=2, metavar="N", help="started now, each one node; default: 2")

@@ -10,8 +10,8 @@ from pathlib import Path
 from unicron_lightning.errors import ConfigError
 
 EVENTS = {
-    "node-loss": "a node fails: its name, or a task, which loses the node with most of its workers",
-    "join": "a node is added: the name of one that is not ready, or none for a new one",
+    "node-loss": "a node fails: its name, or a task, which loses its largest node",
+    "join": "a node is added: one that is not ready, or no name for a new one",
     "finish": "a task ends: its name",
     "launch": "a queued task is to run: its name",
 }
