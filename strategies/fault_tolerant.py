@@ -227,8 +227,8 @@ class FaultTolerantStrategy(CollectingStrategy):
         resumes = fitting and bool(session.resume)
         parallelism.found(resumes=resumes or remembers)
         if remembers:
-            return
-        if resumes:
+            self._membership.remembered()
+        elif resumes:
             self._membership.resume(trainer)
         elif self.engine.world.size > 1 and self.collectives.starting:
             join_state.share_versions(trainer, self.engine)

@@ -80,7 +80,10 @@ class Membership:
             strategy.parallelism.admitted(whole)
 
     def remember(self, trainer: pl.Trainer) -> bool:
-        """Resume from a state in the agents' memory, if the coordinator offers one; return whether it did."""
+        """Resume from a state in the agents' memory, if the coordinator offers one; return whether it did.
+
+        `remembered` follows, once the founders have begun the task.
+        """
         strategy = self._strategy
         self._arrival = state = strategy.memory.restore(trainer)
         if state is None:
@@ -88,8 +91,12 @@ class Membership:
         self._begin_late(trainer)
         strategy.session.resume = ()
         strategy.seed = state["seed"]
-        strategy.parallelism.admitted(state)
         return True
+
+    def remembered(self) -> None:
+        """Continue from the state of `remember`, together with the other founders."""
+        assert self._arrival is not None
+        self._strategy.parallelism.admitted(self._arrival)
 
     def boundary(self, trainer: pl.Trainer) -> None:
         """Enter or leave worlds between steps: the only place where a world grows, or is left on order."""

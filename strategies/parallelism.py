@@ -144,7 +144,7 @@ class Parallelism(ABC):
         shuffles: whether training data is shuffled as under ddp.
         shards: devices that compute a micro-batch together, in the declared world.
         steps, evaluation, checkpoints: its parts.
-        division: of states in the agents' memory; None: they are refused.
+        division: of states in the agents' memory.
     """
 
     whole: bool
@@ -153,7 +153,7 @@ class Parallelism(ABC):
     steps: StepRunner
     evaluation: EvaluationRunner
     checkpoints: CheckpointStore
-    division: StateDivision | None = None
+    division: StateDivision
 
     # ---- a run's start
 

@@ -27,7 +27,6 @@ from unicron_lightning.strategies.fsdp.checks import (
     check_sharded_optimizer,
     check_sharded_trainer,
 )
-from unicron_lightning.strategies.fsdp.memory import ShardedDivision
 from unicron_lightning.strategies.fsdp.prediction import ShardedPredictions
 from unicron_lightning.strategies.fsdp.steps import ShardedSteps, clip_by_agreed_norm
 from unicron_lightning.strategies.fsdp.validation import ShardedEvaluation
@@ -36,6 +35,7 @@ from unicron_lightning.strategies.parallelism import Parallelism
 from unicron_lightning.strategies.reporting import balance_of
 from unicron_lightning.strategies.session import Session
 from unicron_lightning.strategies.state.module_buffers import unsaved
+from unicron_lightning.strategies.state.replica_memory import ReplicaDivision
 from unicron_lightning.worker.engine import Engine, World
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class FsdpParallel(Parallelism):
         self.steps = ShardedSteps(self)
         self.evaluation = ShardedEvaluation(self)
         self.checkpoints = ShardedCheckpoints(self, folders=folders)
-        self.division = ShardedDivision(self)
+        self.division = ReplicaDivision(strategy, lambda: self.member)
         self._sharding = sharding
         self._rebalance = rebalance
         self._member: ReplicaMember[ShardedShape, FsdpShard] | None = None

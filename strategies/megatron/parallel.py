@@ -29,6 +29,7 @@ from unicron_lightning.strategies.megatron.batches import StageSteps
 from unicron_lightning.strategies.megatron.building import build_shard
 from unicron_lightning.strategies.megatron.checkpoints import GridCheckpoints
 from unicron_lightning.strategies.megatron.checks import check_megatron_trainer
+from unicron_lightning.strategies.megatron.memory import GridDivision
 from unicron_lightning.strategies.megatron.optimizer import MegatronOptimizer, make_scheduler, split_configuration
 from unicron_lightning.strategies.megatron.validation import StageEvaluation
 from unicron_lightning.strategies.parallelism import Parallelism
@@ -70,6 +71,7 @@ class MegatronParallel(Parallelism):
         self.steps = StageSteps(self)
         self.evaluation = StageEvaluation(self)
         self.checkpoints = GridCheckpoints(self)
+        self.division: GridDivision = GridDivision(self)
         self._script = Shape(tensor=tensor, pipeline=pipeline, replicas=1)
         self.shards = self._script.shards
         self._ddp = ddp
@@ -171,6 +173,7 @@ class MegatronParallel(Parallelism):
         return {"rates": self._optimizer.rates()}
 
     def admitted(self, state: dict[str, Any]) -> None:
+        self.division.settle()
         self.member.founded()
         self._optimizer.set_rates(state["rates"])
 

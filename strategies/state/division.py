@@ -11,7 +11,7 @@ from unicron_lightning import wire
 from unicron_lightning.strategies.state import join_state
 from unicron_lightning.worker.engine import World
 from unicron_lightning.worker.staging import StagedVersion, Staging
-from unicron_lightning.worker.state_parts import DividedState, staged_parts
+from unicron_lightning.worker.state_parts import DividedState, joined, staged_parts
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
@@ -57,6 +57,15 @@ class StateDivision:
         engine = self.strategy.engine
         plan = staged_parts(self.workers(engine.world), engine.world.nodes, partners)
         return staging.stage(self.divide(state), engine.step, engine.world, plan)
+
+    def joined(self, parts: Sequence[bytes]) -> dict[str, Any]:
+        """Return the state of this worker's shard, given its parts in order.
+
+        Raises:
+            ValueError: the bytes are not those of a state's parts.
+        """
+        state: dict[str, Any] = joined(parts)
+        return state
 
     def refusal(self, version: wire.StateVersion) -> str | None:
         """Return the reason why a version does not fit this task; the same on all members."""

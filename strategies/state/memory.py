@@ -19,7 +19,6 @@ from unicron_lightning.errors import ConfigError, UnicronError
 from unicron_lightning.shared_memory import verified
 from unicron_lightning.worker.operations import Agreement, unpack_parts
 from unicron_lightning.worker.staging import Staging
-from unicron_lightning.worker.state_parts import joined
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
@@ -67,16 +66,7 @@ class StateMemory:
         self._failing = False
 
     def use(self, every_n_steps: int, partners: int) -> None:
-        """Stage a version every so many steps.
-
-        Raises:
-            ConfigError: the strategy cannot divide the model's state.
-        """
-        if self._strategy.parallelism.division is None:
-            raise ConfigError(
-                'MemoryCheckpoint needs Trainer(strategy="unicron") or "unicron_fsdp", found '
-                f"strategy={self._strategy.strategy_name!r}"
-            )
+        """Stage a version every so many steps."""
         self.every_n_steps, self.partners = every_n_steps, partners
 
     def boundary(self, state: Callable[[], dict[str, Any]]) -> None:
@@ -89,7 +79,6 @@ class StateMemory:
         control = engine.control
         if not self.every_n_steps or control is None or engine.step == 0 or engine.step % self.every_n_steps:
             return
-        assert division is not None
         if self._staging is None:
             self._staging = Staging(control)
         try:
@@ -112,7 +101,7 @@ class StateMemory:
         """
         strategy, session, division = self._strategy, self._strategy.session, self._strategy.parallelism.division
         offers, session.memory = session.memory, ()
-        if not offers or session.control is None or division is None:
+        if not offers or session.control is None:
             return None
         given = session.control.held(_ANSWER_SECONDS)
         for offer in offers:
@@ -147,9 +136,8 @@ class StateMemory:
     def _checked(self, offer: wire.StateOffer, parts: Sequence[bytes]) -> dict[str, Any] | None:
         """Return the state of this worker's shard; None if it is not as it has to be."""
         division = self._strategy.parallelism.division
-        assert division is not None
         try:
-            state: dict[str, Any] = joined(parts)
+            state = division.joined(parts)
             division.check(state)
         except (ValueError, LookupError, ConfigError) as error:
             self._reject(offer, str(error))
@@ -159,7 +147,6 @@ class StateMemory:
     def _agreed(self, offer: wire.StateOffer, state: dict[str, Any] | None) -> bytes | None:
         """Return the encoded part of the state that all workers need; None if a worker lacks its own."""
         division = self._strategy.parallelism.division
-        assert division is not None
         common = b"" if state is None else division.common(state)
         own = _Checked(worker=self._worker, complete=state is not None, gives=bool(common))
         while True:
@@ -176,7 +163,6 @@ class StateMemory:
     def _collect(self, offer: wire.StateOffer, given: wire.StateGiven | None) -> list[bytes] | None:
         """Return all parts of this worker's shard, in order; None, on all ranks, if some part is nowhere valid."""
         division, name = self._strategy.parallelism.division, _name(offer)
-        assert division is not None
         own = self._own(offer, given)
         pieces = offer.version.parts // division.shards
         needed = range(division.shard * pieces, (division.shard + 1) * pieces)
@@ -237,7 +223,6 @@ class StateMemory:
     def _reads(self, part: int, parts: int) -> bool:
         """Whether this worker reads a part that its agent has."""
         division, workers = self._strategy.parallelism.division, self._strategy.engine.world.workers
-        assert division is not None
         agent = self._worker.rpartition("/")[0]
         beside = [worker for worker in workers if worker.rpartition("/")[0] == agent]
         return part * division.shards // parts == division.shard or beside[part % len(beside)] == self._worker

@@ -51,7 +51,9 @@ SETTINGS: dict[str, Any] = {
     "finish": False,
     "full": 0,  # workers of the complete world
     "slow": 0.0,  # most additional seconds of a step while the world is smaller; a newer epoch ends them
+    "pace": 0.0,  # additional seconds of each step
     "save_every": 0,  # steps; into FOLDER/checkpoints
+    "memory": None,  # every so many steps, with so many partners: a state in the agents' memory
     "resume": None,  # path of a checkpoint
     "validate": 0,  # steps between validations, each with a checkpoint if it is the best one
     "toy": {},
@@ -184,6 +186,7 @@ class Watch(pl.Callback):
         values = {"loss": float(outputs["loss"]), "norm": strategy.grad_norm}
         step = trainer.global_step - 1
         self._note("step", step=step, data_epoch=trainer.current_epoch, **about, **grid, **values)
+        time.sleep(self._settings["pace"])
         if self._settings["full"] and world.size < self._settings["full"]:
             deadline = time.monotonic() + self._settings["slow"]
             while time.monotonic() < deadline and not strategy.engine.control.newer_than(world.epoch):
@@ -233,12 +236,16 @@ def main() -> None:
         redundancy=None if settings["redundancy"] is None else Redundancy(**settings["redundancy"]),
     )
     every = settings["save_every"]
-    saves = (
+    saves: list[pl.Callback] = (
         [ModelCheckpoint(folder / "checkpoints", "{step}", every_n_train_steps=every, save_top_k=-1)] if every else []
     )
     validate = settings["validate"]
     if validate:
         saves.append(ModelCheckpoint(folder / "best", "{step}", monitor="val_loss", save_top_k=1))
+    if settings["memory"]:
+        from unicron_lightning.callbacks import MemoryCheckpoint
+
+        saves.append(MemoryCheckpoint(*settings["memory"]))
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator=settings["accelerator"],
@@ -248,7 +255,7 @@ def main() -> None:
         max_steps=-1 if settings["finish"] else settings["steps"],
         max_epochs=-1,
         logger=False,
-        enable_checkpointing=bool(saves),
+        enable_checkpointing=any(isinstance(each, ModelCheckpoint) for each in saves),
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=1 if validate else 0,

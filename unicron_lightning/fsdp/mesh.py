@@ -8,7 +8,7 @@ this module.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -74,27 +74,6 @@ class ShardGroup(ProcessGroup):
         options.rootRank = 0
         self._peers.start(self._inner.gather([received] if received else [], [own], options)).wait()
         return [part[:size].numpy().tobytes() for part, size in zip(received, sizes.tolist(), strict=False)]
-
-    def exchange(
-        self,
-        sent: Sequence[tuple[torch.Tensor, int, int]],
-        received: Sequence[tuple[torch.Tensor, int, int]],
-    ) -> None:
-        """Send tensors in host memory to other shards, and receive theirs: each with the shard and a tag.
-
-        Raises:
-            RuntimeError: the connections are closed; nothing is written into the tensors any more.
-        """
-        works = [self.recv([tensor], shard, tag) for tensor, shard, tag in received]
-        works += [self.send([tensor], shard, tag) for tensor, shard, tag in sent]
-        failure = None
-        for work in works:
-            try:
-                work.wait()
-            except RuntimeError as error:
-                failure = error
-        if failure is not None:
-            raise failure
 
 
 class _OneDimension(DeviceMesh):

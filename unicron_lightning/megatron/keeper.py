@@ -8,14 +8,20 @@ version that one of them has committed; gradients of completed calls are kept.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
 from megatron.core import parallel_state
 
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.megatron.gradients import MainGradients
 from unicron_lightning.megatron.sharded import ShardedOptimizer
 from unicron_lightning.replica.channels import Channels
+from unicron_lightning.replica.copies import ROWS, Stored, assemble, cut
 from unicron_lightning.replica.fabric import run_released, start_anew
 from unicron_lightning.replica.mirror import Mirror, Redundancy
+from unicron_lightning.replica.shards import Holding, Piece, missing, transfers
 from unicron_lightning.worker.communication.communicator import gather_rows
 from unicron_lightning.worker.engine import Engine
 
@@ -68,6 +74,45 @@ class ShardKeeper:
         self._mirror.forget(version - 1)
         self.keep(version)
         self.saved = version
+
+    def plain_state(self) -> dict[str, Any]:
+        """Return this worker's shard as plain data: its pieces, values as of `ShardedOptimizer.read`, and steps."""
+        pieces = self._optimizer.pieces
+        data = torch.empty(ROWS, sum(map(len, pieces)))
+        self._optimizer.read(data)
+        return {
+            "pieces": [[each.parameter, each.start, each.stop] for each in pieces],
+            "data": data,
+            "steps": self._optimizer.steps,
+        }
+
+    def load_plain(self, states: Sequence[Mapping[str, Any]], version: int) -> None:
+        """Load the parts of all workers that have had this shard, however many there are now. A collective of those.
+
+        Raises:
+            CommunicatorAborted: one of them failed.
+        """
+        own = self._optimizer.pieces
+        stored = [
+            Stored(
+                holding=Holding(version=version, pieces=tuple(Piece(*each) for each in state["pieces"])),
+                data=state["data"],
+                layout=0,
+            )
+            for state in states
+        ]
+        found = transfers(version, [(each.holding,) for each in stored], [own])
+        values = [cut(stored[each.source], each.piece).reshape(-1) for each in found]
+        data = assemble(own, [each.piece for each in found], torch.cat(values or [torch.empty(0)]))
+        self._optimizer.write(data, float(states[0]["steps"]))
+        run_released(self._optimizer.gather_parameters)
+        self._mirror.forget(version - 1)
+        self.keep(version)
+
+    def complete(self, states: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether the parts of some workers are the whole shard."""
+        held = [(Holding(version=0, pieces=tuple(Piece(*each) for each in state["pieces"])),) for state in states]
+        return not missing(0, held, self._optimizer.whole)
 
     def enter(self, engine: Engine, channels: Channels | None, version: int) -> None:
         """Set state, parameters and layout for an epoch's replicas. All members of the epoch call this.

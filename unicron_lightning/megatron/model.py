@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -201,6 +201,44 @@ class ShardModel:
                 tensor.copy_(value)
         if self.keeper is None:
             self.optimizer.load_state_dict(state["optimizer"])
+
+    def plain_state(self, shard: int) -> dict[str, Any]:
+        """This worker's part of the model between two steps, as plain data that shares its memory.
+
+        With a keeper, the workers of a shard have different parts of the optimizer's state: see `ShardKeeper`.
+
+        Args:
+            shard: its number.
+        """
+        if self.keeper is not None:
+            return {"shard": shard, "tensors": [*self.module.buffers()], "optimizer": self.keeper.plain_state()}
+        tensors = [each.detach() for each in (*self.module.parameters(), *self.module.buffers())]
+        return {"shard": shard, "tensors": tensors, "optimizer": self.optimizer.state_dict()}
+
+    def fits(self, state: Mapping[str, Any]) -> bool:
+        """Whether the tensors of a `plain_state` have the shapes of this worker's."""
+        own = [*([] if self.keeper is not None else self.module.parameters()), *self.module.buffers()]
+        return [each.shape for each in own] == [each.shape for each in state["tensors"]]
+
+    def load_plain(self, state: Mapping[str, Any], others: Sequence[Mapping[str, Any]], step: int) -> None:
+        """Load the `plain_state` of one or, with a keeper, of all workers of this shard; a collective then.
+
+        Args:
+            state: of one of them.
+            others: of the others.
+            step: optimizer steps done in it.
+
+        Raises:
+            CommunicatorAborted: a worker of this shard failed.
+        """
+        with torch.no_grad():
+            own = [*([] if self.keeper is not None else self.module.parameters()), *self.module.buffers()]
+            for tensor, value in zip(own, state["tensors"], strict=True):
+                tensor.copy_(value)
+        if self.keeper is None:
+            self.optimizer.load_state_dict(state["optimizer"])
+        else:
+            self.keeper.load_plain([each["optimizer"] for each in (state, *others)], step)
 
     def _roots(self) -> list[object]:
         return [self.ddp, self.optimizer, self.config]

@@ -266,6 +266,30 @@ class ProcessGroup(dist.ProcessGroup):
         return self.reduce_scatter_all([output], [tensor], options)
 
 
+def exchange(
+    sent: Sequence[tuple[Tensor, PeerGroup, int, int]], received: Sequence[tuple[Tensor, PeerGroup, int, int]]
+) -> None:
+    """Send tensors in host memory to peers, and receive theirs: each with the connections, the peer there, and a tag.
+
+    Raises:
+        RuntimeError: the connections are closed; nothing is written into the tensors any more.
+    """
+    works = []
+    for messages, name in ((received, "recv"), (sent, "send")):
+        for tensor, group, peer, tag in messages:
+            if group.backend is None:
+                raise dist.DistNetworkError("the group's connections are closed")
+            works.append(PeerMessage(getattr(group.backend, name)([tensor], peer, tag), group))
+    failure = None
+    for work in works:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            failure = error
+    if failure is not None:
+        raise failure
+
+
 def _collective(name: str) -> Callable[..., Collective]:
     def start(self: ProcessGroup, *args: Any, **kwargs: Any) -> Collective:
         return self._peers.start(getattr(self._inner, name)(*args, **kwargs))

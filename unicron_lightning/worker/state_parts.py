@@ -16,6 +16,7 @@ from typing import Any, Final
 import msgspec
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from unicron_lightning.worker import codec
 from unicron_lightning.worker.operations import pack_parts, unpack_parts
@@ -85,6 +86,18 @@ class DividedState:
                 target[at : at + high - low].copy_(flat[low:high])
                 at += high - low
             begin += tensor.nbytes
+
+
+class OwnState(DividedState):
+    """The state of one worker of a shard, which differs from those of the others: its part is all of it."""
+
+    @override
+    def size(self, part: int, parts: int) -> int:
+        return super().size(0, 1)
+
+    @override
+    def write(self, part: int, parts: int, target: Tensor) -> None:
+        super().write(0, 1, target)
 
 
 def joined(parts: Sequence[bytes]) -> Any:
@@ -164,6 +177,32 @@ def staged_parts(shards: Sequence[Sequence[int]], nodes: Sequence[str], partners
                     receivers.append(other)
             part = SharePart(shard=shard, piece=piece, pieces=len(ranks), holders=own, receivers=tuple(receivers))
             found.append(part)
+    return tuple(found)
+
+
+def own_parts(shards: Sequence[Sequence[int]], nodes: Sequence[str], partners: int) -> tuple[SharePart, ...]:
+    """Return the parts of a version, in order, if each worker has a part of its own.
+
+    Receivers are workers of the same shard, as far as there are any on other nodes, else of the same replica.
+
+    Args:
+        shards: ranks of the workers of each shard, in the order of replicas.
+        nodes: node of each rank.
+        partners: number of further copies of each part on other nodes.
+    """
+    found = []
+    for shard, ranks in enumerate(shards):
+        for piece, rank in enumerate(ranks):
+            used, receivers = {nodes[rank]}, list[int]()
+            same = [ranks[(piece + step) % len(ranks)] for step in range(1, len(ranks))]
+            replica = [shards[(shard + step) % len(shards)][piece] for step in range(1, len(shards))]
+            for other in (*same, *replica):
+                if len(receivers) < partners and nodes[other] not in used:
+                    used.add(nodes[other])
+                    receivers.append(other)
+            found.append(
+                SharePart(shard=shard, piece=piece, pieces=len(ranks), holders=(rank,), receivers=tuple(receivers))
+            )
     return tuple(found)
 
 

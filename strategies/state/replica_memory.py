@@ -1,4 +1,4 @@
-"""States of an FSDP2 task in its agents' memory: the parts of each shard; the first one has the state of the loops.
+"""States of a task whose replicas have several workers, in its agents' memory; the first shard has the loops' state.
 
 The workers of a shard stage a share each, as those of a whole model do. Copies for other nodes come from the workers of
 the same shard there. If there are none, as in a single replica, a worker sends its part to one of another shard, over
@@ -18,7 +18,9 @@ from typing_extensions import override
 
 from unicron_lightning import wire
 from unicron_lightning.errors import UnicronError
-from unicron_lightning.replica.fabric import run_released
+from unicron_lightning.replica.fabric import EpochPlace, run_released
+from unicron_lightning.replica.member import ReplicaMember
+from unicron_lightning.replica.peers import PeerGroup, exchange
 from unicron_lightning.strategies.state import join_state
 from unicron_lightning.strategies.state.division import StateDivision
 from unicron_lightning.worker import codec
@@ -30,71 +32,88 @@ from unicron_lightning.worker.staging import StagedVersion, Staging
 from unicron_lightning.worker.state_parts import DividedState, SharePart, staged_parts
 
 if TYPE_CHECKING:
-    from unicron_lightning.strategies.fsdp.parallel import FsdpParallel
+    from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
 
 
-class ShardedDivision(StateDivision):
-    """Divides the state of a sharded model.
+class ReplicaDivision(StateDivision):
+    """Divides the state of a model that is spread over the workers of a replica.
 
     Args:
-        parallel: provides this worker's shard and its connections.
+        strategy: provides engine, session and state.
+        member: returns this worker's shard and its connections, once a run has begun.
     """
 
-    def __init__(self, parallel: FsdpParallel) -> None:
-        super().__init__(parallel.strategy)
-        self._parallel = parallel
+    def __init__(self, strategy: FaultTolerantStrategy, member: Callable[[], ReplicaMember[Any, Any]]) -> None:
+        super().__init__(strategy)
+        self._member = member
 
     @property
     def shards(self) -> int:  # type: ignore[override]
         """Shards of the model."""
-        return self._parallel.size
+        return int(self._member().fabric.shape.shards)
 
     @property
     def shard(self) -> int:  # type: ignore[override]
         """This worker's shard."""
-        return self._parallel.shard
+        return self._member().fabric.own_shard
+
+    @property
+    def place(self) -> EpochPlace:
+        """This worker's place among the replicas of the present epoch."""
+        place = self._member().fabric.place
+        assert place is not None and place.epoch == self.strategy.engine.world.epoch
+        return place
 
     @override
     def workers(self, world: World) -> Sequence[Sequence[int]]:
-        place = self._parallel.member.fabric.place
-        assert place is not None and place.epoch == world.epoch
-        return [[replica.members[shard] for replica in place.layout.replicas] for shard in range(self.shards)]
+        return [[replica.members[shard] for replica in self.place.layout.replicas] for shard in range(self.shards)]
+
+    def plan(self, world: World, partners: int) -> tuple[SharePart, ...]:
+        """Return all parts of a version, in order."""
+        return staged_parts(self.workers(world), world.nodes, partners)
 
     @override
     def divide(self, state: Callable[[], dict[str, Any]]) -> DividedState:
-        own = {"shard": self._parallel.member.model.plain_state(), "loops": state() if self.shard == 0 else None}
+        own = {"shard": self._member().model.plain_state(), "loops": state() if self.shard == 0 else None}
         return replace(DividedState.of(own), layout=self._layout())
 
     @override
     def stage(self, staging: Staging, state: Callable[[], dict[str, Any]], partners: int) -> StagedVersion | None:
         engine = self.strategy.engine
-        plan = staged_parts(self.workers(engine.world), engine.world.nodes, partners)
+        plan = self.plan(engine.world, partners)
         if any(part.receivers for part in plan):
-            exchange = PartnerCopies(self, staging, state, partners)
-            engine.run(exchange)
-            if exchange.error is not None:
-                raise exchange.error
-            return exchange.staged
-        if self._parallel.member.fabric.place.replica is None:  # type: ignore[union-attr]
+            copies = PartnerCopies(self, staging, state, partners)
+            engine.run(copies)
+            if copies.error is not None:
+                raise copies.error
+            return copies.staged
+        if self.place.replica is None:
             return None
         return staging.stage(self.divide(state), engine.step, engine.world, plan)
 
     def exchange(self, staged: StagedVersion, plan: Sequence[SharePart], rank: int) -> None:
-        """Send this worker's parts to workers of other shards of its replica, and receive theirs.
+        """Send this worker's parts to their receivers, and receive those of others.
 
         Raises:
             CommunicatorAborted: a connection broke.
         """
-        shard_of = {
-            rank: shard for shard, ranks in enumerate(self.workers(self.strategy.engine.world)) for rank in ranks
-        }
         sent, received = [], []
         for part in plan:
             if part.holders[0] == rank:
-                sent += [(staged.view(part.number), shard_of[to], part.number) for to in part.receivers]
+                sent += [(staged.view(part.number), *self._path(to), part.number) for to in part.receivers]
             elif rank in part.receivers:
-                received.append((staged.view(part.number), part.shard, part.number))
-        run_released(lambda: self._parallel.member.model.group.exchange(sent, received))
+                received.append((staged.view(part.number), *self._path(part.holders[0]), part.number))
+        run_released(lambda: exchange(sent, received))
+
+    def _path(self, rank: int) -> tuple[PeerGroup, int]:
+        """Return the connections to another worker of this replica or this shard, and its number there."""
+        channels, places = self._member().fabric.channels, self.place.layout.replicas
+        assert channels is not None
+        place, shard = next((at, each.members.index(rank)) for at, each in enumerate(places) if rank in each.members)
+        if place == self.place.replica:
+            return channels.inner[tuple(range(self.shards))], shard
+        assert shard == self.shard, "parts are sent within a replica, or within a shard"
+        return channels.same_shard, place
 
     @override
     def refusal(self, version: wire.StateVersion) -> str | None:
@@ -117,16 +136,22 @@ class ShardedDivision(StateDivision):
     def restore(self, trainer: pl.Trainer, state: dict[str, Any], common: bytes) -> dict[str, Any]:
         loops: dict[str, Any] = codec.decode(common)
         join_state.resume_from(trainer, loops)
-        member = self._parallel.member
-        member.model.load_plain(state["shard"])
-        member.fabric.at = int(loops["checkpoint"]["global_step"])
+        self.load(state, int(loops["checkpoint"]["global_step"]))
         return loops
 
-    def _layout(self) -> str:
-        """Describe the whole model and the number of shards: the same on all workers."""
+    def load(self, state: dict[str, Any], step: int) -> None:
+        """Load the state of this worker's shard, as it was after so many optimizer steps."""
+        member = self._member()
+        member.model.load_plain(state["shard"])
+        member.fabric.at = step
+
+    def describe(self) -> list[Any]:
+        """Describe the whole model as plain data: the same on all workers."""
         module = self.strategy.module
-        named = [(name, str(each.dtype), list(each.shape)) for name, each in module.named_parameters()]
-        return hashlib.sha256(msgspec.json.encode([self.shards, named])).hexdigest()
+        return [(name, str(each.dtype), list(each.shape)) for name, each in module.named_parameters()]
+
+    def _layout(self) -> str:
+        return hashlib.sha256(msgspec.json.encode([self.shards, self.describe()])).hexdigest()
 
 
 class PartnerCopies(Indivisible):
@@ -148,7 +173,7 @@ class PartnerCopies(Indivisible):
     name = "memory_checkpoint"
 
     def __init__(
-        self, division: ShardedDivision, staging: Staging, state: Callable[[], dict[str, Any]], partners: int
+        self, division: ReplicaDivision, staging: Staging, state: Callable[[], dict[str, Any]], partners: int
     ) -> None:
         self.staged: StagedVersion | None = None
         self.error: OSError | MemoryError | UnicronError | None = None
@@ -163,7 +188,7 @@ class PartnerCopies(Indivisible):
     def attempt(self, engine: Engine) -> bytes:
         self.staged, self.error = None, None
         world, rank = engine.world, engine.world.rank
-        plan = staged_parts(self._division.workers(world), world.nodes, self._partners)
+        plan = self._division.plan(world, self._partners)
         divided, self.error = self._divided(rank, plan)
         sizes = self._sizes(divided, rank, plan)
         said = gather_bytes(engine.communicator, msgspec.json.encode(sizes), engine.tag(self.name))

@@ -1,0 +1,85 @@
+"""Megatron models resume from the memory of the agents, bit by bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from system.cluster import Cluster
+from system.healing import check
+from system.megatron import MODEL, SCRIPT, ZERO1, wait_replicas
+
+pytest.importorskip("megatron.core.package_info")
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(500)]
+
+EVERY = 3
+AGAIN = pytest.mark.chaos  # one case of each test is run without -m chaos, to keep `make test` short
+MODELS: dict[str, dict[str, Any]] = {
+    "zero1": {"pp": 2, **ZERO1},
+    "bfloat16": {"tp": 2, "toy": {"sequence_parallel": True, "bf16": True}, "ddp": {"overlap_grad_reduce": True}},
+    "alone": {"pp": 2, "dp": 1},
+    "zero1_alone": {"pp": 2, "dp": 1, **ZERO1},
+}
+
+
+def begin(folder: Path, model: dict[str, Any]) -> Cluster:
+    workers = model["tp"] * model["pp"] * model["dp"]
+    settings = {**model, "steps": 6, "finish": True, "full": workers, "pace": 0.15, "memory": [EVERY, 1]}
+    return Cluster(
+        folder, script=SCRIPT, agents=workers, nodes=f"2:{workers}", settings=settings, leaves="agent-*/socket"
+    )
+
+
+def end(cluster: Cluster, model: dict[str, Any], died: float, worlds: Any) -> dict[str, Any]:
+    """Let the task go on and end; compare parameters and norms; return the event of the restoration."""
+    wait_replicas(cluster, model["dp"], after=died)
+    (cluster.folder / "finish").touch()
+    cluster.wait_end(150, linger=True)
+    (restored,) = (each for each in cluster.events("worker.state_restored") if each["tier"] == "memory")
+    (restart,) = cluster.events("task_restarts")
+    assert restart["memory"] == restored["step"]
+    notes = cluster.notes("step")
+    last = max(note["step"] for note in notes if note["at"] < restored["at"]) + 1
+    assert 0 <= last - restored["step"] <= EVERY
+    assert min(note["step"] for note in notes if note["at"] > restored["at"]) == restored["step"]
+    assert not cluster.events("worker.memory_checkpoint_failed")
+    check(cluster.folder, model, worlds)
+    return dict(restored)
+
+
+def after_step(cluster: Cluster, model: dict[str, Any], step: int) -> dict[str, int]:
+    """Wait for a step of all workers; return the process of each node's worker."""
+    wait_replicas(cluster, model["dp"])
+    cluster.watch(lambda: any(note["step"] >= step for note in cluster.notes("step")), f"step {step}", 200)
+    return {note["node"]: note["pid"] for note in cluster.world()}
+
+
+@pytest.mark.parametrize("name", ["zero1", pytest.param("bfloat16", marks=AGAIN)])
+def test_all_workers_die(name: str, tmp_path: Path, worlds: Any) -> None:
+    model = {**MODEL, **MODELS[name]}
+    with begin(tmp_path, model) as cluster:
+        for pid in after_step(cluster, model, 8).values():
+            os.kill(pid, signal.SIGKILL)
+        died = max(note["at"] for note in cluster.notes("step"))
+        restored = end(cluster, model, died, worlds)
+    assert len(restored["holders"]) == 4
+    assert all(len(nodes) == 2 for nodes in restored["holders"])
+
+
+@pytest.mark.parametrize("name", [pytest.param("alone", marks=AGAIN), pytest.param("zero1_alone", marks=AGAIN)])
+@pytest.mark.parametrize("agent", [False, True], ids=["worker", "node"])
+def test_the_only_replica_loses_a_worker(name: str, agent: bool, tmp_path: Path, worlds: Any) -> None:
+    model = {**MODEL, **MODELS[name]}
+    with begin(tmp_path, model) as cluster:
+        worker = after_step(cluster, model, 8)["n1"]
+        died = max(note["at"] for note in cluster.notes("step"))
+        os.kill(cluster.agents["n1"].pid if agent else worker, signal.SIGKILL)
+        if agent:
+            cluster.replace("n1")
+        restored = end(cluster, model, died, worlds)
+    assert len(restored["holders"]) == 2
+    assert all(nodes == ["n0"] if agent else len(nodes) == 2 for nodes in restored["holders"])
