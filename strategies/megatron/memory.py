@@ -48,7 +48,7 @@ class GridDivision(ReplicaDivision):
     def plan(self, world: World, partners: int) -> tuple[SharePart, ...]:
         if self._model.keeper is None:
             return super().plan(world, partners)
-        return own_parts(self.workers(world), world.nodes, partners)
+        return own_parts(self.workers(world), world.places, partners)
 
     @override
     def divide(self, state: Callable[[], dict[str, Any]]) -> DividedState:

@@ -55,7 +55,7 @@ class StateDivision:
             NotPlainData: the state holds objects.
         """
         engine = self.strategy.engine
-        plan = staged_parts(self.workers(engine.world), engine.world.nodes, partners)
+        plan = staged_parts(self.workers(engine.world), engine.world.places, partners)
         return staging.stage(self.divide(state), engine.step, engine.world, plan)
 
     def joined(self, parts: Sequence[bytes]) -> dict[str, Any]:

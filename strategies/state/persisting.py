@@ -18,12 +18,13 @@ import lightning.pytorch as pl
 import msgspec
 
 from unicron_lightning.checkpoints.client import IN_FLIGHT, SharedBuffer, WriterProcess
-from unicron_lightning.checkpoints.division import shard_writers, writers
+from unicron_lightning.checkpoints.division import shard_writers
 from unicron_lightning.checkpoints.messages import WriteVersion
 from unicron_lightning.checkpoints.staging import stage
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.worker.checkpoint_files import located
 from unicron_lightning.worker.operations import Agreement, unpack_parts
+from unicron_lightning.worker.state_parts import Place, holders
 
 if TYPE_CHECKING:
     from unicron_lightning.strategies.fault_tolerant import FaultTolerantStrategy
@@ -92,13 +93,13 @@ class Persisting:
         strategy, engine, writer = self._strategy, self._strategy.engine, self._writer
         assert writer is not None, "use() first"
         with engine.activity.during("checkpoint"):
-            workers, holders, rank, name = self._agree()
+            workers, held, rank, name = self._agree()
             checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only)
             strategy.complete(checkpoint)
             saved = _Saved(located(path), int(checkpoint["global_step"]), "optimizer_states" in checkpoint)
             self._number += 1
             order = WriteVersion(
-                number=self._number, name=name, path=saved.path, rank=rank, holders=holders, seconds=WRITE_SECONDS
+                number=self._number, name=name, path=saved.path, rank=rank, holders=held, seconds=WRITE_SECONDS
             )
             buffers: list[SharedBuffer] = []
             try:
@@ -150,19 +151,19 @@ class Persisting:
         own = "" if engine.control is None else engine.control.worker
 
         def about(rank: int) -> bytes:
-            node = engine.world.nodes[rank] if engine.world.nodes else ""
-            return msgspec.json.encode([own, node, self._strategy.parallelism.checkpoints.held_shard()])
+            place = engine.world.places[rank] if engine.world.nodes else ("", "")
+            return msgspec.json.encode([own, place, self._strategy.parallelism.checkpoints.held_shard()])
 
         result = engine.run(Agreement("checkpoint_writers", about))
-        members = [msgspec.json.decode(part, type=tuple[str, str, int | None]) for part in unpack_parts(result)]
+        members = [msgspec.json.decode(part, type=tuple[str, Place, int | None]) for part in unpack_parts(result)]
         workers = [worker for worker, _, _ in members]
         name = f"{engine.position}-{hashlib.sha256(result).hexdigest()[:12]}"
         shards = [shard for _, _, shard in members]
         if any(shard is not None for shard in shards):
             return workers, shard_writers(shards), workers.index(own), name
-        nodes = [node for _, node, _ in members]
-        holders = [writers(nodes, part, self._partners) for part in range(len(nodes))]
-        return workers, holders, workers.index(own), name
+        places = [place for _, place, _ in members]
+        held = [holders(places, part, self._partners) for part in range(len(places))]
+        return workers, held, workers.index(own), name
 
     # ---- called by the writer's thread
 

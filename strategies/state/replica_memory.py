@@ -70,7 +70,7 @@ class ReplicaDivision(StateDivision):
 
     def plan(self, world: World, partners: int) -> tuple[SharePart, ...]:
         """Return all parts of a version, in order."""
-        return staged_parts(self.workers(world), world.nodes, partners)
+        return staged_parts(self.workers(world), world.places, partners)
 
     @override
     def divide(self, state: Callable[[], dict[str, Any]]) -> DividedState:

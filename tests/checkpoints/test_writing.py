@@ -18,7 +18,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 from unicron_lightning.checkpoints.client import SharedBuffer, WriterProcess
-from unicron_lightning.checkpoints.division import divide, shard_writers, writers
+from unicron_lightning.checkpoints.division import divide, shard_writers
 from unicron_lightning.checkpoints.index import is_folder, read_checkpoint
 from unicron_lightning.checkpoints.messages import VersionFailed, VersionWritten, WriteVersion
 from unicron_lightning.checkpoints.staging import HeldCheckpoint, stage
@@ -26,6 +26,7 @@ from unicron_lightning.checkpoints.storage import storage_of
 from unicron_lightning.checkpoints.version import WritingVersion
 from unicron_lightning.shared_memory import allocate
 from unicron_lightning.worker.checkpoint_files import digest_of
+from unicron_lightning.worker.state_parts import holders
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*to load in a single process")
 
@@ -47,14 +48,6 @@ def test_parts_hold_each_row_once_and_are_of_about_equal_size(parts: int) -> Non
             for part in divided
         ]
         assert max(sizes) - min(sizes) <= 2 * 200, "rows are not cut"
-
-
-def test_a_part_is_held_on_other_nodes() -> None:
-    assert writers(["a", "a", "b", "c"], 0, 2) == [0, 2, 3]
-    assert writers(["a", "a", "b", "c"], 3, 1) == [3, 0]
-    assert writers(["a", "a", "a"], 2, 1) == [2]
-    assert writers(["a"], 0, 1) == [0]
-    assert writers(["a", "b"], 1, 0) == [1]
 
 
 def test_replicas_share_the_shards_and_spares_write_none() -> None:
@@ -83,11 +76,12 @@ class Group:
         name: str = "v",
         seed: int = 0,
     ) -> None:
-        holders = [writers(nodes, part, partners) for part in range(len(nodes))]
+        places = [(node, node) for node in nodes]
+        held = [holders(places, part, partners) for part in range(len(nodes))]
         self.versions: list[WritingVersion] = []
         self.buffers: list[SharedBuffer] = []
         for rank in range(len(nodes)):
-            order = WriteVersion(number=1, name=name, path=str(path), rank=rank, holders=holders, seconds=seconds)
+            order = WriteVersion(number=1, name=name, path=str(path), rank=rank, holders=held, seconds=seconds)
             order, buffers = stage(
                 lambda size: SharedBuffer(*allocate(size)), order, HeldCheckpoint.whole(*content(seed))
             )

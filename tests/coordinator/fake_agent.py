@@ -24,6 +24,7 @@ class FakeAgent:
         self.name = name
         self.node = f"node-{name}"
         self.slot: str | None = None
+        self.rack: str | None = None
         self.task = task
         self.nodes = nodes
         self.size = size
@@ -81,6 +82,7 @@ class FakeAgent:
             agent=self.name,
             node=self.node,
             slot=self.slot,
+            rack=self.rack,
             host="127.0.0.1",
             pid=1,
             min_nodes=self.nodes[0],

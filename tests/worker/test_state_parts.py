@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,15 @@ from unicron_lightning.agent.workers.memory import AgentMemory
 from unicron_lightning.shared_memory import verified
 from unicron_lightning.worker.engine import World
 from unicron_lightning.worker.staging import Staging
-from unicron_lightning.worker.state_parts import DividedState, holders, joined, staged_parts
+from unicron_lightning.worker.state_parts import (
+    DividedState,
+    Place,
+    holders,
+    joined,
+    own_parts,
+    partners_of,
+    staged_parts,
+)
 
 
 def state(seed: int = 0, random: int = 0) -> dict[str, Any]:
@@ -57,26 +66,56 @@ def test_parts_are_of_equal_size_and_others_do_not_fit() -> None:
     assert DividedState.of(other).layout != divided.layout
 
 
+def alone(nodes: Sequence[str]) -> list[Place]:
+    """Nodes without labels of racks."""
+    return [(node, node) for node in nodes]
+
+
 def test_no_part_has_two_copies_on_a_node() -> None:
     nodes = ("a", "a", "b", "b", "c")
     for partners in range(4):
         for part in range(5):
-            ranks = holders(nodes, part, partners)
+            ranks = holders(alone(nodes), part, partners)
             assert ranks[0] == part
             assert len({nodes[rank] for rank in ranks}) == len(ranks) == min(partners + 1, 3)
 
 
 def test_parts_of_shards_are_sent_only_if_no_worker_of_the_shard_is_on_another_node() -> None:
-    replicas = staged_parts([[0, 2], [1, 3]], ("a", "a", "b", "b"), 1)
+    replicas = staged_parts([[0, 2], [1, 3]], alone("aabb"), 1)
     assert [part.number for part in replicas] == [0, 1, 2, 3]
     assert [part.holders for part in replicas] == [(0, 2), (2, 0), (1, 3), (3, 1)]
     assert not any(part.receivers for part in replicas)
-    alone = staged_parts([[0], [1], [2]], ("a", "a", "b"), 1)
-    assert [(part.holders, part.receivers) for part in alone] == [((0,), (2,)), ((1,), (2,)), ((2,), (0,))]
-    assert not any(part.receivers for part in staged_parts([[0], [1]], ("a", "a"), 1)), "there is one node"
-    for each in staged_parts([[0, 4], [1, 5], [2, 6], [3, 7]], "aabbaabb", 2):
+    single = staged_parts([[0], [1], [2]], alone("aab"), 1)
+    assert [(part.holders, part.receivers) for part in single] == [((0,), (2,)), ((1,), (2,)), ((2,), (0,))]
+    assert not any(part.receivers for part in staged_parts([[0], [1]], alone("aa"), 1)), "there is one node"
+    for each in staged_parts([[0, 4], [1, 5], [2, 6], [3, 7]], alone("aabbaabb"), 2):
         assert len(each.holders) == 1, "both workers of a shard are on one node"
         assert len(each.receivers) == 1
+
+
+RACKS: list[Place] = [("r", "a"), ("r", "b"), ("s", "c"), ("s", "d"), ("t", "e")]
+
+
+def test_partners_are_in_other_racks() -> None:
+    assert partners_of(RACKS, ("r", "a")) == ["c", "e", "d"]
+    assert partners_of(RACKS, ("r", "b")) == ["d", "e", "c"], "another first partner than that of the same rack's node"
+    assert partners_of(RACKS, ("t", "e")) == ["a", "c", "b", "d"]
+    assert partners_of(RACKS[:2], ("r", "a")) == ["b"], "there is no other rack"
+    for part in range(5):
+        first, *others = holders(RACKS, part, 2)
+        assert first == part
+        assert len({RACKS[rank][0] for rank in (part, *others)}) == 3
+
+
+def test_parts_of_shards_go_to_other_racks() -> None:
+    places: list[Place] = [("r", "a"), ("r", "b"), ("s", "c"), ("s", "d")]
+    assert [part.holders for part in staged_parts([[0, 2], [1, 3]], places, 1)] == [(0, 2), (2, 0), (1, 3), (3, 1)]
+    across = staged_parts([[0], [2], [1]], places, 1)
+    assert [part.receivers for part in across] == [(2,), (1,), (2,)]
+    own = own_parts([[0, 1], [2, 3]], places, 2)
+    assert [part.receivers for part in own] == [(2,), (3,), (0,), (1,)], "only one other worker is in another rack"
+    inside = own_parts([[0, 1]], places, 1)
+    assert [part.receivers for part in inside] == [(1,), (0,)], "both are in the only rack"
 
 
 class _Link:
@@ -102,7 +141,7 @@ def test_an_agent_keeps_the_complete_version_and_two_newer_ones() -> None:
     memory = AgentMemory(said.append)
     staging = Staging(_Link(memory))  # type: ignore[arg-type]
     world = World(epoch=3, kind="init", rank=0, size=2, hold=False, nodes=("n0", "n1"))
-    plan = staged_parts([range(2)], world.nodes, 1)
+    plan = staged_parts([range(2)], world.places, 1)
     for step in (4, 8, 12, 16):
         staging.hand_over(staging.stage(DividedState.of(state(step)), step, world, plan))
         staging.close()  # waits for the hand-over
@@ -130,7 +169,7 @@ def test_memory_is_filled_again_after_its_agent_has_dropped_it() -> None:
     memory = AgentMemory(lambda message: None)
     staging = Staging(_Link(memory))  # type: ignore[arg-type]
     world = World(epoch=3, kind="init", rank=0, size=1, hold=False, nodes=("n0",))
-    plan = staged_parts([[0]], world.nodes, 0)
+    plan = staged_parts([[0]], world.places, 0)
     files: list[set[int]] = []
     for step in range(4, 40, 4):
         staging.hand_over(staging.stage(DividedState.of(state(step)), step, world, plan))
@@ -162,5 +201,5 @@ def test_too_little_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("psutil.virtual_memory", lambda: type("Memory", (), {"available": 1000})())
     world = World(epoch=3, kind="init", rank=0, size=1, hold=False, nodes=("n0",))
     with pytest.raises(MemoryError, match="more than half"):
-        staging.stage(DividedState.of(state()), 4, world, staged_parts([[0]], world.nodes, 0))
+        staging.stage(DividedState.of(state()), 4, world, staged_parts([[0]], world.places, 0))
     staging.close()

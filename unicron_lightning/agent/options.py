@@ -35,6 +35,7 @@ DEFAULT_PORT: Final = 29461
 CONF_KEYS: Final = {
     "node": "label of the node (default: host name); agents of one machine may share it",
     "token_file": "file with the shared secret (default: UNICRON_TOKEN, else the file made for the user)",
+    "rack": "label of what this node shares with others and can be lost with, e.g. a rack or switch (default: none)",
     "forwarded": "whether a process such as a tunnel forwards from the endpoint to the coordinator (default false)",
     "tls": "certificate that is accepted: a CA's file, sha256:FINGERPRINT, or auto (default: auto beyond loopback)",
     "tls_client": "file with this agent's certificate and its key, for a coordinator that asks for one",
@@ -67,6 +68,7 @@ class AgentOptions:
     agent: str
     node: str
     slot: str | None
+    rack: str | None
     weight: float
     min_nodes: int
     max_nodes: int
@@ -126,6 +128,7 @@ def from_parameters(parameters: RendezvousParameters) -> AgentOptions:
         agent=f"{node}-{uuid.uuid4().hex[:8]}",
         node=node,
         slot=str(conf["slot"]) if conf.get("slot") not in (None, "") else None,
+        rack=str(conf["rack"]) if conf.get("rack") not in (None, "") else None,
         weight=_positive(conf, "weight", 1.0, "a positive number"),
         min_nodes=parameters.min_nodes,
         max_nodes=parameters.max_nodes,

@@ -133,6 +133,7 @@ def registration(
         workers=roster.infos(),
         epoch=roster.epoch,
         slot=options.slot,
+        rack=options.rack,
         weight=options.weight,
         warm=view.grant is not None and view.grant.warm,
         reading=reading,

@@ -66,24 +66,6 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def writers(nodes: Sequence[str], part: int, partners: int) -> list[int]:
-    """Return the ranks that hold a part, in the order in which they are to write it.
-
-    The first one has the part's number, and the others are on other nodes: the writer of a worker that dies alone
-    survives it, and writes its part.
-
-    Args:
-        nodes: node of each rank.
-        part: number of the part, from 0 to the number of ranks.
-        partners: further ranks.
-    """
-    world, elsewhere = len(nodes), dict[str, int]()
-    for rank in ((part + step) % world for step in range(1, world)):
-        if nodes[rank] != nodes[part]:
-            elsewhere.setdefault(nodes[rank], rank)
-    return [part, *list(elsewhere.values())[:partners]]
-
-
 def shard_writers(shards: Sequence[int | None]) -> list[list[int]]:
     """Return the ranks that hold each shard, in the order in which they are to write it; each replica begins some.
 

@@ -49,6 +49,8 @@ def torchrun_command(launch: Launch, options: NodeOptions, scratch: Path) -> lis
     # The order to start has just arrived: an absent coordinator is being restarted.
     conf["connect_timeout"] = f"{_CONNECT_SECONDS}"
     conf["token_file"] = str(options.token_file or scratch / _TOKEN_FILE)
+    if options.rack is not None:
+        conf["rack"] = options.rack
     if options.forwarded:
         conf["forwarded"] = "true"
     conf.update(options.tls)

@@ -44,6 +44,7 @@ class NodeOptions:
         stop_seconds: time for torchrun to stop before all its processes are killed.
         leave_signal: signal that ends the daemon as SIGTERM does.
         notice_file: file whose appearance ends it as SIGTERM does.
+        rack: label of what the node shares with others and can be lost with.
     """
 
     endpoint: str
@@ -61,6 +62,7 @@ class NodeOptions:
     stop_seconds: float
     leave_signal: signal.Signals | None = None
     notice_file: Path | None = None
+    rack: str | None = None
 
     @property
     def url(self) -> str:
@@ -85,6 +87,7 @@ def make_options(
     plaintext: bool = False,
     leave_on: str | None = None,
     notice_file: str | None = None,
+    rack: str | None = None,
 ) -> NodeOptions:
     """Check the options.
 
@@ -95,6 +98,8 @@ def make_options(
     label = node or socket.gethostname()
     if not _NODE.fullmatch(label):
         raise ConfigError(f"--node {label}: expected letters, digits, '.', '_' and '-'")
+    if rack is not None and not _NODE.fullmatch(rack):
+        raise ConfigError(f"--rack {rack}: expected letters, digits, '.', '_' and '-'")
     if not log_megabytes > 0 or log_files < 0 or not stop_seconds > 0:
         given = f"--log-size {log_megabytes} --log-files {log_files} --stop-seconds {stop_seconds}"
         raise ConfigError(f"{given}: expected sizes and times > 0, and a number of files >= 0")
@@ -119,6 +124,7 @@ def make_options(
         stop_seconds=stop_seconds,
         leave_signal=leave_signal(leave_on, "--leave-signal "),
         notice_file=Path(notice_file).absolute() if notice_file else None,
+        rack=rack,
     )
 
 

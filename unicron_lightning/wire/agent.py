@@ -86,6 +86,8 @@ class Register(Message, frozen=True, kw_only=True, tag="register"):
     """
     weight: Weight = 1.0
     """w(t), the value of the task's FLOPs relative to those of other tasks."""
+    rack: Name | None = None
+    """Label of what its node shares with others and can be lost with, e.g. a rack or switch."""
     warm: bool = False
     """Whether only a warm grant of ``round`` has arrived, so that the workers do not belong to the task yet."""
     reading: NodeReading | None = None

@@ -28,6 +28,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     node: str
     host: str
     local_rank: int
+    rack: str = ""
+    """Label of what the node shares with others and can be lost with, e.g. a rack or switch; "": with none."""
 
 
 class Registered(Message, frozen=True, kw_only=True, tag="registered"):

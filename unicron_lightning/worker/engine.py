@@ -54,8 +54,15 @@ class World:
     hold: bool
     nodes: tuple[str, ...] = ()
     """Nodes of the members, by rank."""
+    racks: tuple[str, ...] = ()
+    """Racks of the members, by rank; a node without a label is its own rack."""
     workers: tuple[str, ...] = ()
     """The members, by rank."""
+
+    @property
+    def places(self) -> tuple[tuple[str, str], ...]:
+        """Rack and node of each member, by rank."""
+        return tuple(zip(self.racks or self.nodes, self.nodes, strict=True))
 
 
 class Operation(Protocol):
@@ -321,6 +328,7 @@ class Engine:
                 size=len(epoch.members),
                 hold=epoch.hold,
                 nodes=tuple(member.node for member in epoch.members),
+                racks=tuple(member.rack or member.node for member in epoch.members),
                 workers=tuple(member.worker for member in epoch.members),
             )
         self.fault("exchange", epoch.number)

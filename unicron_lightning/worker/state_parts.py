@@ -155,69 +155,100 @@ class SharePart:
         return self.shard * self.pieces + self.piece
 
 
-def staged_parts(shards: Sequence[Sequence[int]], nodes: Sequence[str], partners: int) -> tuple[SharePart, ...]:
+Place = tuple[str, str]
+"""Rack and node of a worker; a node without a label is its own rack."""
+
+
+def staged_parts(shards: Sequence[Sequence[int]], places: Sequence[Place], partners: int) -> tuple[SharePart, ...]:
     """Return the parts of a version, in order.
 
     Args:
         shards: ranks of the workers of each shard, in the order of replicas.
-        nodes: node of each rank.
-        partners: number of further copies of each part on other nodes. Workers of the same shard stage them, as far as
-            there are any on other nodes, else workers of the same replica.
-    """
-    found = []
-    for shard, ranks in enumerate(shards):
-        for piece in range(len(ranks)):
-            own = tuple(ranks[i] for i in holders([nodes[rank] for rank in ranks], piece, partners))
-            used = {nodes[rank] for rank in own}
-            receivers: list[int] = []
-            for step in range(1, len(shards)):
-                other = shards[(shard + step) % len(shards)][piece]
-                if len(own) + len(receivers) <= partners and nodes[other] not in used:
-                    used.add(nodes[other])
-                    receivers.append(other)
-            part = SharePart(shard=shard, piece=piece, pieces=len(ranks), holders=own, receivers=tuple(receivers))
-            found.append(part)
-    return tuple(found)
-
-
-def own_parts(shards: Sequence[Sequence[int]], nodes: Sequence[str], partners: int) -> tuple[SharePart, ...]:
-    """Return the parts of a version, in order, if each worker has a part of its own.
-
-    Receivers are workers of the same shard, as far as there are any on other nodes, else of the same replica.
-
-    Args:
-        shards: ranks of the workers of each shard, in the order of replicas.
-        nodes: node of each rank.
-        partners: number of further copies of each part on other nodes.
+        places: place of each rank.
+        partners: number of further copies of each part: see `partners_of`. Workers of the same shard stage them, as
+            far as there are any, else workers of the same replica.
     """
     found = []
     for shard, ranks in enumerate(shards):
         for piece, rank in enumerate(ranks):
-            used, receivers = {nodes[rank]}, list[int]()
-            same = [ranks[(piece + step) % len(ranks)] for step in range(1, len(ranks))]
-            replica = [shards[(shard + step) % len(shards)][piece] for step in range(1, len(shards))]
-            for other in (*same, *replica):
-                if len(receivers) < partners and nodes[other] not in used:
-                    used.add(nodes[other])
-                    receivers.append(other)
-            found.append(
-                SharePart(shard=shard, piece=piece, pieces=len(ranks), holders=(rank,), receivers=tuple(receivers))
-            )
+            own = tuple(ranks[i] for i in holders([places[rank] for rank in ranks], piece, partners))
+            others = [shards[(shard + step) % len(shards)][piece] for step in range(1, len(shards))]
+            more = _apart(rank, others, own[1:], places, partners)
+            number = len(ranks)
+            found.append(SharePart(shard=shard, piece=piece, pieces=number, holders=own, receivers=tuple(more)))
     return tuple(found)
 
 
-def holders(nodes: Sequence[str], part: int, partners: int) -> list[int]:
-    """Return the ranks that stage a part: the rank of the same number, and a rank on each of the next other nodes.
+def own_parts(shards: Sequence[Sequence[int]], places: Sequence[Place], partners: int) -> tuple[SharePart, ...]:
+    """Return the parts of a version, in order, if each worker has a part of its own.
 
     Args:
-        nodes: node of each rank.
+        shards: as for `staged_parts`.
+        places: as for `staged_parts`.
+        partners: number of further copies of each part. Receivers are workers of the same shard, as far as there are
+            any on other nodes, else of the same replica.
+    """
+    found = []
+    for shard, ranks in enumerate(shards):
+        for piece, rank in enumerate(ranks):
+            same = [ranks[(piece + step) % len(ranks)] for step in range(1, len(ranks))]
+            replica = [shards[(shard + step) % len(shards)][piece] for step in range(1, len(shards))]
+            to = tuple(_apart(rank, [*same, *replica], (), places, partners))
+            found.append(SharePart(shard=shard, piece=piece, pieces=len(ranks), holders=(rank,), receivers=to))
+    return tuple(found)
+
+
+def _apart(rank: int, others: Sequence[int], used: Sequence[int], places: Sequence[Place], partners: int) -> list[int]:
+    """Choose further holders for a rank's part: in racks that have none, then on nodes that have none.
+
+    Only if neither ``others`` nor ``used`` are in another rack, they are in its own.
+    """
+    nodes, chosen = {places[each][1] for each in (rank, *used)}, list[int]()
+    abroad = [each for each in others if places[each][0] != places[rank][0]]
+    if not abroad and all(places[each][0] == places[rank][0] for each in used):
+        abroad = list(others)
+    racks = {places[each][0] for each in (rank, *used)}
+    for new in (True, False):
+        for each in abroad:
+            rack, node = places[each]
+            if len(used) + len(chosen) < partners and node not in nodes and (rack not in racks) == new:
+                chosen.append(each)
+                nodes.add(node)
+                racks.add(rack)
+    return chosen
+
+
+def holders(places: Sequence[Place], part: int, partners: int) -> list[int]:
+    """Return the ranks that hold a part: the rank of the same number, and a rank on each partner of its node.
+
+    Args:
+        places: place of each rank.
         part: number of the part, from 0 to the number of ranks.
         partners: number of further copies; there is at most one on each node.
     """
     ranks: dict[str, list[int]] = {}
-    for rank, node in enumerate(nodes):
+    for rank, (_, node) in enumerate(places):
         ranks.setdefault(node, []).append(rank)
-    names = list(ranks)
-    own = names.index(nodes[part])
-    others = [names[(own + step) % len(names)] for step in range(1, min(partners, len(names) - 1) + 1)]
-    return [part, *(ranks[node][part % len(ranks[node])] for node in others)]
+    return [part, *(ranks[node][part % len(ranks[node])] for node in partners_of(places, places[part])[:partners])]
+
+
+def partners_of(places: Sequence[Place], own: Place) -> list[str]:
+    """Return the nodes that hold copies for a node, in the order in which they are to be used.
+
+    They are in other racks: first a node of each, beginning with the next rack. Nodes of a rack have different partners
+    as far as possible. If there is no other rack, they are the other nodes, beginning with the next one.
+
+    Args:
+        places: of all workers of the epoch, as the coordinator has published it.
+        own: place of the node.
+    """
+    racks: dict[str, list[str]] = {}
+    for rack, node in dict.fromkeys(places):
+        racks.setdefault(rack, []).append(node)
+    names, own_rack = list(racks), racks[own[0]]
+    at, number = names.index(own[0]), own_rack.index(own[1])
+    if len(names) == 1:
+        return [own_rack[(number + step) % len(own_rack)] for step in range(1, len(own_rack))]
+    others = [racks[names[(at + step) % len(names)]] for step in range(1, len(names))]
+    turns = range(max(map(len, others)))
+    return [nodes[(number + turn) % len(nodes)] for turn in turns for nodes in others if turn < len(nodes)]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 
-from coordinator.driver import World, members, running
+from coordinator.driver import World, members, running, settle
 from coordinator.fake_agent import FakeAgent
 
 from unicron_lightning import wire
+from unicron_lightning.worker.state_parts import partners_of
 
 
 def copy(step: int, part: int, *, epoch: int = 1, parts: int = 2, copies: int = 1) -> wire.StateCopy:
@@ -95,3 +96,38 @@ def test_versions_staged_before_workers_differed_are_not_offered() -> None:
     about = {"kind": "parameters_differ", "cause": "x", "phase": "step", "step": 5, "at": 1.0, "details": {}}
     a.say(wire.ErrorReport(worker=a.worker(), ends=True, **about))
     assert offered(a, b) == []
+
+
+def partners(world: World) -> dict[str, str]:
+    """The first partner of each node, as all workers of the newest epoch derive it."""
+    places = [(member.rack or member.node, member.node) for member in world.task("t").members()]
+    return {place[1][-1]: partners_of(places, place)[0][-1] for place in places}
+
+
+def test_no_rack_is_its_own_partner_in_any_epoch() -> None:
+    world = World()
+    world.nodes = (1, 5)
+    agents = [world.agent(name) for name in "abcde"]
+    for agent, rack in zip(agents, ("r", "r", "s", "s", None), strict=True):
+        agent.rack = rack
+        agent.start()
+    for agent in agents:
+        agent.boot()
+    settle(world)
+    racks = {agent.name: agent.rack or agent.name for agent in agents}
+
+    def check() -> None:
+        found = partners(world)
+        assert found.keys() == {member.agent for member in world.task("t").members()}
+        assert all(racks[one] != racks[other] for one, other in found.items())
+
+    check()
+    assert len(set(partners(world).values())) >= 4, "copies are spread"
+    _, _, c, d, e = agents
+    for gone in (e, d):
+        gone.die()
+        settle(world)
+        check()
+    c.die()
+    settle(world)
+    assert partners(world) == {"a": "b", "b": "a"}, "there is no other rack"

@@ -461,7 +461,8 @@ def _key(secret: bytes, epoch: str) -> str:
 
 def _member(task: Task, worker: Worker) -> wire.Member:
     agent = task.agents[worker.agent]
-    return wire.Member(worker=worker.id, agent=agent.id, node=agent.node, host=agent.host, local_rank=worker.local_rank)
+    rack, place = agent.rack or "", worker.local_rank
+    return wire.Member(worker=worker.id, agent=agent.id, node=agent.node, host=agent.host, local_rank=place, rack=rack)
 
 
 def _nobody_left(task: Task, turn: Turn) -> None:
