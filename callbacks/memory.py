@@ -21,7 +21,7 @@ class MemoryCheckpoint(pl.Callback):
         partners: copies of each share on other nodes: so many nodes may be lost together with all workers.
 
     Raises:
-        ConfigError: an argument is out of range, or (at the start) the strategy is not ``unicron`` or ``unicron_fsdp``.
+        ConfigError: an argument is out of range, or (at the start) the strategy is none of this project's.
     """
 
     def __init__(self, every_n_steps: int = 10, partners: int = 1) -> None:

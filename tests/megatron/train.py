@@ -213,6 +213,20 @@ class Watch(pl.Callback):
             torch.save({"parameters": state, "lr": strategy.optimizers[0].param_groups[0]["lr"]}, self._folder / name)
 
 
+def savers(folder: Path, settings: dict[str, Any]) -> list[pl.Callback]:
+    """The callbacks that keep the state."""
+    from unicron_lightning.callbacks import MemoryCheckpoint
+
+    saves: list[pl.Callback] = []
+    if every := settings["save_every"]:
+        saves.append(ModelCheckpoint(folder / "checkpoints", "{step}", every_n_train_steps=every, save_top_k=-1))
+    if settings["validate"]:
+        saves.append(ModelCheckpoint(folder / "best", "{step}", monitor="val_loss", save_top_k=1))
+    if settings["memory"]:
+        saves.append(MemoryCheckpoint(*settings["memory"]))
+    return saves
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     settings = {**SETTINGS, **json.loads((folder / "settings.json").read_text())}
@@ -235,17 +249,7 @@ def main() -> None:
         ddp=DistributedDataParallelConfig(**{"grad_reduce_in_fp32": options.bf16, **settings["ddp"]}),
         redundancy=None if settings["redundancy"] is None else Redundancy(**settings["redundancy"]),
     )
-    every = settings["save_every"]
-    saves: list[pl.Callback] = (
-        [ModelCheckpoint(folder / "checkpoints", "{step}", every_n_train_steps=every, save_top_k=-1)] if every else []
-    )
-    validate = settings["validate"]
-    if validate:
-        saves.append(ModelCheckpoint(folder / "best", "{step}", monitor="val_loss", save_top_k=1))
-    if settings["memory"]:
-        from unicron_lightning.callbacks import MemoryCheckpoint
-
-        saves.append(MemoryCheckpoint(*settings["memory"]))
+    saves, validate = savers(folder, settings), settings["validate"]
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator=settings["accelerator"],

@@ -87,7 +87,7 @@ class Agent(msgspec.Struct, kw_only=True):
     """SHA-256 of the secret that the agent registered with; a process with another secret is not this agent."""
     slot: str | None = None
     """Label of the accelerators on its node that its workers use; None: no other task uses them."""
-    rack: str | None = None
+    rack: str = ""
     """Label of what its node shares with others and can be lost with."""
     conn: int | None
     """Connection number; None while the agent is away, in a grace period."""

@@ -460,9 +460,8 @@ def _key(secret: bytes, epoch: str) -> str:
 
 
 def _member(task: Task, worker: Worker) -> wire.Member:
-    agent = task.agents[worker.agent]
-    rack, place = agent.rack or "", worker.local_rank
-    return wire.Member(worker=worker.id, agent=agent.id, node=agent.node, host=agent.host, local_rank=place, rack=rack)
+    of, place = task.agents[worker.agent], worker.local_rank
+    return wire.Member(worker=worker.id, agent=of.id, node=of.node, host=of.host, local_rank=place, rack=of.rack)
 
 
 def _nobody_left(task: Task, turn: Turn) -> None:

@@ -126,7 +126,7 @@ def _new_agent(task: Task, message: wire.Register) -> Agent:
         pid=message.pid,
         secret=message.secret,
         slot=message.slot,
-        rack=message.rack,
+        rack=message.rack or "",
         conn=None,
     )
 
