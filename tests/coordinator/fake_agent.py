@@ -98,11 +98,12 @@ class FakeAgent:
             secret=self.name.encode().hex()[:32],
         )
 
-    def register(self, **changes: Any) -> FakeAgent:
+    def register(self, *, excused: bool = False, **changes: Any) -> FakeAgent:
         self.world.conns += 1
         self.conn = self.world.conns
         self.world.agents[self.conn] = self
-        self.say(wire.Register(**{**_fields(self.registration()), **changes}))
+        message = wire.Register(**{**_fields(self.registration()), **changes})
+        self.world.do(ev.AgentMessage(conn=self.conn, message=message, excused=excused))
         kept, self.outbox = self.outbox, []
         for message in kept:
             if self.conn is not None:

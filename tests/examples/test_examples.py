@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from unicron_lightning import LocalCluster
 
@@ -53,15 +54,32 @@ def test_the_sweep_runs_its_jobs_on_a_cluster_of_its_own(tmp_path: Path) -> None
     assert len(losses) == 2 and losses[0] != losses[1]
 
 
-@pytest.mark.chaos  # two workers import megatron-core: 20 s of CPU; run it with -m chaos
-def test_the_ported_pretraining_learns_with_sequence_parallelism(tmp_path: Path) -> None:
+@pytest.mark.chaos  # eight workers import megatron-core: over a minute; run it with -m chaos
+def test_the_ported_pretraining_with_sequence_parallelism_survives_a_kill_exactly(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core.package_info")
-    script = ROOT / "examples/porting/pretrain_gpt.py"
-    command = [script, "--devices", "2", "--tensor", "2", "--sequence-parallel", "--steps", "12"]
-    with LocalCluster(command, nodes=2, nnodes="2:2", folder=tmp_path) as cluster:
-        assert cluster.wait_exit() == {"node0": 0, "node1": 0}
-        (loss,) = re.findall(r"lm loss ([\d.]+) after 12 steps", cluster.log("node0") + cluster.log("node1"))
-    assert float(loss) < 4.7, "a uniform guess has 4.85"
+    program = ROOT / "tests/programs/ported.py"
+    written: dict[str, list[dict[str, torch.Tensor]]] = {"shard0": [], "shard1": []}
+    for name in ("whole", "killed"):
+        (folder := tmp_path / name).mkdir()
+        command = [program, folder, "--devices", "4", "--tensor", "2", "--sequence-parallel", "--steps", "30"]
+        with LocalCluster(command, nodes=4, nnodes="2:4") as cluster:
+            cluster.wait_workers(4)
+            if name == "killed":
+                cluster.wait_step(3)
+                cluster.kill_worker("node1")
+                assert cluster.until("a death", lambda: cluster.events("worker_died"))
+            assert set(cluster.wait_exit().values()) == {0}
+            assert not cluster.events("task_restarts")
+            output = "".join(cluster.log(node) for node in cluster.agents)
+        (loss,) = re.findall(r"lm loss ([\d.]+) after 30 steps", output)
+        assert float(loss) < 4.7, "a uniform guess has 4.85"
+        for path in sorted(folder.glob("*.pt")):
+            written[path.name[:6]].append(torch.load(path, weights_only=True))
+    for shards in written.values():
+        assert len(shards) >= 3, "of both replicas, and of at least one after the kill"
+        for other in shards[1:]:
+            assert shards[0].keys() == other.keys()
+            assert all(torch.equal(value, other[name]) for name, value in shards[0].items())
 
 
 @pytest.mark.parametrize("place", [0, 1])

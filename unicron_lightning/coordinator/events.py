@@ -90,10 +90,14 @@ class Started:
 
 
 class AgentMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """A message arrived on connection ``conn``. The first one of a connection must be `wire.Register`."""
+    """A message arrived on connection ``conn``. The first one of a connection must be `wire.Register`.
+
+    ``excused``: the coordinator's loop stood still shortly before, so a new connection is no evidence about the link.
+    """
 
     conn: int
     message: wire.FromAgent
+    excused: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -195,16 +195,16 @@ class Machine:
 
     def _said(self, turn: Turn, event: ev.AgentMessage | ev.DaemonMessage) -> None:
         if isinstance(event, ev.AgentMessage):
-            self._received(turn, event.conn, event.message)
+            self._received(turn, event.conn, event.message, excused=event.excused)
         else:
             self._node_said(turn, event)
 
-    def _received(self, turn: Turn, conn: int, message: wire.FromAgent) -> None:
+    def _received(self, turn: Turn, conn: int, message: wire.FromAgent, *, excused: bool = False) -> None:
         waiting = self._cluster.pending_of(conn) if self._cluster.pending else None
         if waiting is not None:
             waiting.messages.append(message)
         elif isinstance(message, wire.Register):
-            self._register(turn, conn, message)
+            self._register(turn, conn, message, excused=excused)
         elif conn not in self._cluster.conns:
             turn.close(conn, "the first message must be register")
         else:
@@ -218,7 +218,7 @@ class Machine:
                 if turn.decisions or task.severity.step != step or not workers.changes_nothing(task, message):
                     turn.to_review[task.id] = task
 
-    def _register(self, turn: Turn, conn: int, message: wire.Register) -> None:
+    def _register(self, turn: Turn, conn: int, message: wire.Register, *, excused: bool) -> None:
         task = self._cluster.tasks.get(message.task)
         self._touched[message.task] = None
         known = task is not None and (message.agent in task.agents or message.agent in task.lost)
@@ -251,7 +251,7 @@ class Machine:
         if old is not None and old.conn != conn:
             turn.hang_up(old, "the agent has a newer connection")
         self._cluster.conns[conn] = (task.id, message.agent)
-        registration.register(task, turn, conn, message, created=created)
+        registration.register(task, turn, conn, message, created=created, excused=excused)
         gather(self._cluster, turn, task.agents[message.agent], old is None)
         turn.to_review[task.id] = task
 

@@ -157,6 +157,20 @@ def test_a_link_that_breaks_again_and_again_is_told_once_and_disturbs_nobody():
     assert len(events(world, "error_reported")) == 2, "now and then is not often"
 
 
+def test_a_link_is_not_judged_by_a_coordinator_that_stood_still():
+    world, (_, b, _) = joined(flapping_cuts=2)
+    for _ in range(4):
+        b.drop()
+        b.register(excused=True)
+    assert not events(world, "error_reported")
+    b.drop()
+    b.register()
+    assert not events(world, "error_reported")
+    b.drop()
+    b.register()
+    assert [error["kind"] for error in events(world, "error_reported")] == ["link_flapping"]
+
+
 def test_agents_that_come_back_to_a_restarted_coordinator_do_not_flap():
     world, agents = joined(flapping_cuts=2)
     for _ in range(4):

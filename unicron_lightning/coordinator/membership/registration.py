@@ -72,8 +72,19 @@ def _contradiction(message: wire.Register) -> str | None:
     return None
 
 
-def register(task: Task, turn: Turn, conn: int, message: wire.Register, *, created: bool) -> None:
-    """Accept an agent's (new) connection. The caller has checked `refusal`."""
+def register(
+    task: Task, turn: Turn, conn: int, message: wire.Register, *, created: bool, excused: bool = False
+) -> None:
+    """Accept an agent's (new) connection. The caller has checked `refusal`.
+
+    Args:
+        task: its task.
+        turn: where actions go.
+        conn: number of the connection.
+        message: the registration.
+        created: whether the task is new.
+        excused: whether the coordinator stood still shortly before, so the agent's link is not to blame.
+    """
     agent = task.agents.get(message.agent)
     resumed = agent is not None
     if agent is None:
@@ -87,7 +98,7 @@ def register(task: Task, turn: Turn, conn: int, message: wire.Register, *, creat
             lifecycle.stop_waiting(task)
             turn.cancel("empty", task=task.id)
     else:
-        if not task.restoring:
+        if not task.restoring and not excused:
             _was_cut(task, turn, agent)
         turn.cancel("lost", task=task.id, agent=agent.id)
     agent.conn, agent.told, agent.copies = conn, message.epoch, message.copies

@@ -360,7 +360,7 @@ class Server:
                     raise malformed.Misplaced(reason)
                 # Only the connection's own machine is probed for an open port.
                 self._presence.record_store(conn, store and wire.Address(host=peer, port=store.port))
-            self._take(ev.AgentMessage(conn=conn, message=message))
+            self._take(ev.AgentMessage(conn=conn, message=message, excused=self._timers.excusing()))
 
         return await self._serve(request, take)
 

@@ -51,6 +51,10 @@ class Timers:
         """Record that the loop could not run until now."""
         self._allowed_until = asyncio.get_running_loop().time() + ALLOWANCE_SECONDS
 
+    def excusing(self) -> bool:
+        """Whether the loop stood still so shortly before that agents connect again for this reason."""
+        return asyncio.get_running_loop().time() < self._allowed_until
+
     def set(self, key: ev.TimerKey, seconds: float) -> None:
         """Start or restart a timer."""
         self.cancel(key)
