@@ -168,6 +168,20 @@ def test_every_error_stands_in_the_drawn_tree() -> None:
 def test_messages_of_troubleshooting_exist() -> None:
     sources = "".join(path.read_text() for path in ROOT.glob("unicron_lightning/**/*.py"))
     sources += "".join(path.read_text() for path in ROOT.glob("strategies/**/*.py"))
-    messages = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
-    assert len(messages) > 20
+    rows = re.findall(r"^\| (`[^|]+`) [^|]*\|", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
+    messages = [message for row in rows for message in re.findall(r"`([^`]+)`", row)]
+    assert len(messages) > 80
     assert [message for message in messages if message not in sources] == []
+
+
+def test_every_warning_is_in_the_page_of_messages() -> None:
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    events = {
+        name
+        for folder in (ROOT / "unicron_lightning", ROOT / "strategies", ROOT / "callbacks", ROOT / "hydra_plugins")
+        for path in folder.rglob("*.py")
+        for name in re.findall(r'logger\.(?:warning|error|exception)\(\s*"([a-z_]+)[ "]', path.read_text())
+        if "simulate" not in path.parts
+    }
+    assert len(events) > 60
+    assert sorted(name for name in events if f"`{name}" not in page) == []
