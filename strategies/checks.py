@@ -42,8 +42,12 @@ def check_trainer(trainer: pl.Trainer) -> None:
         )
 
 
-def check_module(module: pl.LightningModule) -> None:
-    """Refuse modules that step their optimizers, or fetch their batches, themselves.
+def check_module(module: pl.LightningModule, *, manual: bool = False) -> None:
+    """Refuse modules that fetch their batches themselves, or step their optimizers where that is not supported.
+
+    Args:
+        module: of the run.
+        manual: whether manual optimization is supported.
 
     Raises:
         ConfigError: for manual optimization; for steps that take the data's iterator.
@@ -54,20 +58,24 @@ def check_module(module: pl.LightningModule) -> None:
                 f"{type(module).__qualname__}.{name}(dataloader_iter) fetches its batches itself; the unicron strategy "
                 f"must know which rank has which batch: define {name}(batch, batch_idx)"
             )
-    if not module.automatic_optimization:
+    if not module.automatic_optimization and not manual:
         raise ConfigError(
-            f"{type(module).__qualname__}.automatic_optimization is False; the unicron strategy needs automatic "
-            "optimization: it must know where a step ends to finish it after a failure"
+            f"{type(module).__qualname__}.automatic_optimization is False; models that are spread over workers need "
+            'automatic optimization: set it to True, or use Trainer(strategy="unicron")'
         )
 
 
-def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
+def check_optimizers(optimizers: Sequence[Optimizer], *, several: bool = False) -> None:
     """Refuse optimizers that run the step more than once, and several optimizers.
+
+    Args:
+        optimizers: of the module.
+        several: whether there may be more than one.
 
     Raises:
         ConfigError: naming them.
     """
-    if len(optimizers) > 1:
+    if len(optimizers) > 1 and not several:
         names = [type(optimizer).__qualname__ for optimizer in optimizers]
         raise ConfigError(f"configure_optimizers() returned {len(optimizers)} optimizers {names}; expected one")
     for optimizer in optimizers:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.data.order import StepShape
 from unicron_lightning.strategies.checks import check_optimizers
+from unicron_lightning.strategies.manual.steps import ManualSteps
 from unicron_lightning.strategies.metrics.sums import StepSums
 from unicron_lightning.strategies.micro_batch import Effects, MicroBatches
 from unicron_lightning.strategies.parallelism import FinishedStep, Parallelism
@@ -49,6 +50,7 @@ class DataParallel(Parallelism):
     whole = True
     shuffles = True
     shards = 1
+    optimizes_manually = True
     steps: WholeModelSteps
 
     def __init__(self, strategy: FaultTolerantStrategy, steps: WholeModelSteps, *, rebalance: bool) -> None:
@@ -59,12 +61,16 @@ class DataParallel(Parallelism):
         self._strategy = strategy
         self._rebalance = rebalance
 
+    @property
+    def manual(self) -> ManualSteps | None:  # type: ignore[override]
+        return self.steps.manual
+
     def open(self, device: torch.device, shape: StepShape, on_world: Callable[[World], None]) -> tuple[Session, bool]:
         return Session.of_process(device, shape.micro_batches, on_world)
 
     def built(self) -> None:
         strategy = self._strategy
-        check_optimizers(strategy.optimizers)
+        check_optimizers(strategy.optimizers, several=not strategy.module.automatic_optimization)
         self.steps.begin_fit(balance_of(strategy.engine, strategy.shape.micro_batches) if self._rebalance else None)
 
     def found(self, *, resumes: bool) -> None:
@@ -81,7 +87,12 @@ class DataParallel(Parallelism):
         return deal(micro_batches, counts)[world.rank]
 
     def state(self, trainer: pl.Trainer) -> dict[str, Any]:
-        return join_state.parameter_state(trainer)
+        manual = {} if self.manual is None else {"manual": self.manual.state()}
+        return {**join_state.parameter_state(trainer), **manual}
+
+    def admitted(self, state: dict[str, Any]) -> None:
+        if self.manual is not None and "manual" in state:
+            self.manual.load_state(state["manual"])
 
     def close(self) -> None:
         self.steps.close()
@@ -98,12 +109,14 @@ class WholeModelSteps:
 
     Attributes:
         balance: shares of the ranks by speed; None: equal ones.
+        manual: runs the steps instead, if the module optimizes manually.
     """
 
     def __init__(
         self, strategy: FaultTolerantStrategy, bucket_bytes: int, divergence: Divergence, *, overlap: bool
     ) -> None:
         self.balance: Balance | None = None
+        self.manual: ManualSteps | None = None
         self._strategy = strategy
         self._bucket_bytes = bucket_bytes
         self._overlap = overlap
@@ -115,8 +128,12 @@ class WholeModelSteps:
 
     def begin_fit(self, balance: Balance | None) -> None:
         """Begin with a complete model, of which the optimizers know."""
-        self._effects = Effects(self._strategy.module, frozen=True)
+        strategy = self._strategy
+        self._effects = Effects(strategy.module, frozen=True)
         self.balance = balance
+        if not strategy.module.automatic_optimization:
+            options = (self._bucket_bytes, self._divergence, self._effects)
+            self.manual = ManualSteps(strategy, *options, overlap=self._overlap)
 
     def check_data(self, loader: DataLoader[Any]) -> None:
         """Refuse nothing more than `data.order.check_loader`."""
@@ -125,6 +142,8 @@ class WholeModelSteps:
         strategy, effects = self._strategy, self._effects
         engine, module = strategy.engine, strategy.module
         assert effects is not None
+        if self.manual is not None:
+            return self.manual.run(batch, *where)
         gradients = self._buckets(module, first=batch.step == 0)
         gradients.begin()
         effects.begin(batch, strategy.agreed)
@@ -151,12 +170,16 @@ class WholeModelSteps:
         if self._gradients is not None:
             self._gradients.close()
             self._gradients = None
+        if self.manual is not None:
+            self.manual.close()
+            self.manual = None
 
     def _buckets(self, module: pl.LightningModule, first: bool) -> GradientBuckets:
         """Return the buckets, rebuilt when other parameters need gradients than before."""
         named = self._trained.find(module, self._strategy.optimizers, anew=first)
         if self._gradients is None or not self._gradients.matches([p for _, p in named]):
-            self.close()
+            if self._gradients is not None:
+                self._gradients.close()
             self._gradients = GradientBuckets(named, self._bucket_bytes, self._overlap)
         return self._gradients
 

@@ -203,7 +203,7 @@ class FaultTolerantStrategy(CollectingStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
         session, parallelism, fitting = self.session, self.parallelism, trainer.state.fn == TrainerFn.FITTING
-        check_module(self.module)
+        check_module(self.module, manual=parallelism.optimizes_manually)
         if session.control is not None:
             session.control.flops_per_step = told_flops(self.module)
             if self._announcements.take not in session.control.listeners:
@@ -266,6 +266,8 @@ class FaultTolerantStrategy(CollectingStrategy):
             step = self.parallelism.steps.run(batch, *where)
         self.loaders.committed(self.trainer, batch)
         self._reports.finished(self.engine, step.operation, step.loss, batch.num_samples())
+        if self.parallelism.manual is not None:
+            self._timed.stepped()
         for call in step.calls:
             self.results.replay(call, self.module, self.root_device)
         return step.output
@@ -286,12 +288,19 @@ class FaultTolerantStrategy(CollectingStrategy):
     @override
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Pass the gradients, summed over the global batch, to the optimizer, with the usual hooks."""
+        manual = self.parallelism.manual
+        if manual is not None:
+            return manual.backward(closure_loss, *args, **kwargs)
         return self.parallelism.steps.backward(closure_loss)
 
     @override
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, closure: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the step, which is the closure, and the optimizer's own work."""
-        output = super().optimizer_step(*args, **kwargs)
+        manual = self.parallelism.manual
+        if manual is not None and manual.runs:
+            step = super().optimizer_step
+            return manual.optimizer_step(optimizer, closure, lambda none: step(optimizer, none, *args, **kwargs))
+        output = super().optimizer_step(optimizer, closure, *args, **kwargs)
         self._timed.stepped()
         self.engine.activity.enter("hooks")
         return output

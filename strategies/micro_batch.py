@@ -14,7 +14,7 @@ from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.data.seeding import place_seed, seed_all
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies.metrics.recording import LogCall, logged_dtype
-from unicron_lightning.strategies.metrics.step_metrics import StepMetrics
+from unicron_lightning.strategies.metrics.step_metrics import State, StepMetrics
 from unicron_lightning.strategies.metrics.sums import NormStatistics, SumsLayout
 from unicron_lightning.strategies.state.module_buffers import ModuleBuffers, check_registered
 
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 FORWARD = 1
 """Distinguishes the random state of computing from that of fetching, at the same place."""
+
+
+Held = tuple[list[Tensor], dict[str, tuple[State, Any]], dict[int, Tensor]]
+"""Changes of a micro-batch that is paused."""
 
 
 class Effects:
@@ -62,6 +66,17 @@ class Effects:
         self.norms.restore()
         self.metrics.restore()
         self.buffers.restore()
+
+    def hold(self) -> Held:
+        """Return a paused micro-batch's values for `put_back`, and restore the step's."""
+        return self.norms.hold(), self.metrics.hold(), self.buffers.hold()
+
+    def put_back(self, held: Held) -> None:
+        """Restore what `hold` has returned."""
+        norms, metrics, buffers = held
+        self.norms.put_back(norms)
+        self.metrics.put_back(metrics)
+        self.buffers.put_back(buffers)
 
     def finish_micro_batch(self, number: int) -> None:
         """Record the changes and restore the step's values."""

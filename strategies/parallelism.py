@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import lightning.pytorch as pl
 import torch
@@ -26,6 +26,9 @@ from unicron_lightning.strategies.session import Session
 from unicron_lightning.strategies.state.division import StateDivision
 from unicron_lightning.worker.commit import CommittedStep
 from unicron_lightning.worker.engine import Engine, World
+
+if TYPE_CHECKING:
+    from unicron_lightning.strategies.manual.steps import ManualSteps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +146,8 @@ class Parallelism(ABC):
         whole: whether each worker holds all of it, so that the workers can be compared, and are torch's default group.
         shuffles: whether training data is shuffled as under ddp.
         shards: devices that compute a micro-batch together, in the declared world.
+        optimizes_manually: whether modules may have ``automatic_optimization=False``.
+        manual: runs the steps of such a module while it trains.
         steps, evaluation, checkpoints: its parts.
         division: of states in the agents' memory.
     """
@@ -150,6 +155,8 @@ class Parallelism(ABC):
     whole: bool
     shuffles: bool
     shards: int
+    optimizes_manually = False
+    manual: ManualSteps | None = None
     steps: StepRunner
     evaluation: EvaluationRunner
     checkpoints: CheckpointStore

@@ -66,6 +66,10 @@ class LogCall:
         return cls(options=tuple(options), value=scalar, weight=weight, metric=metric)
 
 
+Recording = tuple[Any, int | None, list[LogCall] | None]
+"""A batch, its size if it is known, and the list that takes log calls; None: they are not recorded."""
+
+
 def logged_dtype(plugin: Precision) -> torch.dtype | None:
     """Return the type of logged values if it is not torch's default, which is single outside of double steps."""
     return torch.float64 if isinstance(plugin, DoublePrecision) else None
@@ -112,6 +116,12 @@ class RecordingResults(_ResultCollection):
             yield calls
         finally:
             self.batch, self.batch_size, self._calls = before
+
+    def exchange(self, recording: Recording) -> Recording:
+        """Put another recording in place, and return the present one."""
+        before = self.batch, self.batch_size, self._calls
+        self.batch, self.batch_size, self._calls = recording
+        return before
 
     def record_into(self, calls: list[LogCall] | None) -> None:
         """Record into ``calls`` from now on (None: stop recording)."""

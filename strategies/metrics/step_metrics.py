@@ -68,6 +68,19 @@ class StepMetrics:
         for name, state in self._base.items():
             set_state(self.by_name[name], state)
 
+    def hold(self) -> dict[str, tuple[State, Any]]:
+        """Return the present states for `put_back`, and restore those before the step."""
+        self._settle_groups()
+        held = {name: (_state(metric), metric._forward_cache) for name, metric in self.by_name.items()}
+        self.restore()
+        return held
+
+    def put_back(self, held: Mapping[str, tuple[State, Any]]) -> None:
+        """Restore what `hold` has returned."""
+        for name, (state, cache) in held.items():
+            set_state(self.by_name[name], state)
+            self.by_name[name]._forward_cache = cache
+
     def finish_micro_batch(self, number: int) -> None:
         """Record the states and restore those before the step."""
         self._settle_groups()

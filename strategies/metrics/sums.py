@@ -96,6 +96,22 @@ class NormStatistics:
         for buffer, base in zip([*self._floats, *self._counts], [*self._base, *self._base_counts], strict=False):
             buffer.copy_(base)
 
+    def hold(self) -> list[Tensor]:
+        """Return the present statistics for `put_back`, and restore the step's start.
+
+        Graphs of paused micro-batches may have the statistics, so their versions stay the same.
+        """
+        buffers = [*self._floats, *self._counts]
+        held = [buffer.clone() for buffer in buffers]
+        for buffer, base in zip(buffers, [*self._base, *self._base_counts], strict=False):
+            buffer.data.copy_(base)
+        return held
+
+    def put_back(self, held: Sequence[Tensor]) -> None:
+        """Restore what `hold` has returned."""
+        for buffer, value in zip([*self._floats, *self._counts], held, strict=True):
+            buffer.data.copy_(value)
+
     def finish_micro_batch(self) -> None:
         """Add the micro-batch's changes to the sums and restore the step's start."""
         if self.bucket is None:

@@ -226,6 +226,7 @@ def counters(fit_loop: _FitLoop) -> dict[str, Any]:
         "batch": epoch_loop.batch_progress.state_dict(),
         "scheduler": epoch_loop.scheduler_progress.state_dict(),
         "optimizer": epoch_loop.automatic_optimization.optim_progress.state_dict(),
+        "manual": epoch_loop.manual_optimization.optim_step_progress.state_dict(),
         "validation": epoch_loop.val_loop.batch_progress.state_dict(),
         "stepped": epoch_loop._batches_that_stepped,
         "validated": dict(epoch_loop.val_loop._seen_batches_per_dataloader),
@@ -240,6 +241,8 @@ def set_counters(fit_loop: _FitLoop, saved: dict[str, Any]) -> None:
     epoch_loop.batch_progress.load_state_dict(saved["batch"])
     epoch_loop.scheduler_progress.load_state_dict(saved["scheduler"])
     epoch_loop.automatic_optimization.optim_progress.load_state_dict(saved["optimizer"])
+    if "manual" in saved:  # not in checkpoints of earlier versions
+        epoch_loop.manual_optimization.optim_step_progress.load_state_dict(saved["manual"])
     epoch_loop.val_loop.batch_progress.load_state_dict(saved["validation"])
     epoch_loop._batches_that_stepped = saved["stepped"]
     epoch_loop.val_loop._seen_batches_per_dataloader.update(saved.get("validated", {}))

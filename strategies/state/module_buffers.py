@@ -190,6 +190,25 @@ class ModuleBuffers:
         if number == self._first:
             self._fill()
 
+    def hold(self) -> dict[int, Tensor]:
+        """Return the changed values for `put_back`, and restore the step's.
+
+        Graphs of paused micro-batches may have the buffers, so their versions stay the same.
+        """
+        held = {}
+        for index, place in enumerate(self._places):
+            now = place.now
+            if now is not None and place.kept and not _same(now, place.base):
+                held[index] = now.detach().clone()
+                place.tensor.data.copy_(place.base)
+                place.holder[place.name] = place.tensor
+        return held
+
+    def put_back(self, held: Mapping[int, Tensor]) -> None:
+        """Restore what `hold` has returned."""
+        for index, value in held.items():
+            self._places[index].tensor.data.copy_(value)
+
     def restore(self) -> list[str]:
         """Restore the step's buffers after an exception in a micro-batch; return names of those that had changed."""
         restored = []

@@ -77,9 +77,13 @@ class GradientBucket(Bucket):
         super().renew()
         self._views = _views_of(self.reduced, self._parameters)
 
+    def views(self) -> Iterable[tuple[Parameter, Tensor]]:
+        """The parameters with their parts of ``reduced``."""
+        return zip(self._parameters, self._views, strict=True)
+
     def bind(self) -> None:
         """Make the parameters' gradients views of ``reduced``."""
-        for view, parameter in zip(self._views, self._parameters, strict=True):
+        for parameter, view in self.views():
             parameter.grad = view
 
 
@@ -155,6 +159,12 @@ class GradientBuckets(OfProcess):
         for parameter, is_used in zip(self.parameters, used, strict=True):
             if not is_used and parameter.grad is not None and not parameter.grad.any():
                 parameter.grad = None
+
+    def summed(self, used: Sequence[bool]) -> dict[Parameter, Tensor]:
+        """Return the summed gradients of the used parameters, as views that the next reduction overwrites."""
+        views = {id(p): view for bucket in self.buckets for p, view in bucket.views()}
+        found = [(p, views[id(p)], is_used) for p, is_used in zip(self.parameters, used, strict=True)]
+        return {p: view for p, view, is_used in found if is_used or bool(view.any())}
 
     def close(self) -> None:
         """Remove the hooks from the parameters."""

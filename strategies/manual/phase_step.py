@@ -1,0 +1,106 @@
+"""The operation of one phase of manual optimization: a `GradientStep` whose micro-batches are running strands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+
+import msgspec
+
+from unicron_lightning.errors import ConfigError
+from unicron_lightning.strategies.manual.strand import Phase
+from unicron_lightning.worker.buckets import GradientBuckets
+from unicron_lightning.worker.commit import Sums
+from unicron_lightning.worker.communication.communicator import gather_bytes
+from unicron_lightning.worker.engine import Engine
+from unicron_lightning.worker.ledger import share
+from unicron_lightning.worker.step import GradientStep
+
+
+class _Standing(msgspec.Struct):
+    """A rank's strands, by micro-batch, and the phase to which they have come."""
+
+    strands: list[int]
+    phase: str
+
+
+class PhaseStep(GradientStep):
+    """The micro-batches' backwards of one phase, up to their commit.
+
+    A micro-batch belongs to the lowest rank that has its strand; those without one, of a dead rank, are distributed.
+
+    Args:
+        micro_batches: all of the step's, by number.
+        gradients: of the phase.
+        sums: of the phase.
+        run: brings one micro-batch through the phase.
+        strands: numbers of the strands on this rank; changes with ``run``.
+        phase: what this rank's strands have come to.
+        place: for errors.
+        digest: of the parameters; 0.0 without one.
+    """
+
+    def __init__(
+        self,
+        micro_batches: Sequence[int],
+        gradients: GradientBuckets,
+        sums: Sums,
+        run: Callable[[int], None],
+        *,
+        strands: Collection[int],
+        phase: Phase,
+        place: str,
+        digest: float = 0.0,
+    ) -> None:
+        super().__init__(micro_batches, gradients, sums, run, digest=digest)
+        self._strands = strands
+        self._phase = phase
+        self._place = place
+
+    @property
+    def finished(self) -> frozenset[int]:
+        """Micro-batches that this rank has brought through the phase."""
+        return frozenset(self._finished)
+
+    def attempt(self, engine: Engine) -> bytes:
+        plan = self._plan
+        assert plan is not None
+        self._plan = replace(plan, todo=tuple(self._own(engine, plan.lost)))
+        return super().attempt(engine)
+
+    def _own(self, engine: Engine, lost: Sequence[int]) -> list[int]:
+        own = _Standing(strands=sorted(self._strands), phase=described(self._phase))
+        standing = msgspec.msgpack.encode(own)
+        parts = gather_bytes(engine.communicator, standing, engine.tag("phase"))
+        ranks = [msgspec.msgpack.decode(part, type=_Standing) for part in parts]
+        check_same([each.phase for each in ranks], self._place)
+        owners = {number: rank for rank, each in reversed(list(enumerate(ranks))) for number in each.strands}
+        orphans = share([number for number in lost if number not in owners], engine.world.rank, engine.world.size)
+        return sorted([*orphans, *(number for number in lost if owners.get(number) == engine.world.rank)])
+
+
+def described(phase: Phase) -> str:
+    """Return a phase as text that is equal for equal phases."""
+    return "end" if phase.mask is None else "".join("01"[needed] for needed in phase.mask)
+
+
+def check_same(phases: Sequence[str], place: str) -> None:
+    """Refuse micro-batches that call their backwards in different orders.
+
+    Args:
+        phases: as `described` returns them.
+        place: for the message.
+
+    Raises:
+        ConfigError: quoting the phases.
+    """
+    if len(set(phases)) > 1:
+        found = [
+            "its end" if phase == "end" else f"manual_backward() with {phase.count('1')} parameters that need gradients"
+            for phase in sorted(set(phases))
+        ]
+        raise ConfigError(
+            f"{place}: micro-batches of one step have come to {' and to '.join(found)}; the unicron strategy needs the "
+            "same manual_backward, toggle_optimizer and optimizer.step calls for all micro-batches of a step: let them "
+            "depend on batch_idx, not on the data"
+        )

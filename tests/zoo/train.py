@@ -1,0 +1,94 @@
+"""Trains a model of the zoo, as a script: ``train.py FOLDER``; ``settings.json`` in the folder has the case."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+
+DEVICES = 2
+
+
+class Killed(pl.Callback):
+    """Kills a worker once, at its n-th step of an optimizer, forward or backward; the other waits for a successor."""
+
+    def __init__(self, folder: Path, at: str, number: int, rank: int) -> None:
+        self._mark, self._at, self._number, self._rank, self._count = folder / "killed", at, number, rank, 0
+        self.replaces = self._mark.exists()
+
+    def _strike(self, trainer: pl.Trainer, at: str) -> None:
+        if at != self._at or self._mark.exists() or trainer.global_rank != self._rank or trainer.world_size < DEVICES:
+            return
+        self._count += 1
+        if self._count == self._number:
+            self._mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, *args: Any) -> None:
+        self._strike(trainer, "optimizer")
+
+    def on_before_backward(self, trainer: pl.Trainer, *args: Any) -> None:
+        self._strike(trainer, "backward")
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        step = pl_module.training_step
+
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            self._strike(trainer, "forward")
+            return step(*args, **kwargs)
+
+        pl_module.training_step = training_step  # type: ignore[method-assign]
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        if self._mark.exists() and trainer.world_size < DEVICES and not self.replaces:
+            time.sleep(0.05)
+
+
+def main() -> None:
+    out = Path(sys.argv[1])
+    settings = json.loads((out / "settings.json").read_text())
+    module_name, _, factory = settings["model"].partition(":")
+    source = importlib.import_module(f"zoo.{module_name}")
+    pl.seed_everything(3, verbose=False)
+    module = getattr(source, factory)()
+    callbacks: list[pl.Callback] = [getattr(source, name)() for name in settings.get("callbacks", ())]
+    killed = Killed(out, *settings["kill"]) if settings.get("kill") else None
+    trainer = pl.Trainer(
+        strategy=settings["strategy"],
+        accelerator="cpu",
+        devices=DEVICES if settings["strategy"] == "ddp" else 1,
+        num_nodes=1 if settings["strategy"] == "ddp" else DEVICES,
+        max_epochs=settings.get("epochs", 3),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=out,
+        callbacks=[*callbacks, *([killed] if killed else [])],
+        **{"limit_val_batches": 0} | settings.get("trainer", {}),
+    )
+    trainer.fit(module, source.loader())
+    result = {
+        "state": {name: value.cpu() for name, value in module.state_dict().items()},
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "optimizers": [each.state_dict() for each in trainer.optimizers],
+        "steps": trainer.global_step,
+        "replaces": killed is not None and killed.replaces,
+    }
+    torch.save(result, out / f"result-{trainer.global_rank}.pt")
+    if settings["strategy"] == "ddp":
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()
