@@ -148,7 +148,7 @@ class WholeModelSteps:
         gradients.begin()
         effects.begin(batch, strategy.agreed)
         sums = StepSums(strategy.agreed, effects.norms, effects.buffers, gradients, effects.metrics)
-        micro_batches = MicroBatches(strategy, batch, sums, effects, takes_index=bool(where))
+        micro_batches = MicroBatches(strategy, batch, sums, effects, takes_index=bool(where), skips=True)
         digest = self._divergence.digest(module.parameters(), engine)
         operation = GradientStep(batch.micro_batches, gradients, sums, micro_batches.run, self.balance, digest)
         engine.run(operation)

@@ -88,8 +88,8 @@ class Effects:
 class Results(Protocol):
     """Takes the results of micro-batches; `StepSums` implements it."""
 
-    def add(self, loss: Tensor, calls: Sequence[LogCall]) -> None:
-        """Take one micro-batch's loss and logged values."""
+    def add(self, loss: Tensor | None, calls: Sequence[LogCall]) -> None:
+        """Take one micro-batch's loss (None: it is skipped) and logged values."""
         ...
 
 
@@ -104,6 +104,7 @@ class MicroBatches:
         sums: receive losses and logged values.
         effects: receive the other changes.
         takes_index: whether the module's ``training_step`` takes the batch index.
+        skips: whether it may return None.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class MicroBatches:
         effects: Effects,
         *,
         takes_index: bool,
+        skips: bool = False,
     ) -> None:
         self._strategy = strategy
         self._module = strategy.module
@@ -121,6 +123,7 @@ class MicroBatches:
         self._sums = sums
         self._effects = effects
         self._takes_index = takes_index
+        self._skips = skips
         self._last_output: Any = None
         self._scaler = getattr(strategy.precision_plugin, "scaler", None)
         if self._scaler is not None:
@@ -144,29 +147,38 @@ class MicroBatches:
             with plugin.train_step_context():
                 output = module.training_step(data, index) if self._takes_index else module.training_step(data)
             loss = self._loss(output)
-            scaled = loss / shape.micro_batches if counts else loss * 0.0
-            if self._scaler is not None:
-                scaled = self._scaler.scale(scaled)
-            plugin.backward(scaled, module, strategy.optimizers[0])
+            if loss is not None:
+                scaled = loss / shape.micro_batches if counts else loss * 0.0
+                if self._scaler is not None:
+                    scaled = self._scaler.scale(scaled)
+                plugin.backward(scaled, module, strategy.optimizers[0])
         if counts:
             self._sums.add(loss, calls)
         self._effects.finish_micro_batch(micro_batch)
         self._batch.finished(micro_batch)
         self._last_output = apply_to_collection(output, Tensor, Tensor.detach)
 
-    def output(self, loss: float) -> Any:
-        """Return the step's output for Lightning's hooks: the last micro-batch's, with the global batch's mean loss."""
+    def output(self, loss: float | None) -> Any:
+        """Return the step's output for Lightning's hooks: the last micro-batch's, with the global batch's mean loss.
+
+        Args:
+            loss: the mean; None if all micro-batches were skipped, which skips Lightning's backward, too.
+        """
+        if loss is None:
+            return None
         dtype = logged_dtype(self._strategy.precision_plugin) or torch.get_default_dtype()
         mean = torch.tensor(loss, device=self._strategy.root_device, dtype=dtype)
         if isinstance(self._last_output, dict):
             return {**self._last_output, "loss": mean}
         return mean
 
-    def _loss(self, output: Any) -> Tensor:
+    def _loss(self, output: Any) -> Tensor | None:
         loss = output.get("loss") if isinstance(output, dict) else output
+        if output is None and self._skips:
+            return None
         if not isinstance(loss, Tensor):
+            expected = ", or None to skip the micro-batch" if self._skips else ""
             raise ConfigError(
-                f"training_step returned {output!r}; the unicron strategy needs a loss tensor (or a dict with 'loss') "
-                "for every micro-batch, as skipping one would change the global batch"
+                f"training_step returned {output!r}; expected a loss tensor, or a dict with one as 'loss'{expected}"
             )
         return loss

@@ -37,13 +37,13 @@ class FinishedStep:
 
     Attributes:
         operation: the operation that has run it.
-        loss: mean over the global batch, the same on all ranks.
+        loss: mean over the global batch, the same on all ranks; None if no micro-batch had one.
         calls: values logged in the step, over the global batch.
         output: the output of ``training_step`` for Lightning's hooks.
     """
 
     operation: CommittedStep
-    loss: float
+    loss: float | None
     calls: Sequence[LogCall]
     output: Any
 

@@ -50,22 +50,22 @@ class StepReports:
         """Newest reported epoch."""
         self._finite = True
 
-    def finished(self, engine: Engine, operation: CommittedStep, loss: float, num_samples: int) -> None:
+    def finished(self, engine: Engine, operation: CommittedStep, loss: float | None, num_samples: int) -> None:
         """Count the step, report progress, and log an event if it is the first of its epoch.
 
         Args:
             engine: this worker's engine.
             operation: the step, committed.
-            loss: mean over the global batch, the same on all ranks.
+            loss: mean over the global batch, the same on all ranks; None if no micro-batch had one.
             num_samples: data set items in the global batch.
         """
         world, control = engine.world, engine.control
         engine.step += 1
         engine.activity.committed(engine.step)
-        was_finite, self._finite = self._finite, math.isfinite(loss)
+        was_finite, self._finite = self._finite, loss is None or math.isfinite(loss)
         if control is None:
             return
-        control.progress(engine.step, {"loss": loss}, num_samples)
+        control.progress(engine.step, {} if loss is None else {"loss": loss}, num_samples)
         if was_finite and not self._finite and world.rank == 0:
             control.report("nan_loss", f"the loss is {loss}", phase="commit", step=engine.step, details={})
         if world.epoch != self._epoch:

@@ -117,8 +117,9 @@ class StepRows:
             if bucket is not None and counts:
                 self._row.norms = bucket.local.clone()
 
-    def add(self, loss: Tensor, calls: Sequence[LogCall]) -> None:
+    def add(self, loss: Tensor | None, calls: Sequence[LogCall]) -> None:
         """Record the results of a micro-batch that counts."""
+        assert loss is not None, "no micro-batch is skipped"
         self._row.results.append((loss.detach().clone(), calls))
 
     def sums(self, rows: Sequence[int]) -> ShardedSums:
@@ -139,7 +140,7 @@ class StepRows:
             sums.add(loss, calls)
         return sums
 
-    def output(self, loss: float) -> Any:
+    def output(self, loss: float | None) -> Any:
         """Return the output of ``training_step`` for Lightning's hooks."""
         return self._batches.output(loss)
 

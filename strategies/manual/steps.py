@@ -1,9 +1,9 @@
 """Steps of manual optimization: ``training_step`` of all micro-batches, side by side, through failures.
 
 Under ddp each rank runs ``training_step`` once, and all ranks meet in each backward. Here a rank may have several
-micro-batches. Their calls run as `Strand` s, which meet in each `manual_backward`: a *phase*. Each phase is an operation
-of the protocol, and the end of ``training_step`` is the last one. The optimizers step between phases, once on each rank.
-After a failure the survivors' strands continue, and those of a dead rank are run again from the start of
+micro-batches. Their calls run as `Strand` s, which meet in each `manual_backward`: a *phase*. Each phase is an
+operation of the protocol, and the end of ``training_step`` is the last one. The optimizers step between phases, once
+on each rank. After a failure the survivors' strands continue, and those of a dead rank are run again from the start of
 ``training_step``, with the parameters of that time (`ParameterVersions`).
 """
 

@@ -176,6 +176,7 @@ class StepSums:
         self._states: dict[int, Any] = {}
         self._totals: Sequence[float] = ()
         self._losses: list[Tensor] = []
+        self._began = False
         self._calls: list[LogCall] = []
         self._agreed: _Agreed | None = None
 
@@ -183,9 +184,11 @@ class StepSums:
     def buckets(self) -> Sequence[Bucket]:
         return [*([] if self._norms.bucket is None else [self._norms.bucket]), *self._buffers.buckets]
 
-    def add(self, loss: Tensor, calls: Sequence[LogCall]) -> None:
-        """Add the results of one micro-batch."""
-        self._losses.append(loss.detach().reshape(()).double())
+    def add(self, loss: Tensor | None, calls: Sequence[LogCall]) -> None:
+        """Add the results of one micro-batch; without a loss it does not count in the mean."""
+        self._began = True
+        if loss is not None:
+            self._losses.append(loss.detach().reshape(()).double())
         self._calls.extend(calls)
 
     def totals(self) -> list[float]:
@@ -204,7 +207,7 @@ class StepSums:
         changed = changed or self._unused() != self._layout.unused or bool(self._new_buffers())
         changed = changed or bool(self._metrics is not None and self._metrics.recorded)
         changed = changed or self._layout.streams.news() is not None
-        totals[_CHANGED] = float(bool(self._losses) and changed)
+        totals[_CHANGED] = float(self._began and changed)
         return totals
 
     def read(self, totals: Sequence[float]) -> bool:
@@ -215,7 +218,7 @@ class StepSums:
         new = self._new_buffers()
         mine = {
             "calls": [call.plain() for call in merge_calls(self._calls)],
-            "unused": self._unused() if self._losses else None,
+            "unused": self._unused() if self._began else None,
             "metrics": {} if self._metrics is None else self._metrics.recorded,
             "buffers": new,
             "streams": self._layout.streams.news(),
@@ -234,9 +237,9 @@ class StepSums:
             streams=[part["streams"] for part in parts if part["streams"] is not None],
         )
 
-    def finish(self) -> tuple[float, list[LogCall], list[bool]]:
-        """Set the buffers after the commit; return mean loss, global logged values, and whether each parameter was
-        used.
+    def finish(self) -> tuple[float | None, list[LogCall], list[bool]]:
+        """Set the buffers after the commit; return mean loss (None without any), global logged values, and whether each
+        parameter was used.
         """
         if self._totals[_CHANGED] != 0:
             assert self._agreed is not None, "a step was committed unsettled"
@@ -253,7 +256,8 @@ class StepSums:
             self._layout.streams.agree(self._agreed.streams)
         unused = set(self._layout.unused)
         used = [index not in unused for index in range(len(self._gradients.parameters))]
-        return self._totals[_LOSS] / self._totals[_COUNT], calls, used
+        count = self._totals[_COUNT]
+        return self._totals[_LOSS] / count if count else None, calls, used
 
     def _call(self, place: int) -> LogCall | None:
         total, weight = self._totals[_HEADER + 2 * place : _HEADER + 2 * place + 2]

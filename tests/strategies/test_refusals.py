@@ -59,12 +59,6 @@ def test_what_is_not_refused() -> None:
     assert fit(Small()).global_step == 4
 
 
-class Manual(Small):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-
 class TwoOptimizers(Small):
     def configure_optimizers(self) -> Any:
         return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.Adam(self.parameters())]
@@ -75,9 +69,9 @@ class Newton(Small):
         return torch.optim.LBFGS(self.parameters())
 
 
-class Skipping(Small):
+class Wordy(Small):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return None
+        return "a loss"
 
 
 class Fetching(Small):
@@ -128,10 +122,9 @@ class Product(Small):
 @pytest.mark.parametrize(
     ("module", "error", "message"),
     [
-        (Manual, ConfigError, r"Manual\.automatic_optimization is False"),
         (TwoOptimizers, RuntimeError, "multiple optimizers is only supported with manual optimization"),  # Lightning's
         (Newton, ConfigError, "LBFGS evaluates the loss several times"),
-        (Skipping, ConfigError, "training_step returned None"),
+        (Wordy, ConfigError, "training_step returned 'a loss'; expected a loss tensor"),
         (Talking, CollectiveInStep, r"barrier\(\) was called inside training_step"),
         (Gathering, CollectiveInStep, r"all_gather\(\) was called inside training_step"),
         (Fetching, ConfigError, r"Fetching\.training_step\(dataloader_iter\) fetches .*: define training_step\(batch"),

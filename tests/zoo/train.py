@@ -63,7 +63,7 @@ def main() -> None:
     callbacks: list[pl.Callback] = [getattr(source, name)() for name in settings.get("callbacks", ())]
     killed = Killed(out, *settings["kill"]) if settings.get("kill") else None
     trainer = pl.Trainer(
-        strategy=settings["strategy"],
+        strategy="ddp_find_unused_parameters_true" if settings["strategy"] == "ddp" else settings["strategy"],
         accelerator="cpu",
         devices=DEVICES if settings["strategy"] == "ddp" else 1,
         num_nodes=1 if settings["strategy"] == "ddp" else DEVICES,

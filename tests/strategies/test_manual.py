@@ -1,0 +1,108 @@
+"""Manual optimization, in a world of one with several micro-batches per step, against plain Lightning."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
+from zoo.gan import Accumulating, Critic, Gan, Plain, loader
+
+from unicron_lightning.errors import ConfigError
+
+DEVICES = 2
+
+
+def trained(module: pl.LightningModule, folder: Path, data: Any, **settings: Any) -> pl.Trainer:
+    pl.seed_everything(3, verbose=False)
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
+    basic: dict[str, Any] = {"accelerator": "cpu", "max_epochs": 3, "default_root_dir": folder}
+    trainer = pl.Trainer(**basic | quiet | settings)
+    trainer.fit(module, data)
+    return trainer
+
+
+def without_norm(module: Any) -> Any:
+    """The same model in a form whose result does not depend on the division of a batch."""
+    if hasattr(module, "generator"):
+        module.generator[1] = nn.Identity()
+    return module
+
+
+@pytest.mark.parametrize("kind", [Gan, Plain, Critic, Accumulating])
+def test_equal_to_one_large_batch(tmp_path: Path, kind: type[pl.LightningModule]) -> None:
+    data = loader()
+    sampler = DistributedSampler(data.dataset, 1, 0, seed=3)  # the order of ddp
+    whole = DataLoader(data.dataset, batch_size=4 * DEVICES, sampler=sampler)
+    plain, mine = without_norm(kind()), without_norm(kind())
+    expected = trained(plain, tmp_path, whole, devices=1)
+    found = trained(mine, tmp_path, data, devices=DEVICES, strategy="unicron")
+    assert found.global_step == expected.global_step > 0
+    for (name, one), other in zip(mine.named_parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(one, other, rtol=1e-5, atol=1e-6), name
+        assert one.requires_grad
+    for name, value in expected.callback_metrics.items():
+        if not name.endswith("_step"):
+            assert float(found.callback_metrics[name]) == pytest.approx(float(value), rel=1e-4), name
+    states = zip(found.optimizers, expected.optimizers, strict=True)
+    assert all(a.param_groups[0]["lr"] == b.param_groups[0]["lr"] for a, b in states)
+    gc.collect()
+    assert not [each for each in threading.enumerate() if each.name.startswith("micro-batch")]
+
+
+class Dependent(Gan):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        if batch[0].sum() > 0:
+            super().training_step(batch, batch_idx)
+
+
+class Direct(Accumulating):
+    def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward()
+
+
+class Late(Accumulating):
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.manual_backward(self.net(torch.ones(2, 6)).mean())
+
+
+class Plateau(Accumulating):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.lr_schedulers().step(1.0)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)]
+
+
+class Failing(Accumulating):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx)
+        raise ArithmeticError("of the module")
+
+
+@pytest.mark.parametrize(
+    ("module", "error", "message"),
+    [
+        (Dependent, ConfigError, r"come to manual_backward\(\) with 6 parameters .* and to its end"),
+        (Direct, ConfigError, r"Direct.training_step calls loss.backward\(\); expected self.manual_backward"),
+        (Late, ConfigError, r"Late calls manual_backward\(\) outside of training_step"),
+        (Plateau, ConfigError, r"Plateau.training_step calls ReduceLROnPlateau.step\(\)"),
+        (Failing, ArithmeticError, "of the module"),
+    ],
+)
+def test_errors(tmp_path: Path, module: type[pl.LightningModule], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        trained(module(), tmp_path, loader(), devices=DEVICES, strategy="unicron")
+    assert not [each for each in threading.enumerate() if each.name.startswith("micro-batch")]
