@@ -6,7 +6,7 @@ Each case is trained under ddp in a world of two, and under unicron, with the sa
 two, and of two with one worker killed by SIGKILL and replaced. Compared are parameters, hooks (order, count,
 types of arguments), logged rows, the CSV file, metrics, results of validate and test, counters, checkpoints, the
 samples of each batch of training and evaluation, and exit statuses. The exit status is 1 if anything differs that
-README's table does not name, or if a difference that it names has not occurred.
+docs/differences.md does not name, or if a difference that it names has not occurred.
 """
 
 from __future__ import annotations

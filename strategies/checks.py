@@ -35,6 +35,12 @@ def check_trainer(trainer: pl.Trainer) -> None:
                 "the unicron strategy keeps the global batch constant (Lightning refuses it under ddp, too): find the "
                 "batch size in a run on one device, without torchrun and with the default strategy"
             )
+    if type(trainer.precision_plugin).__name__ == "TransformerEnginePrecision":
+        raise ConfigError(
+            f"Trainer(precision={trainer.precision!r}) reduces its scaling factors over the ranks in each forward, "
+            "which the unicron strategy can't do (ranks run different numbers of micro-batches); expected 'bf16-mixed', "
+            "'bf16-true', '16-mixed', '32-true' or '64-true'"
+        )
     if trainer._accelerator_connector._layer_sync is not None:
         raise ConfigError(
             "Trainer(sync_batchnorm=True) communicates inside the forward pass, which the unicron strategy can't do "

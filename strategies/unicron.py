@@ -20,7 +20,7 @@ _MIB = 1 << 20
 
 
 class UnicronStrategy(FaultTolerantStrategy):
-    """Data parallelism through failures, for any `LightningModule` with automatic optimization.
+    """Data parallelism through failures, for any `LightningModule`, with automatic or manual optimization.
 
     Args:
         bucket_mib: size of a gradient bucket, in MiB.

@@ -1,8 +1,8 @@
 """Steps of manual optimization: ``training_step`` of all micro-batches, side by side, through failures.
 
 Under ddp each rank runs ``training_step`` once, and all ranks meet in each backward. Here a rank may have several
-micro-batches. Their calls run as `Strand` s, which meet in each `manual_backward`: a *phase*. Each phase is an
-operation of the protocol, and the end of ``training_step`` is the last one. The optimizers step between phases, once
+micro-batches. Their calls run as `Strand` s, which meet in each `manual_backward`: a *meeting*. Each meeting is an
+operation of the protocol, and the end of ``training_step`` is the last one. The optimizers step between meetings, once
 on each rank. After a failure the survivors' strands continue, and those of a dead rank are run again from the start of
 ``training_step``, with the parameters of that time (`ParameterVersions`).
 """
@@ -25,8 +25,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.data.seeding import place_seed, random_states, restore_random_states, seed_all
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.strategies.manual.phase_step import PhaseStep, check_same, described
-from unicron_lightning.strategies.manual.strand import END, Phase, Strand, StrandStates
+from unicron_lightning.strategies.manual.meeting_step import MeetingStep, check_same, described
+from unicron_lightning.strategies.manual.strand import END, Meeting, Strand, StrandStates
 from unicron_lightning.strategies.manual.versions import ParameterVersions
 from unicron_lightning.strategies.metrics.recording import Recording
 from unicron_lightning.strategies.metrics.sums import NormStatistics, StepSums, SumsLayout
@@ -69,8 +69,8 @@ class ManualSteps:
         self._parameters = [parameter for _, parameter in named]
         self._states = StrandStates(self._parameters, list(strategy.module.modules()))
         self._versions = ParameterVersions()
-        self._buckets: dict[Phase, GradientBuckets] = {}
-        self._layouts: dict[Phase, SumsLayout] = {}
+        self._buckets: dict[Meeting, GradientBuckets] = {}
+        self._layouts: dict[Meeting, SumsLayout] = {}
         nothing = nn.Module()
         self._no_norms, self._no_buffers = NormStatistics(nothing), ModuleBuffers(nothing)
         self._placed: Strand | None = None
@@ -78,7 +78,7 @@ class ManualSteps:
         self._stepped: list[Optimizer] = []
         self._scheduled = 0
         self._number = 0
-        self._target: Phase = END
+        self._target: Meeting = END
         self._strands: dict[int, Strand] = {}
         self._held: set[int] = set()
         self._aside: list[Tensor | None] = []
@@ -105,8 +105,8 @@ class ManualSteps:
     def state(self) -> dict[str, Any]:
         """Return the gradients that are kept between steps, and the agreed unused parameters, as plain data."""
         kept = {name: parameter.grad for name, parameter in self._named if parameter.grad is not None}
-        agreed = [[list(phase.mask or ()), layout.unused] for phase, layout in self._layouts.items()]
-        return {"gradients": kept, "phases": agreed}
+        agreed = [[list(meeting.mask or ()), layout.unused] for meeting, layout in self._layouts.items()]
+        return {"gradients": kept, "meetings": agreed}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take another worker's `state`."""
@@ -114,8 +114,8 @@ class ManualSteps:
         for name, parameter in self._named:
             gradient = gradients.get(name)
             parameter.grad = None if gradient is None else gradient.to(parameter.device)
-        for mask, unused in state["phases"]:
-            self._layout(Phase(mask=tuple(map(bool, mask)))).unused = list(unused)
+        for mask, unused in state["meetings"]:
+            self._layout(Meeting(mask=tuple(map(bool, mask)))).unused = list(unused)
 
     # ---- the step, on the training thread
 
@@ -137,24 +137,24 @@ class ManualSteps:
             self._strands[lead.number] = lead
         try:
             with self._once():
-                return self._phases(lead)
+                return self._meetings(lead)
         finally:
             for strand in {id(each): each for each in (lead, *self._strands.values())}.values():
                 strand.close()
             self._strands, self._placed = {}, None
 
-    def _phases(self, lead: Strand) -> FinishedStep:
+    def _meetings(self, lead: Strand) -> FinishedStep:
         digest = self._divergence.digest(self._strategy.module.parameters(), self._strategy.engine)
         while True:
             self._place(lead)
             self._target = self._bring(lead, None)
             if self._target is END:
                 return self._end(lead, digest)
-            self._backward_phase(lead)
+            self._backward_meeting(lead)
             self._number += 1
 
-    def _backward_phase(self, lead: Strand) -> None:
-        """Run all micro-batches' backwards of a phase, and give each strand here the summed gradients."""
+    def _backward_meeting(self, lead: Strand) -> None:
+        """Run all micro-batches' backwards of a meeting, and give each strand here the summed gradients."""
         gradients, layout = self._buckets_of(self._target), self._layout(self._target)
         self._put_aside(gradients, [None] * len(gradients.parameters))
         sums = StepSums(layout, self._no_norms, self._no_buffers, gradients)
@@ -166,7 +166,7 @@ class ManualSteps:
             self._put_aside(gradients, summed)
             strand.computes = True
             strand.advance()
-            strand.phase += 1
+            strand.meeting += 1
             assert strand.loss is not None
             sums.add(strand.loss, ())
 
@@ -181,7 +181,7 @@ class ManualSteps:
                 if self._placed is strand:
                     self._effects.restore()
                     self._take_away()
-        if lead.phase == self._number:  # its micro-batch is another rank's, or this rank has none
+        if lead.meeting == self._number:  # its micro-batch is another rank's, or this rank has none
             self._place(lead)
             self._skip(lead)
         self._held = set(self._strands)
@@ -216,14 +216,16 @@ class ManualSteps:
         output = apply_to_collection(lead.output, Tensor, Tensor.detach)
         return FinishedStep(operation=operation, loss=loss, calls=calls, output=output)
 
-    def _run(self, run: Callable[[int], None], gradients: GradientBuckets, sums: StepSums, digest: float) -> PhaseStep:
-        operation = PhaseStep(
+    def _run(
+        self, run: Callable[[int], None], gradients: GradientBuckets, sums: StepSums, digest: float
+    ) -> MeetingStep:
+        operation = MeetingStep(
             self._batch.micro_batches,
             gradients,
             sums,
             run,
             strands=self._held,
-            phase=self._target,
+            meeting=self._target,
             place=self._name,
             digest=digest,
         )
@@ -264,16 +266,16 @@ class ManualSteps:
         self._place(strand)
         return strand
 
-    def _bring(self, strand: Strand, target: Phase | None) -> Phase:
-        """Bring a strand, in place, to the present phase, and return where it stands.
+    def _bring(self, strand: Strand, target: Meeting | None) -> Meeting:
+        """Bring a strand, in place, to the present meeting, and return where it stands.
 
         Raises:
-            ConfigError: it has come to another phase than ``target``.
+            ConfigError: it has come to another meeting than ``target``.
         """
         while True:
             at = strand.at if strand.at is not None else strand.advance()
             assert at is not None
-            if strand.phase == self._number:
+            if strand.meeting == self._number:
                 if target is not None:
                     check_same([described(at), described(target)], self._name)
                 return at
@@ -285,7 +287,7 @@ class ManualSteps:
         """Bring a strand, in place, past a backward whose gradients are not needed from it."""
         strand.computes = False
         strand.advance()
-        strand.phase += 1
+        strand.meeting += 1
 
     def _place(self, strand: Strand) -> None:
         """Put a strand's state in place of another's."""
@@ -316,7 +318,7 @@ class ManualSteps:
             self._placed = None
 
     def _put_aside(self, gradients: GradientBuckets, summed: Sequence[Tensor | None]) -> None:
-        """Put the sums of a phase's gradients in place of those that the strand in place has."""
+        """Put the sums of a meeting's gradients in place of those that the strand in place has."""
         self._aside = [parameter.grad for parameter in gradients.parameters]
         for parameter, gradient in zip(gradients.parameters, summed, strict=True):
             parameter.grad = gradient
@@ -329,7 +331,7 @@ class ManualSteps:
         return summed
 
     def _add(self, strand: Strand, summed: Mapping[Parameter, Tensor]) -> None:
-        """Add a phase's gradients to those that a strand has."""
+        """Add a meeting's gradients to those that a strand has."""
         for index, parameter in enumerate(self._parameters):
             more = summed.get(parameter)
             if more is None:
@@ -351,16 +353,16 @@ class ManualSteps:
 
     # ---- parts that are built once
 
-    def _buckets_of(self, phase: Phase) -> GradientBuckets:
-        buckets = self._buckets.get(phase)
+    def _buckets_of(self, meeting: Meeting) -> GradientBuckets:
+        buckets = self._buckets.get(meeting)
         if buckets is None:
-            needed = zip(self._named, phase.mask or [False] * len(self._named), strict=True)
+            needed = zip(self._named, meeting.mask or [False] * len(self._named), strict=True)
             named = [each for each, is_needed in needed if is_needed]
-            buckets = self._buckets[phase] = GradientBuckets(named, self._bucket_bytes, self._overlap)
+            buckets = self._buckets[meeting] = GradientBuckets(named, self._bucket_bytes, self._overlap)
         return buckets
 
-    def _layout(self, phase: Phase) -> SumsLayout:
-        return self._layouts.setdefault(phase, SumsLayout())
+    def _layout(self, meeting: Meeting) -> SumsLayout:
+        return self._layouts.setdefault(meeting, SumsLayout())
 
     # ---- calls of the module's code, on a strand's thread
 
@@ -378,7 +380,7 @@ class ManualSteps:
             )
         if strand.loss is None:
             strand.loss = loss.detach().reshape(())
-        strand.stop(Phase(mask=tuple(parameter.requires_grad for parameter in self._parameters)))
+        strand.stop(Meeting(mask=tuple(parameter.requires_grad for parameter in self._parameters)))
         if strand.computes:
             scaled = plugin.pre_backward(loss / self._strategy.shape.micro_batches, module)
             self._in_backward = True

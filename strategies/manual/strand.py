@@ -18,7 +18,7 @@ from unicron_lightning.worker.control.activity import Activity
 
 
 @dataclass(frozen=True, kw_only=True)
-class Phase:
+class Meeting:
     """The place up to which all micro-batches of a step must come before any continues.
 
     Attributes:
@@ -28,7 +28,7 @@ class Phase:
     mask: tuple[bool, ...] | None
 
 
-END = Phase(mask=None)
+END = Meeting(mask=None)
 
 
 @dataclass
@@ -59,10 +59,10 @@ class Strand:
         recording: what `RecordingResults.exchange` puts in place for it.
 
     Attributes:
-        phase: number of backwards behind it.
+        meeting: number of backwards behind it.
         steps: number of optimizer steps behind it.
         schedules: number of steps of learning rate schedulers behind it.
-        at: the phase at which it stands; None while it runs, and before its start.
+        at: the meeting at which it stands; None while it runs, and before its start.
         computes: whether its next backward counts. Otherwise it is left out.
         loss: of its first backward, detached.
         output: of ``training_step``, once it has ended.
@@ -74,8 +74,8 @@ class Strand:
     ) -> None:
         self.number = number
         self.recording = recording
-        self.phase = self.steps = self.schedules = 0
-        self.at: Phase | None = None
+        self.meeting = self.steps = self.schedules = 0
+        self.at: Meeting | None = None
         self.computes = True
         self.loss: Tensor | None = None
         self.output: Any = None
@@ -88,7 +88,7 @@ class Strand:
         self._continue, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
         self._thread: threading.Thread | None = None
 
-    def advance(self) -> Phase | None:
+    def advance(self) -> Meeting | None:
         """Run up to the next stop, on the strand's thread, and return `at`.
 
         Raises:
@@ -109,7 +109,7 @@ class Strand:
             raise self._error
         return self.at
 
-    def stop(self, at: Phase | None) -> None:
+    def stop(self, at: Meeting | None) -> None:
         """Let the training thread continue until it calls `advance`; on the strand's thread."""
         self.at = at
         self._stopped.release()

@@ -1,4 +1,4 @@
-"""The differences from ddp that README's table names: at most ten, each of which must occur."""
+"""The differences from ddp that docs/differences.md names: at most ten, each of which must occur."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Documented:
 
     Attributes:
         name: short.
-        row: start of the row of README's table.
+        row: start of the row of docs/differences.md.
         when: values of the cases in which it occurs.
         worlds: those in which it occurs.
         kinds: the kinds of record that differ.

@@ -67,7 +67,7 @@ def main() -> None:
         accelerator="cpu",
         devices=DEVICES if settings["strategy"] == "ddp" else 1,
         num_nodes=1 if settings["strategy"] == "ddp" else DEVICES,
-        max_epochs=settings.get("epochs", 3),
+        max_epochs=settings.get("passes", 3),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

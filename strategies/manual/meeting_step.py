@@ -1,4 +1,4 @@
-"""The operation of one phase of manual optimization: a `GradientStep` whose micro-batches are running strands."""
+"""The operation of one meeting of manual optimization: a `GradientStep` whose micro-batches are running strands."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 import msgspec
 
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.strategies.manual.strand import Phase
+from unicron_lightning.strategies.manual.strand import Meeting
 from unicron_lightning.worker.buckets import GradientBuckets
 from unicron_lightning.worker.commit import Sums
 from unicron_lightning.worker.communication.communicator import gather_bytes
@@ -18,24 +18,24 @@ from unicron_lightning.worker.step import GradientStep
 
 
 class _Standing(msgspec.Struct):
-    """A rank's strands, by micro-batch, and the phase to which they have come."""
+    """A rank's strands, by micro-batch, and the meeting to which they have come."""
 
     strands: list[int]
-    phase: str
+    meeting: str
 
 
-class PhaseStep(GradientStep):
-    """The micro-batches' backwards of one phase, up to their commit.
+class MeetingStep(GradientStep):
+    """The micro-batches' backwards of one meeting, up to their commit.
 
     A micro-batch belongs to the lowest rank that has its strand; those without one, of a dead rank, are distributed.
 
     Args:
         micro_batches: all of the step's, by number.
-        gradients: of the phase.
-        sums: of the phase.
-        run: brings one micro-batch through the phase.
+        gradients: of the meeting.
+        sums: of the meeting.
+        run: brings one micro-batch through the meeting.
         strands: numbers of the strands on this rank; changes with ``run``.
-        phase: what this rank's strands have come to.
+        meeting: what this rank's strands have come to.
         place: for errors.
         digest: of the parameters; 0.0 without one.
     """
@@ -48,18 +48,18 @@ class PhaseStep(GradientStep):
         run: Callable[[int], None],
         *,
         strands: Collection[int],
-        phase: Phase,
+        meeting: Meeting,
         place: str,
         digest: float = 0.0,
     ) -> None:
         super().__init__(micro_batches, gradients, sums, run, digest=digest)
         self._strands = strands
-        self._phase = phase
+        self._meeting = meeting
         self._place = place
 
     @property
     def finished(self) -> frozenset[int]:
-        """Micro-batches that this rank has brought through the phase."""
+        """Micro-batches that this rank has brought through the meeting."""
         return frozenset(self._finished)
 
     def attempt(self, engine: Engine) -> bytes:
@@ -69,35 +69,37 @@ class PhaseStep(GradientStep):
         return super().attempt(engine)
 
     def _own(self, engine: Engine, lost: Sequence[int]) -> list[int]:
-        own = _Standing(strands=sorted(self._strands), phase=described(self._phase))
+        own = _Standing(strands=sorted(self._strands), meeting=described(self._meeting))
         standing = msgspec.msgpack.encode(own)
-        parts = gather_bytes(engine.communicator, standing, engine.tag("phase"))
+        parts = gather_bytes(engine.communicator, standing, engine.tag("meeting"))
         ranks = [msgspec.msgpack.decode(part, type=_Standing) for part in parts]
-        check_same([each.phase for each in ranks], self._place)
+        check_same([each.meeting for each in ranks], self._place)
         owners = {number: rank for rank, each in reversed(list(enumerate(ranks))) for number in each.strands}
         orphans = share([number for number in lost if number not in owners], engine.world.rank, engine.world.size)
         return sorted([*orphans, *(number for number in lost if owners.get(number) == engine.world.rank)])
 
 
-def described(phase: Phase) -> str:
-    """Return a phase as text that is equal for equal phases."""
-    return "end" if phase.mask is None else "".join("01"[needed] for needed in phase.mask)
+def described(meeting: Meeting) -> str:
+    """Return a meeting as text that is equal for equal meetings."""
+    return "end" if meeting.mask is None else "".join("01"[needed] for needed in meeting.mask)
 
 
-def check_same(phases: Sequence[str], place: str) -> None:
+def check_same(meetings: Sequence[str], place: str) -> None:
     """Refuse micro-batches that call their backwards in different orders.
 
     Args:
-        phases: as `described` returns them.
+        meetings: as `described` returns them.
         place: for the message.
 
     Raises:
-        ConfigError: quoting the phases.
+        ConfigError: quoting the meetings.
     """
-    if len(set(phases)) > 1:
+    if len(set(meetings)) > 1:
         found = [
-            "its end" if phase == "end" else f"manual_backward() with {phase.count('1')} parameters that need gradients"
-            for phase in sorted(set(phases))
+            "its end"
+            if meeting == "end"
+            else f"manual_backward() with {meeting.count('1')} parameters that need gradients"
+            for meeting in sorted(set(meetings))
         ]
         raise ConfigError(
             f"{place}: micro-batches of one step have come to {' and to '.join(found)}; the unicron strategy needs the "

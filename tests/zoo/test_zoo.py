@@ -1,0 +1,40 @@
+"""Models that people train, each with a worker killed in the middle of a step: the parameters equal those of ddp."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+from zoo.running import difference, train_killed, train_plainly
+
+pytestmark = [pytest.mark.zoo, pytest.mark.faults, pytest.mark.timeout(600)]
+
+EMA = {"model": "vision:Diffusion", "callbacks": ["average"]}
+CASES: dict[str, tuple[dict[str, Any], tuple[str, int, int], str]] = {
+    "gan between backward and step": ({"model": "gan:Gan"}, ("optimizer", 5, 1), ""),
+    "gan before a backward": ({"model": "gan:Gan"}, ("backward", 8, 0), ""),
+    "gan without toggling": ({"model": "gan:Plain"}, ("backward", 11, 1), ""),
+    "wasserstein gan": ({"model": "gan:Critic"}, ("optimizer", 6, 1), ""),
+    "gradients over batches": ({"model": "gan:Accumulating"}, ("forward", 5, 1), ""),
+    "actor and critic": ({"model": "rollouts:ActorCritic"}, ("optimizer", 9, 1), ""),
+    "diffusion": ({"model": "vision:Diffusion"}, ("forward", 7, 1), ""),
+    "diffusion, moving average": (EMA, ("forward", 7, 1), ""),
+    "gpt2": ({"model": "language:gpt2"}, ("forward", 5, 1), "transformers"),
+    "llama": ({"model": "language:llama"}, ("forward", 5, 0), "transformers"),
+    "llama, compiled": ({"model": "language:compiled"}, ("forward", 5, 1), "transformers"),
+    "llama, lora": ({"model": "language:lora"}, ("forward", 5, 1), "peft"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_kill(name: str, tmp_path: Path) -> None:
+    case, kill, package = CASES[name]
+    if package and importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    expected = train_plainly(tmp_path / "ddp", case, "ddp", 2)[0]
+    found = train_killed(tmp_path / "killed", case, kill)
+    differences = [difference(each, expected) for each in found]
+    print(f"{name}: largest difference {max(differences):.1e} in {len(found)} processes")
+    assert max(differences) < 2e-5
