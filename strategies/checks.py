@@ -38,8 +38,8 @@ def check_trainer(trainer: pl.Trainer) -> None:
     if type(trainer.precision_plugin).__name__ == "TransformerEnginePrecision":
         raise ConfigError(
             f"Trainer(precision={trainer.precision!r}) reduces its scaling factors over the ranks in each forward, "
-            "which the unicron strategy can't do (ranks run different numbers of micro-batches); expected 'bf16-mixed', "
-            "'bf16-true', '16-mixed', '32-true' or '64-true'"
+            "which the unicron strategy can't do (ranks run different numbers of micro-batches); expected "
+            "'bf16-mixed', 'bf16-true', '16-mixed', '32-true' or '64-true'"
         )
     if trainer._accelerator_connector._layer_sync is not None:
         raise ConfigError(

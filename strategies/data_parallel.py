@@ -94,6 +94,10 @@ class DataParallel(Parallelism):
         if self.manual is not None and "manual" in state:
             self.manual.load_state(state["manual"])
 
+    def at_boundary(self) -> None:
+        if self.manual is not None:
+            self.manual.arrive()
+
     def close(self) -> None:
         self.steps.close()
 

@@ -83,6 +83,7 @@ class ManualSteps:
         self._held: set[int] = set()
         self._aside: list[Tensor | None] = []
         self._outside: Recording = (None, None, None)
+        self._arriving: dict[str, Tensor] | None = None
         trained = [parameter for parameter in self._parameters if parameter.requires_grad]
         self._handles = [p.register_post_accumulate_grad_hook(self._check_backward) for p in trained]
 
@@ -109,13 +110,18 @@ class ManualSteps:
         return {"gradients": kept, "meetings": agreed}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take another worker's `state`."""
-        gradients = state["gradients"]
-        for name, parameter in self._named:
-            gradient = gradients.get(name)
-            parameter.grad = None if gradient is None else gradient.to(parameter.device)
+        """Take another worker's `state`; `arrive` follows, after Lightning has reset the gradients."""
+        self._arriving = state["gradients"]
         for mask, unused in state["meetings"]:
             self._layout(Meeting(mask=tuple(map(bool, mask)))).unused = list(unused)
+
+    def arrive(self) -> None:
+        """Set the gradients of a loaded state, before the first step."""
+        if self._arriving is not None:
+            gradients, self._arriving = self._arriving, None
+            for name, parameter in self._named:
+                gradient = gradients.get(name)
+                parameter.grad = None if gradient is None else gradient.to(parameter.device)
 
     # ---- the step, on the training thread
 

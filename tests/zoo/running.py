@@ -37,7 +37,7 @@ def train_killed(folder: Path, case: dict[str, Any], kill: tuple[str, int, int])
     """Train in a world of two, with one worker killed: place, number of the call, rank."""
     folder.mkdir(parents=True, exist_ok=True)
     settings = {**case, "strategy": case.get("strategy", "unicron"), "kill": kill}
-    with Cluster(folder, agents=2, nodes="1:2", script=SCRIPT, settings=settings, variables=lambda node: PATH) as task:
+    with Cluster(folder, agents=2, nodes="2:2", script=SCRIPT, settings=settings, variables=lambda node: PATH) as task:
         task.wait_end(240)
     assert (folder / "killed").exists(), "no worker was killed"
     return _results(folder)
