@@ -8,7 +8,7 @@ from dataclasses import replace
 import msgspec
 
 from unicron_lightning.errors import ConfigError
-from unicron_lightning.strategies.manual.strand import Meeting
+from unicron_lightning.strategies.manual.strand import MeetingPlace
 from unicron_lightning.worker.buckets import GradientBuckets
 from unicron_lightning.worker.commit import Sums
 from unicron_lightning.worker.communication.communicator import gather_bytes
@@ -48,7 +48,7 @@ class MeetingStep(GradientStep):
         run: Callable[[int], None],
         *,
         strands: Collection[int],
-        meeting: Meeting,
+        meeting: MeetingPlace,
         place: str,
         digest: float = 0.0,
     ) -> None:
@@ -79,7 +79,7 @@ class MeetingStep(GradientStep):
         return sorted([*orphans, *(number for number in lost if owners.get(number) == engine.world.rank)])
 
 
-def described(meeting: Meeting) -> str:
+def described(meeting: MeetingPlace) -> str:
     """Return a meeting as text that is equal for equal meetings."""
     return "end" if meeting.mask is None else "".join("01"[needed] for needed in meeting.mask)
 

@@ -26,7 +26,7 @@ from unicron_lightning.data.loader import GlobalBatch
 from unicron_lightning.data.seeding import place_seed, random_states, restore_random_states, seed_all
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.strategies.manual.meeting_step import MeetingStep, check_same, described
-from unicron_lightning.strategies.manual.strand import END, Meeting, Strand, StrandStates
+from unicron_lightning.strategies.manual.strand import END, MeetingPlace, Strand, StrandStates
 from unicron_lightning.strategies.manual.versions import ParameterVersions
 from unicron_lightning.strategies.metrics.recording import Recording
 from unicron_lightning.strategies.metrics.sums import NormStatistics, StepSums, SumsLayout
@@ -69,8 +69,8 @@ class ManualSteps:
         self._parameters = [parameter for _, parameter in named]
         self._states = StrandStates(self._parameters, list(strategy.module.modules()))
         self._versions = ParameterVersions()
-        self._buckets: dict[Meeting, GradientBuckets] = {}
-        self._layouts: dict[Meeting, SumsLayout] = {}
+        self._buckets: dict[MeetingPlace, GradientBuckets] = {}
+        self._layouts: dict[MeetingPlace, SumsLayout] = {}
         nothing = nn.Module()
         self._no_norms, self._no_buffers = NormStatistics(nothing), ModuleBuffers(nothing)
         self._placed: Strand | None = None
@@ -78,7 +78,7 @@ class ManualSteps:
         self._stepped: list[Optimizer] = []
         self._scheduled = 0
         self._number = 0
-        self._target: Meeting = END
+        self._target: MeetingPlace = END
         self._strands: dict[int, Strand] = {}
         self._held: set[int] = set()
         self._aside: list[Tensor | None] = []
@@ -113,7 +113,7 @@ class ManualSteps:
         """Take another worker's `state`; `arrive` follows, after Lightning has reset the gradients."""
         self._arriving = state["gradients"]
         for mask, unused in state["meetings"]:
-            self._layout(Meeting(mask=tuple(map(bool, mask)))).unused = list(unused)
+            self._layout(MeetingPlace(mask=tuple(map(bool, mask)))).unused = list(unused)
 
     def arrive(self) -> None:
         """Set the gradients of a loaded state, before the first step."""
@@ -272,7 +272,7 @@ class ManualSteps:
         self._place(strand)
         return strand
 
-    def _bring(self, strand: Strand, target: Meeting | None) -> Meeting:
+    def _bring(self, strand: Strand, target: MeetingPlace | None) -> MeetingPlace:
         """Bring a strand, in place, to the present meeting, and return where it stands.
 
         Raises:
@@ -359,7 +359,7 @@ class ManualSteps:
 
     # ---- parts that are built once
 
-    def _buckets_of(self, meeting: Meeting) -> GradientBuckets:
+    def _buckets_of(self, meeting: MeetingPlace) -> GradientBuckets:
         buckets = self._buckets.get(meeting)
         if buckets is None:
             needed = zip(self._named, meeting.mask or [False] * len(self._named), strict=True)
@@ -367,7 +367,7 @@ class ManualSteps:
             buckets = self._buckets[meeting] = GradientBuckets(named, self._bucket_bytes, self._overlap)
         return buckets
 
-    def _layout(self, meeting: Meeting) -> SumsLayout:
+    def _layout(self, meeting: MeetingPlace) -> SumsLayout:
         return self._layouts.setdefault(meeting, SumsLayout())
 
     # ---- calls of the module's code, on a strand's thread
@@ -386,7 +386,7 @@ class ManualSteps:
             )
         if strand.loss is None:
             strand.loss = loss.detach().reshape(())
-        strand.stop(Meeting(mask=tuple(parameter.requires_grad for parameter in self._parameters)))
+        strand.stop(MeetingPlace(mask=tuple(parameter.requires_grad for parameter in self._parameters)))
         if strand.computes:
             scaled = plugin.pre_backward(loss / self._strategy.shape.micro_batches, module)
             self._in_backward = True

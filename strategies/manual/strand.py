@@ -18,7 +18,7 @@ from unicron_lightning.worker.control.activity import Activity
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meeting:
+class MeetingPlace:
     """The place up to which all micro-batches of a step must come before any continues.
 
     Attributes:
@@ -28,7 +28,7 @@ class Meeting:
     mask: tuple[bool, ...] | None
 
 
-END = Meeting(mask=None)
+END = MeetingPlace(mask=None)
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Strand:
         self.number = number
         self.recording = recording
         self.meeting = self.steps = self.schedules = 0
-        self.at: Meeting | None = None
+        self.at: MeetingPlace | None = None
         self.computes = True
         self.loss: Tensor | None = None
         self.output: Any = None
@@ -88,7 +88,7 @@ class Strand:
         self._continue, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
         self._thread: threading.Thread | None = None
 
-    def advance(self) -> Meeting | None:
+    def advance(self) -> MeetingPlace | None:
         """Run up to the next stop, on the strand's thread, and return `at`.
 
         Raises:
@@ -109,7 +109,7 @@ class Strand:
             raise self._error
         return self.at
 
-    def stop(self, at: Meeting | None) -> None:
+    def stop(self, at: MeetingPlace | None) -> None:
         """Let the training thread continue until it calls `advance`; on the strand's thread."""
         self.at = at
         self._stopped.release()
