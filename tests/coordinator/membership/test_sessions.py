@@ -234,12 +234,15 @@ def test_all_agents_lost_are_waited_for_and_start_a_new_life():
 
 def test_all_agents_lost_for_good_end_the_task():
     world = World(restart_grace=10)
-    for agent in running(world, 2):
+    agents = running(world, 2)
+    agents[0].saved("/c", 4)
+    for agent in agents:
         agent.drop()
     world.advance(11)
     assert not world.machine.tasks
     assert not world.disk
     assert world.event("task_over").fields["succeeded"] is False
+    assert world.event("task_over").fields["reason"] == "no agent is left; step 4 is saved in /c"
 
 
 def test_a_restarted_coordinator_goes_on():

@@ -302,11 +302,19 @@ def review_end(task: Task, turn: Turn) -> None:
     if task.over is not None or task.absent:
         return
     if not task.agents:
-        finish(task, turn, succeeded=task.finishing, reason="no agent is left")
+        finish(task, turn, succeeded=task.finishing, reason=f"no agent is left{_saved(task)}")
     elif task.finishing and not task.slots:
         # The remaining agents wait: stand-bys, which are not needed, or agents whose workers failed at the end.
         failed = any(agent.holder for agent in task.agents.values())
         finish(task, turn, succeeded=task.elastic or not failed, reason="no agent runs any more")
+
+
+def _saved(task: Task) -> str:
+    """Return the end of a reason: where the task's newest checkpoint is, if it has one and has not finished."""
+    newest = task.checkpoint
+    if task.finishing or newest is None:
+        return ""
+    return f"; step {newest.step} is saved in {newest.path}"
 
 
 def _declare_lost(task: Task, turn: Turn, agent: Agent) -> None:
