@@ -58,6 +58,7 @@ class Curve:
     num_workers: int
     workers: NDArray[np.int64] = field(repr=False)
     waf: NDArray[np.float64] = field(repr=False)
+    _looked_up: dict[int, float] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def of(cls, task: PlanTask, unit: int, num_workers: int) -> Curve:
@@ -79,6 +80,11 @@ class Curve:
         """F(t,x) [FLOP/s] for any x, including sizes that no plan would give but that a task may have had before."""
         if num_workers < self.task.min_workers:
             return 0.0
+        if (known := self._looked_up.get(num_workers)) is not None:
+            return known
+        return self._looked_up.setdefault(num_workers, self._look_up(num_workers))
+
+    def _look_up(self, num_workers: int) -> float:
         index = int(np.searchsorted(self.workers, num_workers))
         if index < len(self.workers) and self.workers[index] == num_workers:
             return float(self.waf[index])

@@ -175,13 +175,13 @@ def _solve_together(
     columns = _shared_columns(state, cases, factor)
     num_units = cases[0].state.num_workers // state.unit
     variants = [case.variant(state.names, factor) for case in cases]
-    contents = [_digest([each]) for each in columns]
+    contents = [each.digest for each in columns]
     found: dict[int, tuple[int, ...]] = {}
     digests = []
     for index, (case, variant) in enumerate(zip(cases, variants, strict=True)):
         others = contents[: variant.position] + contents[variant.after :]
         terms = (num_units, factor, state.unit, type(case.event).__name__, variant.position, variant.replaces)
-        digests.append(hashlib.blake2b(repr(terms).encode() + b"".join([*others, _digest([variant.column])])).digest())
+        digests.append(hashlib.blake2b(repr(terms).encode() + b"".join([*others, variant.column.digest])).digest())
         if (workers := known.get(digests[-1])) is not None:
             found[index] = workers
     missing = [index for index in range(len(cases)) if index not in found]
@@ -203,11 +203,3 @@ def _shared_columns(state: ClusterState, cases: list[_Case], factor: int) -> lis
         )
         for index, name in enumerate(state.names)
     ]
-
-
-def _digest(columns: Iterable[Column]) -> bytes:
-    content = hashlib.blake2b(digest_size=16)
-    for each in columns:
-        content.update(each.units.tobytes())
-        content.update(each.keys.tobytes())
-    return content.digest()

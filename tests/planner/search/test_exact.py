@@ -72,8 +72,40 @@ def test_a_price_that_64_bits_cannot_hold_is_none() -> None:
     starts = np.array([0, 2, 3])
     hull_starts, vertices = kernels.hulls(starts, units, keys)
     arguments = (hull_starts, vertices, units, keys, 1, -1, 1, 0)
-    assert kernels.find_price(*arguments, 99)[0] == -1
-    assert kernels.find_price(*arguments, 100) == (100, 0, 0)
+    assert kernels.find_price(*arguments, 99, -1)[0] == -1
+    assert kernels.find_price(*arguments, 100, -1) == (100, 0, 0)
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_a_guess_does_not_change_the_price(kind: str) -> None:
+    problem = problem_of(kind, 4)
+    columns, most = problem.columns, (1 << 62) // (problem.free_units + 1)
+    hull = (problem.hull_starts, problem.vertices, columns.units, columns.keys)
+    for index in range(len(problem.variants)):
+        numbers = (problem.num_tasks, problem.skipped(index), problem.num_tasks + index, problem.num_units, most)
+        right = kernels.find_price(*hull, *numbers, -1)
+        assert right[1] >= right[2] and right[0] >= 0
+        for guess in (0, 1, right[0] // 2, right[0] - 1, right[0], right[0] + 1, 3 * right[0], most - 1, most):
+            assert kernels.find_price(*hull, *numbers, guess) == right, guess
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_options_in_reach_of_any_variant_are_kept(kind: str) -> None:
+    """What is removed for all variants at once would be marked for none of them."""
+    problem = problem_of(kind, 5)
+    prices, distances = exact._bounds(problem)
+    mask = exact._mark(problem, prices, distances, EVERYTHING)
+    fewer = exact._without_hopeless(problem, prices, distances)
+    assert mask.sum() <= len(fewer.columns.units)
+    again = exact._mark(fewer, prices, distances, EVERYTHING)
+    for task in range(len(problem.columns)):
+        kept, marked = (
+            each.columns.units[slice(*each.columns.starts[task : task + 2])][
+                which[slice(*each.columns.starts[task : task + 2])]
+            ]
+            for each, which in ((fewer, again), (problem, mask))
+        )
+        assert kept.tolist() == marked.tolist()
 
 
 def test_minimums_that_do_not_fit_are_a_mistake_of_the_caller() -> None:

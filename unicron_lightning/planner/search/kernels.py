@@ -78,11 +78,11 @@ def keys_of(
 @compilable
 def steeper(gain: int, width: int, other_gain: int, other_width: int) -> bool:
     """Whether gain / width > other_gain / other_width, exactly and without leaving 64 bits."""
-    slope, other = gain / width, other_gain / other_width
-    margin = 1e-12 * (abs(slope) + abs(other))
-    if slope > other + margin:
+    product, other = float(gain) * other_width, float(other_gain) * width
+    margin = 1e-12 * (abs(product) + abs(other))
+    if product > other + margin:
         return True
-    if slope < other - margin:
+    if product < other - margin:
         return False
     whole, other_whole = gain // width, other_gain // other_width
     if whole != other_whole:
@@ -125,17 +125,34 @@ def best_vertex(first: int, end: int, vertices: Ints, units: Ints, keys: Ints, p
 
 
 @compilable
-def wanted_units(
-    hull_starts: Ints, vertices: Ints, units: Ints, keys: Ints, num_tasks: int, skip: int, own: int, price: int
-) -> int:
-    """Units that tasks [0, num_tasks) without ``skip``, and column ``own``, take at a price."""
-    total = 0
-    for i in range(num_tasks + 1):
-        task = own if i == num_tasks else i
-        if task != skip:
-            best = best_vertex(hull_starts[task], hull_starts[task + 1], vertices, units, keys, price)
-            total += units[vertices[best]]
-    return total
+def halve(
+    vertices: Ints, units: Ints, keys: Ints, price: int, num_units: int, lows: Ints, highs: Ints, at: Ints, taken: int
+) -> bool:
+    """Narrow the best vertices of some columns to those at prices up to ``price``, or above it.
+
+    Args:
+        vertices: see `hulls`.
+        units: of each option.
+        keys: of each option.
+        price: per unit.
+        num_units: N.
+        lows: int64, the first vertex in question of each column; narrowed here.
+        highs: int64, the last one; narrowed here.
+        at: int64, overwritten.
+        taken: units of all other columns.
+
+    Returns:
+        Whether all columns together take at most N units at ``price``.
+    """
+    for i in range(len(lows)):
+        at[i] = best_vertex(lows[i], highs[i] + 1, vertices, units, keys, price)
+        taken += units[vertices[at[i]]]
+    fits = bool(taken <= num_units)
+    if fits:
+        lows[:] = at[: len(lows)]
+    else:
+        highs[:] = at[: len(lows)]
+    return fits
 
 
 @compilable
@@ -149,31 +166,105 @@ def find_price(
     own: int,
     num_units: int,
     most: int,
+    near: int,
 ) -> tuple[int, int, int]:
-    """Find the least price, up to ``most``, at which the tasks take no more units than are available.
+    """Find the least price, up to ``most``, at which tasks [0, num_tasks) without ``skip``, and column ``own``, take no
+    more than N units.
+
+    The vertices that a column can take are narrowed with the price, so that most columns are soon settled.
+
+    Args:
+        hull_starts: see `hulls`.
+        vertices: see `hulls`.
+        units: of each option.
+        keys: of each option.
+        num_tasks: number of the tasks' columns.
+        skip: column to leave out; -1 if none.
+        own: further column.
+        num_units: N.
+        most: highest price.
+        near: a guess of the price; -1 if none.
 
     Returns:
         The price, the bound on the sum of keys, and the sum of keys of the tasks' choice, which is a plan. The price is
         -1 and the rest meaningless if the tasks take more units even at ``most``.
     """
-    if wanted_units(hull_starts, vertices, units, keys, num_tasks, skip, own, most) > num_units:
+    tasks = np.arange(num_tasks + 1)
+    tasks[num_tasks] = own
+    tasks = tasks[tasks != skip]
+    lows, highs, at = hull_starts[tasks], hull_starts[tasks + 1] - 1, np.empty(len(tasks), dtype=np.int64)
+    if not halve(vertices, units, keys, most, num_units, lows, highs, at, 0):
         return -1, 0, 0
-    low, high = 0, most
+    low, high, taken, value = 0, most, 0, 0
+    guessed = 0 <= near < most
+    middle, stride = (near, max(1, near >> 20)) if guessed else (most // 2, 0)
+    below = True
     while low < high:
-        middle = (low + high) // 2
-        if wanted_units(hull_starts, vertices, units, keys, num_tasks, skip, own, middle) <= num_units:
+        fits = halve(vertices, units, keys, middle, num_units, lows, highs, at, taken)
+        if fits:
             high = middle
         else:
             low = middle + 1
-    taken = 0
-    value = 0
-    for i in range(num_tasks + 1):
-        task = own if i == num_tasks else i
-        if task != skip:
-            best = vertices[best_vertex(hull_starts[task], hull_starts[task + 1], vertices, units, keys, low)]
-            taken += units[best]
-            value += keys[best]
+        count = 0
+        for i in range(len(lows)):
+            if lows[i] < highs[i]:
+                lows[count], highs[count] = lows[i], highs[i]
+                count += 1
+            else:
+                taken += units[vertices[lows[i]]]
+                value += keys[vertices[lows[i]]]
+        lows, highs = lows[:count], highs[:count]
+        if not count:
+            break
+        below = fits if guessed else below
+        guessed = False
+        if stride and fits == below:  # away from the guess in growing strides, until the price is passed
+            middle = max(low, high - stride) if fits else min(high - 1, low + stride)
+            stride = min(8 * stride, 1 << 58)
+        else:
+            middle, stride = (low + high) // 2, 0
+    for i in range(len(lows)):
+        taken += units[vertices[lows[i]]]
+        value += keys[vertices[lows[i]]]
     return low, value + low * (num_units - taken), value
+
+
+@compilable
+def near_hull(
+    hull_starts: Ints,
+    vertices: Ints,
+    starts: Ints,
+    units: Ints,
+    keys: Ints,
+    prices: Ints,
+    spreads: Ints,
+    limits: Ints,
+    mask: NDArray[np.bool_],
+) -> None:
+    """Mark each option whose reduced cost can be within its column's limit at a price near its column's.
+
+    The best key - price * units is convex in the price. So if the best option k* at a price p has r(k) = 0, then at p +
+    d the reduced cost of another option k is at least r(k) - abs(d) abs(k - k*).
+
+    Args:
+        hull_starts: see `hulls`.
+        vertices: see `hulls`.
+        starts: index of each column's first option.
+        units: of each option.
+        keys: of each option.
+        prices: p of each column.
+        spreads: the largest abs(d) of each column.
+        limits: the largest reduced cost of each column.
+        mask: of each option; set here.
+    """
+    for i in range(len(starts) - 1):
+        price, spread, limit = prices[i], spreads[i], limits[i]
+        best = vertices[best_vertex(hull_starts[i], hull_starts[i + 1], vertices, units, keys, price)]
+        top_key, top_units = keys[best], units[best]
+        for n in range(starts[i], starts[i + 1]):
+            more = units[n] - top_units
+            if top_key - keys[n] + price * more <= limit + spread * abs(more):
+                mask[n] = True
 
 
 @compilable

@@ -6,6 +6,7 @@ the index of each task's first option.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -27,13 +28,15 @@ class Column:
     Attributes:
         units: int64, rising: k of each option.
         keys: int64, the key of each.
+        digest: of everything that the options were computed from; empty if they were not made by `column`.
     """
 
     units: NDArray[np.int64] = field(repr=False)
     keys: NDArray[np.int64] = field(repr=False)
+    digest: bytes = field(default=b"", repr=False)
 
 
-NOTHING = Column(units=np.zeros(1, dtype=np.int64), keys=np.zeros(1, dtype=np.int64))
+NOTHING = Column(units=np.zeros(1, dtype=np.int64), keys=np.zeros(1, dtype=np.int64), digest=bytes(16))
 """The column of an absent task."""
 
 
@@ -86,9 +89,7 @@ def column(state: ClusterState, curve: Curve, *, factor: int, may_pause: bool, m
     before, lost = state.allocation.get(name, 0), state.lost.get(name, 0)
     cost = round(curve.waf_at(before) * curve.task.transition_seconds / state.quantum_flop)
     count = int(np.searchsorted(curve.workers, state.num_workers, side="right")) if may_run else 0
-    units, keys = kernels.keys_of(
-        curve.workers[:count],
-        curve.waf[:count],
+    numbers = (
         state.duration_seconds / state.quantum_flop,
         cost,
         -1 if name in state.lost else before,
@@ -97,4 +98,6 @@ def column(state: ClusterState, curve: Curve, *, factor: int, may_pause: bool, m
         factor,
         may_pause,
     )
-    return Column(units=units, keys=keys)
+    units, keys = kernels.keys_of(curve.workers[:count], curve.waf[:count], *numbers)
+    digest = hashlib.blake2b(repr((count, numbers)).encode() + curve.digest, digest_size=16).digest()
+    return Column(units=units, keys=keys, digest=digest)

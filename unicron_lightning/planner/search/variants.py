@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -93,6 +94,12 @@ class SearchProblem:
             vertices=vertices,
             free_units=free,
         )
+
+    def chosen(self, mask: NDArray[np.bool_]) -> SearchProblem:
+        """The problem with the options selected by ``mask`` alone."""
+        columns = self.columns.chosen(mask)
+        hull_starts, vertices = kernels.hulls(columns.starts, columns.units, columns.keys)
+        return dataclasses.replace(self, columns=columns, hull_starts=hull_starts, vertices=vertices)
 
     def skipped(self, index: int) -> int:
         """The column that variant ``index`` replaces, -1 if none."""
