@@ -19,6 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "planner"))
 
 from performance.published import (
+    HELD_OUT,
     LAYER_TIMES,
     LLAMA_405B,
     MEGASCALE,
@@ -114,14 +115,16 @@ def _summary(name: str, runs: Sequence[PublishedRun]) -> str:
 
 def free_search() -> Iterator[str]:
     """Yield the table of errors where the search chooses the configuration, by the default recipe."""
-    yield "| Megatron-LM by MegaScale's authors (A100), free search | workers | published | predicted | error |"
-    yield "|---|---:|---:|---:|---:|"
-    for run in MEGASCALE:
-        seconds = searched(run)
+    yield "| free search (A100) | workers | published | predicted | error | without losses by size |"
+    yield "|---|---:|---:|---:|---:|---:|"
+    for run in (*MEGASCALE, *HELD_OUT):
+        seconds, lossless = searched(run), searched(run, scaling_loss=0.0)
         cells = (run.name, f"{run.num_workers:,}", f"{run.seconds:.2f} s", f"{seconds:.2f} s")
-        yield f"| {' | '.join(cells)} | {percent(seconds / run.seconds - 1)} |"
+        errors = percent(seconds / run.seconds - 1), percent(lossless / run.seconds - 1)
+        yield f"| {' | '.join((*cells, *errors))} |"
     yield ""
-    for name, runs in {"these": MEGASCALE, "all of the first tables": RUNS}.items():
+    by_nvidia = [run for run in RUNS if run.name == "GPT-3 175B, bf16"]
+    for name, runs in {"MegaScale": MEGASCALE, "NVIDIA's 175B": by_nvidia, "held-out runs": HELD_OUT}.items():
         errors = [searched(run) / run.seconds - 1 for run in runs]
         rms = math.sqrt(statistics.fmean(value**2 for value in errors))
         yield f"Free search on {name}: root mean square {100 * rms:.1f} %, mean {percent(statistics.fmean(errors))}."

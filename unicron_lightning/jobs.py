@@ -13,6 +13,7 @@ import msgspec
 from unicron_lightning import environ
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.wire.fields import MOST_WEIGHT, shortened
+from unicron_lightning.wire.replicas import Layout
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 MOST_TOGETHER: Final = 1000
@@ -66,6 +67,7 @@ class JobFields(JobShare):
     time_limit_seconds: float | None = None
     flops_per_step: float | None = None
     profile: dict[int, float] = field(default_factory=dict)
+    layouts: dict[int, list[int]] = field(default_factory=dict)
 
     def job(self, name: str) -> Job:
         """Return the definition under this name.
@@ -120,10 +122,22 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """FLOPs of the model in one optimizer step, used to compute FLOP/s from step times."""
     profile: dict[int, float] = {}
     """T(t,x) if known beforehand: achieved FLOP/s by number of slots."""
+    layouts: dict[int, list[int]] = {}
+    """Layout from a number of slots on: TP and PP, or the number of shards alone. The coordinator orders it when the
+    task has made a step with that many slots, and the plan counts the time of the change.
+    """
     submitted_at: float = 0.0
     """time.time() of its submission, set by the coordinator: orders the queue, and distinguishes jobs of the
     same name.
     """
+
+    def layout(self, slots: int) -> Layout | None:
+        """The layout for a number of slots: that of the largest number in `layouts` that is not larger."""
+        named = [number for number in self.layouts if number <= slots]
+        if not named:
+            return None
+        tensor, *pipeline = self.layouts[max(named)]
+        return Layout(tensor=tensor, pipeline=pipeline[0] if pipeline else 1, sharded=not pipeline)
 
 
 def problem(job: Job) -> str | None:
@@ -154,6 +168,11 @@ def _problem_of_numbers(job: Job) -> str | None:
     for slots, flops in job.profile.items():
         if not 1 <= slots <= MOST_NODES or not _positive(flops):
             return f"profile={shortened(job.profile)}: expected FLOP/s > 0 by numbers of slots >= 1"
+    for slots, sizes in job.layouts.items():
+        if not 1 <= slots <= MOST_NODES or len(sizes) not in (1, 2) or not all(1 <= n <= MOST_NODES for n in sizes):
+            return f"layouts={shortened(job.layouts)}: expected [TP, PP] or [shards] by numbers of slots >= 1"
+    if len({len(sizes) for sizes in job.layouts.values()}) > 1:
+        return f"layouts={shortened(job.layouts)}: expected [TP, PP] for all numbers of slots, or [shards] for all"
     return None
 
 

@@ -37,6 +37,8 @@ class LayoutRecord(msgspec.Struct, kw_only=True):
     """Whether the present life is the first in this layout and has finished no step yet."""
     before: wire.Layout | None = None
     """Layout in force before an untried one."""
+    failed: list[wire.Layout] = []
+    """Layouts that were given up before a step was finished in them: the plan does not order them again."""
 
 
 class MemoryRecord(msgspec.Struct, kw_only=True):

@@ -30,6 +30,7 @@ class TaskPlan:
         num_workers_before: x, workers before, including lost ones.
         num_workers_lost: number of failed workers among them.
         changed: whether the task goes through a transition: it is affected, or x' differs from x.
+        relayout: whether the change is to another TP x PP.
         waf: F(t,x') [FLOP/s].
         reward: G(t,x') [FLOP].
         configuration: distribution over its workers; None if the performance model does not know it.
@@ -42,6 +43,7 @@ class TaskPlan:
     num_workers_before: int
     num_workers_lost: int
     changed: bool
+    relayout: bool
     waf: float
     reward: float
     configuration: ParallelConfiguration | None
@@ -112,6 +114,7 @@ class Plan:
             num_workers_before=state.allocation.get(name, 0),
             num_workers_lost=state.lost.get(name, 0),
             changed=is_changed(state, curve, num_workers),
+            relayout=curve.is_relayout(state.allocation.get(name, 0), num_workers),
             waf=curve.waf_at(num_workers),
             reward=here,
             configuration=curve.task.performance.configuration(num_workers) if num_workers else None,
@@ -128,12 +131,14 @@ def is_changed(state: ClusterState, curve: Curve, num_workers: int) -> bool:
 
 def reward_of(state: ClusterState, curve: Curve, num_workers: int) -> float:
     """G(t,x') [FLOP] in a state."""
+    before = state.allocation.get(curve.task.name, 0)
+    elsewhere = curve.task.relayout_seconds if curve.is_relayout(before, num_workers) else 0.0
     return reward(
         curve.waf_at(num_workers),
-        curve.waf_at(state.allocation.get(curve.task.name, 0)),
+        curve.waf_at(before),
         changed=is_changed(state, curve, num_workers),
         running_seconds=state.duration_seconds,
-        transition_seconds=curve.task.transition_seconds,
+        transition_seconds=curve.task.transition_seconds + elsewhere,
     )
 
 

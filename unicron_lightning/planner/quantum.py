@@ -44,7 +44,7 @@ def choose(state: ClusterState) -> float:
     per_unit = max((curve.waf_per_unit for curve in curves), default=0.0)
     waf = min(per_unit * (state.num_workers / state.unit), math.fsum(curve.waf_peak for curve in curves))
     had = ((curve, state.allocation.get(curve.task.name, 0)) for curve in state.tasks)
-    lost = math.fsum(curve.waf_at(x) * curve.task.transition_seconds for curve, x in had if x)
+    lost = math.fsum(curve.waf_at(x) * curve.task.longest_seconds for curve, x in had if x)
     largest = waf * state.duration_seconds + lost
     if largest <= 0.0:
         return state.quantum_flop or 1.0

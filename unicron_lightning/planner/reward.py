@@ -2,6 +2,7 @@
 
     F(t,x)  = w(t) * T(t,x)   if x satisfies the task's minimum, else 0                                       [FLOP/s]
     G(t,x') = F(t,x') * D_running(n')  -  [t is affected, or x' != x] * F(t,x) * D_transition                 [FLOP]
+              -  [TP x PP of x' is not that of x] * F(t,x) * D_relayout
 
 T is the achieved aggregate FLOP/s, D_running(n') the expected seconds to the next failure with n' workers, D_transition
 the expected seconds of a change, x the task's workers before and x' those of the plan.
@@ -51,6 +52,7 @@ class Curve:
         num_workers: largest number of workers that is covered.
         workers: int64, rising: the numbers of workers with which the task can run (where F > 0).
         waf: float64 [FLOP/s], F at each of them.
+        layouts: int64, `PlanTask.layout` of each of them; empty if a change of TP x PP costs nothing.
     """
 
     task: PlanTask
@@ -58,6 +60,7 @@ class Curve:
     num_workers: int
     workers: NDArray[np.int64] = field(repr=False)
     waf: NDArray[np.float64] = field(repr=False)
+    layouts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64), repr=False)
     _looked_up: dict[int, float] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
@@ -74,7 +77,20 @@ class Curve:
             x, value = sizes[wrong[0]], float(flops[wrong[0]])
             raise ValueError(f"task {task.name!r}: throughput({x}) is {value!r}: expected FLOP/s, finite, 0 or more")
         runs = flops > 0
-        return cls(task=task, unit=unit, num_workers=num_workers, workers=sizes[runs], waf=task.weight * flops[runs])
+        known = sizes[runs] if task.relayout_seconds else sizes[:0]
+        return cls(
+            task=task,
+            unit=unit,
+            num_workers=num_workers,
+            workers=sizes[runs],
+            waf=task.weight * flops[runs],
+            layouts=np.array([task.layout(int(x)) for x in known], dtype=np.int64),
+        )
+
+    def is_relayout(self, before: int, after: int) -> bool:
+        """Whether TP x PP with ``after`` workers is known not to be that with ``before``."""
+        old, new = self.task.layout(before), self.task.layout(after)
+        return bool(old and new and old != new)
 
     def waf_at(self, num_workers: int) -> float:
         """F(t,x) [FLOP/s] for any x, including sizes that no plan would give but that a task may have had before."""
@@ -115,9 +131,11 @@ class Curve:
             task.min_workers,
             task.may_pause,
             task.caution,
+            task.relayout_seconds,
             self.unit,
         )
         content = hashlib.blake2b(repr((*terms, self.num_workers)).encode(), digest_size=16)
         content.update(self.workers.tobytes())
         content.update(self.waf.tobytes())
+        content.update(self.layouts.tobytes())
         return content.digest()

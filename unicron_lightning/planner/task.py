@@ -25,6 +25,8 @@ class PlanTask:
         may_pause: whether the planner may give it no workers in favour of others. Otherwise the task is paused only if
             the minimums of all such tasks do not fit together.
         caution: standard errors by which the plan takes T(t,x) to be less than predicted; see `cautious`.
+        relayout_seconds: D_relayout, the further time lost if the change is to another TP x PP: a checkpoint, and the
+            restart of all workers. 0: TP x PP is of no concern.
 
     Raises:
         ValueError: a value is out of range.
@@ -39,6 +41,7 @@ class PlanTask:
     granularity: int = 1
     may_pause: bool = True
     caution: float = 0.0
+    relayout_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -50,6 +53,9 @@ class PlanTask:
             raise ValueError(f"task {self.name!r}: {given}: expected seconds, 0 or more")
         if not (math.isfinite(self.caution) and self.caution >= 0):
             raise ValueError(f"task {self.name!r}: caution={self.caution!r}: expected standard errors, 0 or more")
+        if not (math.isfinite(self.relayout_seconds) and self.relayout_seconds >= 0):
+            given = f"relayout_seconds={self.relayout_seconds!r}"
+            raise ValueError(f"task {self.name!r}: {given}: expected seconds, 0 or more")
         if self.min_workers < 1 or self.granularity < 1:
             given = f"min_workers={self.min_workers!r}, granularity={self.granularity!r}"
             raise ValueError(f"task {self.name!r}: {given}: expected whole numbers of at least 1")
@@ -67,6 +73,18 @@ class PlanTask:
         if not self.caution or not flops > 0:
             return flops
         return flops * math.exp(-self.caution * min(self.performance.uncertainty(num_workers), 1.0))
+
+    @property
+    def longest_seconds(self) -> float:
+        """The time lost by the longest change."""
+        return self.transition_seconds + self.relayout_seconds
+
+    def layout(self, num_workers: int) -> int:
+        """Return a number for TP x PP with x workers, equal for equal ones; 0 if unknown or of no concern."""
+        if not self.relayout_seconds or not num_workers:
+            return 0
+        found = self.performance.configuration(num_workers)
+        return 0 if found is None else (found.tensor_parallel << 32) + found.pipeline_parallel
 
     def sizes(self, unit: int, num_workers: int) -> range:
         """The numbers of workers, other than 0, that a plan in units may give the task.

@@ -32,8 +32,9 @@ class PlaceSpeed:
         return known
 
     def configuration(self, num_workers: int) -> ParallelConfiguration | None:
-        """Return None: the configuration is not known."""
-        return None
+        """Return the configuration with a number of places."""
+        usable = num_workers * self._place_workers // self._task.quantum * self._task.quantum
+        return self._task.performance.configuration(min(usable, self._task.max_workers or usable))
 
     def uncertainty(self, num_workers: int) -> float:
         """Return 0: the speeds of simulated tasks are exact."""

@@ -72,6 +72,14 @@ class SimTask:
         usable = num_workers // self.quantum * self.quantum
         return self.performance.throughput(usable) if usable >= self.min_workers else 0.0
 
+    def layout(self, num_workers: int) -> tuple[int, int] | None:
+        """Return TP and PP with a number of workers; None if unknown, or below its minimum."""
+        if self.max_workers is not None:
+            num_workers = min(num_workers, self.max_workers)
+        usable = num_workers // self.quantum * self.quantum
+        found = self.performance.configuration(usable) if usable >= self.min_workers else None
+        return None if found is None else (found.tensor_parallel, found.pipeline_parallel)
+
     def step_seconds(self, num_workers: int) -> float:
         """Return the seconds of one optimizer step; inf if it cannot run."""
         rate = self.throughput(num_workers)

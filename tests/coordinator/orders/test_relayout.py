@@ -12,6 +12,7 @@ from coordinator.membership.test_replicas import agents, start
 from unicron_lightning import wire
 from unicron_lightning.coordinator import events as ev
 from unicron_lightning.coordinator.orders.relayout import refusal
+from unicron_lightning.jobs import Job
 
 SLICES = wire.Layout(tensor=2, pipeline=1)
 STAGES = wire.Layout(tensor=1, pipeline=2)
@@ -316,3 +317,73 @@ def moved(*, step: bool) -> World:
         first: FakeAgent = agents(world)[world.task().members()[0].agent]
         first.say(wire.WorkerEvent(worker=first.worker(), name="started", at=world.now, fields={"step": 8}))
     return world
+
+
+def named(layouts: dict[int, list[int]]) -> World:
+    """Submit the task as a job that names its layouts."""
+    world = World()
+    job = Job(name="t", command=["train.py"], min_nodes=2, max_nodes=4, layouts=layouts)
+    world.do(ev.Submit(jobs=(job,)))
+    start(world, "abcd", (2, 4))
+    tell(world)
+    return world
+
+
+def finish_step(world: World, name: str, step: int) -> None:
+    """Have the first member report the first finished step of the epoch."""
+    first = agents(world)[world.task().members()[0].agent]
+    fields = {"epoch": world.task().number, "step": step}
+    first.say(wire.WorkerEvent(worker=first.worker(), name=name, at=world.now, fields=fields))
+
+
+def test_the_layout_that_a_job_names_for_its_slots_is_ordered() -> None:
+    """Four slots take TP 2, two take PP 2 again: each is ordered once a step is made with that many."""
+    world = named({2: [1, 2], 4: [2, 1]})
+    assert "layout_ordered" not in world.names(), "no step is finished yet"
+    finish_step(world, "started", 1)
+    assert world.event("layout_ordered").fields == {"tp": 2, "pp": 1, "before": {"tp": 1, "pp": 2}, "by": "plan"}
+    settle(world)
+    part(world, "a")
+    assert {welcome.layout for welcome in again(world)} == {SLICES}
+    tell(world, layout=SLICES, ordered=True)
+    finish_step(world, "started", 8)
+    assert world.names().count("layout_ordered") == 1, "it has the layout"
+    for name in "cd":
+        agents(world)[name].die()
+    settle_all(world, 9)
+    assert world.names().count("layout_ordered") == 1
+    agents(world)["d"].bye(succeeded=False)
+    agents(world)["c"].bye(succeeded=False)
+    settle_all(world, 9)
+    finish_step(world, "recovered", 9)
+    assert world.task().layouts.ordered == STAGES, "two slots are left"
+    settle_all(world, 9)
+    part(world, "a", 9)
+    assert {(welcome.layout, paths(welcome)[0]) for welcome in again(world, "ab")} == {(STAGES, "/ckpt/9")}
+
+
+def test_a_named_layout_that_has_failed_is_not_ordered_again() -> None:
+    world = named({4: [2, 1]})
+    finish_step(world, "started", 1)
+    settle(world)
+    part(world, "a")
+    again(world)
+    for name in "abcd":
+        agents(world)[name].die(cause="exit", code=1)
+    assert world.task().layouts.failed == [SLICES]
+    again(world)
+    tell(world)
+    peers = list(agents(world).values())
+    world.start()  # the coordinator remembers
+    for peer in peers:
+        peer.register()
+    settle_all(world, 7)
+    finish_step(world, "started", 8)
+    assert world.names().count("layout_ordered") == 1
+    assert refusal(world.task(), SLICES) is None, "an operator may order it"
+
+
+def test_a_named_layout_that_does_not_fit_is_not_ordered() -> None:
+    world = named({2: [1, 2], 4: [3, 1]})
+    finish_step(world, "started", 1)
+    assert "layout_ordered" not in world.names()

@@ -27,7 +27,7 @@ from unicron_lightning.planner.performance.model import ParallelConfiguration
 from unicron_lightning.planner.performance.recipe import MEGATRON_2021, MEGATRON_2022, MEGATRON_CORE, Recipe
 from unicron_lightning.planner.performance.shape import ModelShape, Recompute
 from unicron_lightning.planner.performance.timing import layer_seconds, step_seconds
-from unicron_lightning.planner.performance.transformer import TransformerModel
+from unicron_lightning.planner.performance.transformer import SCALING_LOSS, TransformerModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,12 +343,72 @@ def _megascale() -> Iterator[ScalingRun]:
 
 
 MEGASCALE: tuple[ScalingRun, ...] = tuple(_megascale())
-"""Used for nothing but the error of the search."""
+"""Used for nothing but the losses that grow with size, and the error of the search."""
 
 
-def searched(run: ScalingRun | PublishedRun) -> float:
+def _held_out() -> Iterator[ScalingRun]:
+    """Runs of other authors, from what they or their repositories state; no constant was fitted to them.
+
+    * MT-NLG: arXiv 2201.11990, section 2.4, as quoted in cli99/llm-analysis, examples/megatron-turing-nlg/README.md.
+    * BLOOM: bigscience-workshop/bigscience, train/tr11-176B-ml/chronicles-prequel.md: 48 nodes, TP 4, PP 12, DP 8, 112
+      heads.
+    * Megatron-LLaMA: alibaba/Megatron-LLaMA, README.md: tokens/s per GPU, at 32 GPUs from 40.3 h for 10 billion tokens;
+      batches of 2,048 samples, there as in LLaMA's training (4 million tokens).
+    """
+    mt_nlg = gpt(105, 20480, 128)
+    for workers, seconds in {2240: 60.1, 2800: 50.2, 3360: 44.4}.items():
+        yield ScalingRun(
+            name="MT-NLG 530B",
+            shape=mt_nlg,
+            cluster=A100,
+            global_batch_size=1920,
+            num_workers=workers,
+            seconds=seconds,
+        )
+    yield ScalingRun(
+        name="BLOOM 176B",
+        shape=replace(gpt(70, 14336, 112), vocabulary_size=250680, learned_positions=False),
+        cluster=A100,
+        global_batch_size=2048,
+        num_workers=384,
+        seconds=104.5,
+    )
+    llama = ModelShape(
+        num_layers=40,
+        hidden_size=5120,
+        num_heads=40,
+        ffn_size=13824,
+        gated=True,
+        biases=False,
+        learned_positions=False,
+        tied_embeddings=False,
+        sequence_length=2048,
+        vocabulary_size=32000,
+    )
+    rates = {
+        "overlapped": {32: 1e10 / (40.3 * 3600 * 32), 256: 1890.0, 512: 1845.0},
+        "not overlapped": {256: 1630.0, 512: 1430.0},
+    }
+    for name, by_workers in rates.items():
+        for workers, rate in by_workers.items():
+            yield ScalingRun(
+                name=f"Megatron-LLaMA 13B, {name}",
+                shape=llama,
+                cluster=A100,
+                global_batch_size=2048,
+                num_workers=workers,
+                seconds=2048 * 2048 / rate / workers,
+            )
+
+
+HELD_OUT: tuple[ScalingRun, ...] = tuple(_held_out())
+
+
+def searched(run: ScalingRun | PublishedRun, scaling_loss: float = SCALING_LOSS) -> float:
     """Return the seconds of a step with the configuration that the search finds best, by the default recipe."""
-    model = TransformerModel(shape=run.shape, cluster=run.cluster, global_batch_size=run.global_batch_size)
+    model = TransformerModel(
+        shape=run.shape, cluster=run.cluster, global_batch_size=run.global_batch_size, scaling_loss=scaling_loss
+    )
     return model.step_seconds(run.num_workers)
 
 

@@ -6,6 +6,7 @@ import math
 
 import pytest
 from planner.performance.published import (
+    HELD_OUT,
     LAYER_TIMES,
     MEGASCALE,
     OTHER_SOFTWARE,
@@ -68,11 +69,21 @@ def free(run: ScalingRun | PublishedRun) -> float:
 
 
 def test_the_stated_error_covers_free_search_on_runs_that_were_not_used() -> None:
-    misses = [free(run) for run in MEGASCALE]
-    assert max(misses) < -0.10, "the search is optimistic: Megatron-LM of 2023 was slower"
-    assert 0.17 < rms(misses) < 0.19 < RELATIVE_ERROR
-    strong = [free(run) for run in MEGASCALE if run.name == "GPT 175B"]
-    assert strong[0] > -0.13 and strong[-1] < -0.25, "the more so the larger the task is"
+    misses = [free(run) for run in HELD_OUT]
+    assert max(misses) < -0.10, "the search is optimistic: their software was slower"
+    assert RELATIVE_ERROR - 0.01 < rms(misses) < RELATIVE_ERROR
+
+
+def test_losses_grow_with_size() -> None:
+    """They were fitted to these runs; without them, the error grows to a quarter at 12,288."""
+    strong = [run for run in MEGASCALE if run.name == "GPT 175B"]
+    assert rms([free(run) for run in MEGASCALE]) < 0.08
+    assert abs(free(strong[-1])) < 0.12
+    without = [searched(run, scaling_loss=0.0) / run.seconds - 1 for run in strong]
+    assert without[0] > -0.13 and without[-1] < -0.25
+    overlapped = [run for run in HELD_OUT if "13B, overlapped" in run.name]
+    assert abs(free(overlapped[-1]) - free(overlapped[0])) < 0.07, "much of the loss from 32 to 512 is in the model"
+    assert searched(overlapped[-1], scaling_loss=0.0) / overlapped[-1].seconds - 1 < free(overlapped[-1]) - 0.08
 
 
 @pytest.mark.parametrize("run", MEGASCALE[1:4], ids=lambda run: str(run.num_workers))
@@ -82,7 +93,7 @@ def test_one_measured_size_corrects_the_search_at_others(run: ScalingRun) -> Non
     measured = OnlinePoint(num_workers=256, flops_per_second=model.step_flops / first.seconds, at_seconds=0.0)
     corrected = CalibratedModel(prior=model, online=OnlineModel().with_point(measured))
     left = model.step_flops / corrected.throughput(run.num_workers) / run.seconds - 1
-    assert abs(left) < abs(free(run)) - 0.05
+    assert abs(left) < min(0.08, abs(free(run)) - 0.02)
     assert abs(left) < 2 * corrected.uncertainty(run.num_workers)
 
 
@@ -158,7 +169,8 @@ def test_the_largest_model_is_divided_as_its_authors_did() -> None:
 
 def test_strong_scaling_falls_as_published() -> None:
     # NVIDIA/Megatron-LM, README of core 0.7: GPT-3 on 96 to 4,608 H100 with 1,152 sequences of 4,096 tokens and a
-    # vocabulary of 131,072: utilization falls from 47 % to 42 %. Configurations are not given.
+    # vocabulary of 131,072: utilization falls from 47 % to 42 %. Configurations are not given. NVIDIA's own machines lose
+    # next to nothing beyond the formulas.
     shape = ModelShape(
         num_layers=96,
         hidden_size=12288,
@@ -167,6 +179,6 @@ def test_strong_scaling_falls_as_published() -> None:
         vocabulary_size=131072,
         tied_embeddings=False,
     )
-    model = TransformerModel(shape=shape, cluster=H100, global_batch_size=1152)
+    model = TransformerModel(shape=shape, cluster=H100, global_batch_size=1152, scaling_loss=0.0)
     few, many = (model.throughput(x) / x for x in (96, 4608))
     assert many / few == pytest.approx(42 / 47, abs=0.04)

@@ -55,7 +55,9 @@ def test_an_answer_is_possible_and_consistent(model: TransformerModel, num_worke
     assert samples == model.global_batch_size or model.space.uneven_shares
     memory = worker_bytes(shape, model.recipe, layouts)[0]
     assert best.memory_bytes == int(memory) <= model.cluster.memory_bytes - model.cluster.reserved_bytes
-    took = step_seconds(shape, model.cluster, model.recipe, layouts).total[0]
+    nodes = max(1.0, best.num_workers / model.cluster.accelerators_per_node)
+    losses = 1 + model.scaling_loss * math.log2(nodes)
+    took = step_seconds(shape, model.cluster, model.recipe, layouts).total[0] * losses
     assert value == pytest.approx(shape.step_flops(model.global_batch_size) / took)
     assert 0 < value < num_workers * model.cluster.peak(model.recipe.precision)
 
@@ -104,7 +106,9 @@ def test_it_is_the_best_of_all_tried_one_by_one(recipe, uneven: bool) -> None:
         best[count] = min(best.get(count, math.inf), took)
     expected = math.inf
     for count in range(1, 2400):
-        expected = min(expected, best.get(count, math.inf)) if uneven else best.get(count, math.inf)
+        losses = 1 + model.scaling_loss * math.log2(max(1.0, count / cluster.accelerators_per_node))
+        took = best.get(count, math.inf) * losses
+        expected = min(expected, took) if uneven else took
         assert model.step_seconds(count) == pytest.approx(expected, rel=1e-6), count
 
 

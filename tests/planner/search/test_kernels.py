@@ -19,6 +19,7 @@ from unicron_lightning.planner.search.variants import SearchProblem, Variant
 from unicron_lightning.planner.solver import columns_of
 from unicron_lightning.planner.state import ClusterState
 
+NO_LAYOUTS = np.zeros(0, dtype=np.int64)
 numbers = st.integers(-(2**61), 2**61)
 widths = st.integers(1, 2**17)
 
@@ -39,7 +40,7 @@ def test_slopes_that_floating_point_takes_for_equal_are_told_apart(gain: int, wi
 def values_of(waf: np.ndarray, scale: float) -> np.ndarray:
     """F * D in quanta, as used in the keys."""
     workers = np.arange(1, len(waf) + 1)
-    units, keys = kernels.keys_of(workers, waf, scale, 0, 0, 0, 1, 1 << 20, False)
+    units, keys = kernels.keys_of(workers, waf, NO_LAYOUTS, scale, 0, 0, 0, 1, 1 << 20, False, 0, 0)
     assert np.array_equal(units, workers)
     return (keys + workers) // (1 << 20)  # all workers are moved
 
@@ -66,19 +67,23 @@ def test_rounding_keeps_concave_curves_concave(kind: str, bits: int) -> None:
 
 def test_moving_counts_less_than_a_quantum_and_staying_costs_nothing() -> None:
     factor = 64
-    units, keys = kernels.keys_of(np.array([2, 4, 6]), np.array([2.0, 4.0, 5.0]), 1.0, 3, 4, 4, 2, factor, True)
+    units, keys = kernels.keys_of(
+        np.array([2, 4, 6]), np.array([2.0, 4.0, 5.0]), NO_LAYOUTS, 1.0, 3, 4, 4, 2, factor, True, 0, 0
+    )
     assert units.tolist() == [0, 1, 2, 3]
     assert keys.tolist() == [-3 * factor - 2, (2 - 3) * factor - 1, 4 * factor, (5 - 3) * factor - 1]
 
 
 def test_part_of_a_unit_that_moves_counts_as_a_whole_one() -> None:
     """The task still has 3 workers: having 2, 4 or 8 moves 1, 1 or 5 of them, and having none moves 3."""
-    _, keys = kernels.keys_of(np.array([2, 4, 8]), np.array([1.0, 1.0, 1.0]), 1.0, 0, 4, 3, 2, 64, True)
+    _, keys = kernels.keys_of(
+        np.array([2, 4, 8]), np.array([1.0, 1.0, 1.0]), NO_LAYOUTS, 1.0, 0, 4, 3, 2, 64, True, 0, 0
+    )
     assert keys.tolist() == [-2, 64 - 1, 64 - 1, 64 - 3]
 
 
 def test_an_affected_task_pays_at_every_size() -> None:
-    _, keys = kernels.keys_of(np.array([1, 2]), np.array([5.0, 9.0]), 1.0, 3, -1, 1, 1, 64, True)
+    _, keys = kernels.keys_of(np.array([1, 2]), np.array([5.0, 9.0]), NO_LAYOUTS, 1.0, 3, -1, 1, 1, 64, True, 0, 0)
     assert keys.tolist() == [-3 * 64 - 1, (5 - 3) * 64, (9 - 3) * 64 - 1]
 
 

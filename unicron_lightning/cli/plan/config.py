@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from unicron_lightning.errors import ConfigError
+from unicron_lightning.planner.performance.transformer import SCALING_LOSS
 from unicron_lightning.sections import read_section, read_yaml
 
 
@@ -88,6 +89,8 @@ class TransformerConfig:
     """Whether DP need not divide the global batch: replicas then get shares that differ by a micro-batch, as the
     strategies give them. More sizes are useful, and a lost replica does not change TP x PP.
     """
+    scaling_loss: float = SCALING_LOSS
+    """Part of a step's time that each doubling of the number of nodes adds to the formulas."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +127,8 @@ class PlanTaskConfig:
     performance: PerformanceConfig
     transition_seconds: float
     """D_transition: the time that a change of its workers costs the task."""
+    relayout_seconds: float = 0.0
+    """Further time if the change is to another TP x PP: a checkpoint, and the restart of all workers."""
     weight: float = 1.0
     min_workers: int = 1
     max_workers: int | None = None

@@ -182,6 +182,7 @@ def task_of(
             name=name,
             performance=performance_of(config.performance, cluster, folder),
             transition_seconds=config.transition_seconds,
+            relayout_seconds=config.relayout_seconds,
             weight=config.weight,
             min_workers=config.min_workers,
             max_workers=config.max_workers,
@@ -233,6 +234,7 @@ def _transformer(config: TransformerConfig, cluster: PlanClusterConfig) -> Trans
         recipe=RECIPES[config.recipe],
         may_idle=config.may_idle,
         space=SearchSpace(uneven_shares=config.uneven_shares),
+        scaling_loss=config.scaling_loss,
     )
 
 

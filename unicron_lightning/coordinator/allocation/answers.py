@@ -38,12 +38,14 @@ class Knowledge:
         running_seconds: D_running by number of places.
         transition_seconds: D_transition by task.
         caution: `PlanTask.caution` of all tasks.
+        relayout_seconds: D_relayout by task; 0 for tasks that keep their layout.
     """
 
     performances: Mapping[str, PerformanceModel]
     running_seconds: Callable[[int], float]
     transition_seconds: Callable[[str], float]
     caution: float = 0.0
+    relayout_seconds: Callable[[str], float] = lambda _: 0.0
 
     @classmethod
     def of(cls, cluster: Cluster, planner: PlannerConfig) -> Knowledge:
@@ -67,6 +69,7 @@ class Knowledge:
             running_seconds=failures.running_seconds,
             transition_seconds=transitions.expected_seconds,
             caution=planner.caution,
+            relayout_seconds=estimates.relayout_times(transitions, lasting.jobs),
         )
 
 
@@ -206,6 +209,7 @@ def state_of(question: Question, known: Knowledge) -> ClusterState:
                 granularity=task.granularity,
                 may_pause=task.may_pause or not task.runs,
                 caution=known.caution,
+                relayout_seconds=known.relayout_seconds(task.name),
             ),
             unit=1,
             num_workers=reach,

@@ -27,7 +27,7 @@ The planner is imported at first use: a coordinator with one task starts without
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Final
 
 from unicron_lightning.coordinator.incidents.record import Lifetimes, Speed
@@ -36,7 +36,7 @@ from unicron_lightning.jobs import Job
 
 if TYPE_CHECKING:
     from unicron_lightning.planner.failures.model import FailureModel
-    from unicron_lightning.planner.performance.model import PerformanceModel
+    from unicron_lightning.planner.performance.model import ParallelConfiguration, PerformanceModel
     from unicron_lightning.planner.performance.online import OnlineModel
     from unicron_lightning.planner.transitions import TransitionTimes
 
@@ -57,7 +57,33 @@ def performances(tasks: Mapping[str, Task], jobs: Mapping[str, Job]) -> dict[str
     names = [*tasks, *(name for name in jobs if name not in tasks)]
     pairs = {name: (tasks.get(name), jobs.get(name)) for name in names}
     nominal = nominal_rate(pairs.values())
-    return {name: performance_of(task, job, nominal=nominal) for name, (task, job) in pairs.items()}
+    made = {name: performance_of(task, job, nominal=nominal) for name, (task, job) in pairs.items()}
+    return {name: _LaidOut(made[name], job) if job and job.layouts else made[name] for name, (_, job) in pairs.items()}
+
+
+class _LaidOut:
+    """T(t,x) of a job that names its layouts.
+
+    Args:
+        model: T(t,x).
+        job: the job.
+    """
+
+    def __init__(self, model: PerformanceModel, job: Job) -> None:
+        self.throughput = model.throughput
+        self.uncertainty = model.uncertainty
+        self._job = job
+
+    def configuration(self, num_workers: int) -> ParallelConfiguration | None:
+        """Return TP and PP with a number of slots; the rest is unknown."""
+        from unicron_lightning.planner.performance.model import ParallelConfiguration
+
+        layout = self._job.layout(num_workers)
+        if layout is None:
+            return None
+        return ParallelConfiguration(
+            tensor_parallel=layout.tensor, pipeline_parallel=layout.pipeline, data_parallel=1, micro_batch_size=1
+        )
 
 
 def performance_of(task: Task | None, job: Job | None, *, nominal: float = 1.0) -> PerformanceModel:
@@ -141,6 +167,15 @@ def transition_times(
     measured.sort(key=lambda item: item[1].at)
     seen = [Transition(task=name, kind=TransitionKind(each.kind), seconds=each.seconds) for name, each in measured]
     return TransitionTimes(seen, priors)
+
+
+def relayout_times(times: TransitionTimes, jobs: Mapping[str, Job]) -> Callable[[str], float]:
+    """Return D_relayout by task: that of a cold reconfiguration for jobs with layouts, 0 for all others."""
+    from unicron_lightning.planner.transitions import TransitionKind
+
+    laid = frozenset(name for name, job in jobs.items() if job.layouts)
+    kind = TransitionKind.RECONFIGURE_COLD
+    return lambda name: times.of_kind(name, kind).expected_seconds if name in laid else 0.0
 
 
 def failure_model(

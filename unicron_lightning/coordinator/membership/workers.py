@@ -277,6 +277,7 @@ def _event(task: Task, turn: Turn, worker: Worker, message: wire.WorkerEvent) ->
         task.incident = None
     if fact is not None:
         relayout.stepped(task, turn)
+        relayout.follow_plan(task, turn)
 
 
 def _checkpoint_saved(task: Task, turn: Turn, message: wire.CheckpointSaved) -> None:

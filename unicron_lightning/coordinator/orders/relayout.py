@@ -1,4 +1,5 @@
-"""The change of TP and PP, or of the number of shards, of a running task: a cold transition, by an operator's order.
+"""The change of TP and PP, or of the number of shards, of a running task: a cold transition, by an operator's order, or
+because a job names a layout for the number of slots that the plan has given it.
 
 1. The order is recorded, if the model and the workers allow the layout.
 2. An epoch of kind ``relayout`` with the same members is published: they finish the step, switch, write a checkpoint,
@@ -38,10 +39,21 @@ def refusal(task: Task, layout: wire.Layout) -> str | None:
     return _misfit(spread, layout) or _lack(task, layout)
 
 
-def order(task: Task, turn: Turn, layout: wire.Layout) -> None:
-    """Record an operator's order that `refusal` has accepted."""
+def follow_plan(task: Task, turn: Turn) -> None:
+    """Order the layout that the job names for the task's slots, if it has made a step with all that the plan gives."""
+    job = turn.lasting.jobs.get(task.id)
+    slots = len(task.slots)
+    if job is None or turn.lasting.allocation.get(task.id, slots) != slots:
+        return
+    wanted = job.layout(slots)
+    if wanted is not None and wanted not in task.layouts.failed and refusal(task, wanted) is None:
+        order(task, turn, wanted, by="plan")
+
+
+def order(task: Task, turn: Turn, layout: wire.Layout, by: str = "operator") -> None:
+    """Record an order that `refusal` has accepted."""
     task.layouts.ordered = layout
-    turn.emit_for(task, None, "layout_ordered", {**layout.plain(), "before": _before(task)})
+    turn.emit_for(task, None, "layout_ordered", {**layout.plain(), "before": _before(task), "by": by})
     turn.to_review[task.id] = task
 
 
@@ -87,6 +99,7 @@ def abandon(task: Task, turn: Turn, reason: str = "no member was left before a s
         reason = "no member was left before its checkpoint was written"
     elif layouts.untried and layouts.in_force is not None:
         given_up = layouts.in_force
+        layouts.failed = [*layouts.failed, given_up]
         layouts.in_force, layouts.before, layouts.untried = layouts.before, None, False
     else:
         return

@@ -31,6 +31,7 @@ STICKY = 0.75
 def keys_of(
     workers: Ints,
     waf: NDArray[np.float64],
+    layouts: Ints,
     scale: float,
     cost: int,
     before: int,
@@ -38,12 +39,15 @@ def keys_of(
     unit: int,
     factor: int,
     may_pause: bool,
+    layout: int,
+    cost_elsewhere: int,
 ) -> tuple[Ints, Ints]:
     """Units and key of each option of a task.
 
     Args:
         workers: int64 [n], rising.
         waf: float64 [n], F at each number of workers.
+        layouts: int64 [n], a number for TP x PP of each, 0 if unknown; or empty if it is of no concern.
         scale: D_running / quantum.
         cost: F(t,x) * D_transition in quanta.
         before: x, the number of workers that is kept without cost; -1 if the task is affected.
@@ -51,6 +55,8 @@ def keys_of(
         unit: workers per unit.
         factor: W, the weight of a quantum in a key.
         may_pause: whether zero workers are an option.
+        layout: a number for TP x PP of the task's x workers; 0 if unknown.
+        cost_elsewhere: ``cost`` of a change into another TP x PP.
     """
     first = 1 if may_pause else 0
     units = np.zeros(first + len(workers), dtype=np.int64)
@@ -71,6 +77,8 @@ def keys_of(
         moved = abs(workers[n] - left)
         units[first + n] = workers[n] // unit
         gain = value - (cost if workers[n] != before else 0)
+        if layout != 0 and len(layouts) > 0 and layouts[n] != 0 and layouts[n] != layout:
+            gain = value - cost_elsewhere
         keys[first + n] = gain * factor - (moved + unit - 1) // unit
     return units, keys
 

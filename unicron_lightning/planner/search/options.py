@@ -87,7 +87,9 @@ def column(state: ClusterState, curve: Curve, *, factor: int, may_pause: bool, m
     compiler.prepare(len(state.tasks) * (state.num_workers // state.unit))
     name = curve.task.name
     before, lost = state.allocation.get(name, 0), state.lost.get(name, 0)
-    cost = round(curve.waf_at(before) * curve.task.transition_seconds / state.quantum_flop)
+    task, waf = curve.task, curve.waf_at(before)
+    cost = round(waf * task.transition_seconds / state.quantum_flop)
+    cost_elsewhere = round(waf * task.longest_seconds / state.quantum_flop)
     count = int(np.searchsorted(curve.workers, state.num_workers, side="right")) if may_run else 0
     numbers = (
         state.duration_seconds / state.quantum_flop,
@@ -97,7 +99,9 @@ def column(state: ClusterState, curve: Curve, *, factor: int, may_pause: bool, m
         state.unit,
         factor,
         may_pause,
+        task.layout(before),
+        cost_elsewhere,
     )
-    units, keys = kernels.keys_of(curve.workers[:count], curve.waf[:count], *numbers)
+    units, keys = kernels.keys_of(curve.workers[:count], curve.waf[:count], curve.layouts[:count], *numbers)
     digest = hashlib.blake2b(repr((count, numbers)).encode() + curve.digest, digest_size=16).digest()
     return Column(units=units, keys=keys, digest=digest)

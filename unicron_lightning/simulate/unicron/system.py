@@ -271,4 +271,5 @@ def _knowledge(cluster: Cluster, performances: Mapping[str, PerformanceModel], c
         performances=performances,
         running_seconds=failures.running_seconds,
         transition_seconds=transitions.expected_seconds,
+        relayout_seconds=lambda _: costs.change.get("restart", 0.0) + costs.persistent_seconds,
     )
