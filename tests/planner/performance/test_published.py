@@ -169,8 +169,8 @@ def test_the_largest_model_is_divided_as_its_authors_did() -> None:
 
 def test_strong_scaling_falls_as_published() -> None:
     # NVIDIA/Megatron-LM, README of core 0.7: GPT-3 on 96 to 4,608 H100 with 1,152 sequences of 4,096 tokens and a
-    # vocabulary of 131,072: utilization falls from 47 % to 42 %. Configurations are not given. NVIDIA's own machines lose
-    # next to nothing beyond the formulas.
+    # vocabulary of 131,072: utilization falls from 47 % to 42 %. Configurations are not given. NVIDIA's own machines
+    # lose next to nothing beyond the formulas.
     shape = ModelShape(
         num_layers=96,
         hidden_size=12288,
