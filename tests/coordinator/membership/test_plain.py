@@ -110,6 +110,7 @@ def test_the_task_ends_when_all_agents_succeeded():
     standby.bye(succeeded=True)
     assert "t" not in world.machine.tasks
     assert world.event("task_over").fields["succeeded"]
+    assert world.event("task_over").fields["reason"] == "its workers have finished"
 
 
 def test_a_failure_after_others_have_finished_is_a_failure():

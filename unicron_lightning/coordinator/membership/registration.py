@@ -39,6 +39,8 @@ from unicron_lightning.detection.silence import report_seconds
 from unicron_lightning.wire.fields import shortened
 
 _LOST_REMEMBERED = 1000
+_FINISHED: Final = "its workers have finished"
+"""Reason of a success."""
 
 
 def refusal(task: Task | None, message: wire.Register) -> str | None:
@@ -302,19 +304,20 @@ def review_end(task: Task, turn: Turn) -> None:
     if task.over is not None or task.absent:
         return
     if not task.agents:
-        finish(task, turn, succeeded=task.finishing, reason=f"no agent is left{_saved(task)}")
+        finish(task, turn, succeeded=task.finishing, reason=_end_of(task))
     elif task.finishing and not task.slots:
         # The remaining agents wait: stand-bys, which are not needed, or agents whose workers failed at the end.
         failed = any(agent.holder for agent in task.agents.values())
-        finish(task, turn, succeeded=task.elastic or not failed, reason="no agent runs any more")
+        succeeded = task.elastic or not failed
+        finish(task, turn, succeeded=succeeded, reason=_FINISHED if succeeded else "no agent runs any more")
 
 
-def _saved(task: Task) -> str:
-    """Return the end of a reason: where the task's newest checkpoint is, if it has one and has not finished."""
+def _end_of(task: Task) -> str:
+    """Return why a task without agents is over, with its newest checkpoint if it has not finished."""
+    if task.finishing:
+        return _FINISHED
     newest = task.checkpoint
-    if task.finishing or newest is None:
-        return ""
-    return f"; step {newest.step} is saved in {newest.path}"
+    return "no agent is left" + ("" if newest is None else f"; step {newest.step} is saved in {newest.path}")
 
 
 def _declare_lost(task: Task, turn: Turn, agent: Agent) -> None:

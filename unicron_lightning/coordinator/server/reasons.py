@@ -44,7 +44,7 @@ def _why_starting(task: Task) -> str | None:
     if task.plain or task.epoch is not None:
         return None
     if not task.elastic:
-        return "starting: no worker has reported yet"
+        return "starting: no worker has reported yet (those of a script without the strategy do not)"
     expected = sum(task.agents[agent].local_world or 1 for agent in task.slots)
     ready = sum(worker.built for worker in task.workers.values())
     return f"starting: {ready} of {_number(expected, 'worker')} ready"
