@@ -81,6 +81,17 @@ def checkpoints(beside: bool) -> pl.Callback:
         STALL[0] += time.perf_counter() - since
 
     kind._save_checkpoint = timed  # type: ignore[method-assign]
+    if beside:
+        from unicron_lightning.strategies.state.persisting import Persisting
+
+        settle = Persisting.settle
+
+        def waited(self: Persisting) -> None:
+            since = time.perf_counter()
+            settle(self)
+            STALL[0] += time.perf_counter() - since
+
+        Persisting.settle = waited  # type: ignore[method-assign]
     return kind(FOLDER / "checkpoints", every_n_train_steps=10)
 
 

@@ -29,6 +29,8 @@ class UnicronCheckpoint(ModelCheckpoint):
         options: of ModelCheckpoint.
         partners: workers on other nodes that also hold each part, and write it if its node is lost; with
             ``unicron_fsdp`` the other replicas hold it anyway.
+        overlap: copy parameters and states of optimizers while the next gradients are computed; the optimizer waits for
+            that. If hooks change them in between, by tensors' ``.data`` or otherwise, set it to False.
         named_options: of ModelCheckpoint.
 
     Raises:
@@ -36,11 +38,12 @@ class UnicronCheckpoint(ModelCheckpoint):
             ``unicron_fsdp``.
     """
 
-    def __init__(self, *options: Any, partners: int = 1, **named_options: Any) -> None:
+    def __init__(self, *options: Any, partners: int = 1, overlap: bool = True, **named_options: Any) -> None:
         if partners < 0:
             raise ConfigError(f"UnicronCheckpoint(partners={partners}): expected 0 or more")
         super().__init__(*options, **named_options)
         self.partners = partners
+        self.overlap = overlap
         self._complete = 0
         """Checkpoints of which the loggers have not been notified."""
 
@@ -48,7 +51,7 @@ class UnicronCheckpoint(ModelCheckpoint):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         engine_of(trainer, self)
         if stage == "fit":
-            _strategy(trainer).persisting.use(self.partners)
+            _strategy(trainer).persisting.use(self.partners, overlap=self.overlap)
         super().setup(trainer, pl_module, stage)
 
     @override

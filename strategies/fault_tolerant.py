@@ -158,6 +158,7 @@ class FaultTolerantStrategy(CollectingStrategy):
         return True
 
     def _on_world(self, world: World) -> None:
+        self.persisting.settle()
         was_first = self.global_rank == 0
         self._environment.set_world_size(world.size)
         self._environment.set_global_rank(world.rank)
@@ -291,6 +292,7 @@ class FaultTolerantStrategy(CollectingStrategy):
         manual = self.parallelism.manual
         if manual is not None:
             return manual.backward(closure_loss, *args, **kwargs)
+        self.persisting.settle()  # the optimizer's step follows
         return self.parallelism.steps.backward(closure_loss)
 
     @override

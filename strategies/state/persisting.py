@@ -1,8 +1,9 @@
 """Checkpoints that are written while training continues, by processes of their own, from copies in shared memory.
 
-All members call `Persisting.save` at the same place. They agree on the members that write the version, copy their parts
-and return. A version is complete when its folder is at its path; each worker then reports it. A failure is a warning
-and an event, and leaves the version before it in place.
+All members call `Persisting.save` at the same place. They agree on the members that write the version, begin to copy
+their parts and return: parameters and states of optimizers, which the next gradients do not change, are copied
+meanwhile (`Persisting.settle`). A version is complete when its folder is at its path; each worker then reports it. A
+failure is a warning and an event, and leaves the version before it in place.
 """
 
 from __future__ import annotations
@@ -12,17 +13,21 @@ import logging
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import lightning.pytorch as pl
 import msgspec
+import torch
+from torch.distributed.tensor import DTensor
 
-from unicron_lightning.checkpoints.client import IN_FLIGHT, SharedBuffer, WriterProcess
+from unicron_lightning.checkpoints.client import IN_FLIGHT, WriterProcess
 from unicron_lightning.checkpoints.division import shard_writers
 from unicron_lightning.checkpoints.messages import WriteVersion
-from unicron_lightning.checkpoints.staging import stage
+from unicron_lightning.checkpoints.staging import StagedCheckpoint, stage
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.worker.checkpoint_files import located
+from unicron_lightning.worker.late_copies import LateCopies
 from unicron_lightning.worker.operations import Agreement, unpack_parts
 from unicron_lightning.worker.state_parts import Place, holders
 
@@ -59,6 +64,8 @@ class Persisting:
         self._strategy = strategy
         self._writer: WriterProcess | None = None
         self._partners = 0
+        self._overlap = True
+        self._copies = LateCopies()
         self._lock = threading.Lock()
         self._saved: list[_Saved] = []
         self._number = 0
@@ -70,11 +77,12 @@ class Persisting:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(vars(Persisting(state["_strategy"])))
 
-    def use(self, partners: int) -> None:
+    def use(self, partners: int, *, overlap: bool) -> None:
         """Start this worker's writer.
 
         Args:
             partners: workers that also hold each part, and write it if its first writer is lost.
+            overlap: whether to copy while the next gradients are computed.
 
         Raises:
             ConfigError: the strategy's checkpoints have another format.
@@ -85,6 +93,7 @@ class Persisting:
                 f"{self._strategy.strategy_name!r}; use ModelCheckpoint there"
             )
         self._partners = max(partners, self._partners)
+        self._overlap = self._overlap and overlap
         if self._writer is None:
             self._writer = WriterProcess(self._members)
 
@@ -92,6 +101,7 @@ class Persisting:
         """Stage a checkpoint and have it written; for all members together."""
         strategy, engine, writer = self._strategy, self._strategy.engine, self._writer
         assert writer is not None, "use() first"
+        self.settle()
         with engine.activity.during("checkpoint"):
             workers, held, rank, name = self._agree()
             checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only)
@@ -101,16 +111,32 @@ class Persisting:
             order = WriteVersion(
                 number=self._number, name=name, path=saved.path, rank=rank, holders=held, seconds=WRITE_SECONDS
             )
-            buffers: list[SharedBuffer] = []
             try:
                 if not writer.wait(IN_FLIGHT - 1, WRITE_SECONDS, saved.path):
                     raise OSError("versions before it are not finished")
-                order, buffers = stage(writer.buffer, order, strategy.parallelism.checkpoints.held(checkpoint))
+                steady = self._steady() if self._overlap and _continues(trainer) else ()
+                staged = stage(writer.pool, order, strategy.parallelism.checkpoints.held(checkpoint), steady)
             except (OSError, MemoryError, ValueError, RuntimeError) as error:
-                order, buffers = msgspec.structs.replace(order, error=str(error)[:500] or repr(error)), []
+                staged = StagedCheckpoint(order=_failed(order, str(error) or repr(error)))
             with self._lock:
                 self._saved.append(saved)
-            writer.write(order, workers, buffers, lambda digest, error: self._outcome(saved, digest, error))
+
+            def hand_over(error: str) -> None:
+                order = staged.order
+                if error:
+                    order, self._overlap = _failed(order, error), False
+                writer.write(order, workers, staged.memories, partial(self._outcome, saved))
+
+            if staged.late:
+                self._copies.begin(staged.late, hand_over)
+            else:
+                hand_over("")
+
+    def settle(self) -> None:
+        """Wait until the newest version is copied: parameters or states of optimizers are about to change."""
+        if self._copies.active:
+            with self._strategy.engine.activity.during("checkpoint"):
+                self._copies.settle()
 
     def pending(self, path: Any) -> bool:
         """Whether a version is being written to this path."""
@@ -127,11 +153,13 @@ class Persisting:
 
     def finish(self, seconds: float) -> None:
         """Wait for the versions, at most so long."""
+        self.settle()
         if self._writer is not None and not self._writer.wait(0, seconds):
             logger.warning("checkpoints_not_finished seconds=%g", seconds)
 
     def close(self, *, whole: bool) -> None:
         """End a run: wait for the versions, if no exception has ended it, and end the writer."""
+        self._copies.settle()
         if self._writer is not None:
             self._writer.close(WRITE_SECONDS if whole else _BROKEN_OFF_SECONDS)
             self._writer = None
@@ -165,6 +193,18 @@ class Persisting:
         held = [holders(places, part, self._partners) for part in range(len(places))]
         return workers, held, workers.index(own), name
 
+    def _steady(self) -> set[int]:
+        """Return the addresses of the memory that changes in the optimizer's step only."""
+        strategy = self._strategy
+        states = (state for each in strategy.optimizers for state in each.state.values() if isinstance(state, dict))
+        kept = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+        with torch.no_grad():
+            own = [
+                each.to_local() if isinstance(each, DTensor) else each
+                for each in (*strategy.module.parameters(), *kept)
+            ]
+        return {each.untyped_storage().data_ptr() for each in own}
+
     # ---- called by the writer's thread
 
     def _members(self) -> Collection[str] | None:
@@ -190,3 +230,18 @@ class Persisting:
                 action()
             except OSError as problem:  # e.g. of the removal of the checkpoint before
                 logger.warning("checkpoint_left path=%s error=%s", saved.path, problem)
+
+
+def _continues(trainer: pl.Trainer) -> bool:
+    """Whether the next gradients follow, without a validation or an end, in whose hooks parameters may change."""
+    loop, every = trainer.fit_loop.epoch_loop, trainer.val_check_batch
+    if loop.batch_progress.is_last_batch or trainer.should_stop or trainer.global_step == trainer.max_steps:
+        return False
+    if not trainer.enable_validation:
+        return True
+    done = loop.batch_idx + 1, loop.total_batch_idx + 1
+    return isinstance(every, int | float) and not any(each % every == 0 for each in done)
+
+
+def _failed(order: WriteVersion, error: str) -> WriteVersion:
+    return msgspec.structs.replace(order, error=error[:500])

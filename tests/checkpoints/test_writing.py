@@ -17,15 +17,15 @@ import torch
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
-from unicron_lightning.checkpoints.client import SharedBuffer, WriterProcess
+from unicron_lightning.checkpoints.client import WriterProcess
 from unicron_lightning.checkpoints.division import divide, shard_writers
 from unicron_lightning.checkpoints.index import is_folder, read_checkpoint
 from unicron_lightning.checkpoints.messages import VersionFailed, VersionWritten, WriteVersion
 from unicron_lightning.checkpoints.staging import HeldCheckpoint, stage
 from unicron_lightning.checkpoints.storage import storage_of
 from unicron_lightning.checkpoints.version import WritingVersion
-from unicron_lightning.shared_memory import allocate
 from unicron_lightning.worker.checkpoint_files import digest_of
+from unicron_lightning.worker.memory_pool import MemoryPool, PooledMemory
 from unicron_lightning.worker.state_parts import holders
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*to load in a single process")
@@ -79,15 +79,14 @@ class Group:
         places = [(node, node) for node in nodes]
         held = [holders(places, part, partners) for part in range(len(nodes))]
         self.versions: list[WritingVersion] = []
-        self.buffers: list[SharedBuffer] = []
+        self.buffers: list[PooledMemory] = []
         for rank in range(len(nodes)):
             order = WriteVersion(number=1, name=name, path=str(path), rank=rank, holders=held, seconds=seconds)
-            order, buffers = stage(
-                lambda size: SharedBuffer(*allocate(size)), order, HeldCheckpoint.whole(*content(seed))
-            )
-            self.buffers += buffers
+            staged = stage(MemoryPool(), order, HeldCheckpoint.whole(*content(seed)))
+            order, memories_of = staged.order, staged.memories
+            self.buffers += memories_of
             storage = storage_of(str(path), name)
-            memories = [mmap.mmap(each.descriptor, 0) for each in buffers]
+            memories = [mmap.mmap(each.descriptor, 0) for each in memories_of]
             self.versions.append(WritingVersion(order, memories, storage))
 
     def advance(self, *ranks: int) -> list[Any]:
@@ -239,18 +238,18 @@ def test_a_writer_process_that_is_killed_is_replaced(tmp_path: Path) -> None:
         for number in (1, 2):
             path = tmp_path / f"{number}.ckpt"
             order = WriteVersion(number=number, name=f"v{number}", path=str(path), rank=0, holders=[[0]], seconds=60.0)
-            order, buffers = stage(client.buffer, order, HeldCheckpoint.whole(*content()))
+            staged = stage(client.pool, order, HeldCheckpoint.whole(*content()))
             if number == 2:
                 assert client._process is not None
                 os.kill(client._process.pid, 9)
-            client.write(order, [""], buffers, lambda *outcome: outcomes.append(outcome))
+            client.write(staged.order, [""], staged.memories, lambda *outcome: outcomes.append(outcome))
             assert client.wait(0, 60.0)
             assert outcomes[-1] == (digest_of(str(path)), "")
             check(path)
         order = WriteVersion(number=3, name="v3", path=str(path), rank=0, holders=[[0]], seconds=0.1)
-        order, buffers = stage(client.buffer, order, HeldCheckpoint.whole(*content()))
+        staged = stage(client.pool, order, HeldCheckpoint.whole(*content()))
         os.kill(client._process.pid, signal.SIGSTOP)  # as by a storage that hangs
-        client.write(order, [""], buffers, lambda *outcome: outcomes.append(outcome))
+        client.write(staged.order, [""], staged.memories, lambda *outcome: outcomes.append(outcome))
         assert client.wait(0, 30.0)
         assert outcomes[-1][1].startswith("the writer has not answered")
         check(path)

@@ -8,7 +8,6 @@ has not finished.
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import queue
 import select
@@ -22,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from unicron_lightning.checkpoints.messages import Channel, ToWorker, VersionWritten, WritersGone, WriteVersion
-from unicron_lightning.shared_memory import allocate
+from unicron_lightning.worker.memory_pool import MemoryPool, PooledMemory
 
 logger = logging.getLogger(__name__)
 
@@ -37,25 +36,13 @@ _LATE_SECONDS: Final = 5.0
 """Seconds after a version's time limit in which the writer reports; it is killed then, e.g. if its storage hangs."""
 
 
-@dataclass(frozen=True)
-class SharedBuffer:
-    """Shared memory of one part, used again for later versions: new memory costs as much time as the copy."""
-
-    descriptor: int
-    memory: mmap.mmap
-
-    def release(self) -> None:
-        """Return the memory to the system once no process holds it."""
-        os.close(self.descriptor)
-
-
 @dataclass
 class _Version:
     """A version that is being written."""
 
     order: WriteVersion
     workers: Sequence[str]
-    buffers: Sequence[SharedBuffer]
+    memories: Sequence[PooledMemory]
     outcome: Callable[[str, str], None]
     gone: set[int] = field(default_factory=set)
     starts: int = 0
@@ -67,14 +54,17 @@ class WriterProcess:
 
     Args:
         members: returns the present members of the task; None: not known.
+
+    Attributes:
+        pool: memory for versions; the writer has no more use of it when a version is finished.
     """
 
     def __init__(self, members: Callable[[], Collection[str] | None]) -> None:
+        self.pool = MemoryPool()
         self._members = members
         self._condition = threading.Condition()
         self._versions: dict[int, _Version] = {}
         self._orders: queue.SimpleQueue[_Version | None] = queue.SimpleQueue()
-        self._free: list[SharedBuffer] = []
         self._broken = ""
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None
@@ -83,20 +73,6 @@ class WriterProcess:
         self._thread.start()
 
     # ---- called by the training thread
-
-    def buffer(self, size: int) -> SharedBuffer:
-        """Return memory of at least this size.
-
-        Raises:
-            OSError: there is not enough.
-        """
-        with self._condition:
-            fitting = [each for each in self._free if size <= len(each.memory) <= 2 * size + mmap.PAGESIZE]
-            if fitting:
-                best = min(fitting, key=lambda each: len(each.memory))
-                self._free.remove(best)
-                return best
-        return SharedBuffer(*allocate(max(1, size)))
 
     def wait(self, versions: int, seconds: float, path: str | None = None) -> bool:
         """Wait until at most so many versions are unfinished, and none at this path; return whether that is so."""
@@ -112,7 +88,7 @@ class WriterProcess:
         self,
         order: WriteVersion,
         workers: Sequence[str],
-        buffers: Sequence[SharedBuffer],
+        memories: Sequence[PooledMemory],
         outcome: Callable[[str, str], None],
     ) -> None:
         """Have a version written.
@@ -120,10 +96,10 @@ class WriterProcess:
         Args:
             order: for the writer.
             workers: that write the version, by rank.
-            buffers: memories of the order.
+            memories: of the order, from the pool.
             outcome: called from another thread with the digest, or an error.
         """
-        version = _Version(order, workers, buffers, outcome)
+        version = _Version(order, workers, memories, outcome)
         with self._condition:
             self._versions[order.number] = version
         if self._broken:
@@ -139,8 +115,9 @@ class WriterProcess:
         self._orders.put(None)
         os.write(self._wake_write, b"x")
         self._thread.join()
-        for each in [*self._free, *(each for version in self._versions.values() for each in version.buffers)]:
-            each.release()
+        for version in self._versions.values():
+            self.pool.give_back(version.memories)
+        self.pool.close()
         os.close(self._wake_read)
         os.close(self._wake_write)
 
@@ -205,7 +182,7 @@ class WriterProcess:
             self._start()
         assert self._channel is not None
         version.starts += 1
-        self._channel.send(version.order, [each.descriptor for each in version.buffers])
+        self._channel.send(version.order, [each.descriptor for each in version.memories])
 
     def _report_gone(self) -> None:
         present = self._members() if self._versions else None
@@ -243,9 +220,7 @@ class WriterProcess:
         version.outcome(digest, error)
         with self._condition:
             self._versions.pop(version.order.number, None)
-            self._free.extend(version.buffers)
-            while len(self._free) > 2 * len(version.buffers):
-                self._free.pop(0).release()
+            self.pool.give_back(version.memories)
             self._condition.notify_all()
 
     def _start_again(self, why: str) -> None:

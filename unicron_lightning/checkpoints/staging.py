@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from unicron_lightning.checkpoints.client import SharedBuffer
 from unicron_lightning.checkpoints.division import aligned, divide
 from unicron_lightning.checkpoints.messages import StagedPart, StagedTensor, WriteVersion
 from unicron_lightning.checkpoints.version import tensor_in
+from unicron_lightning.worker.memory_pool import MemoryPool, PooledMemory
 from unicron_lightning.worker.operations import pack_parts
 
 
@@ -80,41 +80,59 @@ class HeldCheckpoint:
         return [[self.tensors[each.tensor].rows(each.first, each.end) for each in part] for part in cut]
 
 
+@dataclass(frozen=True, kw_only=True)
+class StagedCheckpoint:
+    """A version in shared memory.
+
+    Attributes:
+        order: for the writer.
+        memories: of the order.
+        late: copies that are not made yet: target and source of each.
+    """
+
+    order: WriteVersion
+    memories: Sequence[PooledMemory] = ()
+    late: Sequence[tuple[Tensor, Tensor]] = ()
+
+
 def stage(
-    memory: Callable[[int], SharedBuffer], order: WriteVersion, held: HeldCheckpoint
-) -> tuple[WriteVersion, list[SharedBuffer]]:
+    pool: MemoryPool, order: WriteVersion, held: HeldCheckpoint, steady: Collection[int] = ()
+) -> StagedCheckpoint:
     """Copy the parts that a rank holds.
 
     Args:
-        memory: returns memory of a size.
+        pool: of memory.
         order: without its parts.
         held: the checkpoint.
-
-    Returns:
-        The order, and its memories.
+        steady: addresses of storages whose tensors are copied later.
 
     Raises:
-        OSError: there is not enough memory.
+        OSError, MemoryError: there is not enough memory.
     """
-    staged, buffers = [], []
-    for part, held_pieces in enumerate(held.parts(len(order.holders))):
+    parts, sizes = [], []
+    for part, pieces in enumerate(held.parts(len(order.holders))):
         if order.rank in order.holders[part]:
-            pieces, size = [], 0
-            for each in held_pieces:
-                dtype, sizes = str(each.data.dtype).removeprefix("torch."), tuple(each.data.shape)
-                pieces.append((StagedTensor(each.name, dtype, each.whole, each.offsets, sizes, size), each.data))
+            described, size = [], 0
+            for each in pieces:
+                dtype, shape = str(each.data.dtype).removeprefix("torch."), tuple(each.data.shape)
+                described.append((StagedTensor(each.name, dtype, each.whole, each.offsets, shape, size), each.data))
                 size += aligned(each.data.nbytes)
-            buffer = memory(size)
-            for piece, data in pieces:
-                tensor_in(buffer.memory, piece).copy_(data)
-            staged.append(StagedPart(part, [piece for piece, _ in pieces]))
-            buffers.append(buffer)
+            parts.append((part, described))
+            sizes.append(size)
     packed = pack_parts([saved_bytes(held.rest), *held.objects.values()])
-    buffer = memory(len(packed))
-    buffer.memory[: len(packed)] = packed
+    memories = pool.take([*sizes, len(packed)])
+    late = []
+    for (_, described), memory in zip(parts, memories, strict=False):
+        for piece, data in described:
+            if data.untyped_storage().data_ptr() in steady:
+                late.append((tensor_in(memory.content, piece), data))
+            else:
+                tensor_in(memory.content, piece).copy_(data)
+    memories[-1].content[: len(packed)] = packed
+    staged = [StagedPart(part, [piece for piece, _ in described]) for part, described in parts]
     places = {name: list(place) for name, place in held.places.items()}
     order = msgspec.structs.replace(order, parts=staged, objects=list(held.objects), places=places)
-    return order, [*buffers, buffer]
+    return StagedCheckpoint(order=order, memories=memories, late=late)
 
 
 def saved_bytes(value: Any) -> bytes:

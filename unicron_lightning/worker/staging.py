@@ -8,42 +8,37 @@ memory has no name in any file system, so none is left behind.
 from __future__ import annotations
 
 import logging
-import mmap
-import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import psutil  # type: ignore[import-untyped]
 import torch
 
 from unicron_lightning import wire
-from unicron_lightning.shared_memory import allocate, digest_of, in_use
+from unicron_lightning.shared_memory import digest_of, in_use
 from unicron_lightning.worker.control.thread import Control
 from unicron_lightning.worker.engine import World
+from unicron_lightning.worker.memory_pool import MemoryPool, PooledMemory
 from unicron_lightning.worker.state_parts import DividedState, SharePart
 
 logger = logging.getLogger(__name__)
 
 _KEPT: Final = 2
 """Versions for which memory that the agent has not been seen to keep is held open, so that it has time to open it."""
-_GRAIN: Final = 1 << 16
-"""Bytes: sizes of memory are multiples of it, because the root's length changes a little from version to version."""
 
 
 @dataclass
-class _Memory:
-    """Memory for one part.
+class _Handed:
+    """Memory of one part that the agent may keep.
 
     Attributes:
         number: number of the version in it, counted by this worker.
         taken: whether the agent has been seen to keep that version.
     """
 
-    descriptor: int
-    content: mmap.mmap
-    number: int = 0
+    memory: PooledMemory
+    number: int
     taken: bool = False
 
 
@@ -57,12 +52,12 @@ class StagedVersion:
     """
 
     version: wire.StateVersion
-    parts: Mapping[int, tuple[_Memory, int]]
+    parts: Mapping[int, tuple[PooledMemory, int]]
 
     def view(self, part: int) -> torch.Tensor:
         """Return a part's bytes, which share its memory; uint8 of shape ``(size,)``."""
         memory, size = self.parts[part]
-        return torch.frombuffer(memory.content, dtype=torch.uint8, count=size)
+        return memory.view(size)
 
 
 class Staging:
@@ -75,7 +70,8 @@ class Staging:
     def __init__(self, control: Control) -> None:
         self._control = control
         self._thread: threading.Thread | None = None
-        self._open: list[_Memory] = []
+        self._pool = MemoryPool()
+        self._handed: list[_Handed] = []
         self._number = 0
 
     def stage(
@@ -127,46 +123,30 @@ class Staging:
         """Release the memory; the agent keeps what it has opened."""
         if self._thread is not None:
             self._thread.join()
-        self._release(self._open)
+        for each in self._handed:
+            each.memory.release()
+        self._handed.clear()
+        self._pool.close()
 
-    def _memory(self, sizes: Sequence[int]) -> list[_Memory]:
+    def _memory(self, sizes: Sequence[int]) -> list[PooledMemory]:
         """Return memory for parts of these sizes: what the agent has dropped, or new one."""
         self._number += 1
-        free = self._dropped()
-        found: dict[int, _Memory] = {}
-        for place, size in enumerate(sizes):
-            fits = next((memory for memory in free if 0 <= len(memory.content) - size < 2 * _GRAIN), None)
-            if fits is not None:
-                free.remove(fits)
-                found[place] = fits
-        self._release(free)
-        needed = sum(size for place, size in enumerate(sizes) if place not in found)
-        available = psutil.virtual_memory().available
-        if needed > available // 2:
-            raise MemoryError(f"the copy needs {needed} bytes, more than half of the {available} that are free")
-        for place, size in enumerate(sizes):
-            if place not in found:
-                found[place] = _Memory(*allocate((size // _GRAIN + 1) * _GRAIN))
-                self._open.append(found[place])
-            found[place].number, found[place].taken = self._number, False
-        return [found[place] for place in range(len(sizes))]
+        self._review()
+        memories = self._pool.take(sizes)
+        self._handed += [_Handed(memory, self._number) for memory in memories]
+        return memories
 
-    def _dropped(self) -> list[_Memory]:
-        """Return memory that the agent has kept and dropped; release what it has not kept in time."""
-        free = []
-        for memory in list(self._open):
-            if in_use(memory.descriptor):
-                memory.taken = True
-            elif memory.taken:
-                free.append(memory)
-            elif self._number - memory.number > _KEPT:
-                self._release([memory])
-        return free
-
-    def _release(self, memories: Sequence[_Memory]) -> None:
-        for memory in list(memories):
-            self._open.remove(memory)
-            os.close(memory.descriptor)
+    def _review(self) -> None:
+        """Take back what the agent has kept and dropped; release what it has not kept in time."""
+        for each in list(self._handed):
+            if in_use(each.memory.descriptor):
+                each.taken = True
+            elif each.taken:
+                self._handed.remove(each)
+                self._pool.give_back([each.memory])
+            elif self._number - each.number > _KEPT:
+                self._handed.remove(each)
+                each.memory.release()
 
     def _hand_over(self, staged: StagedVersion) -> None:
         copies = []

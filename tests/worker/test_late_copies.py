@@ -1,0 +1,64 @@
+"""Copies that are made while training continues are complete when they are settled, and not valid if it changed them."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from unicron_lightning.worker.late_copies import LateCopies
+from unicron_lightning.worker.memory_pool import MemoryPool
+
+
+class Slow:
+    """A target whose copy waits."""
+
+    def __init__(self) -> None:
+        self.goes = threading.Event()
+
+    def copy_(self, source: Any) -> None:
+        assert self.goes.wait(20)
+
+
+def test_settled_copies_are_complete() -> None:
+    copies, outcomes = LateCopies(), list[str]()
+    source, target = torch.randn(1 << 20), torch.empty(1 << 20)
+    copies.begin([(target, source)], outcomes.append)
+    copies.settle()
+    source.zero_()
+    assert outcomes == [""]
+    assert target.abs().sum() > 0
+    assert not copies.active
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_sources_that_change_meanwhile(changes: bool) -> None:
+    copies, outcomes, slow = LateCopies(), list[str](), Slow()
+    sources = [torch.ones(4), torch.ones(4, requires_grad=True)]
+    pairs: list[Any] = [(slow, sources[0]), (torch.empty(4), sources[1])]
+    copies.begin(pairs, outcomes.append)
+    assert copies.active
+    if changes:
+        with torch.no_grad():
+            sources[1].mul_(2)
+    slow.goes.set()
+    copies.settle()
+    (error,) = outcomes
+    assert error == ("1 tensors were changed before the next step of the optimizer, while they were copied" * changes)
+
+
+def test_memory_is_taken_again_or_released() -> None:
+    pool = MemoryPool()
+    first = pool.take([100, 1 << 20])
+    assert [len(each.content) for each in first] == [1 << 16, (1 << 20) + (1 << 16)]
+    pool.give_back(first)
+    again = pool.take([50, (1 << 20) + 7])
+    assert again == first
+    pool.give_back(again)
+    for _ in range(6):
+        other = pool.take([1 << 22])
+        pool.give_back(other)
+    assert pool.take([100])[0] is not first[0]
+    pool.close()
