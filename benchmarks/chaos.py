@@ -7,7 +7,7 @@ stopped and thus sends no more heartbeats. At the end the run must have used eve
 of the survivors' finished micro-batches and left no process; its parameters must equal those of a failure-free run.
 
     python benchmarks/chaos.py --faults 200 --seed 1
-    python benchmarks/chaos.py --faults 30 --seed 1 --memory 4
+    python benchmarks/chaos.py --faults 100 --seed 20 --memory 4 --all-die 0.3
 
 With --memory the callback MemoryCheckpoint keeps the state in the agents' memory, and some strikes kill all workers at
 once: the task must resume from there, with at most as many steps lost.
@@ -60,9 +60,30 @@ WEIGHTS = {
 ALL: Final = "all workers"
 """A further kind of strike, with states in the agents' memory."""
 STALLED_SECONDS = 30.0
-"""Time without a finished step that counts as a hang."""
+"""Time without a finished step that counts as a hang; with the others, it is multiplied by ``--patience``."""
 DEAD_SECONDS: Final = 5.0
 """Time allowed for the exit of a killed process; agents are slow on a busy machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A run.
+
+    Attributes:
+        faults: lowest number of faults.
+        seed: decides kinds, victims and moments.
+        memory: steps between states in the agents' memory; 0 for none.
+        all_die: share of the strikes that kill all workers, with ``memory``.
+        patience: factor of all limits of time.
+        replay: lines of an earlier run, whose strikes are repeated.
+    """
+
+    faults: int
+    seed: int
+    memory: int
+    all_die: float
+    patience: float
+    replay: Path | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,12 +144,14 @@ class Chaos:
 
     Args:
         cluster: of `AGENTS` agents.
-        every: steps between states in the agents' memory; 0 for none.
+        plan: of the run.
     """
 
-    def __init__(self, cluster: Cluster, every: int = 0) -> None:
+    def __init__(self, cluster: Cluster, plan: Plan) -> None:
         self.cluster = cluster
-        self.weights = {**WEIGHTS, **({ALL: 5} if every else {})}
+        self._patience = plan.patience
+        all_die = plan.all_die if plan.memory else 0.0
+        self.weights = {**WEIGHTS, ALL: sum(WEIGHTS.values()) * all_die / (1 - all_die)}
         self.recoveries: dict[str, list[float]] = defaultdict(list)
         self.counts: dict[str, int] = defaultdict(int)
         self.faults = 0
@@ -178,7 +201,14 @@ class Chaos:
             fits = len(world) >= least and set(nodes) <= {line["node"] for line in world}
             return world if fits else []
 
-        return list(self.cluster.watch(there, f"a world of {least} with {sorted(nodes)}", 120, STALLED_SECONDS))
+        return list(
+            self.cluster.watch(
+                there,
+                f"a world of {least} with {sorted(nodes)}",
+                120 * self._patience,
+                STALLED_SECONDS * self._patience,
+            )
+        )
 
     def _alive(self) -> list[Note]:
         """Newest step of each worker of the newest world; empty unless all workers and their agents are alive."""
@@ -195,7 +225,7 @@ class Chaos:
             clean = [line["at"] for line in steps if line["epoch"] == newest and line["pid"] not in victims]
             return min(clean, default=0.0)
 
-        at = self.cluster.watch(healed, f"recovery from {kind}", 60, STALLED_SECONDS)
+        at = self.cluster.watch(healed, f"recovery from {kind}", 60 * self._patience, STALLED_SECONDS * self._patience)
         self.recoveries[kind].append(1e3 * (at - started))
 
     def _carry_out(self, fault: Fault, victims: dict[str, Note]) -> None:
@@ -210,7 +240,7 @@ class Chaos:
             ordered = False
         if fault.kind == "kill coordinator":
             if coordinator is not None and ordered:
-                until("the coordinator's end", lambda: not lives(coordinator), DEAD_SECONDS)
+                until("the coordinator's end", lambda: not lives(coordinator), DEAD_SECONDS * self._patience)
             elif coordinator is not None:
                 kill(coordinator, fault.signal)
         elif not ordered:
@@ -255,12 +285,13 @@ def check_restarts(cluster: Cluster, every: int) -> str:
     return f"{restarts} restarts from memory; steps lost: {lost}"
 
 
-def run(faults: int, seed: int, every: int, replayed: Path | None, folder: Path) -> None:
+def run(plan: Plan, folder: Path) -> None:
     """Run everything.
 
     Raises:
         AssertionError: a guarantee does not hold.
     """
+    replayed, every, patience = plan.replay, plan.memory, plan.patience
     lines = [] if replayed is None else replayed.read_bytes().splitlines()
     repeated = [msgspec.json.decode(line, type=Strike) for line in lines if line.startswith(b"{")]
     if replayed is not None and not repeated:
@@ -270,17 +301,17 @@ def run(faults: int, seed: int, every: int, replayed: Path | None, folder: Path)
     conf = "worker_timeout=3,allow_injection=true"
     settings = {**SHAPE, "memory": [every, 1] if every else None}
     with Cluster(run_folder, agents=AGENTS, nodes=f"1:{AGENTS}", conf=conf, settings=settings) as cluster:
-        chaos = Chaos(cluster, every)
-        cluster.wait_world(AGENTS, seconds=90)
-        for strike in repeated or chaos.drawn(faults, seed):
+        chaos = Chaos(cluster, plan)
+        cluster.wait_world(AGENTS, seconds=90 * patience)
+        for strike in repeated or chaos.drawn(plan.faults, plan.seed):
             print(msgspec.json.encode(asdict(strike)).decode(), flush=True)
             chaos.strike(strike)
             if sum(chaos.counts.values()) % 10 == 0:
                 minutes = (time.monotonic() - started) / 60
                 step = max(line["step"] for line in cluster.world())
                 print(f"{minutes:5.1f} min  {chaos.faults} faults, step {step}", flush=True)
-        cluster.wait_world(AGENTS, after=time.time(), seconds=90)
-        cluster.finish(120)
+        cluster.wait_world(AGENTS, after=time.time(), seconds=90 * patience)
+        cluster.finish(120 * patience)
         print(check_restarts(cluster, every))
     print(f"healed after {(time.monotonic() - started) / 60:.1f} min; now the run without failures", flush=True)
     epochs = cluster.notes("end")[0]["data_epoch"]
@@ -288,7 +319,7 @@ def run(faults: int, seed: int, every: int, replayed: Path | None, folder: Path)
     worst = check_exact(run_folder, reference, workers=AGENTS)
     print(table(chaos))
     print(
-        f"{chaos.faults} faults in {len(reference.steps(epochs))} steps, {replayed or f'seed {seed}'}: all healed, "
+        f"{chaos.faults} faults in {len(reference.steps(epochs))} steps, {replayed or f'seed {plan.seed}'}: all healed, "
         "no orphans, no hangs"
     )
     print("samples lost: 0, used twice: 0, micro-batches of survivors recomputed: 0")
@@ -301,15 +332,21 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=200, help="lowest number of faults (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="seed of kinds, victims and moments (default: %(default)s)")
     parser.add_argument("--memory", type=int, default=0, metavar="STEPS", help="between states in the agents' memory")
+    parser.add_argument("--all-die", type=float, default=0.18, metavar="SHARE", help="of the strikes, with --memory")
+    parser.add_argument("--patience", type=float, default=1.0, help="factor of all limits of time, for a busy machine")
     parser.add_argument("--replay", type=Path, help="printed lines of an earlier run, whose strikes are repeated")
     parser.add_argument("--keep", type=Path, help="folder for logs and notes (default: a temporary one)")
     arguments = parser.parse_args()
-    if arguments.keep is not None:
-        arguments.keep.mkdir(parents=True)
-        run(arguments.faults, arguments.seed, arguments.memory, arguments.replay, arguments.keep)
+    keep = arguments.keep
+    plan = Plan(**{name: value for name, value in vars(arguments).items() if name != "keep"})
+    if not 0 <= plan.all_die < 1:
+        raise SystemExit(f"--all-die {plan.all_die}: expected a share from 0 to below 1")
+    if keep is not None:
+        keep.mkdir(parents=True)
+        run(plan, keep)
         return
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-        run(arguments.faults, arguments.seed, arguments.memory, arguments.replay, Path(folder))
+        run(plan, Path(folder))
 
 
 if __name__ == "__main__":

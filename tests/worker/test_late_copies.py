@@ -1,4 +1,4 @@
-"""Copies that are made while training continues are complete when they are settled, and not valid if it changed them."""
+"""Copies that are made while training continues are complete once settled, and not valid if training changed them."""
 
 from __future__ import annotations
 
@@ -60,5 +60,7 @@ def test_memory_is_taken_again_or_released() -> None:
     for _ in range(6):
         other = pool.take([1 << 22])
         pool.give_back(other)
-    assert pool.take([100])[0] is not first[0]
+    last = pool.take([100])
+    assert last[0] is not first[0]
+    pool.give_back(last)
     pool.close()
