@@ -319,8 +319,8 @@ def run(plan: Plan, folder: Path) -> None:
     worst = check_exact(run_folder, reference, workers=AGENTS)
     print(table(chaos))
     print(
-        f"{chaos.faults} faults in {len(reference.steps(epochs))} steps, {replayed or f'seed {plan.seed}'}: all healed, "
-        "no orphans, no hangs"
+        f"{chaos.faults} faults in {len(reference.steps(epochs))} steps, {replayed or f'seed {plan.seed}'}: "
+        "all healed, no orphans, no hangs"
     )
     print("samples lost: 0, used twice: 0, micro-batches of survivors recomputed: 0")
     print(", ".join(f"{kind} differ by {value:.1e}" for kind, value in worst.items()) + " (float64)")
