@@ -31,7 +31,7 @@ def run(place: str, environment: dict[str, str]) -> dict[str, object]:
 
 def check(answer: dict[str, object], place: str) -> None:
     assert answer["saved"] == [f"{place}/first/{name}" for name in ("epoch=0-step=10.ckpt", "last.ckpt")]
-    assert answer["resumed"] and answer["read"]
+    assert answer["resumed"] and answer["read"] and answer["exported"]
     assert answer["names"] == ["epoch=0-step=10.ckpt", "last.ckpt"], "the checkpoint before is removed"
 
 

@@ -7,6 +7,7 @@ import pickle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import fsspec
 import pytest
 import torch
 from fsdp.folders import REST, Net, alone, fresh, groups_of, mesh_of, same, whole_run
@@ -105,6 +106,24 @@ def test_counts_of_steps_become_counts_of_batches(tmp_path: Path) -> None:
     assert "unicron_logged" not in content
     with pytest.raises(ConfigError, match="accumulate_grad_batches=0: expected 1 or more"):
         export_checkpoint(tmp_path / "steps.ckpt", tmp_path / "more.ckpt", batches=0)
+
+
+def test_checkpoints_at_urls_are_exported(tmp_path: Path) -> None:
+    alone(tmp_path / "folder")
+    export_checkpoint(tmp_path / "folder", tmp_path / "whole.ckpt")
+    store = fsspec.filesystem("memory")
+    try:
+        for name in ("folder", "whole.ckpt"):
+            store.put(str(tmp_path / name), f"/exported/{name}", recursive=True)
+            count = export_checkpoint(f"memory://exported/{name}", tmp_path / f"{name}.safetensors")
+            assert count == len(load_file(tmp_path / f"{name}.safetensors"))
+    finally:
+        store.store.clear()
+    one, other = (load_file(tmp_path / f"{name}.safetensors") for name in ("folder", "whole.ckpt"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    for url, reason in (("memory://nothing/x.ckpt", "cannot be read"), ("nostore://x/y.ckpt", "nostore")):
+        with pytest.raises(ConfigError, match=reason):
+            export_checkpoint(url, tmp_path / "x.ckpt")
 
 
 def test_nothing_in_a_changed_checkpoint_is_run(tmp_path: Path) -> None:

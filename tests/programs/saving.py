@@ -1,22 +1,26 @@
 """Train, save to a folder or URL by UnicronCheckpoint, and resume from there: python saving.py PLACE.
 
 Prints, as JSON, the names of checkpoints, and whether a resumed run ends as one that was not interrupted, and whether
-plain torch reads the same parameters.
+plain torch and `unicron export` read the same parameters.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from safetensors.torch import load_file
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.utils.data import DataLoader, TensorDataset
 
 from unicron_lightning.callbacks import UnicronCheckpoint
+from unicron_lightning.fsdp.export import export_checkpoint
 
 
 class Regression(pl.LightningModule):
@@ -59,11 +63,16 @@ def main() -> None:
     resumed, _ = train(20, f"{place}/second", saver.last_model_path)
     read = {"state_dict": Regression().state_dict()}
     dcp.load(read, storage_reader=FsspecReader(f"{place}/whole/last.ckpt"))
+    with tempfile.TemporaryDirectory() as folder:
+        exported = Path(folder) / "model.safetensors"
+        export_checkpoint(f"{place}/whole/last.ckpt", exported)
+        single = load_file(exported)
     state = whole.state_dict()
     answer = {
         "saved": [saver.best_model_path, saver.last_model_path],
         "resumed": all(torch.equal(state[name], each) for name, each in resumed.state_dict().items()),
         "read": all(torch.equal(state[name], each) for name, each in read["state_dict"].items()),
+        "exported": all(torch.equal(state[name], each) for name, each in single.items()) and len(single) == len(state),
         "names": sorted(path.rsplit("/", 1)[-1] for path in saver._fs.ls(f"{place}/first", detail=False)),
     }
     print(json.dumps(answer))

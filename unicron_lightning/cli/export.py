@@ -8,8 +8,8 @@ from pathlib import Path
 
 def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to those of ``unicron``."""
-    export = commands.add_parser("export", help="write a checkpoint of unicron_fsdp to one file")
-    export.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a file or folder of ModelCheckpoint's")
+    export = commands.add_parser("export", help="write a checkpoint to one file")
+    export.add_argument("checkpoint", metavar="CHECKPOINT", help="file or folder, or its URL, e.g. s3://bucket/x.ckpt")
     export.add_argument("output", type=Path, metavar="OUTPUT", help="new file: *.safetensors (the model), or *.ckpt")
     export.add_argument(
         "--accumulate-grad-batches",

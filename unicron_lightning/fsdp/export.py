@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import fsspec  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
@@ -21,11 +22,12 @@ OWN: Final = ("unicron_logged", "unicron_state")
 FILES: Final = (".ckpt", ".pt", ".pth")
 
 
-def export_checkpoint(checkpoint: Path, output: Path, *, batches: int = 1) -> int:
+def export_checkpoint(checkpoint: str | Path, output: Path, *, batches: int = 1) -> int:
     """Write a checkpoint's content to one file; in one process, which holds it in memory.
 
     Args:
-        checkpoint: a file of Lightning's, or a folder of `torch.distributed.checkpoint` with ``meta.pt``.
+        checkpoint: a file of Lightning's, or a folder of `torch.distributed.checkpoint` with ``meta.pt``; its path, or
+            a URL for which fsspec has a package.
         output: ``*.safetensors``: the module's parameters and buffers. ``*.ckpt``, ``*.pt``, ``*.pth``: everything, as
             Lightning's file for one process.
         batches: of a device, in a step of the trainer that is to resume the file (its ``accumulate_grad_batches``).
@@ -45,7 +47,7 @@ def export_checkpoint(checkpoint: Path, output: Path, *, batches: int = 1) -> in
         raise ConfigError(f"{str(output)!r} exists; expected a new file")
     is_model = output.suffix == SAFETENSORS
     write = _safetensors_writer() if is_model else torch.save
-    content = _folder(checkpoint, model_only=is_model) if checkpoint.is_dir() else _file(checkpoint)
+    content = _folder(checkpoint, model_only=is_model) if _is_divided(checkpoint) else _file(checkpoint)
     state: dict[str, Any] = content["state_dict"]
     if batches > 1:
         _count_batches(content, batches)
@@ -58,15 +60,30 @@ def export_checkpoint(checkpoint: Path, output: Path, *, batches: int = 1) -> in
     return sum(isinstance(each, Tensor) for each in state.values())
 
 
-def _folder(path: Path, *, model_only: bool) -> dict[str, Any]:
+def _is_divided(path: str | Path) -> bool:
+    """Whether a path or URL is that of a folder.
+
+    Raises:
+        ConfigError: a URL cannot be read, e.g. as its package is missing.
+    """
+    if "://" not in str(path):
+        return Path(path).is_dir()
+    try:
+        return is_folder(path)
+    except Exception as error:  # noqa: BLE001 - a storage's package raises errors of its own
+        raise ConfigError(f"{str(path)!r} cannot be read: {error}") from None
+
+
+def _folder(path: str | Path, *, model_only: bool) -> dict[str, Any]:
     if not is_folder(path):
         raise ConfigError(f"{str(path)!r} is no checkpoint: expected a file, or a folder with .metadata and meta.pt")
-    return _plain(path / REST, partial(read_checkpoint, model_only=model_only), path)
+    return _plain(f"{path}/{REST}", partial(read_checkpoint, model_only=model_only), path)
 
 
-def _file(path: Path) -> dict[str, Any]:
-    def read(path: Path) -> dict[str, Any]:
-        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+def _file(path: str | Path) -> dict[str, Any]:
+    def read(path: str | Path) -> dict[str, Any]:
+        with fsspec.open(str(path), "rb") as file:
+            content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
         return content
 
     content = _plain(path, read, path)
@@ -75,7 +92,7 @@ def _file(path: Path) -> dict[str, Any]:
     return content
 
 
-def _plain(name: Path, read: Callable[[Path], Any], path: Path) -> dict[str, Any]:
+def _plain(name: str | Path, read: Callable[[str | Path], Any], path: str | Path) -> dict[str, Any]:
     """Read a file without running anything in it."""
     try:
         content = read(path)
