@@ -24,10 +24,11 @@ from torch.distributed.tensor import DTensor
 from unicron_lightning.checkpoints.client import IN_FLIGHT, WriterProcess
 from unicron_lightning.checkpoints.division import shard_writers
 from unicron_lightning.checkpoints.messages import WriteVersion
-from unicron_lightning.checkpoints.staging import StagedCheckpoint, stage
+from unicron_lightning.checkpoints.staging import HeldCheckpoint, saved_bytes, stage
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.worker.checkpoint_files import located
 from unicron_lightning.worker.late_copies import LateCopies
+from unicron_lightning.worker.memory_pool import MemoryPool, PooledMemory
 from unicron_lightning.worker.operations import Agreement, unpack_parts
 from unicron_lightning.worker.state_parts import Place, holders
 
@@ -111,25 +112,27 @@ class Persisting:
             order = WriteVersion(
                 number=self._number, name=name, path=saved.path, rank=rank, holders=held, seconds=WRITE_SECONDS
             )
+            with self._lock:
+                self._saved.append(saved)
             try:
                 if not writer.wait(IN_FLIGHT - 1, WRITE_SECONDS, saved.path):
                     raise OSError("versions before it are not finished")
-                steady = self._steady() if self._overlap and _continues(trainer) else ()
-                staged = stage(writer.pool, order, strategy.parallelism.checkpoints.held(checkpoint), steady)
-            except (OSError, MemoryError, ValueError, RuntimeError) as error:
-                staged = StagedCheckpoint(order=_failed(order, str(error) or repr(error)))
-            with self._lock:
-                self._saved.append(saved)
+                late = self._overlap and _continues(trainer)
+                parts = strategy.parallelism.checkpoints.held(checkpoint)
+                copy = _Copy(order, parts.apart(self._steady()) if late else parts)
+            except (OSError, ValueError, RuntimeError) as error:
+                writer.write(_failed(order, repr(error)), workers, (), partial(self._outcome, saved))
+                return
 
             def hand_over(error: str) -> None:
-                order = staged.order
                 if error:
-                    order, self._overlap = _failed(order, error), False
-                writer.write(order, workers, staged.memories, partial(self._outcome, saved))
+                    copy.order, self._overlap = _failed(copy.order, error), False
+                writer.write(copy.order, workers, copy.memories, partial(self._outcome, saved))
 
-            if staged.late:
-                self._copies.begin(staged.late, hand_over)
+            if late:
+                self._copies.begin(partial(copy.make, writer.pool), copy.sources, hand_over)
             else:
+                copy.make(writer.pool)
                 hand_over("")
 
     def settle(self) -> None:
@@ -230,6 +233,36 @@ class Persisting:
                 action()
             except OSError as problem:  # e.g. of the removal of the checkpoint before
                 logger.warning("checkpoint_left path=%s error=%s", saved.path, problem)
+
+
+class _Copy:
+    """A version on its way into shared memory.
+
+    Args:
+        order: without its parts.
+        held: the checkpoint as this worker holds it.
+
+    Attributes:
+        order, memories: for the writer, once it is copied.
+    """
+
+    def __init__(self, order: WriteVersion, held: HeldCheckpoint) -> None:
+        self.order = order
+        self.memories: list[PooledMemory] = []
+        self._held = held
+        self._rest = saved_bytes(held.rest)
+
+    @property
+    def sources(self) -> list[torch.Tensor]:
+        """All tensors."""
+        return [each.data for each in self._held.tensors]
+
+    def make(self, pool: MemoryPool) -> None:
+        """Copy; an error becomes that of the order."""
+        try:
+            self.order, self.memories = stage(pool, self.order, self._held, self._rest)
+        except (OSError, MemoryError, ValueError, RuntimeError) as error:
+            self.order = _failed(self.order, str(error) or repr(error))
 
 
 def _continues(trainer: pl.Trainer) -> bool:

@@ -21,7 +21,7 @@ from unicron_lightning.checkpoints.client import WriterProcess
 from unicron_lightning.checkpoints.division import divide, shard_writers
 from unicron_lightning.checkpoints.index import is_folder, read_checkpoint
 from unicron_lightning.checkpoints.messages import VersionFailed, VersionWritten, WriteVersion
-from unicron_lightning.checkpoints.staging import HeldCheckpoint, stage
+from unicron_lightning.checkpoints.staging import HeldCheckpoint, saved_bytes, stage
 from unicron_lightning.checkpoints.storage import storage_of
 from unicron_lightning.checkpoints.version import WritingVersion
 from unicron_lightning.worker.checkpoint_files import digest_of
@@ -64,6 +64,11 @@ def content(seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
     return state, {"global_step": 5, "lr_schedulers": []}
 
 
+def staged(pool: MemoryPool, order: WriteVersion, seed: int = 0) -> tuple[WriteVersion, list[PooledMemory]]:
+    state, rest = content(seed)
+    return stage(pool, order, HeldCheckpoint.whole(state, rest), saved_bytes(rest))
+
+
 class Group:
     """Writers of one version, each with its own copy."""
 
@@ -82,8 +87,7 @@ class Group:
         self.buffers: list[PooledMemory] = []
         for rank in range(len(nodes)):
             order = WriteVersion(number=1, name=name, path=str(path), rank=rank, holders=held, seconds=seconds)
-            staged = stage(MemoryPool(), order, HeldCheckpoint.whole(*content(seed)))
-            order, memories_of = staged.order, staged.memories
+            order, memories_of = staged(MemoryPool(), order, seed)
             self.buffers += memories_of
             storage = storage_of(str(path), name)
             memories = [mmap.mmap(each.descriptor, 0) for each in memories_of]
@@ -238,18 +242,18 @@ def test_a_writer_process_that_is_killed_is_replaced(tmp_path: Path) -> None:
         for number in (1, 2):
             path = tmp_path / f"{number}.ckpt"
             order = WriteVersion(number=number, name=f"v{number}", path=str(path), rank=0, holders=[[0]], seconds=60.0)
-            staged = stage(client.pool, order, HeldCheckpoint.whole(*content()))
+            order, buffers = staged(client.pool, order)
             if number == 2:
                 assert client._process is not None
                 os.kill(client._process.pid, 9)
-            client.write(staged.order, [""], staged.memories, lambda *outcome: outcomes.append(outcome))
+            client.write(order, [""], buffers, lambda *outcome: outcomes.append(outcome))
             assert client.wait(0, 60.0)
             assert outcomes[-1] == (digest_of(str(path)), "")
             check(path)
         order = WriteVersion(number=3, name="v3", path=str(path), rank=0, holders=[[0]], seconds=0.1)
-        staged = stage(client.pool, order, HeldCheckpoint.whole(*content()))
+        order, buffers = staged(client.pool, order)
         os.kill(client._process.pid, signal.SIGSTOP)  # as by a storage that hangs
-        client.write(staged.order, [""], staged.memories, lambda *outcome: outcomes.append(outcome))
+        client.write(order, [""], buffers, lambda *outcome: outcomes.append(outcome))
         assert client.wait(0, 30.0)
         assert outcomes[-1][1].startswith("the writer has not answered")
         check(path)

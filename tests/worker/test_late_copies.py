@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import pytest
 import torch
@@ -12,20 +11,10 @@ from unicron_lightning.worker.late_copies import LateCopies
 from unicron_lightning.worker.memory_pool import MemoryPool
 
 
-class Slow:
-    """A target whose copy waits."""
-
-    def __init__(self) -> None:
-        self.goes = threading.Event()
-
-    def copy_(self, source: Any) -> None:
-        assert self.goes.wait(20)
-
-
 def test_settled_copies_are_complete() -> None:
     copies, outcomes = LateCopies(), list[str]()
     source, target = torch.randn(1 << 20), torch.empty(1 << 20)
-    copies.begin([(target, source)], outcomes.append)
+    copies.begin(lambda: target.copy_(source), [source], outcomes.append)  # type: ignore[arg-type, return-value]
     copies.settle()
     source.zero_()
     assert outcomes == [""]
@@ -35,15 +24,18 @@ def test_settled_copies_are_complete() -> None:
 
 @pytest.mark.parametrize("changes", [False, True])
 def test_sources_that_change_meanwhile(changes: bool) -> None:
-    copies, outcomes, slow = LateCopies(), list[str](), Slow()
+    copies, outcomes, goes = LateCopies(), list[str](), threading.Event()
     sources = [torch.ones(4), torch.ones(4, requires_grad=True)]
-    pairs: list[Any] = [(slow, sources[0]), (torch.empty(4), sources[1])]
-    copies.begin(pairs, outcomes.append)
+
+    def copy() -> None:
+        assert goes.wait(20)
+
+    copies.begin(copy, sources, outcomes.append)
     assert copies.active
     if changes:
         with torch.no_grad():
             sources[1].mul_(2)
-    slow.goes.set()
+    goes.set()
     copies.settle()
     (error,) = outcomes
     assert error == ("1 tensors were changed before the next step of the optimizer, while they were copied" * changes)

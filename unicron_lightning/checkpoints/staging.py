@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -72,6 +72,14 @@ class HeldCheckpoint:
             rest=rest,
         )
 
+    def apart(self, steady: Collection[int]) -> HeldCheckpoint:
+        """Return it with copies of all tensors that are not in the storages at these addresses."""
+        tensors = [
+            each if each.data.untyped_storage().data_ptr() in steady else replace(each, data=each.data.clone())
+            for each in self.tensors
+        ]
+        return replace(self, tensors=tensors)
+
     def parts(self, number: int) -> list[list[HeldTensor]]:
         """Return the pieces of each part; of a divided model parts are shards, and only the worker's own is here."""
         if self.shard is not None:
@@ -80,31 +88,19 @@ class HeldCheckpoint:
         return [[self.tensors[each.tensor].rows(each.first, each.end) for each in part] for part in cut]
 
 
-@dataclass(frozen=True, kw_only=True)
-class StagedCheckpoint:
-    """A version in shared memory.
-
-    Attributes:
-        order: for the writer.
-        memories: of the order.
-        late: copies that are not made yet: target and source of each.
-    """
-
-    order: WriteVersion
-    memories: Sequence[PooledMemory] = ()
-    late: Sequence[tuple[Tensor, Tensor]] = ()
-
-
 def stage(
-    pool: MemoryPool, order: WriteVersion, held: HeldCheckpoint, steady: Collection[int] = ()
-) -> StagedCheckpoint:
+    pool: MemoryPool, order: WriteVersion, held: HeldCheckpoint, rest: bytes
+) -> tuple[WriteVersion, list[PooledMemory]]:
     """Copy the parts that a rank holds.
 
     Args:
         pool: of memory.
         order: without its parts.
         held: the checkpoint.
-        steady: addresses of storages whose tensors are copied later.
+        rest: of Lightning's checkpoint, as torch.save writes it.
+
+    Returns:
+        The order, and its memories.
 
     Raises:
         OSError, MemoryError: there is not enough memory.
@@ -119,20 +115,15 @@ def stage(
                 size += aligned(each.data.nbytes)
             parts.append((part, described))
             sizes.append(size)
-    packed = pack_parts([saved_bytes(held.rest), *held.objects.values()])
+    packed = pack_parts([rest, *held.objects.values()])
     memories = pool.take([*sizes, len(packed)])
-    late = []
     for (_, described), memory in zip(parts, memories, strict=False):
         for piece, data in described:
-            if data.untyped_storage().data_ptr() in steady:
-                late.append((tensor_in(memory.content, piece), data))
-            else:
-                tensor_in(memory.content, piece).copy_(data)
+            tensor_in(memory.content, piece).copy_(data)
     memories[-1].content[: len(packed)] = packed
     staged = [StagedPart(part, [piece for piece, _ in described]) for part, described in parts]
     places = {name: list(place) for name, place in held.places.items()}
-    order = msgspec.structs.replace(order, parts=staged, objects=list(held.objects), places=places)
-    return StagedCheckpoint(order=order, memories=memories, late=late)
+    return msgspec.structs.replace(order, parts=staged, objects=list(held.objects), places=places), memories
 
 
 def saved_bytes(value: Any) -> bytes:

@@ -1,4 +1,4 @@
-"""Copies of tensors that are made by a thread while training continues, until the tensors change.
+"""Copies that a thread makes while training continues, until what it copies changes.
 
 Parameters and states of optimizers change only in the optimizer's step. The training thread waits for the copies before
 that, and not while it computes the gradients; torch copies without the interpreter's lock.
@@ -24,17 +24,25 @@ class LateCopies:
         """Whether copies are being made."""
         return self._thread is not None
 
-    def begin(self, copies: Sequence[tuple[Tensor, Tensor]], then: Callable[[str], None]) -> None:
+    def begin(self, copy: Callable[[], None], sources: Sequence[Tensor], then: Callable[[str], None]) -> None:
         """Begin to copy; `settle` must be called before the sources may change.
 
         Args:
-            copies: target, in host memory, and source of each; of equal sizes.
-            then: called by the thread, when all is copied, with "" or the reason why the copies are not valid.
+            copy: makes the copies; it reports its errors itself.
+            sources: of the copies.
+            then: called afterwards, by the same thread, with "" or the reason why the copies are not valid.
         """
         self.settle()
-        versions = [source._version for _, source in copies]
-        arguments = copies, versions, then
-        self._thread = threading.Thread(target=_copy, args=arguments, name="unicron-late-copies", daemon=True)
+        versions = [source._version for source in sources]
+
+        def run() -> None:
+            with torch.no_grad():
+                copy()
+            changed = sum(version != source._version for version, source in zip(versions, sources, strict=True))
+            why = "tensors were changed before the next step of the optimizer, while they were copied"
+            then(f"{changed} {why}" if changed else "")
+
+        self._thread = threading.Thread(target=run, name="unicron-late-copies", daemon=True)
         self._thread.start()
 
     def settle(self) -> None:
@@ -42,17 +50,3 @@ class LateCopies:
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join()
-
-
-def _copy(copies: Sequence[tuple[Tensor, Tensor]], versions: Sequence[int], then: Callable[[str], None]) -> None:
-    error = ""
-    try:
-        with torch.no_grad():
-            for target, source in copies:
-                target.copy_(source)
-        changed = sum(version != source._version for version, (_, source) in zip(versions, copies, strict=True))
-        if changed:
-            error = f"{changed} tensors were changed before the next step of the optimizer, while they were copied"
-    except RuntimeError as problem:
-        error = str(problem) or repr(problem)
-    then(error)
