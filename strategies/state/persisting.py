@@ -91,7 +91,8 @@ class Persisting:
         if not self._strategy.parallelism.checkpoints.writes_beside:
             raise ConfigError(
                 'UnicronCheckpoint needs Trainer(strategy="unicron") or "unicron_fsdp", found strategy='
-                f"{self._strategy.strategy_name!r}; use ModelCheckpoint there"
+                f"{self._strategy.strategy_name!r}, whose checkpoints all workers write together, in another "
+                "format; use ModelCheckpoint there"
             )
         self._partners = max(partners, self._partners)
         self._overlap = self._overlap and overlap

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from unicron_lightning.callbacks import UnicronCheckpoint
 from unicron_lightning.checkpoints.index import is_folder, read_checkpoint
+from unicron_lightning.checkpoints.staging import stage
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.local_cluster.processes import until
 
@@ -77,6 +79,44 @@ def test_names_are_those_of_modelcheckpoint(tmp_path: Path, options: dict[str, A
     read = read_checkpoint(savers[1].best_model_path)
     assert ("optimizer_states" in read) == ("optimizer_states" in state) and read["global_step"] == state["global_step"]
     torch.testing.assert_close(read["state_dict"], state["state_dict"], rtol=0, atol=0)
+
+
+class Kept(UnicronCheckpoint):
+    """Keeps the parameters of each save, and doubles them in a hook before the next step if asked."""
+
+    def __init__(self, *options: Any, **named: Any) -> None:
+        super().__init__(*options, **named)
+        self.saved: list[torch.Tensor] = []
+        self.doubles_at = -1
+
+    def _save_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
+        super()._save_checkpoint(trainer, filepath)
+        self.saved.append(trainer.lightning_module.net.weight.detach().clone())
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *others: Any) -> None:
+        super().on_train_batch_start(trainer, *others)
+        if trainer.global_step == self.doubles_at:
+            with torch.no_grad():
+                trainer.lightning_module.net.weight.mul_(2)
+
+
+@pytest.mark.parametrize("doubles_at", [-1, 2])
+def test_the_optimizer_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, doubles_at: int) -> None:
+    def slow(*arguments: Any) -> Any:
+        time.sleep(0.3)
+        return stage(*arguments)
+
+    monkeypatch.setattr("unicron_lightning.strategies.state.persisting.stage", slow)
+    saver = Kept(tmp_path, every_n_train_steps=2, save_top_k=-1, overlap=True)
+    saver.doubles_at = doubles_at
+    trained(saver, steps=8)
+    names = {2: "epoch=0-step=2.ckpt", 4: "epoch=0-step=4.ckpt", 6: "epoch=1-step=6.ckpt", 8: "epoch=1-step=8.ckpt"}
+    for (step, name), weight in zip(names.items(), saver.saved, strict=True):
+        assert is_folder(tmp_path / name) == (step != doubles_at), name
+        if step != doubles_at:
+            torch.testing.assert_close(
+                read_checkpoint(tmp_path / name)["state_dict"]["net.weight"], weight, rtol=0, atol=0
+            )
 
 
 def test_an_exception_saves(tmp_path: Path) -> None:
