@@ -103,6 +103,7 @@ class Cluster(LocalCluster):
         script: the workers' script, which gets the folder as its argument.
         variables: further environment of a node's agent.
         network: in which the nodes are.
+        racks: label of a node's rack.
         leaves: pattern of socket files that processes may leave, because they are killed.
         others: of `LocalCluster`.
     """
@@ -120,6 +121,7 @@ class Cluster(LocalCluster):
         script: Path = SCRIPT,
         variables: Callable[[str], Mapping[str, str]] = lambda node: {},
         network: Network | None = None,
+        racks: Mapping[str, str] | None = None,
         leaves: str | None = None,
         beside: Cluster | None = None,
         **others: Any,
@@ -140,6 +142,7 @@ class Cluster(LocalCluster):
         self.settings = {**SETTINGS, **(settings or {})}
         self.notes = Notes(folder)
         self.network = network
+        self._racks = racks or {}
         self._leaves = leaves
         self._variables = variables
         self.replaced: list[int] = []
@@ -222,6 +225,8 @@ class Cluster(LocalCluster):
 
     def _torchrun_command(self, node: str, port: int | None, options: Sequence[str]) -> list[str]:
         command = super()._torchrun_command(node, port, options)
+        if node in self._racks:
+            command[command.index("--rdzv-conf") + 1] += f",rack={self._racks[node]}"
         return command if self.network is None else [*self.network.prefix(node), *command]
 
     def _coordinator_command(self) -> list[str]:

@@ -68,11 +68,12 @@ def test_all_workers_die_and_one_agents_copies_are_corrupt(tmp_path: Path, refer
         check_exact(tmp_path, reference, workers=3)
 
 
-CASES = [  # nodes that die with their agents, and do they return; partners; source of the state
+CASES = [  # nodes that die with their agents, and do they return; partners; source of the state, or all nodes of a rack
     (("n1", "n2"), False, 2, "memory"),
     pytest.param(("n1", "n2"), True, 2, "memory", marks=pytest.mark.chaos),
     pytest.param(("n1", "n2"), False, 1, "disk", marks=pytest.mark.chaos),
     pytest.param(("n1",), False, 1, "memory", marks=pytest.mark.chaos),
+    pytest.param(("n0", "n1"), False, 1, "rack", marks=pytest.mark.chaos),
 ]
 
 
@@ -82,7 +83,9 @@ def test_nodes_die_with_all_workers(
 ) -> None:
     """The new life begins without these nodes."""
     settings = {**SETTINGS, "memory": [4, partners]}
-    with Cluster(tmp_path, settings=settings, leaves="agent-*/socket") as cluster:
+    racks = {"n0": "r", "n1": "r", "n2": "s"} if tier == "rack" else {}
+    tier = "memory" if tier == "rack" else tier
+    with Cluster(tmp_path, settings=settings, racks=racks, leaves="agent-*/socket") as cluster:
         workers = after_step(cluster, 25)
         for node in nodes:
             kill(cluster.agents[node].pid)
