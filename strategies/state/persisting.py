@@ -118,7 +118,7 @@ class Persisting:
             try:
                 if not writer.wait(IN_FLIGHT - 1, WRITE_SECONDS, saved.path):
                     raise OSError("versions before it are not finished")
-                late = self._overlap and _continues(trainer)
+                late = self._overlap and strategy.module.automatic_optimization and _continues(trainer)
                 parts = strategy.parallelism.checkpoints.held(checkpoint)
                 copy = _Copy(order, parts.apart(self._steady()) if late else parts)
             except (OSError, ValueError, RuntimeError) as error:
