@@ -13,6 +13,7 @@ import torchmetrics
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from zoo.gan import Gan, points
 
 
 class Net(pl.LightningModule):
@@ -82,6 +83,19 @@ def fit(folder: Path, number: int = 47, ckpt: Path | None = None, **settings: An
     return {"state": module.state_dict(), "losses": module.losses, "metrics": metrics, "alone": alone[0]}
 
 
+def fit_manually(folder: Path) -> dict[str, Any]:
+    """A GAN; the last step of an epoch has one micro-batch."""
+    pl.seed_everything(3, verbose=False)
+    module = Gan()
+    settings: dict[str, Any] = {"strategy": "unicron", "accelerator": "cpu", "max_epochs": 2, "devices": 3}
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = pl.Trainer(**settings, default_root_dir=folder, enable_checkpointing=False, **quiet)
+    trainer.fit(module, points(52, 4))
+    metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
+    metrics["steps"] = trainer.global_step
+    return {"state": module.state_dict(), "losses": [], "metrics": metrics, "alone": {}}
+
+
 def run(folder: Path) -> dict[str, dict[str, Any]]:
     """Run all scenarios, one after the other."""
     saving = ModelCheckpoint(folder / "ck", "{step}", every_n_train_steps=5, save_top_k=-1)
@@ -90,6 +104,7 @@ def run(folder: Path) -> dict[str, dict[str, Any]]:
         "resumed": fit(folder, devices=3, ckpt=folder / "ck" / "step=5.ckpt"),
         "few": fit(folder, number=16, devices=2),
         "accumulate": fit(folder, devices=2, accumulate_grad_batches=3, gradient_clip_val=0.5),
+        "manual": fit_manually(folder),
     }
     saved = torch.load(folder / "ck" / "step=5.ckpt", weights_only=False)
     results["checkpoint"] = {"keys": sorted(saved), "step": saved["global_step"], "weights": saved["state_dict"]}

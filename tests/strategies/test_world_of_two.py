@@ -13,7 +13,7 @@ from unicron_lightning.local_cluster.processes import free_port
 
 pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")
 
-SCENARIOS = ("uneven", "resumed", "few", "accumulate")
+SCENARIOS = ("uneven", "resumed", "few", "accumulate", "manual")
 
 Results = dict[str, dict[str, Any]]
 
@@ -24,7 +24,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
     agent = ["--nnodes", "1", "--nproc-per-node", "2", "--rdzv-backend", "unicron", "--rdzv-id", "scenarios"]
     endpoint = ["--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
     script = [str(PROGRAMS / "scenarios.py"), str(folder)]
-    launch([*agent, *endpoint, *script], folder, UNICRON_STATE_DIR=str(folder / "state"))
+    variables = {"UNICRON_STATE_DIR": str(folder / "state"), "PYTHONPATH": str(PROGRAMS.parent)}
+    launch([*agent, *endpoint, *script], folder, **variables)
     return [torch.load(folder / f"result-{rank}.pt", weights_only=False) for rank in range(2)]
 
 

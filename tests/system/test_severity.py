@@ -64,7 +64,7 @@ def test_a_wrong_setting_is_tried_once(tmp_path: Path) -> None:
         assert set(cluster.wait_exit(150).values()) == {1}
         (stopped,) = cluster.events("task_stopped")
         assert stopped["rule"] == "a value is wrong"
-        assert "automatic_optimization is False" in stopped["reason"]
+        assert "training_step(dataloader_iter) fetches its batches itself" in stopped["reason"]
     starts = (tmp_path / "starts").read_text().split()
     assert len(starts) <= 2, "nobody was started again"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -12,13 +13,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 
-class ByHand(pl.LightningModule):
+class Fetching(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(2, 1)
-        self.automatic_optimization = False
 
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+    def training_step(self, dataloader_iter: Iterator[list[Tensor]]) -> None:
         raise AssertionError("refused before")
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -29,4 +29,4 @@ if __name__ == "__main__":
     with (Path(sys.argv[1]) / "starts").open("a") as file:
         file.write(f"{os.getpid()}\n")
     trainer = pl.Trainer(strategy="unicron", accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
-    trainer.fit(ByHand(), DataLoader(TensorDataset(torch.randn(8, 2)), batch_size=4))
+    trainer.fit(Fetching(), DataLoader(TensorDataset(torch.randn(8, 2)), batch_size=4))

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from system.cluster import Cluster
 from unicron_lightning.local_cluster.processes import free_port
 
 SCRIPT = Path(__file__).with_name("train.py")
-PATH = {"PYTHONPATH": str(SCRIPT.parents[1])}
+PATH = {"PYTHONPATH": os.pathsep.join(filter(None, [str(SCRIPT.parents[1]), os.environ.get("PYTHONPATH")]))}
 
 
 def train_plainly(folder: Path, case: dict[str, Any], strategy: str, workers: int) -> list[dict[str, Any]]:
@@ -33,11 +34,13 @@ def train_plainly(folder: Path, case: dict[str, Any], strategy: str, workers: in
     return _results(folder)
 
 
-def train_killed(folder: Path, case: dict[str, Any], kill: tuple[str, int, int]) -> list[dict[str, Any]]:
-    """Train in a world of two, with one worker killed: place, number of the call, rank."""
+def train_killed(folder: Path, case: dict[str, Any], kill: Sequence[Any]) -> list[dict[str, Any]]:
+    """Train with one worker killed; ``kill`` has the last arguments of `zoo.train.Killed`."""
     folder.mkdir(parents=True, exist_ok=True)
     settings = {**case, "strategy": case.get("strategy", "unicron"), "kill": kill}
-    with Cluster(folder, agents=2, nodes="2:2", script=SCRIPT, settings=settings, variables=lambda node: PATH) as task:
+    workers = case.get("workers", 2)
+    agents: dict[str, Any] = {"agents": workers, "nodes": f"{workers}:{workers}", "variables": lambda node: PATH}
+    with Cluster(folder, script=SCRIPT, settings=settings, **agents) as task:
         task.wait_end(240)
     assert (folder / "killed").exists(), "no worker was killed"
     return _results(folder)

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,23 +16,36 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 
-DEVICES = 2
-
 
 class Killed(pl.Callback):
-    """Kills a worker once, at its n-th step of an optimizer, forward or backward; the other waits for a successor."""
+    """Kills a worker once, at its n-th step of an optimizer, forward or backward; the others wait for a successor.
 
-    def __init__(self, folder: Path, at: str, number: int, rank: int) -> None:
+    Args:
+        folder: of the mark that a worker has been killed.
+        world: number of workers of the complete world.
+        at: ``forward``, ``backward`` or ``optimizer``.
+        number: of the call.
+        rank: of the worker.
+        delay: seconds from the call to the kill.
+    """
+
+    def __init__(self, folder: Path, world: int, at: str, number: int, rank: int, delay: float = 0.0) -> None:
         self._mark, self._at, self._number, self._rank, self._count = folder / "killed", at, number, rank, 0
+        self._world, self._delay = world, delay
         self.replaces = self._mark.exists()
 
     def _strike(self, trainer: pl.Trainer, at: str) -> None:
-        if at != self._at or self._mark.exists() or trainer.global_rank != self._rank or trainer.world_size < DEVICES:
+        if at != self._at or self._mark.exists() or trainer.global_rank != self._rank:
+            return
+        if trainer.world_size < self._world:
             return
         self._count += 1
         if self._count == self._number:
             self._mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            if self._delay:
+                threading.Timer(self._delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            else:
+                os.kill(os.getpid(), signal.SIGKILL)
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, *args: Any) -> None:
         self._strike(trainer, "optimizer")
@@ -49,7 +63,7 @@ class Killed(pl.Callback):
         pl_module.training_step = training_step  # type: ignore[method-assign]
 
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        if self._mark.exists() and trainer.world_size < DEVICES and not self.replaces:
+        if self._mark.exists() and trainer.world_size < self._world and not self.replaces:
             time.sleep(0.05)
 
 
@@ -61,12 +75,13 @@ def main() -> None:
     pl.seed_everything(3, verbose=False)
     module = getattr(source, factory)()
     callbacks: list[pl.Callback] = [getattr(source, name)() for name in settings.get("callbacks", ())]
-    killed = Killed(out, *settings["kill"]) if settings.get("kill") else None
+    workers = settings.get("workers", 2)
+    killed = Killed(out, workers, *settings["kill"]) if settings.get("kill") else None
     trainer = pl.Trainer(
         strategy="ddp_find_unused_parameters_true" if settings["strategy"] == "ddp" else settings["strategy"],
         accelerator="cpu",
-        devices=DEVICES if settings["strategy"] == "ddp" else 1,
-        num_nodes=1 if settings["strategy"] == "ddp" else DEVICES,
+        devices=workers if settings["strategy"] == "ddp" else 1,
+        num_nodes=1 if settings["strategy"] == "ddp" else workers,
         max_epochs=settings.get("passes", 3),
         logger=False,
         enable_checkpointing=False,

@@ -30,7 +30,7 @@ class Diffusion(pl.LightningModule):
         self.register_buffer("kept", torch.linspace(0.99, 0.01, 10))
 
     def forward(self, image: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
-        angle = time[:, None].float()
+        angle = time[:, None].to(image.dtype)
         hidden = self.down(image) + self.time(torch.cat([angle.sin(), angle.cos()], 1))[:, :, None, None]
         return self.up(torch.relu(self.middle(torch.relu(self.norm(hidden)))))
 
