@@ -17,7 +17,7 @@ from unicron_lightning.copying import OfProcess
 from unicron_lightning.errors import ConfigError
 from unicron_lightning.stacks import StackFile
 from unicron_lightning.strategies.collectives import default_group
-from unicron_lightning.worker.communication.backends import connector
+from unicron_lightning.worker.communication.backends import DataPlane
 from unicron_lightning.worker.communication.gloo import leave_buried, wait_buried
 from unicron_lightning.worker.communication.owned_group import wait_destroyed
 from unicron_lightning.worker.control.activity import Activity
@@ -75,14 +75,15 @@ class Session(OfProcess):
             if welcome.founder:
                 welcome = self._wait_founded(self.control)
             self.is_joiner, self.resume, self.memory = not welcome.founder, welcome.resume, welcome.memory
-            connect = (connector if fabric is None else fabric.connector)(own.task, own.host, device)
+            self._plane = DataPlane(own.task, own.host, device if fabric is None else torch.device("cpu"))
+            connect = self._plane if fabric is None else fabric.connector(own.task, own.host, self._plane)
         elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ConfigError(
                 f"this process is one of WORLD_SIZE={os.environ['WORLD_SIZE']} but has no Unicron agent; start the "
                 "script with `torchrun --rdzv-backend unicron`"
             )
         else:
-            connect = connector("", "127.0.0.1", device)
+            connect = self._plane = DataPlane("", "127.0.0.1", device)
         self.engine = Engine(self.control, connect, on_world, self.is_joiner, activity, fabric)
         self._ready_to_abort.set()
         if self.control is not None:
@@ -126,6 +127,7 @@ class Session(OfProcess):
             time.sleep(_LINGER_SECONDS)
         default_group.unregister()
         self.engine.close()
+        self._plane.close()
         if not wait_buried(_BURIED_SECONDS):
             leave_buried()
         if not wait_destroyed(_DESTROYED_SECONDS):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from coordinator.driver import World, running, settle
 
 from unicron_lightning import wire
-from unicron_lightning.worker.communication.backends import connector
+from unicron_lightning.worker.communication.backends import DataPlane
 from unicron_lightning.worker.communication.gloo import wait_buried
 
 
@@ -26,19 +26,21 @@ def test_keys_written_beforehand_by_a_stranger_do_not_matter() -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     stranger = dist.TCPStore("127.0.0.1", server.port, is_master=False)
     for number in range(10):
-        for name in ("gloo/0", "gloo/rank_0", "gloo/ports/0", "gloo/ports/1", "gloo/0/1"):
+        for name in ("links/port/0", "links/port/1", "gloo/0", "gloo/rank_0", "gloo/0/1"):
             for prefix in (f"unicron/task/{number}/", f"unicron/task/{number}//"):
                 stranger.set(prefix + name, b"nonsense")
     epoch = epoch_of(2, "5f" * 16, server.port)
     sums: list[Any] = [None, None]
 
     def run(rank: int) -> None:
-        communicator = connector("task", "127.0.0.1", torch.device("cpu"))(epoch, rank, 2)
+        plane = DataPlane("task", "127.0.0.1", torch.device("cpu"))
+        communicator = plane(epoch, rank, 2)
         tensor = torch.full((3,), float(rank + 1))
         communicator.wait(communicator.all_reduce(tensor))
         sums[rank] = tensor.tolist()
         done.wait(20)
         communicator.close()
+        plane.close()
 
     done = threading.Barrier(2)
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]

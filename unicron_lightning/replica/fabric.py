@@ -31,7 +31,7 @@ from unicron_lightning.replica.claims import LACKING, claim_shard, wait_lacking
 from unicron_lightning.replica.layout import ReplicaLayout, ReplicaShape, StateLost, Word, plan_layout
 from unicron_lightning.replica.partners import PartnerWatch
 from unicron_lightning.replica.peers import PeerGroup
-from unicron_lightning.worker.communication.backends import connector, name_key, open_store
+from unicron_lightning.worker.communication.backends import name_key, open_store
 from unicron_lightning.worker.communication.background_connect import Connect
 from unicron_lightning.worker.communication.communicator import Communicator, CommunicatorAborted, Handle
 from unicron_lightning.worker.control.thread import EXIT_EXPELLED, Control
@@ -135,9 +135,8 @@ class ReplicaFabric(Generic[_Shape]):
     def granularity(self) -> int:
         return self.shape.shards
 
-    def connector(self, task: str, host: str, device: torch.device) -> Connect:
-        """Return a function that builds a CPU communicator for small data, and the channels."""
-        base = connector(task, host, torch.device("cpu"))
+    def connector(self, task: str, host: str, base: Connect) -> Connect:
+        """Return a function that builds a CPU communicator for small data by ``base``, and the channels."""
 
         def connect(epoch: wire.Epoch, rank: int, world: int) -> Communicator:
             place = self.place

@@ -16,8 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-import torch
-
 from unicron_lightning import wire
 from unicron_lightning.errors import UnicronError
 from unicron_lightning.worker.communication.background_connect import Connect, Connecting
@@ -105,8 +103,8 @@ class Fabric(Protocol):
         """Workers of a replica."""
         ...
 
-    def connector(self, task: str, host: str, device: torch.device) -> Connect:
-        """Return a function that builds an epoch's communicator and the further connections."""
+    def connector(self, task: str, host: str, base: Connect) -> Connect:
+        """Return a function that builds an epoch's communicator, by ``base``, and the further connections."""
         ...
 
     def about(self, epoch: wire.Epoch) -> Any:

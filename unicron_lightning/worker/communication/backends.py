@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import hmac
+import threading
 from datetime import timedelta
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 import torch.distributed as dist
 
 from unicron_lightning import wire
-from unicron_lightning.worker.communication.background_connect import Connect
-from unicron_lightning.worker.communication.communicator import Communicator, SoloCommunicator
+from unicron_lightning.worker.communication.communicator import Communicator, CommunicatorAborted, SoloCommunicator
+
+if TYPE_CHECKING:
+    from unicron_lightning.worker.communication.links.hub import Hub
 
 STORE_TIMEOUT: Final = timedelta(seconds=60)
 
@@ -31,33 +34,56 @@ def open_store(task: str, epoch: wire.Epoch) -> dist.Store:
     return dist.PrefixStore(f"unicron/{task}/{epoch.number}/{name_key(epoch.key)}", client)
 
 
-def connector(task: str, host: str, device: torch.device) -> Connect:
-    """Return a function that builds communicators for tensors on ``device`` (and on the CPU).
+class DataPlane:
+    """Builds the communicators of a process's epochs: `background_connect.Connect`, and what outlives an epoch.
 
     Args:
         task: part of the key prefix.
         host: this machine's address for data-plane sockets.
-        device: of the gradients.
+        device: of the gradients; communicators are for tensors there and on the CPU.
 
     Raises:
         ConfigError: workers on this device could not recover.
     """
-    if device.type != "cpu":
-        from unicron_lightning.worker.communication.nccl import check_device
 
-        check_device(device)
+    def __init__(self, task: str, host: str, device: torch.device) -> None:
+        if device.type != "cpu":
+            from unicron_lightning.worker.communication.nccl import check_device
 
-    def connect(epoch: wire.Epoch, rank: int, world: int) -> Communicator:
+            check_device(device)
+        self._task, self._host, self._device = task, host, device
+        self._lock = threading.Lock()
+        self._hub: Hub | None = None
+        self._closed = False
+
+    def __call__(self, epoch: wire.Epoch, rank: int, world: int) -> Communicator:
         if world == 1:
             return SoloCommunicator()
-        store = open_store(task, epoch)
-        from unicron_lightning.worker.communication.gloo import GlooCommunicator
+        store = open_store(self._task, epoch)
+        hub = self._links()
+        if self._device.type != "cuda":
+            from unicron_lightning.worker.communication.cpu import CpuCommunicator
 
-        cpu = GlooCommunicator(dist.PrefixStore("gloo", store), rank, world, host)
-        if device.type != "cuda":
-            return cpu
+            return CpuCommunicator(hub, epoch, rank, store, self._host, STORE_TIMEOUT)
+        from unicron_lightning.worker.communication.links.communicator import LinkCommunicator
         from unicron_lightning.worker.communication.nccl import NcclCommunicator
 
-        return NcclCommunicator(dist.PrefixStore("nccl", store), rank, world, device, cpu)
+        cpu = LinkCommunicator(hub, epoch, rank, dist.PrefixStore("links", store), STORE_TIMEOUT)
+        return NcclCommunicator(dist.PrefixStore("nccl", store), rank, world, self._device, cpu)
 
-    return connect
+    def close(self) -> None:
+        """Close the links to the other members, after all communicators; idempotent."""
+        with self._lock:
+            self._closed = True
+            if self._hub is not None:
+                self._hub.close()
+
+    def _links(self) -> Hub:
+        with self._lock:
+            if self._closed:
+                raise CommunicatorAborted("closed")
+            if self._hub is None:
+                from unicron_lightning.worker.communication.links.hub import Hub
+
+                self._hub = Hub(self._host)
+            return self._hub

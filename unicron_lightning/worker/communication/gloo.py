@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
@@ -23,6 +23,8 @@ from unicron_lightning.worker.communication.communicator import Gate, Handle
 OPERATION_TIMEOUT: Final = timedelta(seconds=300)
 """Bound on the life of a buried group. A longer wait (for a very slow peer) costs a new communicator, but no work."""
 BURIED_POLL_SECONDS: Final = 0.05
+CONNECTS_LAZILY: Final = "lazy_init" in (dist.ProcessGroupGloo.create_device.__doc__ or "")
+"""Whether this torch's gloo can connect peers when a collective needs them."""
 
 
 class Ending(Protocol):
@@ -45,24 +47,42 @@ class GlooGroup:
         world: number of members.
         host: address of this machine that peers can reach.
         timeout: of gloo's own operations.
+        tell: exchanges one number among the members. If given, the ports on which they listen are exchanged by it, and
+            a collective connects those that it needs; else all are connected at once.
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, world: int, host: str, timeout: timedelta = OPERATION_TIMEOUT
+        self,
+        store: dist.Store,
+        rank: int,
+        world: int,
+        host: str,
+        timeout: timedelta = OPERATION_TIMEOUT,
+        tell: Callable[[int], Iterable[int]] | None = None,
     ) -> None:
         self.backend: dist.ProcessGroupGloo | None = None
         with sockets.descriptors_for(f"connections to {world - 1} peers"):
             before = sockets.all_sockets()
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+            lazily: dict[str, Any] = {} if tell is None or not CONNECTS_LAZILY else {"lazy_init": True}
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=host, **lazily)]
             options._timeout = timeout
             options._threads = 2
             self.backend = dist.ProcessGroupGloo(store, rank, world, options)
-            self._connections = _connections(sockets.all_sockets() - before, store, rank, world)
+            new = sockets.all_sockets() - before
+            listening = sockets.ports(new).listening
+            if tell is None:
+                self._ports = _exchanged(listening, store, rank, world)
+                self._found: list[sockets.OpenSocket] | None = _with_ports(new, self._ports)
+            else:
+                self._ports = set(tell(listening[0] if listening else 0))
+                self._found = None
         self.was_cut = False
 
     def cut(self) -> None:
         """Shut the connections down, so that waits in them fail, here and at the peers. Callable from any thread."""
+        if self.was_cut and self._found is None:
+            return
         self.was_cut = True
         for connection in self._connections:
             connection.shut_down()
@@ -74,6 +94,10 @@ class GlooGroup:
     def broken(self) -> bool:
         """Whether gloo has closed any of its connections, because of a cut here or at the other end."""
         return not all(connection.is_open() for connection in self._connections)
+
+    @property
+    def _connections(self) -> list[sockets.OpenSocket]:
+        return _with_ports(sockets.all_sockets(), self._ports) if self._found is None else self._found
 
     def close(self, handles: Sequence[Ending] = ()) -> None:
         """Cut, and release the group when ``handles`` have ended."""
@@ -89,19 +113,28 @@ class GlooCommunicator:
     """Collectives of one epoch over gloo; CPU tensors.
 
     Args:
-        store, rank, world, host, timeout: as for `GlooGroup`, whose constructor is called here.
+        store, rank, world, host, timeout, tell: as for `GlooGroup`, whose constructor is called here.
+        gate: on which the training thread waits, if it is shared with another communicator.
     """
 
     tells_success = True
 
     def __init__(
-        self, store: dist.Store, rank: int, world: int, host: str, timeout: timedelta = OPERATION_TIMEOUT
+        self,
+        store: dist.Store,
+        rank: int,
+        world: int,
+        host: str,
+        timeout: timedelta = OPERATION_TIMEOUT,
+        *,
+        tell: Callable[[int], Iterable[int]] | None = None,
+        gate: Gate | None = None,
     ) -> None:
         self.rank = rank
         self.world = world
-        self._gate = Gate()
+        self._gate = Gate() if gate is None else gate
         self._handles: list[Handle] = []
-        self._group = GlooGroup(store, rank, world, host, timeout)
+        self._group = GlooGroup(store, rank, world, host, timeout, tell)
 
     def all_reduce(self, tensor: Tensor) -> Handle:
         return self._start(lambda group: group.allreduce([tensor]))
@@ -127,8 +160,8 @@ class GlooCommunicator:
         self._gate.wait(handle, self.abort)
 
     def abort(self, reason: str) -> None:
-        if self._gate.shut(reason):
-            self._group.cut()
+        self._gate.shut(reason)
+        self._group.cut()
 
     def close(self) -> None:
         self.abort("closed")
@@ -157,16 +190,18 @@ class GlooCommunicator:
         return handle
 
 
-def _connections(new: set[sockets.OpenSocket], store: dist.Store, rank: int, world: int) -> list[sockets.OpenSocket]:
-    """Pick the group's own connections from the new sockets.
+def _exchanged(listening: Sequence[int], store: dist.Store, rank: int, world: int) -> set[int]:
+    """Exchange the ports on which the members listen through the store."""
+    store.set(f"ports/{rank}", ",".join(map(str, listening)))
+    return {int(p) for r in range(world) for p in store.get(f"ports/{r}").decode().split(",") if p}
 
-    Another thread may have opened sockets meanwhile, so the group's are identified by ports: one end of each of gloo's
-    connections is a port on which a member listens. The listening ports are exchanged through the store.
+
+def _with_ports(candidates: set[sockets.OpenSocket], members: set[int]) -> list[sockets.OpenSocket]:
+    """Pick a group's own connections: one end of each is a port on which a member listens.
+
+    Another thread may have opened sockets meanwhile, so a new socket is not always the group's.
     """
-    found = sockets.ports(new)
-    store.set(f"ports/{rank}", ",".join(map(str, found.listening)))
-    members = {int(p) for r in range(world) for p in store.get(f"ports/{r}").decode().split(",") if p}
-    return [connection for connection, ends in found.ends.items() if ends & members]
+    return [connection for connection, ends in sockets.ports(candidates).ends.items() if ends & members]
 
 
 class _Graveyard:

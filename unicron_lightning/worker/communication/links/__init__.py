@@ -1,0 +1,1 @@
+"""Collectives on host memory over authenticated connections that survive an epoch."""

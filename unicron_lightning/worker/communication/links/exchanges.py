@@ -1,0 +1,291 @@
+"""Collectives as state machines: which bytes a rank sends at first, and after each arrival; pure.
+
+Bytes are identified by ``(part, segment)``: a part is a hop, and a large tensor is sent as segments, so that a hop of
+one overlaps another hop of the next. An exchange names the memory for bytes that arrive, and is told once they are
+there.
+All ranks must start the same exchanges in the same order, with tensors of the same size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+
+from unicron_lightning.worker.communication.links.pattern import distances
+
+CHUNK_BYTES: Final = 1 << 20
+"""Most bytes sent at once by large sums and broadcasts."""
+GATHERED_SUM_BYTES: Final = 1 << 16
+"""Sums up to this many bytes of all ranks together are gathered and added in rank order: fewer hops than a ring has."""
+
+
+@dataclass(frozen=True)
+class Send:
+    """Bytes for a rank. They may lie in a tensor of the collective, which is not changed before they are sent."""
+
+    rank: int
+    part: int
+    segment: int
+    data: memoryview
+
+
+class Exchange(Protocol):
+    """One collective on one rank.
+
+    Attributes:
+        kind: a number for each kind of collective; with ``size`` it detects ranks in different collectives.
+        size: bytes of the rank's tensor.
+    """
+
+    kind: int
+    size: int
+
+    @property
+    def done(self) -> bool:
+        """Whether the result is complete on this rank."""
+        ...
+
+    def begin(self) -> Sequence[Send]:
+        """Return what this rank sends before anything has arrived."""
+        ...
+
+    def place(self, part: int, segment: int) -> memoryview:
+        """Return the memory for arriving bytes.
+
+        Raises:
+            KeyError: nothing more is expected under this name.
+        """
+        ...
+
+    def arrived(self, part: int, segment: int) -> Sequence[Send]:
+        """Process bytes that are complete at their place; return what can be sent now."""
+        ...
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """View a contiguous CPU tensor as bytes."""
+    if not tensor.is_contiguous() or tensor.device.type != "cpu":
+        raise ValueError(
+            f"a tensor on {tensor.device}, strides {tensor.stride()}: expected a contiguous one on the CPU"
+        )
+    if tensor.numel() == 0:
+        return memoryview(bytearray())
+    flat: Any = tensor.detach().view(-1).view(torch.uint8).numpy()
+    return memoryview(flat)
+
+
+class Gather:
+    """Collects a row of each rank: after round k a rank has the rows of 2^(k+1) ranks, beginning with its own.
+
+    Args:
+        received: (world, *row).
+        sent: this rank's row.
+        rank: this rank.
+    """
+
+    kind = 1
+
+    def __init__(self, received: Tensor, sent: Tensor, rank: int) -> None:
+        self._world, self._rank = received.shape[0], rank
+        self._received = received.view(self._world, -1)
+        self._work = torch.empty_like(self._received)  # row i belongs to rank (rank + i) % world
+        self._work[0] = sent.detach().reshape(-1)
+        self._rows = bytes_of(self._work)
+        self.size = len(self._rows) // self._world
+        self._distances = distances(self._world) if self.size else []
+        self._missing = set(range(len(self._distances)))
+        self._next = 0
+        self.done = not self._missing
+
+    def begin(self) -> Sequence[Send]:
+        if self.done:
+            self._received.copy_(self._work)
+        return self._ready()
+
+    def place(self, part: int, segment: int) -> memoryview:
+        if part not in self._missing or segment:
+            raise KeyError(part)
+        return self._range(self._distances[part], self._count(part))
+
+    def arrived(self, part: int, segment: int) -> Sequence[Send]:
+        self._missing.remove(part)
+        sends = self._ready()
+        if not self._missing:
+            split = self._world - self._rank
+            self._received[self._rank :].copy_(self._work[:split])
+            self._received[: self._rank].copy_(self._work[split:])
+            self.done = True
+        return sends
+
+    def _ready(self) -> list[Send]:
+        """The rounds whose rows are all here: those up to the first missing one."""
+        sends = []
+        while self._next < len(self._distances) and all(part >= self._next for part in self._missing):
+            target = (self._rank - self._distances[self._next]) % self._world
+            sends.append(Send(target, self._next, 0, self._range(0, self._count(self._next))))
+            self._next += 1
+        return sends
+
+    def _count(self, part: int) -> int:
+        distance = self._distances[part]
+        return min(distance, self._world - distance)
+
+    def _range(self, first: int, count: int) -> memoryview:
+        return self._rows[first * self.size : (first + count) * self.size]
+
+
+class GatheredSum:
+    """Sums a small tensor: gathers the ranks' tensors, then adds them in rank order; all ranks have the same bits.
+
+    Args:
+        tensor: summed in place.
+        rank, world: this rank, and number of ranks.
+    """
+
+    kind = 2
+
+    def __init__(self, tensor: Tensor, rank: int, world: int) -> None:
+        self._tensor = tensor.detach()
+        self._rows = torch.empty(world, tensor.numel(), dtype=tensor.dtype)
+        self._gather = Gather(self._rows, tensor, rank)
+        self.size = self._gather.size
+
+    @property
+    def done(self) -> bool:
+        return self._gather.done
+
+    def begin(self) -> Sequence[Send]:
+        return self._gather.begin()
+
+    def place(self, part: int, segment: int) -> memoryview:
+        return self._gather.place(part, segment)
+
+    def arrived(self, part: int, segment: int) -> Sequence[Send]:
+        sends = self._gather.arrived(part, segment)
+        if self._gather.done:
+            total = self._rows[0].clone()
+            for row in self._rows[1:]:
+                total += row
+            self._tensor.copy_(total.view(self._tensor.shape))
+        return sends
+
+
+class RingSum:
+    """Sums a large tensor in place: each segment is reduced round the ring, chunk by chunk, then its sums go round.
+
+    In part t a rank sends the chunk that it has received in part t - 1; in parts 0 to world - 2 the receiver adds its
+    own.
+
+    Args:
+        tensor: summed in place.
+        rank, world: this rank, and number of ranks.
+    """
+
+    kind = 3
+
+    def __init__(self, tensor: Tensor, rank: int, world: int) -> None:
+        self._flat = tensor.detach().view(-1)
+        self._rank, self._world = rank, world
+        self._parts = 2 * (world - 1)
+        self.size = tensor.numel() * tensor.element_size()
+        self._chunk = max(1, CHUNK_BYTES // tensor.element_size())  # elements
+        self._segments = -(-tensor.numel() // (self._chunk * world))
+        self._next = [0] * self._segments
+        self._left = self._segments * self._parts
+        self._scratch: dict[int, Tensor] = {}
+        self._spare: list[Tensor] = []
+
+    @property
+    def done(self) -> bool:
+        return self._left == 0
+
+    def begin(self) -> Sequence[Send]:
+        return [self._send(0, segment, self._rank) for segment in range(self._segments)]
+
+    def place(self, part: int, segment: int) -> memoryview:
+        if not 0 <= segment < self._segments or self._next[segment] != part or part >= self._parts:
+            raise KeyError((part, segment))
+        chunk = self._elements(segment, self._received(part))
+        if part >= self._world - 1:
+            return bytes_of(chunk)
+        scratch = self._spare.pop() if self._spare else torch.empty(self._chunk + 1, dtype=chunk.dtype)
+        self._scratch[segment] = scratch
+        return bytes_of(scratch[: chunk.numel()])
+
+    def arrived(self, part: int, segment: int) -> Sequence[Send]:
+        number = self._received(part)
+        if part < self._world - 1:
+            chunk, scratch = self._elements(segment, number), self._scratch.pop(segment)
+            chunk.add_(scratch[: chunk.numel()])
+            self._spare.append(scratch)
+        self._next[segment] += 1
+        self._left -= 1
+        return [self._send(part + 1, segment, number)] if part + 1 < self._parts else []
+
+    def _received(self, part: int) -> int:
+        """The chunk that arrives in a part."""
+        return (self._rank - part - 1) % self._world
+
+    def _send(self, part: int, segment: int, chunk: int) -> Send:
+        return Send((self._rank + 1) % self._world, part, segment, bytes_of(self._elements(segment, chunk)))
+
+    def _elements(self, segment: int, chunk: int) -> Tensor:
+        start = segment * self._chunk * self._world
+        count = min(self._chunk * self._world, self._flat.numel() - start)
+        first, last = (start + count * edge // self._world for edge in (chunk, chunk + 1))
+        return self._flat[first:last]
+
+
+class Broadcast:
+    """Copies a tensor of the root down a binomial tree, segment by segment.
+
+    Args:
+        tensor: of the root; overwritten elsewhere.
+        root, rank, world: the root, this rank, and number of ranks.
+    """
+
+    kind = 4
+
+    def __init__(self, tensor: Tensor, root: int, rank: int, world: int) -> None:
+        self._data = bytes_of(tensor)
+        self.size = len(self._data)
+        place = (rank - root) % world
+        later = [distance for distance in distances(world) if distance > place and place + distance < world]
+        self._children = [(rank + distance) % world for distance in later]
+        self._segments = -(-self.size // CHUNK_BYTES)
+        self._missing = set(range(self._segments)) if place else set()
+
+    @property
+    def done(self) -> bool:
+        return not self._missing
+
+    def begin(self) -> Sequence[Send]:
+        if self._missing:
+            return []
+        return [send for segment in range(self._segments) for send in self._forward(segment)]
+
+    def place(self, part: int, segment: int) -> memoryview:
+        if segment not in self._missing:
+            raise KeyError(segment)
+        return self._range(segment)
+
+    def arrived(self, part: int, segment: int) -> Sequence[Send]:
+        self._missing.remove(segment)
+        return self._forward(segment)
+
+    def _forward(self, segment: int) -> list[Send]:
+        return [Send(child, 0, segment, self._range(segment)) for child in self._children]
+
+    def _range(self, segment: int) -> memoryview:
+        return self._data[segment * CHUNK_BYTES : (segment + 1) * CHUNK_BYTES]
+
+
+def summing(tensor: Tensor, rank: int, world: int) -> Exchange:
+    """Return the exchange that sums ``tensor`` over the ranks, by its size."""
+    if tensor.numel() * tensor.element_size() * world <= GATHERED_SUM_BYTES:
+        return GatheredSum(tensor, rank, world)
+    return RingSum(tensor, rank, world)
