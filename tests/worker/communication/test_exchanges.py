@@ -1,0 +1,161 @@
+"""Collectives over links as state machines: any order of arrival gives the same result, in few hops."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from unicron_lightning.worker.communication.links.exchanges import (
+    CHUNK_BYTES,
+    Broadcast,
+    Exchange,
+    Gather,
+    GatheredSum,
+    RingSum,
+    Send,
+    summing,
+)
+from unicron_lightning.worker.communication.links.pattern import dials, distances, peers
+
+
+class Network:
+    """Delivers in random order, but each link's bytes in theirs; counts each rank's messages and hops."""
+
+    def __init__(self, exchanges: Sequence[Exchange], seed: int) -> None:
+        self.exchanges = exchanges
+        self.sent = [0] * len(exchanges)
+        self.bytes = [0] * len(exchanges)
+        self.hops = [0] * len(exchanges)  # from the root, in a broadcast
+        self.parts = 0
+        self._links: dict[tuple[int, int], deque[tuple[Send, bytes, int]]] = {}
+        self._random = random.Random(seed)
+
+    def run(self) -> None:
+        for rank, exchange in enumerate(self.exchanges):
+            self._send(rank, exchange.begin())
+        while self._links:
+            link = self._random.choice(list(self._links))
+            send, data, hops = self._links[link].popleft()
+            if not self._links[link]:
+                del self._links[link]
+            _, rank = link
+            exchange = self.exchanges[rank]
+            place = exchange.place(send.part, send.segment)
+            assert len(place) == len(data)
+            place[:] = data
+            self.hops[rank] = max(self.hops[rank], hops)
+            self._send(rank, exchange.arrived(send.part, send.segment))
+        assert all(exchange.done for exchange in self.exchanges)
+
+    def _send(self, rank: int, sends: Sequence[Send]) -> None:
+        for send in sends:
+            assert send.rank in peers(rank, len(self.exchanges)), "there is no such link"
+            self.sent[rank] += 1
+            self.parts = max(self.parts, send.part + 1)
+            self.bytes[rank] += len(send.data)
+            link = self._links.setdefault((rank, send.rank), deque())
+            link.append((send, bytes(send.data), self.hops[rank] + 1))
+
+
+WORLDS = [2, 3, 4, 5, 7, 8, 13]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("world", WORLDS)
+def test_results_do_not_depend_on_the_order(world: int, seed: int) -> None:
+    rows = [torch.empty(world, 3) for _ in range(world)]
+    Network([Gather(rows[r], torch.tensor([r, 0.5, -r]), r) for r in range(world)], seed).run()
+    assert all(torch.equal(row, torch.tensor([[r, 0.5, -r] for r in range(world)])) for row in rows)
+
+    for make, length in ((GatheredSum, 5), (RingSum, 5), (RingSum, 1000), (RingSum, 1)):
+        generator = torch.Generator().manual_seed(seed)
+        tensors = [torch.rand(length, generator=generator) for _ in range(world)]
+        total = torch.stack(tensors).sum(0)
+        Network([make(tensors[r], r, world) for r in range(world)], seed).run()
+        assert all(torch.equal(tensor, tensors[0]) for tensor in tensors), "ranks differ in bits"
+        assert torch.allclose(tensors[0], total)
+
+    for root in {0, world // 2, world - 1}:
+        copies = [torch.full((2, 2), float(r)) for r in range(world)]
+        Network([Broadcast(copies[r], root, r, world) for r in range(world)], seed).run()
+        assert all((copy == root).all() for copy in copies)
+
+
+def test_large_tensors_go_in_segments() -> None:
+    count = 3 * CHUNK_BYTES // 4 * 2 + 17
+    tensors = [torch.full((count,), float(r + 1)) for r in range(3)]
+    network = Network([RingSum(tensor, r, 3) for r, tensor in enumerate(tensors)], 0)
+    network.run()
+    assert all((tensor == 6).all() for tensor in tensors)
+    assert network.sent == [3 * 4] * 3, "three segments, each with two parts to reduce and two to gather"
+    copies = [torch.full((count,), r) for r in range(3)]
+    Network([Broadcast(copy, 1, r, 3) for r, copy in enumerate(copies)], 0).run()
+    assert all((copy == 1).all() for copy in copies)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.int64])
+def test_types(dtype: torch.dtype) -> None:
+    for make in (GatheredSum, RingSum):
+        tensors = [torch.full((10,), r + 1, dtype=dtype) for r in range(4)]
+        Network([make(tensor, r, 4) for r, tensor in enumerate(tensors)], 0).run()
+        assert all(tensor.tolist() == [10] * 10 for tensor in tensors)
+
+
+def test_nothing_to_send() -> None:
+    makers: list[Callable[[int], Exchange]] = [
+        lambda r: Gather(torch.empty(3, 0), torch.empty(0), r),
+        lambda r: summing(torch.empty(0), r, 3),
+        lambda r: Broadcast(torch.empty(0), 0, r, 3),
+    ]
+    for make in makers:
+        network = Network([make(r) for r in range(3)], 0)
+        network.run()
+        assert network.sent == [0] * 3
+
+
+def test_what_is_not_expected() -> None:
+    exchange = RingSum(torch.ones(1000), 0, 3)
+    for part, segment in ((1, 0), (4, 0), (0, 1)):
+        with pytest.raises(KeyError):
+            exchange.place(part, segment)
+    with pytest.raises(ValueError, match="contiguous"):
+        Broadcast(torch.ones(4, 4).t(), 0, 0, 2)
+
+
+@pytest.mark.parametrize(("world", "hops"), [(16, 4), (100, 7), (1024, 10)])
+def test_cost(world: int, hops: int) -> None:
+    """A commit's row of each rank reaches all ranks in ceil(log2(world)) hops, with as many messages and links."""
+    rows = [torch.empty(world, 25, dtype=torch.float64) for _ in range(world)]
+    sent = torch.ones(25, dtype=torch.float64)
+    network = Network([Gather(row, sent, r) for r, row in enumerate(rows)], 0)
+    network.run()
+    assert set(network.sent) == {hops} and network.parts == hops
+    assert set(network.bytes) == {(world - 1) * 200}
+    assert max(len(peers(r, world)) for r in range(world)) <= 2 * hops
+    copies = [torch.full((10,), r) for r in range(world)]
+    tree = Network([Broadcast(copy, 5, r, world) for r, copy in enumerate(copies)], 0)
+    tree.run()
+    assert sum(tree.sent) == world - 1 and max(tree.hops) <= hops
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 6, 8, 100])
+def test_one_end_of_each_link_dials(world: int) -> None:
+    for rank in range(world):
+        for peer in peers(rank, world):
+            assert rank in peers(peer, world)
+            assert dials(rank, peer, world) != dials(peer, rank, world)
+
+
+@pytest.mark.parametrize("world", [64, 1024])
+def test_a_loss_costs_few_new_links(world: int) -> None:
+    """Survivors keep their links: on average two are new, at most one for each distance and direction."""
+    names = list(range(world))
+    before = {name: {names[p] for p in peers(rank, world)} for rank, name in enumerate(names)}
+    names.remove(world // 3)
+    new = [len({names[p] for p in peers(rank, world - 1)} - before[name]) for rank, name in enumerate(names)]
+    assert max(new) <= 2 * len(distances(world - 1))
+    assert sum(new) / len(new) < 3
