@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Final
 
@@ -17,6 +18,8 @@ from unicron_lightning.worker.communication.links.session import Progress
 
 LARGE_BYTES: Final = 1 << 20
 """Least size of a tensor that is sent by gloo."""
+MOST_PORTS: Final = 8
+"""gloo listens on one port; other threads of the process may have begun to listen meanwhile."""
 
 
 class CpuCommunicator:
@@ -86,5 +89,6 @@ class CpuCommunicator:
         self._used_gloo = True
         return self._gloo
 
-    def _tell(self, port: int) -> list[int]:
-        return [int(row[0]) for row in gather_rows(self._links, [float(port)]).tolist()]
+    def _tell(self, ports: Sequence[int]) -> list[int]:
+        row = [float(port) for port in [*ports, *[0] * MOST_PORTS][:MOST_PORTS]]
+        return [int(port) for port in gather_rows(self._links, row).view(-1).tolist() if port]

@@ -47,8 +47,8 @@ class GlooGroup:
         world: number of members.
         host: address of this machine that peers can reach.
         timeout: of gloo's own operations.
-        tell: exchanges one number among the members. If given, the ports on which they listen are exchanged by it, and
-            a collective connects those that it needs; else all are connected at once.
+        tell: gives the others this member's ports, and returns those of all. If given, a collective connects the
+            members that it needs; else all are connected at once, and the ports are exchanged through the store.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class GlooGroup:
         world: int,
         host: str,
         timeout: timedelta = OPERATION_TIMEOUT,
-        tell: Callable[[int], Iterable[int]] | None = None,
+        tell: Callable[[Sequence[int]], Iterable[int]] | None = None,
     ) -> None:
         self.backend: dist.ProcessGroupGloo | None = None
         with sockets.descriptors_for(f"connections to {world - 1} peers"):
@@ -75,7 +75,7 @@ class GlooGroup:
                 self._ports = _exchanged(listening, store, rank, world)
                 self._found: list[sockets.OpenSocket] | None = _with_ports(new, self._ports)
             else:
-                self._ports = set(tell(listening[0] if listening else 0))
+                self._ports = set(tell(listening))
                 self._found = None
         self.was_cut = False
 
@@ -127,7 +127,7 @@ class GlooCommunicator:
         host: str,
         timeout: timedelta = OPERATION_TIMEOUT,
         *,
-        tell: Callable[[int], Iterable[int]] | None = None,
+        tell: Callable[[Sequence[int]], Iterable[int]] | None = None,
         gate: Gate | None = None,
     ) -> None:
         self.rank = rank
