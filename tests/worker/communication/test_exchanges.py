@@ -12,11 +12,11 @@ import torch
 from unicron_lightning.worker.communication.links.exchanges import (
     CHUNK_BYTES,
     Broadcast,
-    Exchange,
     Gather,
     GatheredSum,
+    HostCollective,
+    Part,
     RingSum,
-    Send,
     summing,
 )
 from unicron_lightning.worker.communication.links.pattern import dials, distances, peers
@@ -25,13 +25,13 @@ from unicron_lightning.worker.communication.links.pattern import dials, distance
 class Network:
     """Delivers in random order, but each link's bytes in theirs; counts each rank's messages and hops."""
 
-    def __init__(self, exchanges: Sequence[Exchange], seed: int) -> None:
+    def __init__(self, exchanges: Sequence[HostCollective], seed: int) -> None:
         self.exchanges = exchanges
         self.sent = [0] * len(exchanges)
         self.bytes = [0] * len(exchanges)
         self.hops = [0] * len(exchanges)  # from the root, in a broadcast
         self.parts = 0
-        self._links: dict[tuple[int, int], deque[tuple[Send, bytes, int]]] = {}
+        self._links: dict[tuple[int, int], deque[tuple[Part, bytes, int]]] = {}
         self._random = random.Random(seed)
 
     def run(self) -> None:
@@ -51,7 +51,7 @@ class Network:
             self._send(rank, exchange.arrived(send.part, send.segment))
         assert all(exchange.done for exchange in self.exchanges)
 
-    def _send(self, rank: int, sends: Sequence[Send]) -> None:
+    def _send(self, rank: int, sends: Sequence[Part]) -> None:
         for send in sends:
             assert send.rank in peers(rank, len(self.exchanges)), "there is no such link"
             self.sent[rank] += 1
@@ -106,7 +106,7 @@ def test_types(dtype: torch.dtype) -> None:
 
 
 def test_nothing_to_send() -> None:
-    makers: list[Callable[[int], Exchange]] = [
+    makers: list[Callable[[int], HostCollective]] = [
         lambda r: Gather(torch.empty(3, 0), torch.empty(0), r),
         lambda r: summing(torch.empty(0), r, 3),
         lambda r: Broadcast(torch.empty(0), 0, r, 3),

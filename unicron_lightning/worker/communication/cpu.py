@@ -14,7 +14,7 @@ from unicron_lightning.worker.communication.communicator import Handle, gather_r
 from unicron_lightning.worker.communication.gloo import GlooCommunicator
 from unicron_lightning.worker.communication.links.communicator import LinkCommunicator
 from unicron_lightning.worker.communication.links.hub import Hub
-from unicron_lightning.worker.communication.links.session import Progress
+from unicron_lightning.worker.communication.links.session import LinkHandle
 
 LARGE_BYTES: Final = 1 << 20
 """Least size of a tensor that is sent by gloo."""
@@ -66,7 +66,7 @@ class CpuCommunicator:
         return self._by_size(tensor).broadcast(tensor, root)
 
     def wait(self, handle: Handle) -> None:
-        (self._links if isinstance(handle, Progress) else self._gloo).wait(handle)
+        (self._links if isinstance(handle, LinkHandle) else self._gloo).wait(handle)
 
     def abort(self, reason: str) -> None:
         self._links.abort(reason)

@@ -13,7 +13,7 @@ from torch import Tensor
 from unicron_lightning import wire
 from unicron_lightning.worker.communication.background_connect import abandoned
 from unicron_lightning.worker.communication.communicator import CommunicatorAborted, Gate, Handle
-from unicron_lightning.worker.communication.links.exchanges import Broadcast, Exchange, Gather, summing
+from unicron_lightning.worker.communication.links.exchanges import Broadcast, Gather, HostCollective, summing
 from unicron_lightning.worker.communication.links.greeting import REPLY_BYTES, Hello, confirm
 from unicron_lightning.worker.communication.links.hub import Hub
 from unicron_lightning.worker.communication.links.session import LinkSession
@@ -84,7 +84,7 @@ class LinkCommunicator:
         """Whether a connection to a peer has been closed."""
         return self.gate.reason is not None
 
-    def _begin(self, exchange: Exchange) -> Handle:
+    def _begin(self, exchange: HostCollective) -> Handle:
         return self._hub.begin(self._session, exchange)
 
     def _connect(self, store: dist.Store, deadline: float) -> None:

@@ -17,7 +17,7 @@ from typing import Final
 
 from unicron_lightning import wire
 from unicron_lightning.worker.communication.communicator import Gate, Handle
-from unicron_lightning.worker.communication.links.exchanges import Exchange
+from unicron_lightning.worker.communication.links.exchanges import HostCollective
 from unicron_lightning.worker.communication.links.greeting import (
     HELLO_BYTES,
     PROOF_BYTES,
@@ -105,7 +105,7 @@ class Hub:
                 return
             self._add(session, rank, sock)
 
-    def begin(self, session: LinkSession, exchange: Exchange) -> Handle:
+    def begin(self, session: LinkSession, exchange: HostCollective) -> Handle:
         """Begin an exchange of the epoch."""
         with self.lock:
             session.gate.check()
@@ -141,7 +141,7 @@ class Hub:
             self._wake_write.send(b"x")
         self._thread.join(2 * FLUSH_SECONDS)
 
-    # ---- frames: link.Receiver
+    # ---- frames: link.FrameReceiver
 
     def place(self, link: Link, header: Header) -> memoryview | None:
         session = self._session

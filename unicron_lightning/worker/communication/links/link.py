@@ -47,7 +47,7 @@ class Header:
         return _HEADER.pack(self.kind, self.epoch, self.sequence, self.part, self.segment, self.size, self.length)
 
 
-class Receiver(Protocol):
+class FrameReceiver(Protocol):
     """Places and takes the payloads of a link."""
 
     def place(self, link: Link, header: Header) -> memoryview | None:
@@ -81,7 +81,7 @@ class Link:
         waits: whether the reading has stopped for want of a place.
     """
 
-    def __init__(self, sock: socket.socket, worker: str, receiver: Receiver) -> None:
+    def __init__(self, sock: socket.socket, worker: str, receiver: FrameReceiver) -> None:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock, self.worker = sock, worker
@@ -116,7 +116,7 @@ class Link:
             self.flush()
 
     def flush(self) -> None:
-        """Send what the connection takes.
+        """Part what the connection takes.
 
         Raises:
             LinkBroken: the connection has ended.

@@ -1,4 +1,4 @@
-"""One epoch's exchanges on one rank: from frames to handles. All methods but `Progress`'s need the hub's lock."""
+"""One epoch's exchanges on one rank: from frames to handles. The methods of `LinkSession` need the hub's lock."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 
 from unicron_lightning import wire
 from unicron_lightning.worker.communication.communicator import Gate, Handle
-from unicron_lightning.worker.communication.links.exchanges import Exchange, Send
+from unicron_lightning.worker.communication.links.exchanges import HostCollective, Part
 from unicron_lightning.worker.communication.links.link import RESUME, Header, Link
 from unicron_lightning.worker.communication.links.pattern import dials, peers
 
@@ -16,7 +16,7 @@ EARLY_BYTES: Final = 1 << 22
 """Most bytes kept for exchanges that this rank has not begun; beyond, the link is not read."""
 
 
-class Progress(Handle):
+class LinkHandle(Handle):
     """An exchange in progress."""
 
     __slots__ = ()
@@ -40,8 +40,8 @@ class _Early:
 
 @dataclass
 class _Running:
-    exchange: Exchange
-    handle: Progress
+    exchange: HostCollective
+    handle: LinkHandle
 
 
 @dataclass
@@ -94,10 +94,10 @@ class LinkSession:
         self.links[rank] = link
         link.send(Header(RESUME, self.epoch.number))
 
-    def begin(self, exchange: Exchange) -> Progress:
+    def begin(self, exchange: HostCollective) -> LinkHandle:
         """Begin the next exchange; process what has arrived for it."""
         sequence, self._begun = self._begun, self._begun + 1
-        handle = Progress(done=False)
+        handle = LinkHandle(done=False)
         self._running[sequence] = _Running(exchange, handle)
         self._send(sequence, exchange.begin(), exchange)
         for early in self._early.pop(sequence, []):
@@ -153,7 +153,7 @@ class LinkSession:
         self._place(exchange, header)[:] = early.data
         self._send(sequence, exchange.arrived(header.part, header.segment), exchange)
 
-    def _place(self, exchange: Exchange, header: Header) -> memoryview:
+    def _place(self, exchange: HostCollective, header: Header) -> memoryview:
         if (header.kind, header.size) != (exchange.kind, exchange.size):
             raise ValueError(
                 f"exchange {header.sequence} is of kind {exchange.kind} with {exchange.size} bytes here, but of kind "
@@ -170,7 +170,7 @@ class LinkSession:
             )
         return place
 
-    def _send(self, sequence: int, sends: Sequence[Send], exchange: Exchange) -> None:
+    def _send(self, sequence: int, sends: Sequence[Part], exchange: HostCollective) -> None:
         for send in sends:
             header = Header(
                 kind=exchange.kind,
