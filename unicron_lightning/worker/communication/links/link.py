@@ -116,7 +116,7 @@ class Link:
             self.flush()
 
     def flush(self) -> None:
-        """Part what the connection takes.
+        """Transfer what the connection takes.
 
         Raises:
             LinkBroken: the connection has ended.
