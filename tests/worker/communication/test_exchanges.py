@@ -15,8 +15,8 @@ from unicron_lightning.worker.communication.links.exchanges import (
     Gather,
     GatheredSum,
     HostCollective,
+    Outbound,
     RingSum,
-    Transfer,
     summing,
 )
 from unicron_lightning.worker.communication.links.pattern import dials, distances, peers
@@ -31,7 +31,7 @@ class Network:
         self.bytes = [0] * len(exchanges)
         self.hops = [0] * len(exchanges)  # from the root, in a broadcast
         self.parts = 0
-        self._links: dict[tuple[int, int], deque[tuple[Transfer, bytes, int]]] = {}
+        self._links: dict[tuple[int, int], deque[tuple[Outbound, bytes, int]]] = {}
         self._random = random.Random(seed)
 
     def run(self) -> None:
@@ -51,7 +51,7 @@ class Network:
             self._send(rank, exchange.arrived(send.part, send.segment))
         assert all(exchange.done for exchange in self.exchanges)
 
-    def _send(self, rank: int, sends: Sequence[Transfer]) -> None:
+    def _send(self, rank: int, sends: Sequence[Outbound]) -> None:
         for send in sends:
             assert send.rank in peers(rank, len(self.exchanges)), "there is no such link"
             self.sent[rank] += 1

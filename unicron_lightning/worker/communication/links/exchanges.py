@@ -24,7 +24,7 @@ GATHERED_SUM_BYTES: Final = 1 << 16
 
 
 @dataclass(frozen=True)
-class Transfer:
+class Outbound:
     """Bytes for a rank. They may lie in a tensor of the collective, which is not changed before they are sent."""
 
     rank: int
@@ -49,7 +49,7 @@ class HostCollective(Protocol):
         """Whether the result is complete on this rank."""
         ...
 
-    def begin(self) -> Sequence[Transfer]:
+    def begin(self) -> Sequence[Outbound]:
         """Return what this rank sends before anything has arrived."""
         ...
 
@@ -61,7 +61,7 @@ class HostCollective(Protocol):
         """
         ...
 
-    def arrived(self, part: int, segment: int) -> Sequence[Transfer]:
+    def arrived(self, part: int, segment: int) -> Sequence[Outbound]:
         """Process bytes that are complete at their place; return what can be sent now."""
         ...
 
@@ -101,7 +101,7 @@ class Gather:
         self._next = 0
         self.done = not self._missing
 
-    def begin(self) -> Sequence[Transfer]:
+    def begin(self) -> Sequence[Outbound]:
         if self.done:
             self._received.copy_(self._work)
         return self._ready()
@@ -111,7 +111,7 @@ class Gather:
             raise KeyError(part)
         return self._range(self._distances[part], self._count(part))
 
-    def arrived(self, part: int, segment: int) -> Sequence[Transfer]:
+    def arrived(self, part: int, segment: int) -> Sequence[Outbound]:
         self._missing.remove(part)
         sends = self._ready()
         if not self._missing:
@@ -121,12 +121,12 @@ class Gather:
             self.done = True
         return sends
 
-    def _ready(self) -> list[Transfer]:
+    def _ready(self) -> list[Outbound]:
         """The rounds whose rows are all here: those up to the first missing one."""
         sends = []
         while self._next < len(self._distances) and all(part >= self._next for part in self._missing):
             target = (self._rank - self._distances[self._next]) % self._world
-            sends.append(Transfer(target, self._next, 0, self._range(0, self._count(self._next))))
+            sends.append(Outbound(target, self._next, 0, self._range(0, self._count(self._next))))
             self._next += 1
         return sends
 
@@ -158,13 +158,13 @@ class GatheredSum:
     def done(self) -> bool:
         return self._gather.done
 
-    def begin(self) -> Sequence[Transfer]:
+    def begin(self) -> Sequence[Outbound]:
         return self._gather.begin()
 
     def place(self, part: int, segment: int) -> memoryview:
         return self._gather.place(part, segment)
 
-    def arrived(self, part: int, segment: int) -> Sequence[Transfer]:
+    def arrived(self, part: int, segment: int) -> Sequence[Outbound]:
         sends = self._gather.arrived(part, segment)
         if self._gather.done:
             total = self._rows[0].clone()
@@ -203,7 +203,7 @@ class RingSum:
     def done(self) -> bool:
         return self._left == 0
 
-    def begin(self) -> Sequence[Transfer]:
+    def begin(self) -> Sequence[Outbound]:
         return [self._send(0, segment, self._rank) for segment in range(self._segments)]
 
     def place(self, part: int, segment: int) -> memoryview:
@@ -216,7 +216,7 @@ class RingSum:
         self._scratch[segment] = scratch
         return bytes_of(scratch[: chunk.numel()])
 
-    def arrived(self, part: int, segment: int) -> Sequence[Transfer]:
+    def arrived(self, part: int, segment: int) -> Sequence[Outbound]:
         number = self._received(part)
         if part < self._world - 1:
             chunk, scratch = self._elements(segment, number), self._scratch.pop(segment)
@@ -230,8 +230,8 @@ class RingSum:
         """The chunk that arrives in a part."""
         return (self._rank - part - 1) % self._world
 
-    def _send(self, part: int, segment: int, chunk: int) -> Transfer:
-        return Transfer((self._rank + 1) % self._world, part, segment, bytes_of(self._elements(segment, chunk)))
+    def _send(self, part: int, segment: int, chunk: int) -> Outbound:
+        return Outbound((self._rank + 1) % self._world, part, segment, bytes_of(self._elements(segment, chunk)))
 
     def _elements(self, segment: int, chunk: int) -> Tensor:
         start = segment * self._chunk * self._world
@@ -263,7 +263,7 @@ class Broadcast:
     def done(self) -> bool:
         return not self._missing
 
-    def begin(self) -> Sequence[Transfer]:
+    def begin(self) -> Sequence[Outbound]:
         if self._missing:
             return []
         return [send for segment in range(self._segments) for send in self._forward(segment)]
@@ -273,12 +273,12 @@ class Broadcast:
             raise KeyError(segment)
         return self._range(segment)
 
-    def arrived(self, part: int, segment: int) -> Sequence[Transfer]:
+    def arrived(self, part: int, segment: int) -> Sequence[Outbound]:
         self._missing.remove(segment)
         return self._forward(segment)
 
-    def _forward(self, segment: int) -> list[Transfer]:
-        return [Transfer(child, 0, segment, self._range(segment)) for child in self._children]
+    def _forward(self, segment: int) -> list[Outbound]:
+        return [Outbound(child, 0, segment, self._range(segment)) for child in self._children]
 
     def _range(self, segment: int) -> memoryview:
         return self._data[segment * CHUNK_BYTES : (segment + 1) * CHUNK_BYTES]

@@ -116,7 +116,7 @@ class Link:
             self.flush()
 
     def flush(self) -> None:
-        """Transfer what the connection takes.
+        """Outbound what the connection takes.
 
         Raises:
             LinkBroken: the connection has ended.

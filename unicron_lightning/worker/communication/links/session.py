@@ -8,7 +8,7 @@ from typing import Final
 
 from unicron_lightning import wire
 from unicron_lightning.worker.communication.communicator import Gate, Handle
-from unicron_lightning.worker.communication.links.exchanges import HostCollective, Transfer
+from unicron_lightning.worker.communication.links.exchanges import HostCollective, Outbound
 from unicron_lightning.worker.communication.links.link import RESUME, Header, Link
 from unicron_lightning.worker.communication.links.pattern import dials, peers
 
@@ -170,7 +170,7 @@ class LinkSession:
             )
         return place
 
-    def _send(self, sequence: int, sends: Sequence[Transfer], exchange: HostCollective) -> None:
+    def _send(self, sequence: int, sends: Sequence[Outbound], exchange: HostCollective) -> None:
         for send in sends:
             header = Header(
                 kind=exchange.kind,
