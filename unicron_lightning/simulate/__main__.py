@@ -7,6 +7,7 @@ with one message (HYDRA_FULL_ERROR=1: with the full traceback).
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any, cast
@@ -35,6 +36,7 @@ def main(arguments: list[str] | None = None) -> None:
         return
     # Hydra prints errors itself, and advises adding unknown keys with `+`; raised, they are reported in one line.
     os.environ[_FULL_ERROR] = "1"
+    interrupt = _Interrupt()
     try:
         run()
     except _WRONG as error:
@@ -45,7 +47,27 @@ def main(arguments: list[str] | None = None) -> None:
         sys.stderr.write("simulate: interrupted\n")
         sys.exit(130)
     finally:
+        interrupt.restore()
         del os.environ[_FULL_ERROR]
+
+
+class _Interrupt:
+    """Remembers Ctrl-C: Python drops a KeyboardInterrupt that is raised in a destructor or a callback of a library."""
+
+    received = False
+
+    def __init__(self) -> None:
+        _Interrupt.received = False
+        self._before = signal.signal(signal.SIGINT, self._receive)
+
+    def restore(self) -> None:
+        """Handle the signal as before."""
+        signal.signal(signal.SIGINT, self._before)
+
+    @staticmethod
+    def _receive(*_: object) -> None:
+        _Interrupt.received = True
+        raise KeyboardInterrupt
 
 
 def _conclude() -> None:
@@ -62,6 +84,8 @@ def job(composed: DictConfig) -> float:
     Returns:
         Accumulated WAF as a fraction of the ideal.
     """
+    if _Interrupt.received:
+        raise KeyboardInterrupt
     # Computing modules are imported only here, so that --cfg and --help are quick.
     from unicron_lightning.simulate.output.files import save_result
     from unicron_lightning.simulate.output.summaries import row_of

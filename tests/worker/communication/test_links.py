@@ -243,7 +243,7 @@ def test_strangers_get_nowhere(members: Members) -> None:
     assert members.run("ab", everything, close=False)
     epoch = members.epoch("ab", key="another")
     answer = early.recv(REPLY_BYTES)
-    assert len(answer) == REPLY_BYTES and confirm(epoch, Hello.new(1, 1, 0), answer) is None
+    assert len(answer) == REPLY_BYTES and confirm(epoch, Hello.new(1, 1, 0), answer, port) is None
     early.sendall(b"x" * 32)
     for hello in (Hello.new(0, 1, 0), Hello.new(1, 1, 1), Hello.new(1, 5, 0)):
         other = socket.create_connection(("127.0.0.1", port))

@@ -82,13 +82,13 @@ def test_a_reused_descriptor_is_left_alone(pair: tuple[socket.socket, socket.soc
         assert other.recv(1) == b"x"
 
 
-def test_ports_of_listeners_and_connections(pair: tuple[socket.socket, socket.socket]) -> None:
+def test_addresses_of_listeners_and_connections(pair: tuple[socket.socket, socket.socket]) -> None:
     near, far = pair
     with socket.create_server(("127.0.0.1", 0)) as server:
-        ports = sockets.ports([found(near), found(far), found(server)])
-        assert ports.listening == [server.getsockname()[1]]
-        ends = {near.getsockname()[1], near.getpeername()[1]}
-        assert ports.ends == {found(near): ends, found(far): ends}
+        addresses = sockets.ends([found(near), found(far), found(server)])
+        assert addresses.listening == [server.getsockname()]
+        ends = {near.getsockname(), near.getpeername()}
+        assert addresses.connected == {found(near): ends, found(far): ends}
 
 
 def test_the_limit_of_descriptors_is_named(tmp_path: Path) -> None:

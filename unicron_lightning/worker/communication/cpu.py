@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Final
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from unicron_lightning import wire
-from unicron_lightning.worker.communication.communicator import Handle, gather_rows
-from unicron_lightning.worker.communication.gloo import GlooCommunicator
+from unicron_lightning.worker.communication.communicator import Handle
+from unicron_lightning.worker.communication.gloo import ADDRESS_BYTES, GlooCommunicator
 from unicron_lightning.worker.communication.links.communicator import LinkCommunicator
 from unicron_lightning.worker.communication.links.hub import Hub
 from unicron_lightning.worker.communication.links.session import LinkHandle
 
 LARGE_BYTES: Final = 1 << 20
 """Least size of a tensor that is sent by gloo."""
-MOST_PORTS: Final = 8
-"""gloo listens on one port; other threads of the process may have begun to listen meanwhile."""
 
 
 class CpuCommunicator:
@@ -89,6 +87,8 @@ class CpuCommunicator:
         self._used_gloo = True
         return self._gloo
 
-    def _tell(self, ports: Sequence[int]) -> list[int]:
-        row = [float(port) for port in [*ports, *[0] * MOST_PORTS][:MOST_PORTS]]
-        return [int(port) for port in gather_rows(self._links, row).view(-1).tolist() if port]
+    def _tell(self, text: bytes) -> list[bytes]:
+        sent = torch.frombuffer(bytearray(text.ljust(ADDRESS_BYTES, b"\0")), dtype=torch.uint8)
+        received = torch.empty(self.world, ADDRESS_BYTES, dtype=torch.uint8)
+        self._links.wait(self._links.all_gather(received, sent))
+        return [row.numpy().tobytes().rstrip(b"\0") for row in received]

@@ -25,6 +25,8 @@ OPERATION_TIMEOUT: Final = timedelta(seconds=300)
 BURIED_POLL_SECONDS: Final = 0.05
 CONNECTS_LAZILY: Final = "lazy_init" in (dist.ProcessGroupGloo.create_device.__doc__ or "")
 """Whether this torch's gloo can connect peers when a collective needs them."""
+ADDRESS_BYTES: Final = 256
+"""Largest size of a member's addresses as text."""
 
 
 class Ending(Protocol):
@@ -47,8 +49,8 @@ class GlooGroup:
         world: number of members.
         host: address of this machine that peers can reach.
         timeout: of gloo's own operations.
-        tell: gives the others this member's ports, and returns those of all. If given, a collective connects the
-            members that it needs; else all are connected at once, and the ports are exchanged through the store.
+        tell: gives the others up to `ADDRESS_BYTES` of this member, and returns those of all. If given, a collective
+            connects the members that it needs; else all are connected at once, and the store is used instead.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class GlooGroup:
         world: int,
         host: str,
         timeout: timedelta = OPERATION_TIMEOUT,
-        tell: Callable[[Sequence[int]], Iterable[int]] | None = None,
+        tell: Callable[[bytes], Iterable[bytes]] | None = None,
     ) -> None:
         self.backend: dist.ProcessGroupGloo | None = None
         with sockets.descriptors_for(f"connections to {world - 1} peers"):
@@ -70,19 +72,14 @@ class GlooGroup:
             options._threads = 2
             self.backend = dist.ProcessGroupGloo(store, rank, world, options)
             new = sockets.all_sockets() - before
-            listening = sockets.ports(new).listening
-            if tell is None:
-                self._ports = _exchanged(listening, store, rank, world)
-                self._found: list[sockets.OpenSocket] | None = _with_ports(new, self._ports)
-            else:
-                self._ports = set(tell(listening))
-                self._found = None
+            own = _text(sockets.ends(new).listening)
+            self._listening = _addresses(_stored(own, store, rank, world) if tell is None else tell(own))
+            self._found = _of_members(new, self._listening) if tell is None else None
+        self.used = tell is None
         self.was_cut = False
 
     def cut(self) -> None:
         """Shut the connections down, so that waits in them fail, here and at the peers. Callable from any thread."""
-        if self.was_cut and self._found is None:
-            return
         self.was_cut = True
         for connection in self._connections:
             connection.shut_down()
@@ -97,7 +94,9 @@ class GlooGroup:
 
     @property
     def _connections(self) -> list[sockets.OpenSocket]:
-        return _with_ports(sockets.all_sockets(), self._ports) if self._found is None else self._found
+        if self._found is not None:
+            return self._found
+        return _of_members(sockets.all_sockets(), self._listening) if self.used else []
 
     def close(self, handles: Sequence[Ending] = ()) -> None:
         """Cut, and release the group when ``handles`` have ended."""
@@ -127,7 +126,7 @@ class GlooCommunicator:
         host: str,
         timeout: timedelta = OPERATION_TIMEOUT,
         *,
-        tell: Callable[[Sequence[int]], Iterable[int]] | None = None,
+        tell: Callable[[bytes], Iterable[bytes]] | None = None,
         gate: Gate | None = None,
     ) -> None:
         self.rank = rank
@@ -179,6 +178,7 @@ class GlooCommunicator:
         self._gate.check()
         group = self._group.backend
         assert group is not None and callable(begin)
+        self._group.used = True
         try:
             handle = self._gate.watch(begin(group))
         except RuntimeError as error:  # a dead peer may be detected when the collective is started
@@ -190,18 +190,34 @@ class GlooCommunicator:
         return handle
 
 
-def _exchanged(listening: Sequence[int], store: dist.Store, rank: int, world: int) -> set[int]:
-    """Exchange the ports on which the members listen through the store."""
-    store.set(f"ports/{rank}", ",".join(map(str, listening)))
-    return {int(p) for r in range(world) for p in store.get(f"ports/{r}").decode().split(",") if p}
+def _text(listening: Sequence[sockets.SocketAddress]) -> bytes:
+    """Addresses on which a member listens; gloo uses one, other threads may have begun to listen meanwhile."""
+    text = b""
+    for ip, port in listening:
+        entry = f"{ip}|{port},".encode()
+        if len(text) + len(entry) <= ADDRESS_BYTES:
+            text += entry
+    return text
 
 
-def _with_ports(candidates: set[sockets.OpenSocket], members: set[int]) -> list[sockets.OpenSocket]:
-    """Pick a group's own connections: one end of each is a port on which a member listens.
+def _addresses(texts: Iterable[bytes]) -> set[sockets.SocketAddress]:
+    """Parse the members' addresses."""
+    entries = [entry.split("|") for text in texts for entry in text.decode().split(",") if entry]
+    return {(ip, int(port)) for ip, port in entries}
+
+
+def _stored(own: bytes, store: dist.Store, rank: int, world: int) -> list[bytes]:
+    """Exchange the members' texts through the store."""
+    store.set(f"ports/{rank}", own.decode())
+    return [store.get(f"ports/{r}") for r in range(world)]
+
+
+def _of_members(candidates: set[sockets.OpenSocket], listening: set[sockets.SocketAddress]) -> list[sockets.OpenSocket]:
+    """Pick a group's own connections: one end of each is an address on which a member listens.
 
     Another thread may have opened sockets meanwhile, so a new socket is not always the group's.
     """
-    return [connection for connection, ends in sockets.ports(candidates).ends.items() if ends & members]
+    return [connection for connection, ends in sockets.ends(candidates).connected.items() if ends & listening]
 
 
 class _Graveyard:

@@ -62,12 +62,16 @@ class OpenSocket(NamedTuple):
                 connection.shutdown(socket.SHUT_RDWR)
 
 
-class Ports(NamedTuple):
-    """The ports of some sockets."""
+SocketAddress = tuple[str, int]
+"""IP address and port."""
 
-    listening: list[int]
-    ends: dict[OpenSocket, set[int]]
-    """For each connection the ports of both ends."""
+
+class Ends(NamedTuple):
+    """The addresses of some sockets."""
+
+    listening: list[SocketAddress]
+    connected: dict[OpenSocket, set[SocketAddress]]
+    """For each connection both ends."""
 
 
 def all_sockets() -> set[OpenSocket]:
@@ -80,19 +84,19 @@ def all_sockets() -> set[OpenSocket]:
     return found
 
 
-def ports(sockets: Iterable[OpenSocket]) -> Ports:
-    """Read the ports of those sockets that are TCP's."""
-    listening: list[int] = []
-    ends: dict[OpenSocket, set[int]] = {}
+def ends(sockets: Iterable[OpenSocket]) -> Ends:
+    """Read the addresses of those sockets that are TCP's."""
+    listening: list[SocketAddress] = []
+    connected: dict[OpenSocket, set[SocketAddress]] = {}
     for found in sorted(sockets):
         with reached(found) as connection, contextlib.suppress(OSError):  # closed meanwhile
             if connection is None or connection.family not in (socket.AF_INET, socket.AF_INET6):
                 continue
             if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                listening.append(connection.getsockname()[1])
+                listening.append(connection.getsockname()[:2])
             else:
-                ends[found] = {connection.getsockname()[1], connection.getpeername()[1]}
-    return Ports(listening, ends)
+                connected[found] = {connection.getsockname()[:2], connection.getpeername()[:2]}
+    return Ends(listening, connected)
 
 
 @contextlib.contextmanager

@@ -116,7 +116,7 @@ class LinkCommunicator:
         try:
             hello = Hello.new(session.epoch.number, self.rank, peer)
             sock.sendall(hello.packed())
-            proven = confirm(session.epoch, hello, _read(sock, session))
+            proven = confirm(session.epoch, hello, _read(sock, session), port)
             if proven is None:
                 raise OSError("no member of this epoch")
             sock.sendall(proven)

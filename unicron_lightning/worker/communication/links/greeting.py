@@ -2,11 +2,12 @@
 
     dialler                                       acceptor
       MAGIC, epoch, both ranks, nonce   -------->
-      <--------  nonce, HMAC("acceptor", epoch, both workers, both nonces)
+      <--------  nonce, HMAC("acceptor", epoch, both workers, the acceptor's port, both nonces)
       HMAC("dialler", the same)         -------->
 
 Only members of the epoch have its key, from their agents. Neither end sends or accepts a frame before the other's
-proof.
+proof. The port is the one that the dialler has dialled, and that the acceptor listens on, so that a process on another
+port cannot forward.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Hello:
         return cls(epoch, dialler, acceptor, nonce) if magic == MAGIC else None
 
 
-def proof(epoch: wire.Epoch, role: str, hello: Hello, answer: bytes) -> bytes:
+def proof(epoch: wire.Epoch, role: str, hello: Hello, answer: bytes, port: int) -> bytes:
     """Return the proof of one end.
 
     Args:
@@ -60,22 +61,25 @@ def proof(epoch: wire.Epoch, role: str, hello: Hello, answer: bytes) -> bytes:
         role: "dialler" or "acceptor".
         hello: the dialler's message.
         answer: the acceptor's nonce.
+        port: of the acceptor.
     """
     names = (epoch.members[rank].worker.encode() for rank in (hello.dialler, hello.acceptor))
-    fields = (b"unicron link", role.encode(), *names, hello.packed(), answer)
+    fields = (b"unicron link", role.encode(), *names, hello.packed(), answer, str(port).encode())
     message = b"".join(len(field).to_bytes(8, "big") + field for field in fields)
     return hmac.digest(epoch.key.encode(), message, "sha256")
 
 
-def reply(epoch: wire.Epoch, hello: Hello) -> tuple[bytes, bytes]:
-    """Return the acceptor's message, and the proof that it expects then."""
+def reply(epoch: wire.Epoch, hello: Hello, port: int) -> tuple[bytes, bytes]:
+    """Return the message of the acceptor on ``port``, and the proof that it expects then."""
     answer = secrets.token_bytes(NONCE_BYTES)
-    return answer + proof(epoch, "acceptor", hello, answer), proof(epoch, "dialler", hello, answer)
+    return answer + proof(epoch, "acceptor", hello, answer, port), proof(epoch, "dialler", hello, answer, port)
 
 
-def confirm(epoch: wire.Epoch, hello: Hello, received: bytes) -> bytes | None:
-    """Check the acceptor's message of `REPLY_BYTES`; return the dialler's proof, None if the acceptor is a stranger."""
+def confirm(epoch: wire.Epoch, hello: Hello, received: bytes, port: int) -> bytes | None:
+    """Check the message of `REPLY_BYTES` from the acceptor on ``port``; return the dialler's proof, None if it has no
+    proof.
+    """
     answer, proven = received[:NONCE_BYTES], received[NONCE_BYTES:]
-    if not hmac.compare_digest(proven, proof(epoch, "acceptor", hello, answer)):
+    if not hmac.compare_digest(proven, proof(epoch, "acceptor", hello, answer, port)):
         return None
-    return proof(epoch, "dialler", hello, answer)
+    return proof(epoch, "dialler", hello, answer, port)

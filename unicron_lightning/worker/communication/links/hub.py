@@ -8,6 +8,7 @@ aborts the epoch at this worker. Abort, close and all exchanges are callable fro
 from __future__ import annotations
 
 import hmac
+import logging
 import select
 import socket
 import threading
@@ -26,6 +27,8 @@ from unicron_lightning.worker.communication.links.greeting import (
 )
 from unicron_lightning.worker.communication.links.link import GOODBYE, RESUME, Header, Link, LinkBroken
 from unicron_lightning.worker.communication.links.session import LinkSession
+
+logger = logging.getLogger(__name__)
 
 MOST_STRANGERS: Final = 256
 """Most connections without a proof; further ones replace the oldest."""
@@ -173,7 +176,7 @@ class Hub:
             events = self._epoll.poll(0.05 if leave_at else 1.0)
             with self.lock:
                 for descriptor, mask in events:
-                    self._event(descriptor, mask)
+                    self._contained(descriptor, mask)
                 self._expire()
                 if not self._closed:
                     continue
@@ -181,6 +184,15 @@ class Hub:
                 if time.monotonic() >= leave_at or not any(link.unsent for link in self._links.values()):
                     self._release()
                     return
+
+    def _contained(self, descriptor: int, mask: int) -> None:
+        """Process an event; an error of this project's own ends the epoch here, not the thread."""
+        try:
+            self._event(descriptor, mask)
+        except Exception as error:
+            logger.exception("link_event_failed")
+            if self._session is not None:
+                self.abort(self._session, f"an error in the links' thread: {error!r}")
 
     def _event(self, descriptor: int, mask: int) -> None:
         if descriptor == self._listener.fileno():
@@ -302,7 +314,7 @@ class Hub:
         if hello is None or session is None or not _fits(hello, session):
             self._turn_away(stranger)
             return
-        answer, stranger.expected = reply(session.epoch, hello)
+        answer, stranger.expected = reply(session.epoch, hello, self.port)
         stranger.data.clear()
         try:
             stranger.sock.send(answer)
