@@ -227,8 +227,13 @@ def test_a_member_that_has_finished_disturbs_none(members: Members) -> None:
         if communicator.rank == 0:
             members.hubs["a"].close()
             return True
-        time.sleep(0.3)
-        return not communicator.broken()
+        while members.links("b"):
+            time.sleep(0.01)
+
+        without = not communicator.broken()
+        with pytest.raises(CommunicatorAborted, match="worker a has left"):
+            communicator.all_reduce(torch.ones(1))
+        return without
 
     assert members.run("ab", body, close=False) == [True, True]
 

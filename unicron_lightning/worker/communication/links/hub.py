@@ -13,7 +13,9 @@ import select
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 from unicron_lightning import wire
@@ -96,7 +98,7 @@ class Hub:
             for stranger in list(self._strangers.values()):
                 self._greet(stranger)
             for link in list(self._links.values()):
-                self._guarded(link, link.resume)
+                self._guarded(link.resume)
                 self._watch(link.sock.fileno(), link)
             return session
 
@@ -114,7 +116,12 @@ class Hub:
             session.gate.check()
             try:
                 handle = session.begin(exchange)
-            except (ValueError, LinkBroken) as error:
+            except ValueError as error:
+                self.abort(session, str(error))
+                session.gate.check()
+                raise
+            except LinkBroken as error:
+                self._drop(error.link, str(error))
                 self.abort(session, str(error))
                 session.gate.check()
                 raise
@@ -140,7 +147,7 @@ class Hub:
                 self._session.gate.shut("closed")
                 number = self._session.epoch.number
                 for link in list(self._links.values()):
-                    self._guarded(link, lambda link=link: link.send(Header(GOODBYE, number)))
+                    self._guarded(partial(link.send, Header(GOODBYE, number)))
             self._wake_write.send(b"x")
         self._thread.join(2 * FLUSH_SECONDS)
 
@@ -203,21 +210,22 @@ class Hub:
             self._hear(stranger)
         elif (link := self._links.get(descriptor)) is not None:
             if mask & _WRITE:
-                self._guarded(link, link.flush)
+                self._guarded(link.flush)
             if mask & _READ:
-                self._guarded(link, link.read)
+                self._guarded(link.read)
             elif mask & (select.EPOLLHUP | select.EPOLLERR):
                 self._drop(link, "closed by the other end")
             if descriptor in self._links:
                 self._watch(descriptor, link)
 
-    def _guarded(self, link: Link, act: object) -> None:
-        """Do something with a link; if that fails, the link ends, or the epoch if its members differ."""
-        assert callable(act)
+    def _guarded(self, act: Callable[[], None]) -> None:
+        """Do something with a link; what arrives may be sent on by another, and the one that fails ends. If the
+        members differ, the epoch ends.
+        """
         try:
             act()
         except LinkBroken as error:
-            self._drop(link, str(error))
+            self._drop(error.link, str(error))
         except ValueError as error:
             assert self._session is not None
             self.abort(self._session, str(error))
@@ -244,7 +252,7 @@ class Hub:
         _notify(session)
 
     def _use(self, session: LinkSession, rank: int, link: Link) -> None:
-        self._guarded(link, lambda: session.use(rank, link))
+        self._guarded(lambda: session.use(rank, link))
         self._watch(link.sock.fileno(), link)
 
     def _drop(self, link: Link, reason: str) -> None:

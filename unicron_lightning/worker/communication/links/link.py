@@ -27,7 +27,11 @@ GOODBYE: Final = 255
 
 
 class LinkBroken(OSError):
-    """The connection has ended, or carries no frames."""
+    """The connection of ``link`` has ended, or carries no frames."""
+
+    def __init__(self, link: Link, reason: str) -> None:
+        super().__init__(reason)
+        self.link = link
 
 
 @dataclass(frozen=True)
@@ -128,7 +132,7 @@ class Link:
             except BlockingIOError:
                 return
             except OSError as error:
-                raise LinkBroken(str(error)) from None
+                raise LinkBroken(self, str(error)) from None
             frame.begun = True
             while frame.pieces and count >= len(frame.pieces[0]):
                 count -= len(frame.pieces.pop(0))
@@ -152,9 +156,9 @@ class Link:
                 except BlockingIOError:
                     return
                 except OSError as error:
-                    raise LinkBroken(str(error)) from None
+                    raise LinkBroken(self, str(error)) from None
                 if count == 0:
-                    raise LinkBroken("closed by the other end")
+                    raise LinkBroken(self, "closed by the other end")
                 self._filled += count
             if self._filled == len(self._target):
                 self._complete()
@@ -192,7 +196,7 @@ class Link:
         if self._header is None:
             header = Header(*_HEADER.unpack(self._head))
             if header.length > MOST_PAYLOAD:
-                raise LinkBroken(f"a payload of {header.length} bytes: expected at most {MOST_PAYLOAD}")
+                raise LinkBroken(self, f"a payload of {header.length} bytes: expected at most {MOST_PAYLOAD}")
             self._header = header
             self._place()
             return

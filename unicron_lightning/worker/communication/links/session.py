@@ -181,7 +181,10 @@ class LinkSession:
                 size=exchange.size,
                 length=len(send.data),
             )
-            self.links[send.rank].send(header, send.data)
+            link = self.links.get(send.rank)
+            if link is None:
+                raise ValueError(f"worker {self.epoch.members[send.rank].worker} has left")
+            link.send(header, send.data)
 
     def _finish(self, sequence: int) -> None:
         running = self._running.get(sequence)
