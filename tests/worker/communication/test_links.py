@@ -159,6 +159,23 @@ def test_collectives_in_epoch_after_epoch(members: Members, world: int) -> None:
     assert all(after[name][peer] == before[name][peer] for name in names for peer in before[name])
 
 
+def test_tensors_of_inference_mode(members: Members) -> None:
+    """Evaluations sum tensors that may be changed in inference mode only, which is a thread's own."""
+
+    def body(communicator: LinkCommunicator) -> Any:
+        with torch.inference_mode():
+            small, large, copied = torch.ones(3), torch.ones(100_000), torch.full((2,), communicator.rank)
+            for handle in (
+                communicator.all_reduce(small),
+                communicator.all_reduce(large),
+                communicator.broadcast(copied, 1),
+            ):
+                communicator.wait(handle)
+            return small.tolist(), large[-1].item(), copied.tolist(), gather_rows(communicator, [1.0]).tolist()
+
+    assert members.run("abc", body) == [([3.0] * 3, 3.0, [1, 1], [[1.0]] * 3)] * 3
+
+
 def test_survivors_keep_their_links(members: Members) -> None:
     members.run("abcde", everything)
     before = members.links("a")

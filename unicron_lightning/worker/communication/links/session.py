@@ -1,10 +1,16 @@
-"""One epoch's exchanges on one rank: from frames to handles. The methods of `LinkSession` need the hub's lock."""
+"""One epoch's exchanges on one rank: from frames to handles. The methods of `LinkSession` need the hub's lock.
+
+Those that change tensors run in inference mode, which is a thread's own: evaluations sum tensors that were made in it,
+and torch forbids changing these outside.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
+
+import torch
 
 from unicron_lightning import wire
 from unicron_lightning.worker.communication.communicator import Gate, Handle
@@ -94,6 +100,7 @@ class LinkSession:
         self.links[rank] = link
         link.send(Header(RESUME, self.epoch.number))
 
+    @torch.inference_mode()
     def begin(self, exchange: HostCollective) -> LinkHandle:
         """Begin the next exchange; process what has arrived for it."""
         sequence, self._begun = self._begun, self._begun + 1
@@ -110,6 +117,7 @@ class LinkSession:
             link.resume()
         return handle
 
+    @torch.inference_mode()
     def place(self, link: Link, header: Header) -> memoryview | None:
         """Return memory for a payload of this epoch; None if this rank is too far behind to keep it.
 
@@ -128,6 +136,7 @@ class LinkSession:
         self._early_bytes += header.length
         return memoryview(early.data)
 
+    @torch.inference_mode()
     def arrived(self, header: Header) -> None:
         """Process a payload that is complete at its place."""
         running = self._running.get(header.sequence)
