@@ -31,7 +31,7 @@ def run(folder: Path, settings: str, agents: int = 1) -> list[str]:
         folder,
         60,
         UNICRON_STATE_DIR=str(folder / "state"),
-        PYTHONPATH=os.pathsep.join([str(PROGRAMS), os.environ["PYTHONPATH"]]),
+        PYTHONPATH=os.pathsep.join([str(PROGRAMS), str(PROGRAMS.parent), os.environ["PYTHONPATH"]]),
     )
     return [path.read_text() for path in folder.glob("trained-*")]
 
