@@ -48,6 +48,7 @@ def check_read(folder: Path, path: Path, steps: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*to load in a single process")
+@pytest.mark.chaos
 def test_a_worker_dies_with_its_writer_and_others_resume_in_another_layout(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     for folder in (first, second):

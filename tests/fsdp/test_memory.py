@@ -87,6 +87,7 @@ def test_the_only_replica_loses_a_worker(tmp_path: Path, corrupt: bool) -> None:
         assert {event["worker"].partition("-")[0] for event in rejected} == ({"n1"} if corrupt else set())
 
 
+@pytest.mark.chaos
 def test_a_node_of_the_only_replica_dies(tmp_path: Path) -> None:
     """The other node's agent has a copy of its part."""
     settings = settings_of(1)

@@ -86,6 +86,7 @@ def test_kills_heal_with_groups_like_those_of_nccl(tmp_path: Path) -> None:
     check(tmp_path, settings, 4)
 
 
+@pytest.mark.chaos
 def test_compiled_blocks_and_gradients_clipped_by_value(tmp_path: Path) -> None:
     schedule = [die("backward", 1, 0), die("reduce-scatter", 0, 1)]
     settings = {"steps": 8, "full": 4, "compile": "aot_eager", "clips": "value", "clip": 1e-3}
@@ -180,6 +181,7 @@ def in_one_process(path: Path, saved: dict[str, Any], settings: dict[str, Any]) 
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of Lightning, in one process
+@pytest.mark.chaos
 def test_checkpoints_resume_with_another_number_of_shards_and_in_one_process(tmp_path: Path) -> None:
     settings = {"steps": 6, "full": 2, "shards": 2, "replicas": 1, "save_every": 2}
     for name in ("first", "second"):

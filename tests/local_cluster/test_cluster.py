@@ -48,6 +48,7 @@ def test_kill_stop_drain_add_and_end(tmp_path: Path) -> None:
     assert not cluster.processes.alive() and not cluster.temporary.exists() and tmp_path.exists()
 
 
+@pytest.mark.chaos
 def test_a_cut_is_silent_and_a_separate_coordinator_comes_back(tmp_path: Path) -> None:
     limits = ["detection.beat=0.1", "detection.least_silence=1", "detection.most_silence=2"]
     with LocalCluster([TOY, tmp_path], nodes=2, coordinator=limits, separable=True, folder=tmp_path) as cluster:

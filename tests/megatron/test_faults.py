@@ -60,7 +60,9 @@ RESIZED = "zero1"
 """The run that is resized at its end."""
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.chaos) if name == "tensor" else name for name in SCHEDULES]
+)
 def test_kills_heal_bit_by_bit(name: str, tmp_path: Path, worlds: Any) -> None:
     different, schedule = SCHEDULES[name]
     model = {**MODEL, **different}

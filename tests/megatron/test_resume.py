@@ -32,6 +32,7 @@ def train(folder: Path, agents: int, **settings: Any) -> dict[int, dict[str, Any
     return {line["step"]: line for line in lines if line["what"] == "step" and line["rank"] == 0}
 
 
+@pytest.mark.chaos
 def test_a_change_of_layout_goes_through_a_checkpoint(tmp_path: Path) -> None:
     died = {"point": "checkpoint", "replica": 1, "shard": 0}
     first = train(

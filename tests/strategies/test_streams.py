@@ -19,7 +19,7 @@ START = 90.0
 """Seconds that a worker may take to start, on a busy machine."""
 
 
-@pytest.mark.parametrize(("workers", "states"), [("0", ""), ("2", ""), ("1", "1")])
+@pytest.mark.parametrize(("workers", "states"), [("0", ""), pytest.param("2", "", marks=pytest.mark.chaos), ("1", "1")])
 def test_every_sample_is_used_once_an_epoch_through_deaths(
     workers: str, states: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -131,6 +131,7 @@ def test_a_worker_of_the_only_node_dies(tmp_path: Path, reference: Reference, ra
     assert read_checkpoint(path)["global_step"] == 30
 
 
+@pytest.mark.chaos
 def test_a_writer_dies(tmp_path: Path, reference: Reference) -> None:
     with Cluster(tmp_path, settings=SETTINGS) as cluster:
         worker, writer = stop_a_writer_before_a_save(cluster, 1)

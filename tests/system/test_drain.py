@@ -14,7 +14,7 @@ from unicron_lightning.local_cluster.processes import kill, lives
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(420)]
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.chaos)])
 def test_a_node_is_drained_and_used_again(rank: int, tmp_path: Path, reference: Reference) -> None:
     with Cluster(tmp_path) as cluster:
         before = cluster.wait_world(3)

@@ -47,7 +47,7 @@ def run(folder: Path, logger: str, **variables: str) -> int:
     return steps.pop()
 
 
-@pytest.mark.parametrize("logger", ["csv", "csv_version"])
+@pytest.mark.parametrize("logger", [pytest.param("csv", marks=pytest.mark.chaos), "csv_version"])
 def test_no_row_is_lost_with_the_first_rank(logger: str, tmp_path: Path) -> None:
     steps = run(tmp_path, logger)
     with (tmp_path / "logs/lightning_logs/version_0/metrics.csv").open(newline="") as file:

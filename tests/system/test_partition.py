@@ -29,7 +29,9 @@ def _needs_namespaces() -> None:
         pytest.skip(reason)
 
 
-@pytest.mark.parametrize(("nodes", "both"), [(("n0", "n1", "n2"), True), (("n0", "n1"), False)])
+@pytest.mark.parametrize(
+    ("nodes", "both"), [(("n0", "n1", "n2"), True), pytest.param(("n0", "n1"), False, marks=pytest.mark.chaos)]
+)
 def test_training_continues_without_one_side_and_takes_it_back(
     nodes: tuple[str, ...], both: bool, tmp_path: Path, reference: Reference
 ) -> None:

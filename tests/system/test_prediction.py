@@ -14,7 +14,10 @@ pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 SCRIPT = Path(__file__).with_name("predicting.py")
 
 
-@pytest.mark.parametrize(("fits", "loader"), [(True, 0), (True, 1), (False, 1)])
+@pytest.mark.parametrize(
+    ("fits", "loader"),
+    [pytest.param(True, 0, marks=pytest.mark.chaos), (True, 1), pytest.param(False, 1, marks=pytest.mark.chaos)],
+)
 def test_a_death_while_predicting(fits: bool, loader: int, tmp_path: Path) -> None:
     (tmp_path / "loader").write_text(str(loader))
     (tmp_path / ("fits" if fits else "waits")).touch()

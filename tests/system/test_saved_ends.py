@@ -42,7 +42,7 @@ def check_resumed(folder: Path, path: Path, reference: Reference) -> None:
         check_exact(folder, reference, workers=2)
 
 
-@pytest.mark.parametrize("nodes", ["1:3", "3:3"])
+@pytest.mark.parametrize("nodes", [pytest.param("1:3", marks=pytest.mark.chaos), "3:3"])
 def test_sigterm_of_all_nodes(tmp_path: Path, reference: Reference, nodes: str) -> None:
     with Cluster(tmp_path, nodes=nodes, settings=SETTINGS) as cluster:
         cluster.wait_world(3)

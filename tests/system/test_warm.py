@@ -75,6 +75,7 @@ def test_a_warm_stand_by_replaces_a_worker_and_an_agent(
 
 
 @pytest.mark.allow_leak("unix_sockets", reason="a SIGKILLed agent cannot remove its socket")
+@pytest.mark.chaos
 def test_a_warm_worker_outlives_the_coordinator_but_not_its_agent(tmp_path: Path) -> None:
     with Cluster(tmp_path, nodes="2:2", settings={"nodes": 2, "full": 2, **PACE}) as cluster:
         before = cluster.wait_world(2)
