@@ -77,10 +77,6 @@ class CpuCommunicator:
     def released(self, seconds: float) -> bool:
         return not self._used_gloo  # gloo may write to the tensors of an aborted collective until its own time-out
 
-    def broken(self) -> bool:
-        """Whether a connection to a peer has been closed."""
-        return self._links.broken()
-
     def _by_size(self, tensor: Tensor) -> LinkCommunicator | GlooCommunicator:
         if tensor.numel() * tensor.element_size() < LARGE_BYTES:
             return self._links

@@ -27,7 +27,7 @@ from unicron_lightning.worker.communication.links.greeting import (
     Hello,
     reply,
 )
-from unicron_lightning.worker.communication.links.link import GOODBYE, RESUME, Header, Link, LinkBroken
+from unicron_lightning.worker.communication.links.link import GOODBYE, RESUME, Header, Link, LinkBroken, end
 from unicron_lightning.worker.communication.links.session import LinkSession
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class Hub:
         """Use a connection that this end has dialled, after both proofs."""
         with self.lock:
             if session is not self._session or session.gate.reason is not None:
-                _end(sock)
+                end(sock)
                 return
             self._add(session, rank, sock)
 
@@ -116,12 +116,9 @@ class Hub:
             session.gate.check()
             try:
                 handle = session.begin(exchange)
-            except ValueError as error:
-                self.abort(session, str(error))
-                session.gate.check()
-                raise
-            except LinkBroken as error:
-                self._drop(error.link, str(error))
+            except (ValueError, LinkBroken) as error:
+                if isinstance(error, LinkBroken):
+                    self._drop(error.link, str(error))
                 self.abort(session, str(error))
                 session.gate.check()
                 raise
@@ -161,7 +158,7 @@ class Hub:
             return None
         if header.epoch < session.epoch.number or session.gate.reason is not None:
             return memoryview(bytearray(header.length))
-        return session.place(link, header)
+        return session.place(header)
 
     def arrived(self, link: Link, header: Header) -> None:
         session = self._session
@@ -235,8 +232,10 @@ class Hub:
             self._watch(link.sock.fileno(), link)
 
     def _watch(self, descriptor: int, link: Link) -> None:
-        if descriptor in self._links:
-            self._epoll.modify(descriptor, (0 if link.waits else _READ) | (_WRITE if link.unsent else 0))
+        wanted = (0 if link.waits else _READ) | (_WRITE if link.unsent else 0)
+        if descriptor in self._links and link.watched != wanted:
+            self._epoll.modify(descriptor, wanted)
+            link.watched = wanted
 
     def _add(self, session: LinkSession, rank: int, sock: socket.socket) -> None:
         """Use a new connection, in place of an older one to the same worker."""
@@ -247,6 +246,7 @@ class Hub:
         link = Link(sock, worker, self)
         self._links[sock.fileno()] = link
         self._epoll.register(sock, _READ)
+        link.watched = _READ
         link.resumed = session.epoch.number
         self._use(session, rank, link)
         _notify(session)
@@ -344,7 +344,7 @@ class Hub:
         descriptor = stranger.sock.fileno()
         del self._strangers[descriptor]
         self._epoll.unregister(descriptor)
-        _end(stranger.sock)
+        end(stranger.sock)
 
     def _expire(self) -> None:
         late = time.monotonic() - GREETING_SECONDS
@@ -374,14 +374,6 @@ def _fits(hello: Hello, session: LinkSession) -> bool:
 def _notify(session: LinkSession) -> None:
     with session.gate.condition:
         session.gate.condition.notify_all()
-
-
-def _end(sock: socket.socket) -> None:
-    try:
-        sock.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass
-    sock.close()
 
 
 def _family(host: str) -> socket.AddressFamily:

@@ -83,6 +83,7 @@ class Link:
         resumed: newest epoch in which the other end uses the link.
         parting: whether the other end has finished and will close the link.
         waits: whether the reading has stopped for want of a place.
+        watched: events that the owner waits for.
     """
 
     def __init__(self, sock: socket.socket, worker: str, receiver: FrameReceiver) -> None:
@@ -92,6 +93,7 @@ class Link:
         self.resumed = 0
         self.parting = False
         self.waits = False
+        self.watched = 0
         self._receiver = receiver
         self._out: deque[_Outgoing] = deque()
         self._head = memoryview(bytearray(_HEADER.size))
@@ -183,12 +185,8 @@ class Link:
         return first is None or not (first.begun and first.volatile and first.epoch <= epoch)
 
     def close(self) -> None:
-        """End the connection; a process forked meanwhile may hold the socket too, so it is shut down first."""
-        try:
-            self.sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
-        self.sock.close()
+        """End the connection."""
+        end(self.sock)
         self._out.clear()
         self._target = None
 
@@ -211,3 +209,12 @@ class Link:
         self.waits = self._target is None
         if self._target is not None and len(self._target) == 0:
             self._complete()
+
+
+def end(sock: socket.socket) -> None:
+    """Close a socket; a process forked meanwhile may hold it too, so it is shut down first."""
+    try:
+        sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass
+    sock.close()

@@ -118,7 +118,7 @@ class LinkSession:
         return handle
 
     @torch.inference_mode()
-    def place(self, link: Link, header: Header) -> memoryview | None:
+    def place(self, header: Header) -> memoryview | None:
         """Return memory for a payload of this epoch; None if this rank is too far behind to keep it.
 
         Raises:
