@@ -12,7 +12,7 @@ import argparse
 import multiprocessing
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.queues import SimpleQueue
 from typing import Any
@@ -32,14 +32,17 @@ HOST = "127.0.0.1"
 SUMS = {"1 kB": 256, "100 kB": 25_600, "1 MB": 262_144, "25 MB": 6_553_600}
 
 
-def epoch_of(world: int, number: int, port: int) -> wire.Epoch:
+def epoch_of(world: int, number: int, ports: Sequence[int]) -> wire.Epoch:
     """An epoch of ``world`` workers on this machine."""
-    members = [wire.Member(worker=f"w{r}", agent=f"a{r}", node="n", host=HOST, local_rank=r) for r in range(world)]
+    members = [
+        wire.Member(worker=f"w{r}", agent=f"a{r}", node="n", host=HOST, local_rank=r, port=ports[r])
+        for r in range(world)
+    ]
     return wire.Epoch(
         number=number,
         kind="fail",
         members=members,
-        store=wire.Address(host=HOST, port=port),
+        store=wire.Address(host="", port=0),
         hold=False,
         incident=None,
         published_at=0.0,
@@ -50,15 +53,17 @@ def epoch_of(world: int, number: int, port: int) -> wire.Epoch:
 def builders(rank: int, world: int, port: int, hubs: list[Hub]) -> dict[str, Callable[[], Any]]:
     """The communicators to compare, by name."""
 
-    def store(name: str) -> dist.Store:
-        return dist.PrefixStore(name, dist.TCPStore(HOST, port, is_master=False))
-
-    first, second = epoch_of(world, 1, port), epoch_of(world, 2, port)
+    store = dist.TCPStore(HOST, port, is_master=False)
+    for place, hub in enumerate(hubs):
+        store.set(f"{place}/{rank}", str(hub.port))
+    ports = [[int(store.get(f"{place}/{each}")) for each in range(world)] for place in range(len(hubs))]
+    first, second = epoch_of(world, 1, ports[0]), epoch_of(world, 2, ports[0])
+    both = epoch_of(world, 1, ports[1])
     return {
-        "links": lambda: LinkCommunicator(hubs[0], first, rank, store("links"), SECONDS),
-        "links again": lambda: LinkCommunicator(hubs[0], second, rank, store("again"), SECONDS),
-        "links, gloo for large": lambda: CpuCommunicator(hubs[1], first, rank, store("both"), HOST, SECONDS),
-        "gloo": lambda: GlooCommunicator(store("gloo"), rank, world, HOST),
+        "links": lambda: LinkCommunicator(hubs[0], first, rank, SECONDS),
+        "links again": lambda: LinkCommunicator(hubs[0], second, rank, SECONDS),
+        "links, gloo for large": lambda: CpuCommunicator(hubs[1], both, rank, HOST, SECONDS),
+        "gloo": lambda: GlooCommunicator(dist.PrefixStore("gloo", store), rank, world, HOST),
     }
 
 

@@ -70,12 +70,12 @@ class Session(OfProcess):
             self._stacks = StackFile(Path(own.agent_socket).parent)
             self.monitor = Monitor(own.worker, activity, on_cpu=device.type == "cpu")
             self.control = Control(own.agent_socket, own.worker, own.local_rank, self._on_failure, self.monitor)
-            self.control.hello(capacity, None if fabric is None else fabric.granularity)
+            self._plane = DataPlane(own.task, own.host, device if fabric is None else torch.device("cpu"))
+            self.control.hello(capacity, None if fabric is None else fabric.granularity, self._plane.port)
             welcome = self.control.wait_welcome()
             if welcome.founder:
                 welcome = self._wait_founded(self.control)
             self.is_joiner, self.resume, self.memory = not welcome.founder, welcome.resume, welcome.memory
-            self._plane = DataPlane(own.task, own.host, device if fabric is None else torch.device("cpu"))
             connect = self._plane if fabric is None else fabric.connector(own.task, own.host, self._plane)
         elif int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ConfigError(

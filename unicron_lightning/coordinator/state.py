@@ -64,6 +64,8 @@ class Worker(msgspec.Struct, kw_only=True):
     pid: int
     capacity: int
     founder: bool
+    port: int = 0
+    """On its agent's host, for links of other workers."""
     built: bool = False
     """Whether the worker has sent `wire.WorkerReady`: its model exists, so it can become a member."""
     idle: bool = False

@@ -30,6 +30,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     local_rank: int
     rack: str = ""
     """Label of what the node shares with others and can be lost with, e.g. a rack or switch; "": with none."""
+    port: int = 0
+    """On ``host``, for links of other members."""
 
 
 class Registered(Message, frozen=True, kw_only=True, tag="registered"):

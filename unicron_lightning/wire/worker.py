@@ -11,6 +11,7 @@ from unicron_lightning.wire.fields import (
     Key,
     Message,
     Pid,
+    Port,
     Size,
     Wall,
     Word,
@@ -33,6 +34,8 @@ class WorkerHello(Message, frozen=True, kw_only=True, tag="worker_hello"):
     """Most workers that the task can use: its micro-batches per step."""
     granularity: Size | None = None
     """Workers of a replica, if the model is spread over several; `Replicas` then follows."""
+    port: Port = 0
+    """On its agent's host, for links of other workers (`Member.port`)."""
 
 
 class WorkerReady(Message, frozen=True, kw_only=True, tag="worker_ready"):

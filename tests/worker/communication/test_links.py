@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from unicron_lightning import wire
 from unicron_lightning.worker.communication.communicator import (
@@ -28,7 +26,7 @@ from unicron_lightning.worker.communication.communicator import (
     gather_rows,
 )
 from unicron_lightning.worker.communication.cpu import LARGE_BYTES, CpuCommunicator
-from unicron_lightning.worker.communication.gloo import CONNECTS_LAZILY, wait_buried
+from unicron_lightning.worker.communication.gloo import wait_buried
 from unicron_lightning.worker.communication.links import hub as hubs
 from unicron_lightning.worker.communication.links.communicator import LinkCommunicator
 from unicron_lightning.worker.communication.links.greeting import HELLO_BYTES, REPLY_BYTES, Hello, confirm
@@ -39,37 +37,39 @@ KEY = "5f" * 16
 
 
 class Members:
-    """Workers of this process, each with a hub of its own, and their epochs' store."""
+    """Workers, each with a hub of its own in this process.
 
-    def __init__(self, names: str, port: int) -> None:
-        self.port = port
-        self._prefix = uuid.uuid4().hex
+    Args:
+        names: one letter each.
+        elsewhere: ports of further ones, in other processes.
+    """
+
+    def __init__(self, names: str, elsewhere: dict[str, int] | None = None) -> None:
         self.hubs = {name: Hub("127.0.0.1") for name in names}
+        self.ports = {**{name: hub.port for name, hub in self.hubs.items()}, **(elsewhere or {})}
         self.number = 0
 
     def epoch(self, names: str, key: str = KEY) -> wire.Epoch:
         """The next epoch of these workers."""
         self.number += 1
-        members = [wire.Member(worker=n, agent=n, node=n, host="127.0.0.1", local_rank=0) for n in names]
+        members = [
+            wire.Member(worker=n, agent=n, node=n, host="127.0.0.1", local_rank=0, port=self.ports[n]) for n in names
+        ]
         return wire.Epoch(
             number=self.number,
             kind="fail",
             members=members,
-            store=wire.Address(host="127.0.0.1", port=self.port),
+            store=wire.Address(host="", port=0),
             hold=False,
             incident=None,
             published_at=0.0,
             key=key,
         )
 
-    def store(self, epoch: wire.Epoch) -> dist.Store:
-        client = dist.TCPStore("127.0.0.1", self.port, is_master=False)
-        return dist.PrefixStore(f"{self._prefix}/{epoch.number}", client)
-
     def join(self, epoch: wire.Epoch, rank: int, seconds: float = 20) -> LinkCommunicator:
         """Build a member's communicator."""
         name = epoch.members[rank].worker
-        return LinkCommunicator(self.hubs[name], epoch, rank, self.store(epoch), timedelta(seconds=seconds))
+        return LinkCommunicator(self.hubs[name], epoch, rank, timedelta(seconds=seconds))
 
     def run(self, names: str, body: Callable[[LinkCommunicator], Any], *, close: bool = True) -> list[Any]:
         """Run ``body`` on each member of a new epoch, each in a thread; return the results by rank."""
@@ -112,14 +112,9 @@ def in_parallel(bodies: Sequence[Callable[[], None]]) -> None:
         thread.join(60)
 
 
-@pytest.fixture(scope="module")
-def server() -> dist.TCPStore:
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
 @pytest.fixture
-def members(server: dist.TCPStore) -> Iterator[Members]:
-    found = Members("abcde", server.port)
+def members() -> Iterator[Members]:
+    found = Members("abcde")
     yield found
     found.close()
 
@@ -308,18 +303,16 @@ def test_many_strangers_are_bounded(members: Members, monkeypatch: pytest.Monkey
 
 
 def test_an_attempt_ends_when_a_peer_does_not_come(members: Members) -> None:
+    members.ports["b"] = 1  # no process listens there
     epoch = members.epoch("ab")
-    members.store(epoch).set("port/1", "1")  # no process listens there
     with pytest.raises(CommunicatorAborted, match="in time"):
         members.join(epoch, 0, seconds=0.3)
     newer = members.epoch("ab")
-    members.store(newer).set("port/1", "1")
     threading.Timer(0.2, lambda: members.hubs["a"].close()).start()
     with pytest.raises(CommunicatorAborted, match="closed"):
         members.join(newer, 0)
 
 
-@pytest.mark.skipif(not CONNECTS_LAZILY, reason="this torch's gloo connects all peers at once")
 def test_large_sums_connect_neighbours_when_they_are_needed(members: Members) -> None:
     """On CPUs large tensors use gloo, which connects to two of four peers, when the first is summed."""
     epoch = members.epoch("abcde")
@@ -328,8 +321,7 @@ def test_large_sums_connect_neighbours_when_they_are_needed(members: Members) ->
 
     def member(rank: int) -> None:
         hub = members.hubs["abcde"[rank]]
-        store, seconds = members.store(epoch), timedelta(seconds=20)
-        communicator = CpuCommunicator(hub, epoch, rank, store, "127.0.0.1", seconds)
+        communicator = CpuCommunicator(hub, epoch, rank, "127.0.0.1", timedelta(seconds=20))
         everything(communicator)
         done.wait(20)
         before = len(communicator._gloo._group._connections)
@@ -351,15 +343,10 @@ def test_large_sums_connect_neighbours_when_they_are_needed(members: Members) ->
 PEER = """
 import sys, time, torch
 from datetime import timedelta
-import torch.distributed as dist
 from worker.communication.test_links import Members
-from unicron_lightning.worker.communication.links.communicator import LinkCommunicator
-from unicron_lightning.worker.communication.links.hub import Hub
-members = Members("", int(sys.argv[1]))
-members._prefix = sys.argv[2]
-epoch = members.epoch("ab")
-store = members.store(epoch)
-communicator = LinkCommunicator(Hub("127.0.0.1"), epoch, 1, store, timedelta(seconds=30))
+members = Members("b", {"a": int(sys.argv[1])})
+print(members.ports["b"], flush=True)
+communicator = members.join(members.epoch("ab"), 1, 30)
 communicator.wait(communicator.all_reduce(torch.ones(1)))
 print("ready", flush=True)
 time.sleep(60)
@@ -369,14 +356,16 @@ time.sleep(60)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
 def test_a_peer_that_dies_or_stops(members: Members, number: signal.Signals) -> None:
     """A dead peer ends the epoch by itself, and the reason names it; a stopped one by an abort only."""
-    epoch = members.epoch("ab")
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-c", PEER, str(members.port), members._prefix]
+    command = [sys.executable, "-c", PEER, str(members.ports["a"])]
     peer = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
     try:
+        assert peer.stdout is not None
+        members.ports["b"] = int(peer.stdout.readline())
+        epoch = members.epoch("ab")
         communicator = members.join(epoch, 0, seconds=60)
         communicator.wait(communicator.all_reduce(torch.ones(1)))
-        assert peer.stdout is not None and peer.stdout.readline() == b"ready\n"
+        assert peer.stdout.readline() == b"ready\n"
         handle = communicator.all_reduce(torch.ones(1 << 22))
         peer.send_signal(number)
         timer = threading.Timer(0.5, lambda: communicator.abort("epoch 2"))

@@ -460,8 +460,16 @@ def _key(secret: bytes, epoch: str) -> str:
 
 
 def _member(task: Task, worker: Worker) -> wire.Member:
-    of, place = task.agents[worker.agent], worker.local_rank
-    return wire.Member(worker=worker.id, agent=of.id, node=of.node, host=of.host, local_rank=place, rack=of.rack)
+    of = task.agents[worker.agent]
+    return wire.Member(
+        worker=worker.id,
+        agent=of.id,
+        node=of.node,
+        host=of.host,
+        local_rank=worker.local_rank,
+        rack=of.rack,
+        port=worker.port,
+    )
 
 
 def _nobody_left(task: Task, turn: Turn) -> None:

@@ -71,6 +71,7 @@ def hello(task: Task, turn: Turn, agent: Agent, message: wire.WorkerHello) -> No
             local_rank=message.local_rank,
             pid=message.pid,
             capacity=message.capacity,
+            port=message.port,
             founder=task.epoch is None and not task.rebuilding,
         )
         task.workers[worker.id] = worker

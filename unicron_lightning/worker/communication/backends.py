@@ -16,7 +16,8 @@ from unicron_lightning.worker.communication.communicator import Communicator, Co
 if TYPE_CHECKING:
     from unicron_lightning.worker.communication.links.hub import Hub
 
-STORE_TIMEOUT: Final = timedelta(seconds=60)
+CONNECT_TIMEOUT: Final = timedelta(seconds=60)
+"""For all connections of an epoch together."""
 
 
 def name_key(epoch_key: str) -> str:
@@ -30,7 +31,7 @@ def open_store(task: str, epoch: wire.Epoch) -> dist.Store:
 
     Each use needs its own client: a blocked one would delay the next epoch.
     """
-    client = dist.TCPStore(epoch.store.host, epoch.store.port, is_master=False, timeout=STORE_TIMEOUT)
+    client = dist.TCPStore(epoch.store.host, epoch.store.port, is_master=False, timeout=CONNECT_TIMEOUT)
     return dist.PrefixStore(f"unicron/{task}/{epoch.number}/{name_key(epoch.key)}", client)
 
 
@@ -56,20 +57,28 @@ class DataPlane:
         self._hub: Hub | None = None
         self._closed = False
 
+    @property
+    def port(self) -> int:
+        """On which other members reach this process."""
+        return self._links().port
+
     def __call__(self, epoch: wire.Epoch, rank: int, world: int) -> Communicator:
         if world == 1:
             return SoloCommunicator()
-        store = open_store(self._task, epoch)
-        hub = self._links()
         if self._device.type != "cuda":
             from unicron_lightning.worker.communication.cpu import CpuCommunicator
 
-            return CpuCommunicator(hub, epoch, rank, store, self._host, STORE_TIMEOUT)
+            return CpuCommunicator(self._links(), epoch, rank, self._host, CONNECT_TIMEOUT)
         from unicron_lightning.worker.communication.links.communicator import LinkCommunicator
         from unicron_lightning.worker.communication.nccl import NcclCommunicator
 
-        cpu = LinkCommunicator(hub, epoch, rank, dist.PrefixStore("links", store), STORE_TIMEOUT)
-        return NcclCommunicator(dist.PrefixStore("nccl", store), rank, world, self._device, cpu)
+        cpu = LinkCommunicator(self._links(), epoch, rank, CONNECT_TIMEOUT)
+        try:
+            store = dist.PrefixStore("nccl", open_store(self._task, epoch))
+        except BaseException:
+            cpu.close()
+            raise
+        return NcclCommunicator(store, rank, world, self._device, cpu)
 
     def close(self) -> None:
         """Close the links to the other members, after all communicators; idempotent."""

@@ -6,12 +6,12 @@ from datetime import timedelta
 from typing import Final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from unicron_lightning import wire
 from unicron_lightning.worker.communication.communicator import Handle
-from unicron_lightning.worker.communication.gloo import ADDRESS_BYTES, GlooCommunicator
+from unicron_lightning.worker.communication.gloo import GlooCommunicator
+from unicron_lightning.worker.communication.gloo_addresses import ADDRESS_BYTES
 from unicron_lightning.worker.communication.links.communicator import LinkCommunicator
 from unicron_lightning.worker.communication.links.hub import Hub
 from unicron_lightning.worker.communication.links.session import LinkHandle
@@ -29,7 +29,6 @@ class CpuCommunicator:
         hub: the links of this process.
         epoch: its members, their hosts and its key.
         rank: this worker's place.
-        store: a client without other users, with a prefix fresh to this epoch.
         host: this machine's address for data-plane sockets.
         timeout: for all links together.
 
@@ -39,17 +38,13 @@ class CpuCommunicator:
 
     tells_success = True
 
-    def __init__(
-        self, hub: Hub, epoch: wire.Epoch, rank: int, store: dist.Store, host: str, timeout: timedelta
-    ) -> None:
+    def __init__(self, hub: Hub, epoch: wire.Epoch, rank: int, host: str, timeout: timedelta) -> None:
         self.rank = rank
         self.world = len(epoch.members)
-        self._links = LinkCommunicator(hub, epoch, rank, dist.PrefixStore("links", store), timeout)
+        self._links = LinkCommunicator(hub, epoch, rank, timeout)
         self._used_gloo = False
         try:
-            self._gloo = GlooCommunicator(
-                dist.PrefixStore("gloo", store), rank, self.world, host, tell=self._tell, gate=self._links.gate
-            )
+            self._gloo = GlooCommunicator(self._exchange, rank, self.world, host, gate=self._links.gate)
         except BaseException:
             self._links.close()
             raise
@@ -83,8 +78,10 @@ class CpuCommunicator:
         self._used_gloo = True
         return self._gloo
 
-    def _tell(self, text: bytes) -> list[bytes]:
-        sent = torch.frombuffer(bytearray(text.ljust(ADDRESS_BYTES, b"\0")), dtype=torch.uint8)
-        received = torch.empty(self.world, ADDRESS_BYTES, dtype=torch.uint8)
+    def _exchange(self, addresses: bytes) -> list[bytes]:
+        row = len(addresses).to_bytes(2, "big") + addresses
+        sent = torch.frombuffer(bytearray(row.ljust(2 + ADDRESS_BYTES, b"\0")), dtype=torch.uint8)
+        received = torch.empty(self.world, 2 + ADDRESS_BYTES, dtype=torch.uint8)
         self._links.wait(self._links.all_gather(received, sent))
-        return [row.numpy().tobytes().rstrip(b"\0") for row in received]
+        rows = [row.numpy().tobytes() for row in received]
+        return [row[2 : 2 + int.from_bytes(row[:2], "big")] for row in rows]

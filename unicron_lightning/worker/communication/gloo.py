@@ -9,24 +9,22 @@ has ended, at the latest after the operation time-out.
 from __future__ import annotations
 
 import ctypes
+import json
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
 
 from unicron_lightning.worker.communication import sockets
 from unicron_lightning.worker.communication.communicator import Gate, Handle
+from unicron_lightning.worker.communication.gloo_addresses import AddressStore, Exchange
 
 OPERATION_TIMEOUT: Final = timedelta(seconds=300)
 """Bound on the life of a buried group. A longer wait (for a very slow peer) costs a new communicator, but no work."""
 BURIED_POLL_SECONDS: Final = 0.05
-CONNECTS_LAZILY: Final = "lazy_init" in (dist.ProcessGroupGloo.create_device.__doc__ or "")
-"""Whether this torch's gloo can connect peers when a collective needs them."""
-ADDRESS_BYTES: Final = 256
-"""Largest size of a member's addresses as text."""
 
 
 class Ending(Protocol):
@@ -44,38 +42,42 @@ class GlooGroup:
     The constructor blocks until all peers are connected; run it in a thread if a peer may be dead.
 
     Args:
-        store: a client without other users, with a prefix fresh to this group.
+        store: a client without other users, with a prefix fresh to this group, by which all peers are connected at
+            once; or an exchange of addresses, after which a collective connects the peers that it needs.
         rank: this worker's place.
         world: number of members.
         host: address of this machine that peers can reach.
         timeout: of gloo's own operations.
-        tell: gives the others up to `ADDRESS_BYTES` of this member, and returns those of all. If given, a collective
-            connects the members that it needs; else all are connected at once, and the store is used instead.
     """
 
     def __init__(
         self,
-        store: dist.Store,
+        store: dist.Store | Exchange,
         rank: int,
         world: int,
         host: str,
         timeout: timedelta = OPERATION_TIMEOUT,
-        tell: Callable[[bytes], Iterable[bytes]] | None = None,
     ) -> None:
         self.backend: dist.ProcessGroupGloo | None = None
         with sockets.descriptors_for(f"connections to {world - 1} peers"):
             before = sockets.all_sockets()
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            lazily: dict[str, Any] = {} if tell is None or not CONNECTS_LAZILY else {"lazy_init": True}
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=host, **lazily)]
+            lazily = not isinstance(store, dist.Store)
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=host, lazy_init=lazily)]
             options._timeout = timeout
             options._threads = 2
-            self.backend = dist.ProcessGroupGloo(store, rank, world, options)
+            self._store = store if isinstance(store, dist.Store) else AddressStore()
+            self.backend = dist.ProcessGroupGloo(self._store, rank, world, options)
             new = sockets.all_sockets() - before
-            own = _text(sockets.ends(new).listening)
-            self._listening = _addresses(_stored(own, store, rank, world) if tell is None else tell(own))
-            self._found = _of_members(new, self._listening) if tell is None else None
-        self.used = tell is None
+            own = sockets.ends(new).listening
+            self._found: list[sockets.OpenSocket] | None = None
+            if isinstance(self._store, AddressStore):
+                assert not isinstance(store, dist.Store)
+                self._listening = self._store.exchange(own, store)
+            else:
+                self._listening = _stored(own, self._store, rank, world)
+                self._found = _of_members(new, self._listening)
+        self.used = not lazily
         self.was_cut = False
 
     def cut(self) -> None:
@@ -105,14 +107,14 @@ class GlooGroup:
             return
         self.cut()  # again, for connections that a cut in another thread has not reached yet
         # The destructor joins gloo's threads, which may be stuck, so it must never run on the training thread.
-        _GRAVEYARD.bury(backend, list(handles))
+        _GRAVEYARD.bury(backend, self._store, list(handles))
 
 
 class GlooCommunicator:
     """Collectives of one epoch over gloo; CPU tensors.
 
     Args:
-        store, rank, world, host, timeout, tell: as for `GlooGroup`, whose constructor is called here.
+        store, rank, world, host, timeout: as for `GlooGroup`, whose constructor is called here.
         gate: on which the training thread waits, if it is shared with another communicator.
     """
 
@@ -120,20 +122,19 @@ class GlooCommunicator:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: dist.Store | Exchange,
         rank: int,
         world: int,
         host: str,
         timeout: timedelta = OPERATION_TIMEOUT,
         *,
-        tell: Callable[[bytes], Iterable[bytes]] | None = None,
         gate: Gate | None = None,
     ) -> None:
         self.rank = rank
         self.world = world
         self._gate = Gate() if gate is None else gate
         self._handles: list[Handle] = []
-        self._group = GlooGroup(store, rank, world, host, timeout, tell)
+        self._group = GlooGroup(store, rank, world, host, timeout)
 
     def all_reduce(self, tensor: Tensor) -> Handle:
         return self._start(lambda group: group.allreduce([tensor]))
@@ -190,26 +191,12 @@ class GlooCommunicator:
         return handle
 
 
-def _text(listening: Sequence[sockets.SocketAddress]) -> bytes:
-    """Addresses on which a member listens; gloo uses one, other threads may have begun to listen meanwhile."""
-    text = b""
-    for ip, port in listening:
-        entry = f"{ip}|{port},".encode()
-        if len(text) + len(entry) <= ADDRESS_BYTES:
-            text += entry
-    return text
-
-
-def _addresses(texts: Iterable[bytes]) -> set[sockets.SocketAddress]:
-    """Parse the members' addresses."""
-    entries = [entry.split("|") for text in texts for entry in text.decode().split(",") if entry]
-    return {(ip, int(port)) for ip, port in entries}
-
-
-def _stored(own: bytes, store: dist.Store, rank: int, world: int) -> list[bytes]:
-    """Exchange the members' texts through the store."""
-    store.set(f"ports/{rank}", own.decode())
-    return [store.get(f"ports/{r}") for r in range(world)]
+def _stored(
+    own: Sequence[sockets.SocketAddress], store: dist.Store, rank: int, world: int
+) -> set[sockets.SocketAddress]:
+    """Exchange the addresses on which members listen through the store."""
+    store.set(f"ports/{rank}", json.dumps(list(own)))
+    return {(ip, port) for r in range(world) for ip, port in json.loads(store.get(f"ports/{r}"))}
 
 
 def _of_members(candidates: set[sockets.OpenSocket], listening: set[sockets.SocketAddress]) -> list[sockets.OpenSocket]:
@@ -225,12 +212,12 @@ class _Graveyard:
 
     def __init__(self) -> None:
         self._lock = threading.Condition()
-        self._buried: list[tuple[dist.ProcessGroupGloo, Sequence[Ending]]] = []
+        self._buried: list[tuple[dist.ProcessGroupGloo, dist.Store, Sequence[Ending]]] = []
         self._thread: threading.Thread | None = None
 
-    def bury(self, group: dist.ProcessGroupGloo, handles: Sequence[Ending]) -> None:
+    def bury(self, group: dist.ProcessGroupGloo, store: dist.Store, handles: Sequence[Ending]) -> None:
         with self._lock:
-            self._buried.append((group, handles))
+            self._buried.append((group, store, handles))  # gloo may still read a store of Python's
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="unicron-graveyard", daemon=True)
                 self._thread.start()
@@ -245,14 +232,15 @@ class _Graveyard:
         them.
         """
         with self._lock:
-            for group, _ in self._buried:
+            for group, store, _ in self._buried:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
 
     def _run(self) -> None:
         while True:
             with self._lock:
-                free = [entry for entry in self._buried if all(handle.done for handle in entry[1])]
-                self._buried = [entry for entry in self._buried if not all(handle.done for handle in entry[1])]
+                free = [entry for entry in self._buried if all(handle.done for handle in entry[2])]
+                self._buried = [entry for entry in self._buried if not all(handle.done for handle in entry[2])]
             free.clear()  # runs the destructors in this thread
             with self._lock:
                 if not self._buried:

@@ -124,7 +124,7 @@ class Control:
         latest = self._latest
         return latest is not None and latest.number > number and latest.kind not in wire.PLANNED
 
-    def hello(self, capacity: int, granularity: int | None = None) -> None:
+    def hello(self, capacity: int, granularity: int | None = None, port: int = 0) -> None:
         """Announce the worker; see `wire.WorkerHello`."""
         self.send(
             wire.WorkerHello(
@@ -133,6 +133,7 @@ class Control:
                 pid=os.getpid(),
                 capacity=capacity,
                 granularity=granularity,
+                port=port,
             )
         )
 

@@ -7,7 +7,6 @@ import time
 from datetime import timedelta
 from typing import Final
 
-import torch.distributed as dist
 from torch import Tensor
 
 from unicron_lightning import wire
@@ -31,9 +30,8 @@ class LinkCommunicator:
 
     Args:
         hub: the links of this process.
-        epoch: its members, their hosts and its key.
+        epoch: its members, their hosts and ports, and its key.
         rank: this worker's place.
-        store: a client without other users, with a prefix fresh to this epoch; holds each member's port.
         timeout: for all links together.
 
     Attributes:
@@ -45,15 +43,14 @@ class LinkCommunicator:
 
     tells_success = True
 
-    def __init__(self, hub: Hub, epoch: wire.Epoch, rank: int, store: dist.Store, timeout: timedelta) -> None:
+    def __init__(self, hub: Hub, epoch: wire.Epoch, rank: int, timeout: timedelta) -> None:
         self.rank = rank
         self.world = len(epoch.members)
         self.gate = Gate()
         self._hub = hub
-        store.set(f"port/{rank}", str(hub.port))
         self._session = hub.open(epoch, rank, self.gate)
         try:
-            self._connect(store, time.monotonic() + timeout.total_seconds())
+            self._connect(time.monotonic() + timeout.total_seconds())
         except BaseException as error:
             self.abort(str(error).splitlines()[0][:200] if str(error) else repr(error))
             raise
@@ -87,7 +84,7 @@ class LinkCommunicator:
     def _begin(self, exchange: HostCollective) -> Handle:
         return self._hub.begin(self._session, exchange)
 
-    def _connect(self, store: dist.Store, deadline: float) -> None:
+    def _connect(self, deadline: float) -> None:
         session = self._session
         while True:
             with self._hub.lock:
@@ -99,24 +96,24 @@ class LinkCommunicator:
                 raise CommunicatorAborted("the epoch was superseded while connecting")
             if time.monotonic() > deadline:
                 raise CommunicatorAborted("not all peers were reached in time")
-            failed = [peer for peer in undialled if not self._dial(store, peer)]
+            failed = [peer for peer in undialled if not self._dial(peer)]
             if failed:
                 session.gate.wait_for(lambda: session.ready, _AGAIN_SECONDS)
             elif not undialled:
                 session.gate.wait_for(lambda: session.ready or bool(session.undialled()), _LOOK_SECONDS)
 
-    def _dial(self, store: dist.Store, peer: int) -> bool:
+    def _dial(self, peer: int) -> bool:
         """Connect to a peer, and prove each other's membership; return False if it was not reached."""
         session = self._session
-        port = int(store.get(f"port/{peer}"))
+        member = session.epoch.members[peer]
         try:
-            sock = socket.create_connection((session.epoch.members[peer].host, port), DIAL_SECONDS)
+            sock = socket.create_connection((member.host, member.port), DIAL_SECONDS)
         except OSError:
             return False
         try:
             hello = Hello.new(session.epoch.number, self.rank, peer)
             sock.sendall(hello.packed())
-            proven = confirm(session.epoch, hello, _read(sock, session), port)
+            proven = confirm(session.epoch, hello, _read(sock, session), member.port)
             if proven is None:
                 raise OSError("no member of this epoch")
             sock.sendall(proven)
