@@ -329,6 +329,19 @@ class Task(msgspec.Struct, kw_only=True):
         """Members that neither died nor finished."""
         return [member for member in self.members() if member.worker in self.workers]
 
+    def as_member(self, worker: Worker) -> wire.Member:
+        """Return the worker as a member of an epoch."""
+        of = self.agents[worker.agent]
+        return wire.Member(
+            worker=worker.id,
+            agent=of.id,
+            node=of.node,
+            host=of.host,
+            local_rank=worker.local_rank,
+            rack=of.rack,
+            port=worker.port,
+        )
+
     def place(self, worker: Worker) -> tuple[int, int]:
         """Sort key: slot order, then local rank."""
         order = self.slots.index(worker.agent) if worker.agent in self.slots else len(self.slots)

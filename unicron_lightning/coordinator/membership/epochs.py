@@ -136,7 +136,7 @@ def rebuild_due(task: Task, turn: Turn) -> None:
     members = sorted(there, key=task.place)
     task.established = [worker.id for worker in members]
     open_incident(task)
-    _publish(task, turn, "fail", [_member(task, worker) for worker in members])
+    _publish(task, turn, "fail", [task.as_member(worker) for worker in members])
     _turn_into_joiners(task, turn, set(task.established))
 
 
@@ -158,7 +158,7 @@ def _form(task: Task, turn: Turn) -> None:
     if len(complete) < fewest(task) or memory.waits(task, turn, complete):
         return
     founders = [worker for agent_id in complete for worker in task.workers_of(agent_id) if worker.built]
-    members = [_member(task, worker) for worker in founders[: task.capacity()]]
+    members = [task.as_member(worker) for worker in founders[: task.capacity()]]
     _publish(task, turn, "init" if task.life == 1 else "restart", members)
     _turn_into_joiners(task, turn, {member.worker for member in members})
 
@@ -207,7 +207,7 @@ def _repair(task: Task, turn: Turn, live: list[wire.Member], *, deaths: bool) ->
 
 def state_holders(task: Task) -> list[wire.Member]:
     """Return the live members that have the task's state, in their order."""
-    return [_member(task, task.workers[worker]) for worker in task.established if worker in task.workers]
+    return [task.as_member(task.workers[worker]) for worker in task.established if worker in task.workers]
 
 
 def _settle(task: Task, turn: Turn) -> None:
@@ -400,7 +400,7 @@ def _admit(task: Task, turn: Turn, away: set[str], room: int) -> None:
             turn.timer("join", turn.limits.join_grace, task=task.id)
         return
     task.incident = None
-    _publish(task, turn, "join", [*members, *(_member(task, worker) for worker in ready[:room])])
+    _publish(task, turn, "join", [*members, *(task.as_member(worker) for worker in ready[:room])])
 
 
 def _siblings_ready(task: Task, worker: Worker) -> bool:
@@ -457,19 +457,6 @@ def send_epoch(task: Task, turn: Turn, agent: Agent) -> None:
 def _key(secret: bytes, epoch: str) -> str:
     """Derive the epoch's 128-bit key from the coordinator's secret."""
     return hmac.new(secret, epoch.encode(), "sha256").hexdigest()[:32]
-
-
-def _member(task: Task, worker: Worker) -> wire.Member:
-    of = task.agents[worker.agent]
-    return wire.Member(
-        worker=worker.id,
-        agent=of.id,
-        node=of.node,
-        host=of.host,
-        local_rank=worker.local_rank,
-        rack=of.rack,
-        port=worker.port,
-    )
 
 
 def _nobody_left(task: Task, turn: Turn) -> None:
