@@ -49,7 +49,7 @@ def test_a_keeper_is_seen_by_the_owner_until_it_closes() -> None:
     copy = wire.StateCopy(version=version, part=0, size=5, digest=digest_of(b"state"))
     staged = wire.OpenCopy(copy=copy, descriptor=descriptor)
     assert not in_use(descriptor)
-    kept = opened(os.getpid(), staged)
+    kept = opened(os.getpid(), descriptor, 5)
     assert in_use(descriptor)
     assert verified(os.getpid(), staged) == b"state", "a second reader"
     os.close(kept)

@@ -15,6 +15,8 @@ from unicron_lightning.errors import AgentUnavailable
 
 AGENT_SOCKET: Final = "UNICRON_AGENT_SOCKET"
 """Path of the agent's UNIX socket."""
+MEMORY_SOCKET: Final = "memory"
+"""Name of the socket beside it, over which workers hand shared memory to the agent."""
 AGENT: Final = "UNICRON_AGENT"
 """Identity of the agent."""
 AGENT_PID: Final = "UNICRON_AGENT_PID"

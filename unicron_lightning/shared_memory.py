@@ -1,7 +1,8 @@
 """Shared memory without a name in any file system: one process fills it, others of the same user keep and read it.
 
 It exists until the last process that holds it open has closed it or ended, so none is ever left behind. A process that
-keeps or reads it holds a shared lock (``flock``), so that its owner knows when the memory may be filled again.
+keeps or reads it holds a shared lock (``flock``), so that its owner knows when the memory may be filled again. A
+descriptor that is sent to another process has the lock from the beginning, and keeps the memory while it is under way.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import fcntl
 import hashlib
 import mmap
 import os
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -51,25 +53,38 @@ def in_use(descriptor: int) -> bool:
     return False
 
 
-def opened(pid: int, each: wire.OpenCopy) -> int:
-    """Open a copy that another process of this user holds open; return a descriptor, with a shared lock.
+def opened(pid: int | str, number: int, size: int) -> int:
+    """Open memory that a process of this user holds open; return a descriptor to read it, with a shared lock.
+
+    Args:
+        pid: the process; "self" for this one.
+        number: its descriptor there.
+        size: bytes that are to be read.
 
     Raises:
-        OSError: it is not there, or is no memory of at least the stated size.
+        OSError: it is not there, or is no memory of at least this size.
     """
-    path = f"/proc/{pid}/fd/{each.descriptor}"
-    found = os.readlink(path)
-    if not found.startswith(f"/memfd:{NAME} "):
-        raise OSError(f"{path} is {found}, expected memory named {NAME}")
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    check(pid, number, size)
+    descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY | os.O_CLOEXEC)
     try:
-        if (size := os.fstat(descriptor).st_size) < each.copy.size:
-            raise OSError(f"{path} has {size} bytes, expected {each.copy.size}")
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def check(pid: int | str, number: int, size: int) -> None:
+    """Check that a process holds such memory under a descriptor.
+
+    Raises:
+        OSError: it is not there, or is no memory of at least this size.
+    """
+    path = f"/proc/{pid}/fd/{number}"
+    if not (found := os.readlink(path)).startswith(f"/memfd:{NAME} "):
+        raise OSError(f"{path} is {found}, expected memory named {NAME}")
+    if (there := Path(path).stat().st_size) < size:
+        raise OSError(f"{path} has {there} bytes, expected {size}")
 
 
 def verified(pid: int, each: wire.OpenCopy) -> bytes:
@@ -78,7 +93,7 @@ def verified(pid: int, each: wire.OpenCopy) -> bytes:
     Raises:
         OSError: as `opened`, or its bytes are not those that were staged.
     """
-    descriptor = opened(pid, each)
+    descriptor = opened(pid, each.descriptor, each.copy.size)
     with os.fdopen(descriptor, "rb") as file:
         data = file.read(each.copy.size)
     if (digest := digest_of(data)) != each.copy.digest:

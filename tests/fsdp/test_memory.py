@@ -32,7 +32,7 @@ def begin(folder: Path, settings: dict[str, Any], schedule: list[dict[str, Any]]
         nodes=nodes,
         schedule=schedule,
         settings=settings,
-        leaves="agent-*/socket",
+        leaves="agent-*/*",
     )
 
 

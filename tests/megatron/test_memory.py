@@ -29,9 +29,7 @@ MODELS: dict[str, dict[str, Any]] = {
 def begin(folder: Path, model: dict[str, Any]) -> Cluster:
     workers = model["tp"] * model["pp"] * model["dp"]
     settings = {**model, "steps": 6, "finish": True, "full": workers, "pace": 0.15, "memory": [EVERY, 1]}
-    return Cluster(
-        folder, script=SCRIPT, agents=workers, nodes=f"2:{workers}", settings=settings, leaves="agent-*/socket"
-    )
+    return Cluster(folder, script=SCRIPT, agents=workers, nodes=f"2:{workers}", settings=settings, leaves="agent-*/*")
 
 
 def end(cluster: Cluster, model: dict[str, Any], died: float, worlds: Any) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def check_last(folder: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.*to load in a single process")
 def test_three_write_and_two_resume(tmp_path: Path, reference: Reference) -> None:
     """All workers die, and one node with its agent."""
-    with Cluster(tmp_path, settings={**SETTINGS, "full": 0}, leaves="agent-*/socket") as cluster:
+    with Cluster(tmp_path, settings={**SETTINGS, "full": 0}, leaves="agent-*/*") as cluster:
         cluster.wait_world(3)
         cluster.watch(lambda: len(saved_at(cluster, 20)) == 2, "the checkpoints of step 20", 180)
         world = cluster.world()

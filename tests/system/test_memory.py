@@ -85,7 +85,7 @@ def test_nodes_die_with_all_workers(
     settings = {**SETTINGS, "memory": [4, partners]}
     racks = {"n0": "r", "n1": "r", "n2": "s"} if tier == "rack" else {}
     tier = "memory" if tier == "rack" else tier
-    with Cluster(tmp_path, settings=settings, racks=racks, leaves="agent-*/socket") as cluster:
+    with Cluster(tmp_path, settings=settings, racks=racks, leaves="agent-*/*") as cluster:
         workers = after_step(cluster, 25)
         for node in nodes:
             kill(cluster.agents[node].pid)
@@ -105,15 +105,22 @@ def test_nodes_die_with_all_workers(
         check_exact(tmp_path, reference, workers=3 if return_ else 3 - len(nodes))
 
 
-def test_all_workers_die_while_the_coordinator_is_away(tmp_path: Path, reference: Reference) -> None:
-    """Agents report their copies to the next coordinator."""
-    schedule = [{"world": 3, "step": 27, "faults": [f"kill rank={rank} step=27 micro_batch=0" for rank in range(3)]}]
+def test_all_workers_die_while_the_coordinator_is_away_and_agents_stand_still(
+    tmp_path: Path, reference: Reference
+) -> None:
+    """Agents get what dead workers have handed over, and report their copies to the next coordinator."""
+    faults = [f"kill rank={rank} step=27 micro_batch=0" for rank in range(3)]
+    schedule = [{"world": 3, "step": 27, "faults": faults, "together": True}]
     with Cluster(tmp_path, nodes="3:3", schedule=schedule, settings=SETTINGS) as cluster:
         cluster.watch(lambda: any(line["step"] >= 22 for line in cluster.notes("step")), "step 22", 180)
         pid = cluster.coordinator()
         assert pid is not None and kill(pid, signal.SIGSTOP)
+        for agent in cluster.agents.values():
+            agent.send_signal(signal.SIGSTOP)
         cluster.watch(lambda: len(cluster.notes("fault")) == 3, "the deaths", 60)
         assert kill(pid)
+        for agent in cluster.agents.values():
+            agent.send_signal(signal.SIGCONT)
         until("another coordinator", lambda: cluster.coordinator() not in (None, pid), 120)
         cluster.wait_end(linger=True)
         (restored,) = restored_from(cluster, "memory")

@@ -8,7 +8,8 @@ where rounding cannot hide a miscounted sample, unless the settings differ.
 The schedule is a list of groups of faults in FOLDER/schedule.json, each fault a sentence of docs/faults.md. A group is
 armed at the start of a step in which all earlier groups are done and the world has the group's size; each of its faults
 then strikes once, at its point. The victims of an ordered group wait for the faults listed before theirs: a death can
-change the ranks that later faults name.
+change the ranks that later faults name. Those of a group that strikes together wait for all: a death can keep others
+from their points.
 """
 
 from __future__ import annotations
@@ -135,9 +136,11 @@ class Schedule:
 
         world, group = self.engine.world, int(key.partition("-")[0])
         if self.groups[group].get("ordered"):
-            self._wait_for_earlier(group, int(key.partition("-")[2]))
+            self._wait_for(group, int(key.partition("-")[2]))
         if not self._mark(self._done, key, f"{world.epoch}"):
             return False
+        if self.groups[group].get("together"):
+            self._wait_for(group, len(self.groups[group]["faults"]))
         about = {"rank": point.rank, "world": world.size, "epoch": world.epoch, "step": point.step}
         self._notes.write("fault", group=group, fault=text(fault), kind=fault.kind, **about)
         match fault.kind:
@@ -150,7 +153,8 @@ class Schedule:
                 os.kill(os.getpid(), signal.SIGSTOP)
         return True
 
-    def _wait_for_earlier(self, group: int, place: int) -> None:
+    def _wait_for(self, group: int, place: int) -> None:
+        """Wait until the faults before this place in a group have struck."""
         end = time.monotonic() + 20.0
         while not all((self._done / f"{group}-{earlier}").exists() for earlier in range(place)):
             assert time.monotonic() < end, f"an earlier fault of group {group} has not struck"

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Sequence
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +18,7 @@ import torch
 
 from unicron_lightning import wire
 from unicron_lightning.agent.workers.memory import AgentMemory
-from unicron_lightning.shared_memory import verified
+from unicron_lightning.shared_memory import allocate, verified
 from unicron_lightning.worker.engine import World
 from unicron_lightning.worker.staging import Staging
 from unicron_lightning.worker.state_parts import (
@@ -124,11 +130,8 @@ class _Link:
     worker = "n0-1/0#1"
     welcome = wire.Welcome(worker=worker, founder=True, life=1, resume=())
 
-    def __init__(self, memory: AgentMemory) -> None:
-        self._memory = memory
-
-    def send(self, message: wire.StateStaged) -> None:
-        self._memory.take(os.getpid(), message)
+    def __init__(self, folder: Path) -> None:
+        self.path = str(folder / "socket")
 
 
 def open_memory() -> int:
@@ -136,28 +139,44 @@ def open_memory() -> int:
     return sum("unicron-state" in link for link in links)
 
 
-def test_an_agent_keeps_the_complete_version_and_two_newer_ones() -> None:
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:  # a short path
+        yield Path(folder)
+
+
+async def digested(memory: AgentMemory) -> None:
+    """Let the agent receive what was handed over, and wait for its digests."""
+    assert memory.copies
+    for _ in range(10_000):
+        if all(copy.digest for copy in memory.copies):
+            return
+        await asyncio.sleep(0.001)
+
+
+async def test_an_agent_keeps_the_complete_version_and_two_newer_ones(folder: Path) -> None:
     said: list[Any] = []
-    memory = AgentMemory(said.append)
-    staging = Staging(_Link(memory))  # type: ignore[arg-type]
+    memory = AgentMemory(folder, said.append)
+    memory.start()
+    staging = Staging(_Link(folder))  # type: ignore[arg-type]
     world = World(epoch=3, kind="init", rank=0, size=2, hold=False, nodes=("n0", "n1"))
     plan = staged_parts([range(2)], world.places, 1)
     for step in (4, 8, 12, 16):
         staging.hand_over(staging.stage(DividedState.of(state(step)), step, world, plan))
-        staging.close()  # waits for the hand-over
+        await digested(memory)
         if step == 4:
             memory.complete(memory.copies[0].version)
     assert [copy.version.step for copy in memory.copies] == [4, 4, 12, 12, 16, 16]
     assert {copy.part for copy in memory.copies} == {0, 1}, "this node is the other one's partner"
     assert said[-1] == wire.StateHeld(copies=memory.copies)
+    assert len(said) == 4, "one report of each version, with the digests of all its parts"
     given = memory.given()
     found = joined([verified(given.pid, each) for each in given.copies[-2:]])
     torch.testing.assert_close(found["checkpoint"], state(16)["checkpoint"], rtol=0, atol=0)
     memory.complete(memory.copies[-1].version)
     assert [copy.version.step for copy in memory.copies] == [16, 16]
     newest = memory.given().copies[0]
-    with Path(f"/proc/self/fd/{newest.descriptor}").open("r+b") as file:
-        file.write(b"corrupt")
+    os.pwrite(staging._handed[-1][newest.copy.part].descriptor, b"corrupt", 0)
     with pytest.raises(OSError, match="expected"):
         verified(given.pid, newest)
     memory.close()
@@ -165,16 +184,16 @@ def test_an_agent_keeps_the_complete_version_and_two_newer_ones() -> None:
     assert open_memory() == 0
 
 
-def test_memory_is_filled_again_after_its_agent_has_dropped_it() -> None:
-    memory = AgentMemory(lambda message: None)
-    staging = Staging(_Link(memory))  # type: ignore[arg-type]
+async def test_memory_is_filled_again_after_its_agent_has_dropped_it(folder: Path) -> None:
+    memory = AgentMemory(folder, lambda message: None)
+    memory.start()
+    staging = Staging(_Link(folder))  # type: ignore[arg-type]
     world = World(epoch=3, kind="init", rank=0, size=1, hold=False, nodes=("n0",))
     plan = staged_parts([[0]], world.places, 0)
     files: list[set[int]] = []
     for step in range(4, 40, 4):
         staging.hand_over(staging.stage(DividedState.of(state(step)), step, world, plan))
-        assert staging._thread is not None
-        staging._thread.join()
+        await digested(memory)
         files.append({os.fstat(each.descriptor).st_ino for each in memory.given().copies})
         memory.complete(memory.copies[-1].version)
         (given,) = memory.given().copies
@@ -185,19 +204,84 @@ def test_memory_is_filled_again_after_its_agent_has_dropped_it() -> None:
     assert open_memory() == 0
 
 
-def test_only_memory_of_this_name_and_size_is_opened(tmp_path: Path) -> None:
-    memory = AgentMemory(lambda message: None)
-    version = wire.StateVersion(life=1, epoch=1, step=1, parts=1, copies=1, layout="0" * 64)
-    copy = wire.StateCopy(version=version, part=0, size=3, digest="0" * 64)
-    with (tmp_path / "file").open("w+") as file:
-        staged = wire.OpenCopy(copy=copy, descriptor=file.fileno())
-        memory.take(os.getpid(), wire.StateStaged(worker="w", staged=(staged,)))
-    assert memory.copies == ()
+HANDS_OVER = """
+import os, signal, sys
+from unicron_lightning import wire
+from unicron_lightning.shared_memory import allocate
+from unicron_lightning.worker.memory_link import MemoryLink
+
+link = MemoryLink("w", sys.argv[1])
+for step in (4, 8):
+    descriptor, content = allocate(1 << 16)
+    content[:5] = b"state"
+    version = wire.StateVersion(life=1, epoch=1, step=step, parts=1, copies=1, layout="0" * 64)
+    link.hand_over([wire.StateCopy(version=version, part=0, size=5)], {0: descriptor})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
 
 
-def test_too_little_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = AgentMemory(lambda message: None)
-    staging = Staging(_Link(memory))  # type: ignore[arg-type]
+def hand_over_and_die(folder: Path) -> None:
+    worker = subprocess.run([sys.executable, "-c", HANDS_OVER, str(folder / "socket")], check=False)
+    assert worker.returncode == -signal.SIGKILL
+
+
+async def test_an_agent_gets_what_a_worker_has_handed_over_before_it_died(folder: Path) -> None:
+    """The agent stands still meanwhile, and reports the copies before it knows their digests."""
+    said: list[Any] = []
+    memory = AgentMemory(folder, said.append)
+    memory.start()
+    hand_over_and_die(folder)
+    memory.report()
+    (first,) = said
+    assert [(copy.version.step, copy.digest) for copy in first.copies] == [(4, None), (8, None)]
+    await digested(memory)
+    given = memory.given()
+    assert [verified(given.pid, each) for each in given.copies] == [b"state", b"state"]
+    assert said[-1].copies == memory.copies
+    memory.close()
+
+
+async def test_only_memory_of_this_name_and_size_is_kept(folder: Path) -> None:
+    memory = AgentMemory(folder, lambda message: None)
+    memory.start()
+    version = wire.StateVersion(life=1, epoch=1, step=1, parts=3, copies=1, layout="0" * 64)
+    copies = [wire.StateCopy(version=version, part=part, size=1 << 17) for part in range(3)]
+    small, content = allocate(1 << 16)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link, (folder / "file").open("w+") as file:
+        link.connect(str(folder / "memory"))
+        for staged, sent in ((copies[:2], [file.fileno(), small]), (copies, [small])):
+            message = wire.encode(wire.StateStaged(worker="w", staged=tuple(staged)))
+            socket.send_fds(link, [message], sent)
+        assert memory.copies == ()
+        assert link.recv(1) == b"", "the agent has closed the link"
+    content.close()
+    os.close(small)
+    memory.close()
+    assert open_memory() == 0
+
+
+async def test_an_agent_that_stands_still_keeps_few_versions(folder: Path) -> None:
+    memory = AgentMemory(folder, lambda message: None)
+    memory.start()
+    staging = Staging(_Link(folder))  # type: ignore[arg-type]
+    world = World(epoch=3, kind="init", rank=0, size=1, hold=False, nodes=("n0",))
+    plan = staged_parts([[0]], world.places, 0)
+    for step in range(5):
+        staging.hand_over(staging.stage(DividedState.of(state(step)), step, world, plan))
+    with pytest.raises(OSError, match="keeps 5 versions"):
+        staging.stage(DividedState.of(state()), 6, world, plan)
+    await digested(memory)
+    staging.hand_over(staging.stage(DividedState.of(state(6)), 6, world, plan))
+    staging.close()
+    memory.close()
+    with pytest.raises(OSError, match="No such file"):
+        staging.hand_over(staging.stage(DividedState.of(state(7)), 7, world, plan))
+    staging.close()
+    assert open_memory() == 0
+
+
+def test_too_little_memory_is_an_error(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    staging = Staging(_Link(folder))  # type: ignore[arg-type]
     monkeypatch.setattr("psutil.virtual_memory", lambda: type("Memory", (), {"available": 1000})())
     world = World(epoch=3, kind="init", rank=0, size=1, hold=False, nodes=("n0",))
     with pytest.raises(MemoryError, match="more than half"):

@@ -81,7 +81,7 @@ class AgentThread:
         self._reading: wire.NodeReading | None = None
         self._embedded = EmbeddedCoordinator(options)
         self._supervisor = Supervisor(options.agent, self._on_found, self._on_exit)
-        self._memory = AgentMemory(self._send)
+        self._memory = AgentMemory(self._scratch.path, self._send)
         self._inspector = Inspector(self._scratch.path, self._supervisor, self._send)
         self._prober = Prober(self._send)
         self._exchanges = Exchanges(options.host, options.token.secret, self._send)
@@ -204,6 +204,7 @@ class AgentThread:
 
     async def _main(self) -> None:
         await self._local.start()
+        self._memory.start()
         self._reading = await self._loop.run_in_executor(None, self._health.start)
         keeping_up = asyncio.create_task(self._keep_session())
         ticking = asyncio.create_task(self._tick())
@@ -292,6 +293,8 @@ class AgentThread:
         self._send(wire.Bye(succeeded=self._succeeded))
 
     def _send(self, message: wire.Message) -> None:
+        if isinstance(message, wire.WorkerDied | wire.RendezvousBegin):
+            self._memory.report()  # first what the workers have handed over
         self._session.send(message)
 
     # ---- rounds
@@ -314,9 +317,8 @@ class AgentThread:
 
     def _assumed_exit(self) -> Exit:
         """Assume the exit of a worker whose status torchelastic has collected."""
-        if self._leaving or self._shared.now.stop is not None:
-            return Exit(cause="signal", code=signal.SIGTERM)
-        return Exit(cause="exit", code=1)
+        stopped = self._leaving or self._shared.now.stop is not None
+        return Exit(cause="signal", code=signal.SIGTERM) if stopped else Exit(cause="exit", code=1)
 
     def _announce_local_world(self, size: int) -> None:
         self._shared.update(local_world=size)
@@ -443,8 +445,8 @@ class AgentThread:
         self._inspector.heard(worker)
         if isinstance(message, wire.Heartbeat | wire.Training):
             return
-        if isinstance(message, wire.StateStaged | wire.StateWanted):
-            self._memory.hear(message, self._roster.pid(worker), self._local)
+        if isinstance(message, wire.StateWanted):
+            self._local.send(worker, self._memory.given())
             return
         if isinstance(message, wire.ErrorReport) and message.ends:  # the coordinator no longer waits for the worker
             self._loop.call_later(ENDING_SECONDS, self._supervisor.kill, worker)

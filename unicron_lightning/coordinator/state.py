@@ -52,7 +52,7 @@ class MemoryRecord(msgspec.Struct, kw_only=True):
     """Versions offered to the founders of life `offered_in`, newest first."""
     offered_in: int = 0
     wait: Literal["none", "begun", "over"] = "none"
-    """Whether founders wait for others whose nodes hold parts of an offered version."""
+    """Whether founders wait for others whose nodes hold parts of a version, or for their digests."""
 
 
 class Worker(msgspec.Struct, kw_only=True):

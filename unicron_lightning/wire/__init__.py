@@ -207,7 +207,7 @@ Forwarded = Union[
     ActivityReport,
     Replicas,
 ]
-FromWorker = Union[Forwarded, Heartbeat, Training, StateStaged, StateWanted]
+FromWorker = Union[Forwarded, Heartbeat, Training, StateWanted]
 ToWorker = Union[Welcome, Epoch, Go, LookupReply, TaskOver, Notice, FaultRecorded, Inject, ActivityQuery, StateGiven]
 FromPair = Union[PairServing, PairResult]
 ToPair = Union[PairServe, PairConnect, PairEnd]
@@ -249,3 +249,4 @@ decode_from_worker = msgspec.json.Decoder(FromWorker).decode
 decode_to_worker = msgspec.json.Decoder(ToWorker).decode
 decode_from_agent = msgspec.json.Decoder(FromAgent).decode
 decode_to_agent = msgspec.json.Decoder(ToAgent).decode
+decode_staged = msgspec.json.Decoder(StateStaged).decode

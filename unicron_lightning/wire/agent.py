@@ -30,7 +30,7 @@ from unicron_lightning.wire.memory import StateCopy
 from unicron_lightning.wire.replicas import Replicas
 from unicron_lightning.wire.worker import WorkerHello, WorkerReady
 
-PROTOCOL_VERSION: Final = 5
+PROTOCOL_VERSION: Final = 6
 
 
 class Address(msgspec.Struct, frozen=True, kw_only=True):

@@ -33,8 +33,8 @@ class StateCopy(msgspec.Struct, frozen=True, kw_only=True):
     part: Index
     size: Count
     """Bytes."""
-    digest: Digest
-    """`shared_memory.digest_of` its bytes."""
+    digest: Digest | None = None
+    """`shared_memory.digest_of` its bytes, computed by the agent that holds them; None until then."""
 
 
 class OpenCopy(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,13 +46,14 @@ class OpenCopy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StateStaged(Message, frozen=True, kw_only=True, tag="state_staged"):
-    """The worker has copied parts of its state to shared memory, which its agent opens and keeps.
+    """The worker has copied parts of its state to shared memory.
 
-    Stays on the UNIX socket; the agent reports `StateHeld`.
+    Sent to the agent with the memory's descriptors, one for each copy, over a socket of its own; the agent reports
+    `StateHeld`.
     """
 
     worker: Id
-    staged: tuple[OpenCopy, ...]
+    staged: tuple[StateCopy, ...]
 
 
 class StateWanted(Message, frozen=True, kw_only=True, tag="state_wanted"):
@@ -69,7 +70,9 @@ class StateGiven(Message, frozen=True, kw_only=True, tag="state_given"):
 
 
 class StateHeld(Message, frozen=True, kw_only=True, tag="state_held"):
-    """[agent to coordinator] All copies in the agent's memory, after each change."""
+    """[agent to coordinator] All copies in the agent's memory: after each change, once their digests are known, and
+    before the end of a worker is reported.
+    """
 
     copies: tuple[StateCopy, ...]
 

@@ -1,14 +1,11 @@
 """Copies this worker's parts of a state to shared memory, and hands them to its agent.
 
-The training thread only copies. A thread of its own computes the digests and notifies the agent, which opens the memory
-and keeps it when this process ends. Memory that the agent has dropped is filled again: its pages are there already. The
-memory has no name in any file system, so none is left behind.
+The agent keeps the memory when this process ends, and computes the digests. Memory that the agent has dropped is filled
+again: its pages are there already. The memory has no name in any file system, so none is left behind.
 """
 
 from __future__ import annotations
 
-import logging
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -16,30 +13,15 @@ from typing import Final
 import torch
 
 from unicron_lightning import wire
-from unicron_lightning.shared_memory import digest_of, in_use
+from unicron_lightning.shared_memory import in_use
 from unicron_lightning.worker.control.thread import Control
 from unicron_lightning.worker.engine import World
+from unicron_lightning.worker.memory_link import MemoryLink
 from unicron_lightning.worker.memory_pool import MemoryPool, PooledMemory
 from unicron_lightning.worker.state_parts import DividedState, SharePart
 
-logger = logging.getLogger(__name__)
-
-_KEPT: Final = 2
-"""Versions for which memory that the agent has not been seen to keep is held open, so that it has time to open it."""
-
-
-@dataclass
-class _Handed:
-    """Memory of one part that the agent may keep.
-
-    Attributes:
-        number: number of the version in it, counted by this worker.
-        taken: whether the agent has been seen to keep that version.
-    """
-
-    memory: PooledMemory
-    number: int
-    taken: bool = False
+_MOST_KEPT: Final = 5
+"""Versions that an agent may keep: three, and those that it has not looked at yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +51,10 @@ class Staging:
 
     def __init__(self, control: Control) -> None:
         self._control = control
-        self._thread: threading.Thread | None = None
+        self._link = MemoryLink(control.worker, control.path)
         self._pool = MemoryPool()
-        self._handed: list[_Handed] = []
-        self._number = 0
+        self._handed: list[list[PooledMemory]] = []
+        """Memory of each version that the agent may keep."""
 
     def stage(
         self,
@@ -92,10 +74,8 @@ class Staging:
             incoming: size of each part that this rank will receive: there is memory for it in the result.
 
         Raises:
-            OSError, MemoryError: there is not enough memory, or the digests of the version before are not computed yet.
+            OSError, MemoryError: there is not enough memory, or the agent has not looked at the versions before.
         """
-        if self._thread is not None and self._thread.is_alive():
-            raise OSError("the version before is still being handed over")
         version = wire.StateVersion(
             life=self._control.welcome.life,
             epoch=world.epoch,
@@ -115,43 +95,33 @@ class Staging:
         return staged
 
     def hand_over(self, staged: StagedVersion) -> None:
-        """Give the agent all parts of a version, in a thread that computes their digests first."""
-        self._thread = threading.Thread(target=self._hand_over, args=(staged,), name="unicron-staging", daemon=True)
-        self._thread.start()
+        """Give the agent all parts of a version, which it keeps from now on.
+
+        Raises:
+            OSError: the agent cannot be reached.
+        """
+        copies = [
+            wire.StateCopy(version=staged.version, part=part, size=size) for part, (_, size) in staged.parts.items()
+        ]
+        if copies:
+            self._link.hand_over(copies, {part: memory.descriptor for part, (memory, _) in staged.parts.items()})
 
     def close(self) -> None:
         """Release the memory; the agent keeps what it has opened."""
-        if self._thread is not None:
-            self._thread.join()
-        for each in self._handed:
-            each.memory.release()
+        self._link.close()
+        for memory in [memory for memories in self._handed for memory in memories]:
+            memory.release()
         self._handed.clear()
         self._pool.close()
 
     def _memory(self, sizes: Sequence[int]) -> list[PooledMemory]:
         """Return memory for parts of these sizes: what the agent has dropped, or new one."""
-        self._number += 1
-        self._review()
+        for memories in list(self._handed):
+            if not any(in_use(memory.descriptor) for memory in memories):
+                self._handed.remove(memories)
+                self._pool.give_back(memories)
+        if len(self._handed) >= _MOST_KEPT:
+            raise OSError(f"the agent keeps {len(self._handed)} versions, expected fewer than {_MOST_KEPT}")
         memories = self._pool.take(sizes)
-        self._handed += [_Handed(memory, self._number) for memory in memories]
+        self._handed.append(memories)
         return memories
-
-    def _review(self) -> None:
-        """Take back what the agent has kept and dropped; release what it has not kept in time."""
-        for each in list(self._handed):
-            if in_use(each.memory.descriptor):
-                each.taken = True
-            elif each.taken:
-                self._handed.remove(each)
-                self._pool.give_back([each.memory])
-            elif self._number - each.number > _KEPT:
-                self._handed.remove(each)
-                each.memory.release()
-
-    def _hand_over(self, staged: StagedVersion) -> None:
-        copies = []
-        for part, (memory, size) in staged.parts.items():
-            digest = digest_of(memoryview(memory.content)[:size])
-            copy = wire.StateCopy(version=staged.version, part=part, size=size, digest=digest)
-            copies.append(wire.OpenCopy(copy=copy, descriptor=memory.descriptor))
-        self._control.send(wire.StateStaged(worker=self._control.worker, staged=tuple(copies)))

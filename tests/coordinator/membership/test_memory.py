@@ -11,9 +11,11 @@ from unicron_lightning import wire
 from unicron_lightning.worker.state_parts import partners_of
 
 
-def copy(step: int, part: int, *, epoch: int = 1, parts: int = 2, copies: int = 1) -> wire.StateCopy:
+def copy(
+    step: int, part: int, *, epoch: int = 1, parts: int = 2, copies: int = 1, digested: bool = True
+) -> wire.StateCopy:
     version = wire.StateVersion(life=1, epoch=epoch, step=step, parts=parts, copies=copies, layout="0" * 64)
-    digest = hashlib.sha256(f"{step} {part}".encode()).hexdigest()
+    digest = hashlib.sha256(f"{step} {part}".encode()).hexdigest() if digested else None
     return wire.StateCopy(version=version, part=part, size=10, digest=digest)
 
 
@@ -88,6 +90,28 @@ def test_founders_do_not_wait_for_ever() -> None:
     world, _ = one_of_two_is_back()
     world.advance(31)
     assert len(members(world)) == 1
+
+
+def test_founders_wait_for_digests() -> None:
+    world = World()
+    a, b = running(world, 2)
+    holds(a, copy(4, 0), copy(8, 0, digested=False))
+    holds(b, copy(4, 1), copy(8, 1))
+    assert offered(a, b) == [] and not members(world)
+    assert world.event("task_restarts").fields["memory"] == 8
+    holds(a, copy(4, 0), copy(8, 0))
+    assert len(members(world)) == 2
+    assert [offer.version.step for offer in b.last(wire.Welcome).memory] == [8, 4]
+
+
+def test_without_digests_an_older_version_is_offered() -> None:
+    world = World()
+    a, b = running(world, 2)
+    holds(a, copy(4, 0), copy(8, 0, digested=False))
+    holds(b, copy(4, 1), copy(8, 1))
+    assert offered(a, b) == []
+    world.advance(31)
+    assert [offer.version.step for offer in b.last(wire.Welcome).memory] == [4]
 
 
 def test_versions_staged_before_workers_differed_are_not_offered() -> None:

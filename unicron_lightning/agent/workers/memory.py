@@ -1,19 +1,27 @@
 """States of training in the agent's memory, staged by its workers, which they outlive.
 
-The agent holds shared memory open and never reads it. It keeps the newest version of which the coordinator has reported
-that all its parts are held, and the two newest ones beside it; their sum is the memory's bound.
+Workers hand over the memory itself (`memory_socket`), before they begin the step that follows; the agent computes the
+digests in a thread. It keeps the newest version of which the coordinator has reported that all its parts are held, and
+the two newest ones beside it; their sum is the memory's bound.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import mmap
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 from typing import Final
 
-from unicron_lightning import wire
-from unicron_lightning.agent.workers.local_socket import LocalServer
-from unicron_lightning.shared_memory import opened
+import msgspec
+
+from unicron_lightning import environ, wire
+from unicron_lightning.agent.workers.memory_socket import MemorySocket
+from unicron_lightning.shared_memory import check, digest_of
 
 logger = logging.getLogger(__name__)
 
@@ -25,46 +33,33 @@ class AgentMemory:
     """Copies in the memory of one agent; lives in its event loop.
 
     Args:
+        folder: private folder for the socket.
         send: sends a message to the coordinator.
     """
 
-    def __init__(self, send: Callable[[wire.Message], None]) -> None:
+    def __init__(self, folder: Path, send: Callable[[wire.Message], None]) -> None:
         self._send = send
+        self._socket = MemorySocket(folder / environ.MEMORY_SOCKET, self._take)
         self._complete: wire.StateVersion | None = None
         self._held: dict[wire.StateVersion, dict[int, wire.OpenCopy]] = {}
+        self._reported: tuple[wire.StateCopy, ...] = ()
+        self._digests = ThreadPoolExecutor(1, thread_name_prefix="unicron-digests")
+
+    def start(self) -> None:
+        """Start receiving from workers, in the running event loop."""
+        self._socket.start()
 
     @property
     def copies(self) -> tuple[wire.StateCopy, ...]:
-        """All copies, oldest version first."""
+        """All copies that workers have handed over, oldest version first."""
+        self._socket.drain()
         return tuple(each.copy for version in sorted(self._held) for each in self._held[version].values())
 
-    def hear(self, message: wire.StateStaged | wire.StateWanted, pid: int | None, workers: LocalServer) -> None:
-        """Handle a message of a worker; without its process id, nothing that it has staged can be opened.
-
-        Args:
-            message: from the worker.
-            pid: its process id.
-            workers: sends the answer.
-        """
-        if isinstance(message, wire.StateWanted):
-            workers.send(message.worker, self.given())
-        elif pid is not None:
-            self.take(pid, message)
-
-    def take(self, pid: int, message: wire.StateStaged) -> None:
-        """Keep what the worker with this process id has staged; a copy that cannot be opened is left out."""
-        for each in message.staged:
-            try:
-                descriptor = opened(pid, each)
-            except OSError as error:
-                logger.warning("state_not_kept worker=%s part=%d error=%s", message.worker, each.copy.part, error)
-                continue
-            parts = self._held.setdefault(each.copy.version, {})
-            if (before := parts.get(each.copy.part)) is not None:
-                os.close(before.descriptor)
-            parts[each.copy.part] = wire.OpenCopy(copy=each.copy, descriptor=descriptor)
-        self._review()
-        self._send(wire.StateHeld(copies=self.copies))
+    def report(self) -> None:
+        """Report the copies to the coordinator, unless it knows them, whether or not their digests are computed."""
+        if (copies := self.copies) != self._reported:
+            self._reported = copies
+            self._send(wire.StateHeld(copies=copies))
 
     def complete(self, version: wire.StateVersion) -> None:
         """Drop versions older than one of which all parts are held."""
@@ -73,7 +68,7 @@ class AgentMemory:
             before = len(self._held)
             self._review()
             if len(self._held) < before:
-                self._send(wire.StateHeld(copies=self.copies))
+                self.report()
 
     def given(self) -> wire.StateGiven:
         """Return all copies, for a worker that begins."""
@@ -82,7 +77,52 @@ class AgentMemory:
 
     def close(self) -> None:
         """Release everything."""
+        self._socket.close()
         self._drop(list(self._held))
+        self._digests.shutdown()
+
+    def _take(self, message: wire.StateStaged, descriptors: list[int]) -> None:
+        """Keep what a worker has handed over, and have the digests computed; other descriptors are closed."""
+        for copy, descriptor in zip(message.staged, descriptors, strict=True):
+            try:
+                check("self", descriptor, copy.size)
+            except OSError as error:
+                logger.warning("state_not_kept worker=%s part=%d error=%s", message.worker, copy.part, error)
+                os.close(descriptor)
+                continue
+            parts = self._held.setdefault(copy.version, {})
+            if (before := parts.get(copy.part)) is not None:
+                os.close(before.descriptor)
+            kept = wire.OpenCopy(copy=msgspec.structs.replace(copy, digest=None), descriptor=descriptor)
+            parts[copy.part] = kept
+            # A second descriptor keeps the memory, and its lock, for the thread.
+            work = asyncio.get_running_loop().run_in_executor(self._digests, self._digest, kept, os.dup(descriptor))
+            work.add_done_callback(partial(self._digested, kept))
+        self._review()
+
+    def _digest(self, kept: wire.OpenCopy, descriptor: int) -> str | None:
+        """[the thread] Return the digest of a copy; None if it has been dropped meanwhile."""
+        try:
+            if kept.copy.version not in self._held:
+                return None
+            with mmap.mmap(descriptor, kept.copy.size, prot=mmap.PROT_READ) as content:
+                return digest_of(content)
+        finally:
+            os.close(descriptor)
+
+    def _digested(self, kept: wire.OpenCopy, work: asyncio.Future[str | None]) -> None:
+        """Record a digest; report the copies once that of the last one is known."""
+        copy, parts = kept.copy, self._held.get(kept.copy.version, {})
+        if work.cancelled() or parts.get(copy.part) is not kept:
+            return
+        if (error := work.exception()) is not None:
+            logger.error("state_not_kept part=%d error=%s", copy.part, error)
+            os.close(parts.pop(copy.part).descriptor)
+        else:
+            digested = msgspec.structs.replace(copy, digest=work.result())
+            parts[copy.part] = msgspec.structs.replace(kept, copy=digested)
+        if all(each.copy.digest is not None for each in parts.values()):
+            self.report()
 
     def _review(self) -> None:
         complete = self._complete if self._complete in self._held else None

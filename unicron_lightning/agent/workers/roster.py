@@ -92,11 +92,6 @@ class Roster:
         """Whether a run of the worker's trainer is in progress."""
         return worker in self._workers and self._workers[worker].training
 
-    def pid(self, worker: str) -> int | None:
-        """Process id of a worker that has sent its hello."""
-        known = self._workers.get(worker)
-        return None if known is None or known.hello is None else known.hello.pid
-
     def has_left(self, worker: str) -> bool:
         """Whether the worker's connection has ended, so that all its messages have arrived."""
         return worker in self._workers and self._workers[worker].left

@@ -12,8 +12,7 @@
 * it is settled, and members depart or are on draining nodes: publish a ``leave`` without them; the latter stay if
   too few would remain;
 * it is settled and there are candidates: publish a ``join``;
-* no member is left: the task is over if a member finished, else a new life begins. If it turns out after that that a
-  member had finished, the task is over, too.
+* no member is left: a new life begins; the task is over if a member has finished, even if that is known only later.
 """
 
 from __future__ import annotations
@@ -159,6 +158,8 @@ def _form(task: Task, turn: Turn) -> None:
         return
     founders = [worker for agent_id in complete for worker in task.workers_of(agent_id) if worker.built]
     members = [task.as_member(worker) for worker in founders[: task.capacity()]]
+    for worker in founders if memory.offer(task, turn) else ():
+        welcome(task, turn, task.agents[worker.agent], worker)
     _publish(task, turn, "init" if task.life == 1 else "restart", members)
     _turn_into_joiners(task, turn, {member.worker for member in members})
 
@@ -172,7 +173,7 @@ def welcome(task: Task, turn: Turn, agent: Agent, worker: Worker) -> None:
         resume=tuple(task.checkpoints) if worker.founder and task.life > 1 else (),
         watch=turn.limits.watch,
         layout=task.layouts.in_force,
-        memory=memory.offers(task, turn) if worker.founder and task.life > 1 else (),
+        memory=memory.offered(task) if worker.founder else (),
     )
     turn.send(agent, word)
     if not worker.built:
@@ -477,11 +478,9 @@ def _new_life(task: Task, turn: Turn) -> None:
         expel(task, turn, worker, "the task starts a new life")
     task.life += 1
     task.restarts += 1
-    task.epoch = None
-    task.go = task.earlier = None
+    task.epoch = task.go = task.earlier = None
     task.established = []
-    task.replicas, task.replicas_of, task.layouts.spread = [], 0, None
-    task.records = {}
+    task.replicas, task.replicas_of, task.layouts.spread, task.records = [], 0, None, {}
     task.comm_error_epoch = task.committed = 0
     saved = task.checkpoint
     path, step = (saved.path, saved.step) if saved else (None, None)

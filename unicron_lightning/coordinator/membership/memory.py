@@ -2,7 +2,8 @@
 
 The coordinator knows of each copy its version, part, holder and digest. A version that is held with all its copies
 makes older ones superfluous. One that is held with at least one copy of each part is offered to the founders of a new
-life, before the newest persistent checkpoint, unless that one is newer.
+life, before the newest persistent checkpoint, unless that one is newer. The founders get the offer with their first
+epoch, when agents have computed the digests of what their workers had handed over at their ends.
 """
 
 from __future__ import annotations
@@ -18,19 +19,21 @@ from unicron_lightning.coordinator.state import Agent, Task
 
 _OFFERED: Final = 3
 _WAIT_SECONDS: Final = 30.0
-"""Seconds that a new life waits for workers of nodes without which no offered version is complete."""
+"""Seconds that a new life waits for workers of nodes that hold parts of a version, and for digests."""
+_Copies = dict[int, list[tuple[Agent, wire.StateCopy]]]
+"""Copies of a version by part, with the agents that hold them."""
 
 
-def known(task: Task) -> dict[wire.StateVersion, dict[int, list[tuple[Agent, wire.StateCopy]]]]:
+def known(task: Task) -> dict[wire.StateVersion, _Copies]:
     """Return the copies of each version by part."""
-    found: dict[wire.StateVersion, dict[int, list[tuple[Agent, wire.StateCopy]]]] = {}
+    found: dict[wire.StateVersion, _Copies] = {}
     for agent in task.agents.values():
         for copy in agent.copies:
             found.setdefault(copy.version, defaultdict(list))[copy.part].append((agent, copy))
     return found
 
 
-def least_copies(version: wire.StateVersion, parts: dict[int, list[tuple[Agent, wire.StateCopy]]]) -> int:
+def least_copies(version: wire.StateVersion, parts: _Copies) -> int:
     """Return the smallest number of copies of any part."""
     return min(len(parts.get(part, ())) for part in range(version.parts))
 
@@ -54,7 +57,7 @@ def _error(task: Task, turn: Turn, _agent: Agent, message: wire.ErrorReport) -> 
         turn.save(task)
 
 
-def _usable(task: Task) -> list[tuple[wire.StateVersion, dict[int, list[tuple[Agent, wire.StateCopy]]]]]:
+def _usable(task: Task) -> list[tuple[wire.StateVersion, _Copies]]:
     """Return the versions that are held and not older than the newest checkpoint, newest first."""
     least = task.checkpoint.step if task.checkpoint else 0
     usable = [
@@ -71,29 +74,35 @@ def newest(task: Task) -> int | None:
     return usable[0][0].step if usable else None
 
 
-def offers(task: Task, turn: Turn) -> tuple[wire.StateOffer, ...]:
-    """Return the versions from which the present life may begin, newest first: the same for all its founders."""
+def offered(task: Task) -> tuple[wire.StateOffer, ...]:
+    """Return the versions that were offered to the founders of the present life."""
+    return task.memory.offered if task.memory.offered_in == task.life else ()
+
+
+def offer(task: Task, turn: Turn) -> tuple[wire.StateOffer, ...]:
+    """Decide from which versions a new life may begin, before its first epoch; return them, newest first."""
     record = task.memory
-    if record.offered_in == task.life:
-        return record.offered
-    record.offered = tuple(_offer(version, parts) for version, parts in _usable(task)[:_OFFERED])
-    record.offered_in, record.wait = task.life, "none"
-    fields = {"life": task.life, "steps": [offer.version.step for offer in record.offered]}
-    turn.emit_for(task, None, "memory_offered", fields)
-    return record.offered
+    if task.life > 1 and record.offered_in != task.life:
+        found = [_offer(version, parts) for version, parts in _usable(task)]
+        record.offered = tuple(offer for offer in found if all(offer.digests))[:_OFFERED]
+        record.offered_in, record.wait = task.life, "none"
+        turn.cancel("memory", task=task.id)
+        fields = {"life": task.life, "steps": [offer.version.step for offer in record.offered]}
+        turn.emit_for(task, None, "memory_offered", fields)
+    return offered(task)
 
 
-def _offer(version: wire.StateVersion, parts: dict[int, list[tuple[Agent, wire.StateCopy]]]) -> wire.StateOffer:
-    ordered = [parts[part] for part in range(version.parts)]
+def _offer(version: wire.StateVersion, parts: _Copies) -> wire.StateOffer:
+    ordered = [[(agent, copy) for agent, copy in parts[part] if copy.digest] for part in range(version.parts)]
     return wire.StateOffer(
         version=version,
-        digests=tuple(tuple(dict.fromkeys(copy.digest for _, copy in copies)) for copies in ordered),
+        digests=tuple(tuple(dict.fromkeys(copy.digest for _, copy in copies if copy.digest)) for copies in ordered),
         holders=tuple(tuple(dict.fromkeys(agent.node for agent, _ in copies)) for copies in ordered),
     )
 
 
 def waits(task: Task, turn: Turn, complete: Collection[str]) -> bool:
-    """Whether founders have to wait for others, whose nodes hold parts of the newest version that can be restored.
+    """Whether founders have to wait for workers of nodes that hold parts of a version, or for digests of its copies.
 
     Args:
         task: without an epoch in its present life.
@@ -101,18 +110,25 @@ def waits(task: Task, turn: Turn, complete: Collection[str]) -> bool:
         complete: agents whose workers are all ready.
     """
     record = task.memory
-    if record.offered_in != task.life or record.wait == "over":
+    if task.life == 1 or record.wait == "over" or not _late(task, complete):
         return False
-    ready = {task.agents[agent].node for agent in complete}
-    there = {task.agents[agent].node for agent in task.slots}
-    for offer in record.offered:
-        if all(there.intersection(nodes) for nodes in offer.holders):
-            late = not all(ready.intersection(nodes) for nodes in offer.holders)
-            if late and record.wait == "none":
-                record.wait = "begun"
-                turn.timer("memory", _WAIT_SECONDS, task=task.id)
-                turn.save(task)
-            return late
+    if record.wait == "none":
+        record.wait = "begun"
+        turn.timer("memory", _WAIT_SECONDS, task=task.id)
+        turn.save(task)
+    return True
+
+
+def _late(task: Task, complete: Collection[str]) -> bool:
+    """Whether the newest version that can be restored is not yet held by founders, or its digests are not known."""
+    agents = task.agents
+    ready = {agents[agent].node for agent in complete}
+    there = {agents[agent].node for agent in task.slots}
+    for version, parts in _usable(task)[:_OFFERED]:
+        nodes = [{agent.node for agent, _ in parts[part]} for part in range(version.parts)]
+        if all(not there.isdisjoint(each) for each in nodes):
+            computed = all(copy.digest for copies in parts.values() for _, copy in copies)
+            return not computed or any(ready.isdisjoint(each) for each in nodes)
     return False
 
 

@@ -232,15 +232,10 @@ def changes_nothing(task: Task, message: wire.FromAgent) -> bool:
                 return False
             others = (task.workers.get(member.worker) for member in reversed(task.members()))
             return any(other is not None and other.ready != task.number for other in others)
-        case (
-            wire.Progress()
-            | wire.Lookup()
-            | wire.FaultDue()
-            | wire.ActivityReport()
-            | wire.NodeReading()
-            | wire.StateHeld()
-        ):
+        case wire.Progress() | wire.Lookup() | wire.FaultDue() | wire.ActivityReport() | wire.NodeReading():
             return True
+        case wire.StateHeld():
+            return task.epoch is not None
         case wire.WorkerEvent():
             return message.name != "entered_epoch"
     return False

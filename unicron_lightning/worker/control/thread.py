@@ -69,6 +69,7 @@ class Control:
         monitor: Monitor | None = None,
     ) -> None:
         self.worker = worker
+        self.path = path
         self.local_rank = local_rank
         self.is_member = False
         self.condition = threading.Condition()
